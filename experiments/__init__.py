@@ -1,0 +1,1 @@
+"""Experiments: what the library reaches on real hardware, each measured by one command."""

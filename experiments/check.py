@@ -1,0 +1,120 @@
+"""No time is taken of a wrong result: outputs and gradients against float64 standard attention on
+a sample of rows.
+
+The gradient that goes into the backward pass is zero outside the sampled query rows. So the rows
+alone determine all of dK and dV, and the reference stays O(rows x keys) at any sequence length.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from masks import BlockMask
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+SAMPLED_ROWS = 64
+# A kernel may err this many times as much as materialised attention errs in the same dtype,
+ERROR_FACTOR = 3
+# and by this part of the largest value: exp(score - LSE) of float32 scores and LSEs of about 10
+# carries their rounding, which the softmax of materialised scores does not.
+ROUNDING = 16 * torch.finfo(torch.float32).eps
+
+
+class CheckError(Exception):
+    """A result differs from the reference by more than rounding explains."""
+
+
+def check(
+    attend: Attend, inputs: Sequence[Tensor], mask: BlockMask, what: str, backward: bool = True
+) -> None:
+    """Compares attend(query, key, value), and its gradients if `backward`, with float64 standard
+    attention.
+
+    inputs: query, key, value, each (batch, heads, seq_len, head_dim), requiring gradients.
+    Raises CheckError naming `what`, the tensor and its worst row.
+    """
+    query = inputs[0]
+    rows = sample_rows(query.shape[2]).to(query.device)
+    allowed = dense_rows(mask, rows)
+    grad_out = torch.zeros_like(query).index_copy_(2, rows, torch.randn_like(query[:, :, rows]))
+    expected = _standard(inputs, allowed, rows, grad_out, torch.float64, backward)
+    standard = _standard(inputs, allowed, rows, grad_out, query.dtype, backward)
+    actual = _attended(attend, inputs, rows, grad_out, backward)
+    for name, ours, theirs, truth in zip(
+        ("out", "dq", "dk", "dv"), actual, standard, expected, strict=False
+    ):
+        _compare(f"{what}, {name}", ours, theirs, truth, rows if name in ("out", "dq") else None)
+
+
+def sample_rows(q_len: int) -> Tensor:
+    """The first query token, the last, and random ones between, SAMPLED_ROWS at most."""
+    inner = torch.randperm(q_len)[: SAMPLED_ROWS - 2]
+    return torch.unique(torch.cat([torch.tensor([0, q_len - 1]), inner]))
+
+
+def dense_rows(mask: BlockMask, rows: Tensor) -> Tensor:
+    """bool (mask heads, rows, k_len): which keys the query tokens `rows` attend to."""
+    table = mask.table(rows.device)
+    (bq, bk), k_len = table.block_size, table.seq_len[1]
+    columns = -(-k_len // bk)
+    bits = torch.arange(bk, device=rows.device)
+    by_query = table.by_query
+    allowed = torch.zeros(
+        table.mask_heads, len(rows), columns, bk, dtype=torch.bool, device=rows.device
+    )
+    for head, layer in enumerate(table.head_layer.tolist()):
+        bounds = by_query.bounds[layer, rows // bq].tolist()
+        for n, (row, (full, fulls, partial, partials)) in enumerate(
+            zip(rows.tolist(), bounds, strict=True)
+        ):
+            allowed[head, n, by_query.full_index[full : full + fulls].long()] = True
+            tile = by_query.partial_tile[partial : partial + partials].long()
+            words = table.bank[tile, row % bq][:, bits // 32]
+            column = by_query.partial_index[partial : partial + partials].long()
+            allowed[head, n, column] = (words >> (bits % 32)) & 1 == 1
+    return allowed.flatten(2)[..., :k_len]
+
+
+def _attended(
+    attend: Attend, inputs: Sequence[Tensor], rows: Tensor, grad_out: Tensor, backward: bool
+):
+    out = attend(*inputs)
+    results = [out.detach()[:, :, rows]]
+    if backward:
+        grad_query, grad_key, grad_value = torch.autograd.grad(out, inputs, grad_out)
+        results += [grad_query[:, :, rows], grad_key, grad_value]
+    return results
+
+
+def _standard(
+    inputs, allowed: Tensor, rows: Tensor, grad_out: Tensor, dtype: torch.dtype, backward: bool
+):
+    """Standard attention of the sampled rows in `dtype`, every intermediate rounded to it."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (inputs[0][:, :, rows], *inputs[1:])]
+    query, key, value = leaves
+    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    # A query without keys has weights 0, not the NaN of softmax.
+    weights = scores.softmax(-1).masked_fill(~allowed, 0)
+    out = weights @ value
+    results = [out.detach()]
+    if backward:
+        results += torch.autograd.grad(out, leaves, grad_out[:, :, rows].to(dtype))
+    return results
+
+
+def _compare(
+    what: str, actual: Tensor, standard: Tensor, expected: Tensor, rows: Tensor | None
+) -> None:
+    rounding = ROUNDING * expected.abs().max()
+    allowed = ERROR_FACTOR * (standard - expected).abs().max() + rounding
+    error = (actual - expected).abs().nan_to_num(nan=torch.inf).amax(-1)
+    if error.max() <= allowed:
+        return
+    batch, head, row = (int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    token = row if rows is None else int(rows[row])
+    raise CheckError(
+        f"{what}: error {error.max():.3g} at batch {batch}, head {head}, token {token}, "
+        f"where at most {allowed:.3g} is allowed"
+    )

@@ -1,0 +1,96 @@
+"""The environment of a measurement: hardware, versions, command, commit, date."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def environment(device: torch.device) -> dict:
+    """All that one has to know to repeat a measurement, as plain values for a JSON file."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "git": git_state(),
+        "device": device_name(device),
+        "hardware": _hardware(device),
+        "versions": _versions(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name that the maker gave the device, "NVIDIA H200" for one."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
+
+
+def git_state() -> dict:
+    """The commit, and whether tracked files differ from it; None and None outside a repository."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return {
+            "commit": commit,
+            "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "dirty": None}
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _hardware(device: torch.device) -> dict:
+    host = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device.type != "cuda":
+        return host
+    gpu = torch.cuda.get_device_properties(device)
+    return host | {
+        "gpu": gpu.name,
+        "gpu_memory_bytes": gpu.total_memory,
+        "multiprocessors": gpu.multi_processor_count,
+        "capability": f"{gpu.major}.{gpu.minor}",
+    }
+
+
+def _versions() -> dict:
+    packages = {
+        name: metadata.version(name) for name in ("torch", "triton", "numpy") if _installed(name)
+    }
+    return packages | {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+    }
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

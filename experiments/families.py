@@ -1,0 +1,189 @@
+"""Patterns with a knob: the members of each family that come nearest to requested densities."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import masks
+from experiments.peers import Predicate, Problem
+from masks import BlockMask, Pattern
+
+# A member stands for a requested density within this factor of it: half way to the next octave.
+TOLERANCE = math.sqrt(2)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What masks are compiled for: lengths in tokens, and the device that wants them."""
+
+    seq_len: int
+    block_size: int
+    device: torch.device
+
+    def compile(self, pattern: Pattern) -> BlockMask:
+        return pattern(self.seq_len, block_size=self.block_size, device=self.device)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One pattern, compiled: what tables call it, and its mask."""
+
+    label: str
+    problem: Problem
+
+    @property
+    def density(self) -> float:
+        return self.problem.mask.density
+
+
+@dataclass(frozen=True)
+class Family:
+    """A pattern with a knob. members(size, densities) gives the candidates for those densities."""
+
+    name: str
+    members: Callable[[Size, Sequence[float]], list[Member]]
+
+    def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Member], list[float]]:
+        """The member that comes nearest to each density, once; and the densities without one."""
+        candidates = self.members(size, densities)
+        chosen, missed = {}, []
+        for density in densities:
+            nearest = min(candidates, key=lambda member: _ratio(member.density, density))
+            if _ratio(nearest.density, density) > TOLERANCE:
+                missed.append(density)
+            else:
+                chosen[nearest.label] = nearest
+        return list(chosen.values()), missed
+
+
+@dataclass(frozen=True)
+class Single:
+    """A pattern without a knob: measured once, at the density that it has."""
+
+    name: str
+    pattern: Pattern
+    dense: str | None = None
+    predicate: Predicate | None = None
+
+    def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Member], list[float]]:
+        return [
+            Member(self.name, Problem(size.compile(self.pattern), self.dense, self.predicate))
+        ], []
+
+
+def _ratio(density: float, requested: float) -> float:
+    return max(density / requested, requested / density)
+
+
+def swept(
+    name: str,
+    make: Callable[[int], Pattern],
+    per_octave: int = 1,
+    predicate: Callable[[torch.Tensor], Predicate] | None = None,
+) -> Family:
+    """The family make(n): multiples n of the block, in tokens, `per_octave` to a factor of 2."""
+
+    def members(size, densities):
+        return [member(size, tokens) for tokens in lengths(size)]
+
+    def lengths(size):
+        steps = range(int(per_octave * math.log2(size.seq_len / size.block_size)))
+        return sorted({size.block_size * round(2 ** (step / per_octave)) for step in steps})
+
+    def member(size, tokens):
+        of_tokens = predicate(torch.tensor(tokens, device=size.device)) if predicate else None
+        return Member(
+            f"{name}({tokens})", Problem(size.compile(make(tokens)), predicate=of_tokens)
+        )
+
+    return Family(name, members)
+
+
+def fading_memory(window: int) -> Pattern:
+    """A pattern of our own: memory that thins out with distance, causal; `window` in tokens.
+
+    A query sees the last `window` tokens, of the `window` tokens before those every second group
+    of 64, of the 2 window before those every fourth, and so on.
+    """
+
+    @masks.pattern
+    def fading(q, k):
+        octave = ((q - k).clamp(min=1) / window).log2().ceil().clamp(min=0).long()
+        return (q >= k) & (k // 64 % 2**octave == 0)
+
+    return fading
+
+
+def _butterfly_members(size: Size, densities: Sequence[float]) -> list[Member]:
+    """Butterflies of every stride, on coarser blocks too, which gives higher densities."""
+    members = []
+    for block_size in (
+        b for b in (size.block_size, 2 * size.block_size, 4 * size.block_size) if b <= 256
+    ):
+        strides = 2 ** torch.arange(int(math.log2(size.seq_len / block_size)))
+        for stride in strides.tolist():
+            pattern = masks.butterfly(max_stride=stride)
+            mask = pattern(size.seq_len, block_size=block_size, device=size.device)
+            label = f"butterfly({stride})" + (
+                f" of {block_size}" if block_size != size.block_size else ""
+            )
+            members.append(Member(label, Problem(mask.reblock(size.block_size))))
+    return members
+
+
+def _random_members(size: Size, densities: Sequence[float]) -> list[Member]:
+    return [
+        Member(f"random({density:.3g})", Problem(size.compile(masks.random(density, seed=0))))
+        for density in densities
+    ]
+
+
+FULL = Single("full", masks.full(), dense="full")
+CAUSAL = Single("causal", masks.causal(), dense="causal", predicate=lambda q, k: q >= k)
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("butterfly", _butterfly_members),
+        swept(
+            "local", masks.local, 4, predicate=lambda window: lambda q, k: (q - k).abs() <= window
+        ),
+        swept("strided", masks.strided, 4),
+        Family("random", _random_members),
+        swept("fading_memory", fading_memory),
+    )
+}
+
+
+def parse_family(text: str) -> Family | Single:
+    """A family by name, `file.py:name` (a Pattern, or a function from a length in tokens to one),
+    or an expression.
+
+    Raises ValueError for a text that is none of these.
+    """
+    if text in FAMILIES:
+        return FAMILIES[text]
+    if file := re.fullmatch(r"(.+\.py):(\w+)", text):
+        return _from_file(Path(file[1]), file[2])
+    return Single(text, masks.parse(text))
+
+
+def _from_file(path: Path, name: str) -> Family | Single:
+    if not path.is_file():
+        raise ValueError(f"no file {path}")
+    module = ModuleType(path.stem)
+    exec(compile(path.read_text(), path, "exec"), vars(module))
+    if not hasattr(module, name):
+        raise ValueError(f"{path} defines no {name!r}")
+    found = getattr(module, name)
+    if isinstance(found, Pattern):
+        return Single(name, found)
+    if callable(found):
+        return swept(name, found)
+    raise ValueError(
+        f"{path}:{name} must be a Pattern or a function that makes one, got {type(found).__name__}"
+    )

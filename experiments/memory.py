@@ -1,0 +1,44 @@
+"""How much memory a call takes: the most bytes of tensors alive at once beyond those before it."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+METHOD = {
+    "cuda": "torch.cuda.max_memory_allocated during the call, less the bytes allocated before it",
+    "cpu": "largest sum of live allocations of torch's CPU allocator, from the profiler's record",
+}
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Peak of what `run()` allocates on `device`, its result included."""
+    return _peak_on_gpu(run, device) if device.type == "cuda" else _peak_on_cpu(run)
+
+
+def _peak_on_gpu(run: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_on_cpu(run: Callable[[], object]) -> int:
+    # The profiler's library otherwise writes a line to the terminal each time it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = run()
+    del result
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        record.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
+    return max(accumulate(size for _, size in sorted(changes)), default=0)

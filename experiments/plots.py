@@ -1,0 +1,228 @@
+"""The pictures of a record: speed-up against density, time and memory against sequence length."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from experiments.record import Record, Row
+
+# Okabe and Ito's colours, which people who see colours differently can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
+MARKERS = "osD^vPX*"
+# Contenders are told apart by their lines, patterns by colour and marker.
+STYLES: dict[str, Any] = {
+    "sparseflash": "-",
+    "flex": "--",
+    "cudnn": "-.",
+    "flash": ":",
+    "sdpa": "-.",
+    "standard": ":",
+}
+NAMES = {
+    "flex": "FlexAttention",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention",
+    "sdpa": "torch SDPA",
+    "standard": "materialised scores",
+}
+
+
+def draw(record: Record, stem: Path) -> list[Path]:
+    """Writes the pictures that the rows allow: stem-speedup-N.png, -time.png, -memory.png."""
+    density = [r for r in record.rows if r.sweep == "density"]
+    length = [r for r in record.rows if r.sweep == "length"]
+    figures = {
+        f"speedup-{seq_len}": _speedup([r for r in density if r.seq_len == seq_len])
+        for seq_len in sorted({r.seq_len for r in density})
+    }
+    if length:
+        figures["time"] = _against_length(length, lambda r: r.median_ms, "Time", "milliseconds")
+        figures["memory"] = _against_length(
+            length, lambda r: r.peak_bytes / 2**20, "Peak memory", "MiB beyond the inputs"
+        )
+    paths = []
+    for name, figure in figures.items():
+        figure.text(
+            0.995, 0.008, _origin(record), ha="right", va="bottom", fontsize=6.5, color="#666666"
+        )
+        paths.append(stem.with_name(f"{stem.name}-{name}.png"))
+        figure.savefig(paths[-1], dpi=150)
+        plt.close(figure)
+    return paths
+
+
+def _speedup(rows: list[Row]) -> Figure:
+    """Time of our full mask over the time of each row; dense peers are levels."""
+    panels, axes = _panels(rows)
+    families = _families(r for r in rows if r.family != "full")
+    for direction, ax in axes.items():
+        here = [r for r in rows if r.direction == direction]
+        full = next((r for r in here if r.contender == "sparseflash" and r.family == "full"), None)
+        if full is None:
+            continue
+        for (contender, family), points in _lines(here).items():
+            look = _look(contender, family, families)
+            if family == "full" and contender != "sparseflash":
+                _level(ax, full.median_ms / points[0].median_ms, contender)
+            elif family != "full":
+                line = sorted((r.density, full.median_ms / r.median_ms) for r in points)
+                ax.plot(*zip(*line, strict=True), **look)
+        least = min(r.density for r in here)
+        ax.plot([least, 1], [1 / least, 1], color="black", linewidth=1, linestyle=(0, (1, 2)))
+        ax.annotate(
+            "ideal 1/s",
+            (least, 1 / least),
+            (-10, 2),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right",
+            va="bottom",
+        )
+        _density_axis(ax)
+    title = f"Speed-up over the full mask of sparseflash, N = {rows[0].seq_len:,}"
+    panels.suptitle(f"{title}\n{_size(rows[0])}", fontsize=10)
+    next(iter(axes.values())).set_ylabel("times faster")
+    _legend(panels, rows, families)
+    return panels
+
+
+def _against_length(
+    rows: list[Row], value: Callable[[Row], float], title: str, unit: str
+) -> Figure:
+    panels, axes = _panels(rows)
+    families = _families(rows)
+    for direction, ax in axes.items():
+        for (contender, family), points in _lines(
+            r for r in rows if r.direction == direction
+        ).items():
+            line = sorted((r.seq_len, value(r)) for r in points)
+            ax.plot(*zip(*line, strict=True), **_look(contender, family, families))
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.xaxis.set_major_locator(FixedLocator(sorted({r.seq_len for r in rows})))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}K"))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.set_xlabel("sequence length N (tokens)")
+    next(iter(axes.values())).set_ylabel(unit)
+    panels.suptitle(f"{title} against sequence length\n{_size(rows[0])}", fontsize=10)
+    _legend(panels, rows, families)
+    return panels
+
+
+def _panels(rows: list[Row]) -> tuple[Figure, dict[str, Axes]]:
+    """A figure with one panel for each pass."""
+    directions = sorted({r.direction for r in rows}, reverse=True)
+    width = 5.2 * len(directions) + 2.5
+    figure, axes = plt.subplots(
+        1, len(directions), figsize=(width, 4.6), sharey=True, squeeze=False
+    )
+    figure.subplots_adjust(
+        left=0.8 / width, right=1 - 1.8 / width, bottom=0.15, top=0.82, wspace=0.08
+    )
+    for ax, direction in zip(axes[0], directions, strict=True):
+        ax.set_title(direction, fontsize=10)
+        ax.grid(color="#DDDDDD", linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, dict(zip(directions, axes[0], strict=True))
+
+
+def _lines(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    lines = {}
+    for row in rows:
+        lines.setdefault((row.contender, row.family), []).append(row)
+    return lines
+
+
+def _families(rows: Iterable[Row]) -> dict[str, int]:
+    return {family: i for i, family in enumerate(dict.fromkeys(r.family for r in rows))}
+
+
+def _look(contender: str, family: str, families: dict[str, int]) -> dict:
+    i = families.get(family, 0) % len(COLOURS)
+    return {
+        "color": COLOURS[i],
+        "marker": MARKERS[i],
+        "linestyle": STYLES.get(contender, "-"),
+        "markersize": 4,
+        "linewidth": 1.4,
+        "markerfacecolor": COLOURS[i] if contender == "sparseflash" else "white",
+    }
+
+
+def _level(ax: Axes, height: float, contender: str) -> None:
+    ax.axhline(height, color="#444444", linewidth=1, linestyle=STYLES.get(contender, "-"))
+    label = f"{NAMES.get(contender, contender)} dense"
+    ax.annotate(
+        label,
+        (1, height),
+        (-3, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        fontsize=7,
+        color="#444444",
+        ha="right",
+    )
+
+
+def _density_axis(ax: Axes) -> None:
+    """Densities in octaves, the densest on the left, so that sparser is further right."""
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.invert_xaxis()
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda s, _: f"1/{1 / s:g}" if s < 1 else f"{s:g}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.set_xlabel("density s (non-zero blocks / all blocks)")
+
+
+def _legend(figure: Figure, rows: list[Row], families: dict[str, int]) -> None:
+    """Patterns by colour, then contenders by line, at the right of the panels."""
+    patterns = [
+        Line2D(
+            [],
+            [],
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=4,
+            label=family,
+        )
+        for family, i in families.items()
+    ]
+    contenders = [
+        Line2D(
+            [], [], color="#444444", linestyle=STYLES.get(name, "-"), label=NAMES.get(name, name)
+        )
+        for name in dict.fromkeys(r.contender for r in rows)
+    ]
+    left = 1 - 1.7 / figure.get_figwidth()
+    for handles, top in ((patterns, 0.83), (contenders, 0.8 - 0.046 * len(patterns))):
+        figure.legend(
+            handles=handles,
+            loc="upper left",
+            bbox_to_anchor=(left, top),
+            frameon=False,
+            fontsize=8,
+        )
+
+
+def _size(row: Row) -> str:
+    heads = "1 head" if row.heads == 1 else f"{row.heads} heads"
+    return f"batch {row.batch}, {heads} of {row.head_dim}, blocks of {row.block_size}"
+
+
+def _origin(record: Record) -> str:
+    environment = record.environment
+    torch_version = environment["versions"]["torch"]
+    commit = (environment["git"]["commit"] or "no commit")[:10]
+    return f"{environment['device']}, torch {torch_version}, {environment['date'][:10]}, {commit}"

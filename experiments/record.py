@@ -1,0 +1,154 @@
+"""The record of a run of measurements: rows, and the JSON file that keeps them."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+BACKWARD_FLOPS = 2.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    sweep:      "density" (patterns at one length) or "length" (one pattern at many lengths)
+    contender:  "sparseflash" or the name of a peer
+    direction:  "forward" or "backward"
+    peak_bytes: most memory alive during the pass, beyond the inputs; of a backward pass, with its
+    forward
+    """
+
+    sweep: str
+    contender: str
+    family: str
+    pattern: str
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    block_size: int
+    density: float
+    blocks_per_row: float
+    direction: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    runs: int
+    peak_bytes: int
+
+    @property
+    def tflops(self) -> float:
+        """Useful TFLOP/s: 4 head_dim per pair of a non-zero block, 2.5 times that backward."""
+        pairs = self.batch * self.heads * self.density * self.seq_len**2
+        factor = BACKWARD_FLOPS if self.direction == "backward" else 1
+        return factor * 4 * self.head_dim * pairs / (self.median_ms * 1e9)
+
+    @property
+    def group(self) -> tuple:
+        """What rows must share to be compared with one another."""
+        return self.sweep, self.batch, self.heads, self.seq_len, self.direction
+
+
+@dataclass
+class Record:
+    """settings: what was asked for; skipped: [contender, pattern, reason] of peers; drift: the
+    factor between two times of the first case, measured first and last."""
+
+    environment: dict
+    settings: dict
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[list[str]] = field(default_factory=list)
+    seconds: float = 0.0
+    drift: float | None = None
+    complete: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the file whole or not at all, every row with the figures that follow from it."""
+        figures = [{"tflops": row.tflops} | relative(row, self.rows) for row in self.rows]
+        data = asdict(self) | {"crossovers": crossovers(self.rows)}
+        data["rows"] = [row | more for row, more in zip(data["rows"], figures, strict=True)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")
+        draft.write_text(json.dumps(data, indent=1) + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Record":
+        data = json.loads(path.read_text())
+        del data["crossovers"]
+        names = Row.__dataclass_fields__
+        rows = [Row(**{name: row[name] for name in names}) for row in data.pop("rows")]
+        return cls(rows=rows, **data)
+
+
+def full_row(row: Row, rows: Iterable[Row]) -> Row | None:
+    """The full mask of the same contender in the same group."""
+    same = (
+        r for r in rows if (r.contender, r.family, r.group) == (row.contender, "full", row.group)
+    )
+    return next(same, None)
+
+
+def relative(row: Row, rows: Iterable[Row]) -> dict[str, float | None]:
+    """A row against the full mask of the same kernels: speed-up, its ideal 1/s, and retention."""
+    full = full_row(row, rows)
+    if full is None:
+        return {"speedup": None, "ideal": 1 / row.density, "retention": None}
+    return {
+        "speedup": full.median_ms / row.median_ms,
+        "ideal": 1 / row.density,
+        "retention": row.tflops / full.tflops,
+    }
+
+
+def dense_peer(group: tuple, rows: Iterable[Row]) -> Row | None:
+    """The fastest peer without a mask in a group."""
+    dense = [
+        r for r in rows if r.group == group and r.family == "full" and r.contender != "sparseflash"
+    ]
+    return min(dense, key=lambda r: r.median_ms, default=None)
+
+
+def crossovers(rows: list[Row]) -> list[dict]:
+    """The density below which sparse beats dense, for each pattern, length and pass: against our
+    own full mask and against the fastest dense peer."""
+    lines = {}
+    for row in rows:
+        sparse = row.sweep == "density" and row.family not in ("full", "causal")
+        if sparse and row.contender == "sparseflash" and (full := full_row(row, rows)):
+            lines.setdefault((full, row.family), []).append(row)
+    return [
+        _crossovers_of(line, full, dense_peer(full.group, rows))
+        for (full, _), line in lines.items()
+    ]
+
+
+def _crossovers_of(line: list[Row], full: Row, peer: Row | None) -> dict:
+    times = {row.density: row.median_ms for row in line} | {1.0: full.median_ms}
+    return {
+        "seq_len": full.seq_len,
+        "direction": full.direction,
+        "family": line[0].family,
+        "against_full": crossover(times, full.median_ms),
+        "peer": peer and peer.contender,
+        "against_peer": peer and crossover(times, peer.median_ms),
+    }
+
+
+def crossover(times: dict[float, float], dense_ms: float) -> float | None:
+    """The largest density up to which times[density] <= dense_ms, on straight lines in log-log
+    between densities.
+
+    None where even the lowest density is slower.
+    """
+    points = sorted(times.items())
+    if points[0][1] > dense_ms:
+        return None
+    for (low, low_ms), (high, high_ms) in pairwise(points):
+        if high_ms > dense_ms:
+            share = math.log(dense_ms / low_ms) / math.log(high_ms / low_ms)
+            return low * (high / low) ** share
+    return points[-1][0]

@@ -1,0 +1,95 @@
+"""A record as tables in the terminal."""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from experiments.record import Record, Row, crossovers, relative
+
+DRIFT_LIMIT = 1.15
+COLUMNS = (
+    "pattern", "density", "blocks/row", "kernels", "ms", "±%", "TFLOP/s", "speed-up", "ideal",
+    "retention", "peak MiB"
+)  # fmt: skip
+
+
+def show(record: Record, console: Console) -> None:
+    """Prints a table for every length and pass, the crossovers, and the peers that did not run."""
+    for group in dict.fromkeys(r.group for r in record.rows):
+        console.print(_table([r for r in record.rows if r.group == group], record.rows))
+    if found := crossovers(record.rows):
+        console.print(_crossover_table(found))
+    if record.drift and record.drift > DRIFT_LIMIT:
+        console.print(
+            f"[yellow]The machine was not quiet:[/] the first case, measured once more, took"
+            f" {record.drift:.2f} times as long or as short: do not trust these figures."
+        )
+    for contender, pattern, reason in record.skipped:
+        console.print(
+            f"[yellow]{contender} did not run on {pattern}:[/] {reason}", highlight=False
+        )
+
+
+def _table(rows: list[Row], everything: list[Row]) -> Table:
+    first = rows[0]
+    size = f"N = {first.seq_len:,}, batch {first.batch}, {first.heads} heads of {first.head_dim}"
+    table = _plain_table(f"{first.direction}, {size}")
+    for column in COLUMNS:
+        justify = "left" if column in ("pattern", "kernels") else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        repeated = before is not None and before.pattern == row.pattern
+        table.add_row(
+            *_cells(row, everything, repeated),
+            style=None if row.contender == "sparseflash" else "dim",
+        )
+    return table
+
+
+def _cells(row: Row, everything: list[Row], repeated: bool) -> list[str]:
+    versus = relative(row, everything)
+    spread = (row.high_ms - row.low_ms) / 2 / row.median_ms
+    return [
+        "" if repeated else row.pattern,
+        "" if repeated else f"{row.density:.4f}",
+        "" if repeated else f"{row.blocks_per_row:.1f}",
+        row.contender,
+        f"{row.median_ms:.4g}",
+        f"{spread:.1%}".rstrip("%"),
+        f"{row.tflops:.3g}",
+        _optional(versus["speedup"], "{:.2f}"),
+        f"{versus['ideal']:.2f}",
+        _optional(versus["retention"], "{:.2f}"),
+        f"{row.peak_bytes / 2**20:.1f}",
+    ]
+
+
+def _crossover_table(found: list[dict]) -> Table:
+    table = _plain_table("Sparse beats dense up to density")
+    for column in ("N", "pass", "pattern", "our full mask", "best dense peer"):
+        table.add_column(column)
+    for entry in found:
+        peer = f" ({entry['peer']})" if entry["peer"] else ""
+        against_peer = _limit(entry["against_peer"]) + peer if entry["peer"] else "not measured"
+        table.add_row(
+            f"{entry['seq_len']:,}",
+            entry["direction"],
+            entry["family"],
+            _limit(entry["against_full"]),
+            against_peer,
+        )
+    return table
+
+
+def _limit(density: float | None) -> str:
+    return "at none measured" if density is None else f"{density:.3f}"
+
+
+def _plain_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+    )
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,41 @@
+"""Sparsity patterns, their algebra, and the lookup tables that kernels read."""
+
+from masks.block_mask import BlockMask
+from masks.lookup_table import BlockRows, LookupTable
+from masks.parse import parse
+from masks.pattern import Pattern, block_pattern, pattern, stack
+from masks.patterns import (
+    bigbird,
+    butterfly,
+    causal,
+    dilated,
+    documents,
+    full,
+    global_tokens,
+    local,
+    longformer,
+    random,
+    strided,
+)
+
+__all__ = [
+    "BlockMask",
+    "BlockRows",
+    "LookupTable",
+    "Pattern",
+    "bigbird",
+    "block_pattern",
+    "butterfly",
+    "causal",
+    "dilated",
+    "documents",
+    "full",
+    "global_tokens",
+    "local",
+    "longformer",
+    "parse",
+    "pattern",
+    "random",
+    "stack",
+    "strided",
+]

@@ -1,0 +1,482 @@
+"""BlockMask: a pattern at one sequence length and one block size, exact to the element."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch import Tensor
+
+from masks import tiles
+from masks.grid import Grid
+from masks.intervals import Runs, combine, concatenate, from_points
+from masks.lookup_table import LookupTable
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or empty.
+
+    grid:         the sequence length, block size and device
+    head_layer:   the layer that each head reads; heads with the same mask share a layer
+    full:         numbers (see Grid) of the blocks whose pairs inside the sequence are all set, as runs
+    partial:      int64 (p,) numbers of the other non-zero blocks, ascending
+    partial_tile: int64 (p,) which tile of the bank each one has
+    bank:         int32 (tiles, bq, words), distinct, bits outside the sequence 0
+
+    Lengths and block sizes are in tokens. Immutable; `&`, `|`, `-`, `^`, `~` and `==` act on elements.
+    """
+
+    grid: Grid
+    head_layer: tuple[int, ...]
+    full: Runs
+    partial: Tensor
+    partial_tile: Tensor
+    bank: Tensor
+    _tables: dict = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_blocks(cls, blocks: Tensor, block_size=128, seq_len=None) -> "BlockMask":
+        """The mask whose blocks are full where `blocks`, bool (nq, nk) or (heads, nq, nk), is true.
+
+        seq_len: tokens, an int or (q_len, k_len); by default whole blocks. Raises ValueError when it does not need
+        exactly nq by nk blocks.
+        """
+        blocks = _bool_matrix("blocks", blocks)
+        nq, nk = blocks.shape[1:]
+        grid = Grid.of((1, 1) if seq_len is None else seq_len, block_size, blocks.device)
+        if seq_len is None:
+            grid = replace(grid, q_len=nq * grid.bq, k_len=nk * grid.bk)
+        if (grid.nq, grid.nk) != (nq, nk):
+            raise ValueError(
+                f"blocks must be ({grid.nq}, {grid.nk}) for seq_len {grid.seq_len} in blocks of "
+                f"{grid.block_size}, got ({nq}, {nk})"
+            )
+        head_layer, kept = _distinct_layers(blocks)
+        row, column = blocks[kept].flatten(0, 1).nonzero(as_tuple=True)
+        return cls.of_full(grid, from_points(grid.number(row, column)), head_layer)
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, block_size=128) -> "BlockMask":
+        """The mask of a bool (Nq, Nk) or (heads, Nq, Nk) tensor, exactly."""
+        dense = _bool_matrix("dense", dense)
+        grid = Grid.of(tuple(dense.shape[1:]), block_size, dense.device)
+        head_layer, kept = _distinct_layers(dense)
+        rows = dense[kept]
+        return from_strips(grid, lambda layer, q: rows[layer, q], head_layer)
+
+    @classmethod
+    def from_scipy(cls, matrix, block_size=128) -> "BlockMask":
+        """The mask of a scipy.sparse matrix of shape (Nq, Nk): stored non-zero entries attend.
+
+        A bsr_array whose blocks are `block_size` is read block by block, any other format element by element;
+        neither goes through a dense matrix.
+        """
+        if not scipy.sparse.issparse(matrix):
+            raise TypeError(f"matrix must be a scipy.sparse array or matrix, got {type(matrix).__name__}")
+        if matrix.ndim != 2:
+            raise ValueError(f"matrix must have 2 dimensions, got {matrix.ndim}")
+        grid = Grid.of(tuple(int(n) for n in matrix.shape), block_size)
+        blocks = _padded_bsr(matrix, grid)
+        row = np.repeat(np.arange(grid.nq), np.diff(blocks.indptr))
+        number = grid.number(torch.from_numpy(row).long(), torch.from_numpy(blocks.indices).long())
+        number, position = number.sort()
+        pairs = torch.from_numpy(blocks.data != 0)[position]
+        return assemble(grid, (0,), _no_runs(grid), number, *tiles.distinct(tiles.pack(pairs)))
+
+    @classmethod
+    def of_full(cls, grid: Grid, full: Runs, head_layer: tuple[int, ...] = (0,)) -> "BlockMask":
+        """The mask whose non-zero blocks are all full."""
+        nothing = torch.empty(0, dtype=torch.int64, device=grid.device)
+        bank = torch.empty(0, grid.bq, tiles.words(grid.bk), dtype=torch.int32, device=grid.device)
+        return cls(grid, head_layer, full, nothing, nothing, bank)
+
+    @property
+    def seq_len(self) -> tuple[int, int]:
+        """(q_len, k_len) in tokens."""
+        return self.grid.seq_len
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """(bq, bk) in tokens."""
+        return self.grid.block_size
+
+    @property
+    def num_heads(self) -> int:
+        """Heads with a mask of their own; 1 serves any number of heads."""
+        return len(self.head_layer)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(q_len, k_len), or (num_heads, q_len, k_len) when heads have masks of their own."""
+        return self.seq_len if self.num_heads == 1 else (self.num_heads, *self.seq_len)
+
+    @property
+    def device(self) -> torch.device:
+        return self.grid.device
+
+    @property
+    def num_layers(self) -> int:
+        """Distinct masks stored."""
+        return max(self.head_layer) + 1
+
+    @cached_property
+    def nnz_blocks(self) -> int:
+        """Non-zero blocks, summed over num_heads."""
+        return int(self.blocks_per_row().sum())
+
+    @property
+    def density(self) -> float:
+        """s: non-zero blocks over all blocks."""
+        return self.nnz_blocks / (self.num_heads * self.grid.nq * self.grid.nk)
+
+    @cached_property
+    def partial_blocks(self) -> int:
+        """Blocks that carry an element mask, summed over num_heads."""
+        return int(self._per_layer(self._count(self.partial)).sum())
+
+    def blocks_per_row(self) -> Tensor:
+        """int64 (num_heads, nq): non-zero blocks in each block row."""
+        row = self.full.begin // self.grid.line
+        full = self._zeros().index_add_(0, row, self.full.end - self.full.begin)
+        return self._per_layer(full + self._count(self.partial))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.num_layers * self.grid.nq, dtype=torch.int64, device=self.device)
+
+    def _count(self, number: Tensor) -> Tensor:
+        row = number // self.grid.line
+        return self._zeros().index_add_(0, row, torch.ones_like(row))
+
+    def _per_layer(self, rows: Tensor) -> Tensor:
+        return rows.view(self.num_layers, self.grid.nq)[list(self.head_layer)]
+
+    def to_blocks(self) -> Tensor:
+        """bool (nq, nk), or (num_heads, nq, nk): the non-zero blocks."""
+        return self._heads(self._layer_blocks())
+
+    def to_dense(self) -> Tensor:
+        """bool `shape`: every pair. Takes q_len * k_len bytes per head."""
+        g = self.grid
+        blocks = self._layer_blocks().repeat_interleave(g.bq, 1).repeat_interleave(g.bk, 2)
+        view = blocks.view(self.num_layers * g.nq, g.bq, g.nk, g.bk)
+        row, column = g.split(self.partial)
+        view[row, :, column] = tiles.unpack(self.bank, g.bk)[self.partial_tile]
+        return self._heads(blocks[:, : g.q_len, : g.k_len])
+
+    def _layer_blocks(self) -> Tensor:
+        g = self.grid
+        blocks = torch.zeros(self.num_layers * g.nq, g.nk, dtype=torch.bool, device=self.device)
+        blocks[g.split(torch.cat([self.full.expand(), self.partial]))] = True
+        return blocks.view(self.num_layers, g.nq, g.nk)
+
+    def _heads(self, layers: Tensor) -> Tensor:
+        return layers[self.head_layer[0]] if self.num_heads == 1 else layers[list(self.head_layer)]
+
+    def to_scipy(self) -> scipy.sparse.bsr_array:
+        """A bool bsr_array (nq * bq, nk * bk): whole blocks, indices ascending. Raises ValueError for several heads."""
+        if self.num_heads != 1:
+            raise ValueError(f"to_scipy takes a mask of one head, got {self.num_heads}; use mask.head(h)")
+        g = self.grid
+        number, order = torch.cat([self.full.expand(), self.partial]).sort()
+        inside = g.whole[g.cut(self.full.expand())]
+        pairs = tiles.unpack(torch.cat([inside, self.bank[self.partial_tile]])[order], g.bk)
+        row, column = g.split(number)
+        indptr = torch.searchsorted(row, torch.arange(g.nq + 1, device=self.device))
+        parts = (t.cpu().numpy() for t in (pairs, column, indptr))
+        return scipy.sparse.bsr_array(tuple(parts), shape=(g.nq * g.bq, g.nk * g.bk))
+
+    def head(self, index: int) -> "BlockMask":
+        """The mask of one head."""
+        return self._select([self.head_layer[index]])
+
+    def to(self, device) -> "BlockMask":
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        return replace(
+            self,
+            grid=replace(self.grid, device=device),
+            full=Runs(*(t.to(device) for t in self.full)),
+            partial=self.partial.to(device),
+            partial_tile=self.partial_tile.to(device),
+            bank=self.bank.to(device),
+            _tables={},
+        )
+
+    def table(self, device=None) -> LookupTable:
+        """The lookup table that kernels read, compiled once per device."""
+        device = self.device if device is None else torch.device(device)
+        if device not in self._tables:
+            from masks.compile import compile_table
+
+            self._tables[device] = compile_table(self).to(device)
+        return self._tables[device]
+
+    @property
+    def T(self) -> "BlockMask":
+        """The transpose: keys as queries."""
+        g = self.grid
+        number, order = transpose_points(self.partial, g).sort()
+        pairs = tiles.unpack(self.bank, g.bk).transpose(1, 2)
+        full = transpose_runs(self.full, g, self.num_layers)
+        return BlockMask(g.T, self.head_layer, full, number, self.partial_tile[order], tiles.pack(pairs))
+
+    def crop(self, q_len: int, k_len: int) -> "BlockMask":
+        """The mask of the first q_len queries and k_len keys (tokens)."""
+        g = self.grid
+        if not (1 <= q_len <= g.q_len and 1 <= k_len <= g.k_len):
+            raise ValueError(f"crop must lie within seq_len {g.seq_len}, got ({q_len}, {k_len})")
+        cropped = replace(g, q_len=q_len, k_len=k_len)
+        row, begin = g.split(self.full.begin)
+        end = self.full.end - row * g.line
+        row = _renumber(row, g.nq, cropped.nq)
+        runs = Runs(cropped.number(row, begin), cropped.number(row, end.clamp(max=cropped.nk)))
+        runs = Runs(*(t[row >= 0] for t in runs)).nonempty()
+        row, column = g.split(self.partial)
+        row = _renumber(row, g.nq, cropped.nq)
+        keep = (row >= 0) & (column < cropped.nk)
+        number = cropped.number(row[keep], column[keep])
+        return assemble(cropped, self.head_layer, runs, number, self.bank, self.partial_tile[keep])
+
+    def reblock(self, block_size) -> "BlockMask":
+        """The same elements in blocks of another size."""
+        from masks.reblock import reblock
+
+        return reblock(self, block_size)
+
+    def __and__(self, other: "BlockMask") -> "BlockMask":
+        return self._binary(other, torch.bitwise_and)
+
+    def __or__(self, other: "BlockMask") -> "BlockMask":
+        return self._binary(other, torch.bitwise_or)
+
+    def __xor__(self, other: "BlockMask") -> "BlockMask":
+        return self._binary(other, torch.bitwise_xor)
+
+    def __sub__(self, other: "BlockMask") -> "BlockMask":
+        return self._binary(other, lambda a, b: a & ~b)
+
+    def __invert__(self) -> "BlockMask":
+        return BlockMask.of_full(self.grid, self.grid.every_row()) - self
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if (self.grid, self.num_heads) != (other.grid, other.num_heads):
+            return False
+        difference = self ^ other
+        return len(difference.full.begin) == 0 and len(difference.partial) == 0
+
+    def __hash__(self) -> int:
+        return hash((self.grid, self.num_heads, self.nnz_blocks))
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask(shape={self.shape}, block_size={self.block_size}, density={self.density:.4g}, "
+            f"partial_blocks={self.partial_blocks}, tiles={len(self.bank)}, device={self.device})"
+        )
+
+    def _binary(self, other: "BlockMask", rule: Callable[[Tensor, Tensor], Tensor]) -> "BlockMask":
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self.grid != other.grid:
+            raise ValueError(f"masks must share lengths, block size and device, got {self} and {other}")
+        if 1 not in (self.num_heads, other.num_heads) and self.num_heads != other.num_heads:
+            raise ValueError(f"masks must have the same heads, or 1, got {self.num_heads} and {other.num_heads}")
+        heads = max(self.num_heads, other.num_heads)
+        pairs = [(self.head_layer[h % self.num_heads], other.head_layer[h % other.num_heads]) for h in range(heads)]
+        layer = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
+        a = self._select([pair[0] for pair in layer])
+        b = other._select([pair[1] for pair in layer])
+
+        points = torch.unique(torch.cat([a.partial, b.partial]))
+        full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(points))
+        tile_a, tile_b = a._tile_at(points), b._tile_at(points)
+        met, inverse = torch.unique(torch.stack([tile_a, tile_b]), dim=1, return_inverse=True)
+        mixed = rule(a._extended_bank()[met[0]], b._extended_bank()[met[1]])
+        head_layer = tuple(layer[pair] for pair in pairs)
+        return assemble(self.grid, head_layer, full, points, mixed, inverse)
+
+    def _select(self, layers: list[int]) -> "BlockMask":
+        """A mask with one head for each of `layers`, in storage of its own."""
+        if layers == list(range(self.num_layers)):
+            return replace(self, head_layer=tuple(layers), _tables={})
+        size = self.grid.layer
+        runs, points, which = [], [], []
+        for new, old in enumerate(layers):
+            runs.append(self.full.between(old * size, (old + 1) * size).shift((new - old) * size))
+            inside = (self.partial >= old * size) & (self.partial < (old + 1) * size)
+            points.append(self.partial[inside] + (new - old) * size)
+            which.append(self.partial_tile[inside])
+        return replace(
+            self,
+            head_layer=tuple(range(len(layers))),
+            full=concatenate(runs),
+            partial=torch.cat(points),
+            partial_tile=torch.cat(which),
+            _tables={},
+        )
+
+    def _tile_at(self, points: Tensor) -> Tensor:
+        """For each block its tile in the extended bank: partial, full or empty."""
+        code = len(self.bank) + (~self.full.contains(points)).long()
+        code[torch.searchsorted(points, self.partial)] = self.partial_tile
+        return code
+
+    def _extended_bank(self) -> Tensor:
+        """The bank, then a tile of ones, then a tile of zeros."""
+        ends = torch.tensor([-1, 0], dtype=torch.int32, device=self.device)
+        return torch.cat([self.bank, ends[:, None, None].expand(2, *self.bank.shape[1:])])
+
+
+def stack(masks: Sequence[BlockMask]) -> BlockMask:
+    """The mask whose head h has masks[h]; heads with equal masks share storage.
+
+    Raises ValueError when a mask has several heads, or lengths, block size or device differ.
+    """
+    for mask in masks:
+        if mask.num_heads != 1 or mask.grid != masks[0].grid:
+            raise ValueError(f"stacked masks must have one head and agree, got {masks[0]} and {mask}")
+    layer: dict[BlockMask, int] = {}
+    head_layer = tuple(layer.setdefault(mask, len(layer)) for mask in masks)
+    parts = [mask._select([mask.head_layer[0]]) for mask in layer]
+    grid = masks[0].grid
+    bank_start = np.cumsum([0, *(len(part.bank) for part in parts)]).tolist()
+    return assemble(
+        grid,
+        head_layer,
+        concatenate([part.full.shift(i * grid.layer) for i, part in enumerate(parts)]),
+        torch.cat([part.partial + i * grid.layer for i, part in enumerate(parts)]),
+        torch.cat([part.bank for part in parts]),
+        torch.cat([part.partial_tile + start for part, start in zip(parts, bank_start, strict=False)]),
+    )
+
+
+def assemble(
+    grid: Grid, head_layer: tuple[int, ...], full: Runs, number: Tensor, bank: Tensor, tile: Tensor
+) -> BlockMask:
+    """A canonical mask from its full blocks and candidates for partial ones.
+
+    number: int64 (p,) ascending numbers of the candidates, none of them in `full`; candidate i has the pairs
+    bank[tile[i]], whatever their bits outside the sequence. Candidates that turn out full or empty become so.
+    """
+    met, inverse = torch.unique(tile * 4 + grid.cut(number), return_inverse=True)
+    whole = grid.whole[met % 4]
+    pairs = bank[met // 4] & whole
+    is_full = (pairs == whole).flatten(1).all(1)
+    is_partial = (pairs != 0).flatten(1).any(1) & ~is_full
+    kept, position = tiles.distinct(pairs[is_partial])
+    where = torch.full_like(met, -1)
+    where[is_partial] = position
+    grown = from_points(number[is_full[inverse]])
+    full = combine(torch.bitwise_or, full, grown) if len(grown.begin) else full
+    keep = is_partial[inverse]
+    return BlockMask(grid, head_layer, full, number[keep], where[inverse[keep]], kept)
+
+
+STRIP = 1 << 22  # pairs that are looked at together when a mask is read element by element
+
+
+def from_strips(grid: Grid, pairs: Callable[[int, slice], Tensor], head_layer=(0,)) -> BlockMask:
+    """The mask read strip by strip: pairs(layer, slice of queries) is bool (queries, k_len)."""
+    rows = max(1, STRIP // (grid.bq * grid.k_len))
+    found_full, found_number, found_bank, found_tile = [], [], [], []
+    tiles_so_far = 0
+    for layer in range(max(head_layer) + 1):
+        for row in range(0, grid.nq, rows):
+            strip = pairs(layer, slice(row * grid.bq, min((row + rows) * grid.bq, grid.q_len)))
+            number, words = _strip_blocks(grid, strip, layer * grid.nq + row)
+            is_full = (words == grid.whole[grid.cut(number)]).flatten(1).all(1)
+            bank, tile = tiles.distinct(words[~is_full])
+            found_full.append(number[is_full])
+            found_number.append(number[~is_full])
+            found_bank.append(bank)
+            found_tile.append(tile + tiles_so_far)
+            tiles_so_far += len(bank)
+    full = from_points(torch.cat(found_full))
+    return assemble(grid, head_layer, full, torch.cat(found_number), torch.cat(found_bank), torch.cat(found_tile))
+
+
+def _strip_blocks(grid: Grid, strip: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    """Numbers and packed pairs of the non-zero blocks of a strip of whole block rows."""
+    short_q, short_k = -strip.shape[0] % grid.bq, -strip.shape[1] % grid.bk
+    if short_q or short_k:
+        strip = torch.nn.functional.pad(strip, (0, short_k, 0, short_q))
+    words = tiles.pack(strip.view(strip.shape[0], grid.nk, grid.bk))
+    words = words.view(-1, grid.bq, *words.shape[1:]).transpose(1, 2)
+    row, column = (words != 0).any(-1).any(-1).nonzero(as_tuple=True)
+    return grid.number(row + first_row, column), words[row, column]
+
+
+def transpose_points(number: Tensor, grid: Grid) -> Tensor:
+    """Numbers of the same blocks in the transposed grid, in the same order."""
+    row, column = grid.split(number)
+    layer, row = row // grid.nq, row % grid.nq
+    return (layer * grid.nk + column) * grid.T.line + row
+
+
+def transpose_runs(full: Runs, grid: Grid, layers: int) -> Runs:
+    """The same blocks as runs of the transposed grid, in the order of the runs that come in and go out.
+
+    A run down a column begins where a block is in and the one above it is not, and ends where the one above is in and
+    it is not; those blocks are a difference of two sets of runs, so nothing else is ever expanded.
+    """
+    # One more row in each layer lets runs end below the last row.
+    spread = Runs(*(t + (t // grid.layer) * grid.line for t in full))
+    above = spread.shift(grid.line)
+
+    def columns(points: Tensor) -> Tensor:
+        row, column = grid.split(points)
+        layer, row = row // (grid.nq + 1), row % (grid.nq + 1)
+        return ((layer * grid.nk + column) * grid.T.line + row).sort().values
+
+    begin = combine(lambda here, there: here & ~there, spread, above).expand()
+    end = combine(lambda here, there: there & ~here, spread, above).expand()
+    return Runs(columns(begin), columns(end))
+
+
+def _renumber(row: Tensor, old: int, new: int) -> Tensor:
+    """Rows counted over layers of `old` rows, recounted over layers of `new` rows; -1 for those cut off."""
+    layer, inside = row // old, row % old
+    return torch.where(inside < new, layer * new + inside, -1)
+
+
+def _no_runs(grid: Grid) -> Runs:
+    nothing = torch.empty(0, dtype=torch.int64, device=grid.device)
+    return Runs(nothing, nothing)
+
+
+def _bool_matrix(name: str, value) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor, got {getattr(value, 'dtype', type(value).__name__)}")
+    if value.ndim not in (2, 3) or 0 in value.shape:
+        raise ValueError(f"{name} must be (q, k) or (heads, q, k) and not empty, got {tuple(value.shape)}")
+    return value if value.ndim == 3 else value[None]
+
+
+def _distinct_layers(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
+    """(layer of each head, the first head of each layer): heads that are equal share a layer."""
+    kept: list[int] = []
+    head_layer = []
+    for h in range(len(heads)):
+        layer = next((i for i, k in enumerate(kept) if torch.equal(heads[k], heads[h])), len(kept))
+        if layer == len(kept):
+            kept.append(h)
+        head_layer.append(layer)
+    return tuple(head_layer), kept
+
+
+def _padded_bsr(matrix, grid: Grid) -> scipy.sparse.bsr_array:
+    """The matrix as bsr_array of whole blocks, duplicates summed and indices ascending."""
+    if matrix.format == "bsr" and matrix.blocksize == grid.block_size:
+        blocks = scipy.sparse.bsr_array(matrix, copy=True)
+    else:
+        coo = scipy.sparse.coo_array(matrix != 0)
+        shape = (grid.nq * grid.bq, grid.nk * grid.bk)
+        padded = scipy.sparse.coo_array((coo.data, (coo.row, coo.col)), shape=shape)
+        blocks = padded.tobsr(blocksize=grid.block_size)
+    blocks.sum_duplicates()
+    return blocks

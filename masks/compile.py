@@ -1,0 +1,100 @@
+"""From a block mask to the lookup table that kernels read."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from masks import tiles
+from masks.block_mask import BlockMask, transpose_points, transpose_runs
+from masks.grid import Grid
+from masks.intervals import Runs, combine
+from masks.lookup_table import PREFETCH, BlockRows, LookupTable
+
+
+class Lists(NamedTuple):
+    """The non-zero blocks of every layer: full ones as runs, partial ones ascending with their tiles."""
+
+    full: Runs
+    partial: Tensor
+    tile: Tensor
+
+
+def compile_table(mask: BlockMask) -> LookupTable:
+    """The lookup table of a mask, on the mask's device, in O(runs + partial blocks + rows that list blocks)."""
+    g, layers = mask.grid, mask.num_layers
+    rows, bank = _without_cut_blocks(mask)
+    number, order = transpose_points(rows.partial, g).sort()
+    columns = Lists(transpose_runs(rows.full, g, layers), number, rows.tile[order])
+    if len(bank) == 0:
+        bank = torch.zeros(1, g.bq, tiles.words(g.bk), dtype=torch.int32, device=mask.device)
+    return LookupTable(
+        by_query=_block_rows(rows, g, layers),
+        by_key=_block_rows(columns, g.T, layers),
+        bank=bank,
+        head_layer=torch.tensor(mask.head_layer, dtype=torch.int32, device=mask.device),
+        seq_len=g.seq_len,
+        block_size=g.block_size,
+    )
+
+
+def _without_cut_blocks(mask: BlockMask) -> tuple[Lists, Tensor]:
+    """The blocks of a mask with the full ones that the end of the sequence cuts listed as partial, and their bank."""
+    g = mask.grid
+    cut = [_edge(g, mask.num_layers, side) for side in ("keys", "queries") if _ragged(g, side)]
+    if not cut:
+        return Lists(mask.full, mask.partial, mask.partial_tile), mask.bank
+    edge = cut[0] if len(cut) == 1 else combine(torch.bitwise_or, *cut)
+    full = combine(lambda inside, e: inside & ~e, mask.full, edge)
+    extra = combine(torch.bitwise_and, mask.full, edge).expand()
+    number, order = torch.cat([mask.partial, extra]).sort()
+    tile = torch.cat([mask.partial_tile, len(mask.bank) + g.cut(extra) - 1])[order]
+    return Lists(full, number, tile), torch.cat([mask.bank, g.whole[1:]])
+
+
+def _ragged(g: Grid, side: str) -> bool:
+    return (g.k_len % g.bk if side == "keys" else g.q_len % g.bq) != 0
+
+
+def _edge(g: Grid, layers: int, side: str) -> Runs:
+    """The last block column, or the last block row, of every layer."""
+    every = g.every_row(layers)
+    if side == "keys":
+        return Runs(every.end - 1, every.end)
+    return Runs(*(edge[g.nq - 1 :: g.nq].contiguous() for edge in every))
+
+
+def _block_rows(lists: Lists, g: Grid, layers: int) -> BlockRows:
+    rows = layers * g.nq
+    run_row, run_column = g.split(lists.full.begin)
+    run_length = lists.full.end - lists.full.begin
+    runs = torch.bincount(run_row, minlength=rows)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=g.device)
+    full_count = zeros.index_add(0, run_row, run_length)
+    partial_row, partial_column = g.split(lists.partial)
+    partial_count = torch.bincount(partial_row, minlength=rows)
+
+    # A row of one run is a window of one list 0, 1, 2, ... that all such rows share; other rows list their blocks.
+    alone = runs[run_row] == 1
+    shared = torch.arange(g.nk if bool(alone.any()) else 0, device=g.device)
+    listed = Runs(lists.full.begin[~alone], lists.full.end[~alone]).expand() % g.line
+    listed_count = torch.where(runs > 1, full_count, 0)
+    full_start = len(shared) + torch.cumsum(listed_count, 0) - listed_count
+    full_start[run_row[alone]] = run_column[alone]
+    partial_start = torch.cumsum(partial_count, 0) - partial_count
+
+    count = (full_count + partial_count).view(layers, g.nq)
+    bounds = torch.stack([full_start, full_count, partial_start, partial_count], dim=1)
+    return BlockRows(
+        bounds=bounds.view(layers, g.nq, 4).int(),
+        full_index=_padded(torch.cat([shared, listed])),
+        partial_index=_padded(partial_column),
+        partial_tile=_padded(lists.tile),
+        order=torch.argsort(count, dim=1, descending=True, stable=True).int(),
+        max_count=int(count.max()),
+        total=int(count.sum()),
+    )
+
+
+def _padded(entries: Tensor) -> Tensor:
+    return torch.nn.functional.pad(entries, (0, PREFETCH)).int()

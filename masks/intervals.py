@@ -1,0 +1,81 @@
+"""Sets of integers as sorted runs [begin, end): the arithmetic behind the algebra of masks.
+
+A block mask numbers its blocks along one line, row after row, with one unused number between rows so that no run
+crosses a row. Its full blocks are then a set of runs, and every operation on masks is an operation on few runs, however
+many blocks they hold: full and causal masks have one run per row.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Runs(NamedTuple):
+    """Disjoint, sorted runs [begin, end) of integers, as int64 tensors of shape (runs,)."""
+
+    begin: Tensor
+    end: Tensor
+
+    def contains(self, points: Tensor) -> Tensor:
+        """Whether each of `points` lies in a run."""
+        if len(self.begin) == 0:
+            return torch.zeros_like(points, dtype=torch.bool)
+        run = torch.searchsorted(self.begin, points, right=True) - 1
+        return (run >= 0) & (points < self.end[run.clamp(min=0)])
+
+    def expand(self) -> Tensor:
+        """Every integer of the set, ascending."""
+        length = self.end - self.begin
+        first = torch.cumsum(length, 0) - length
+        shift = torch.repeat_interleave(self.begin - first, length)
+        return torch.arange(len(shift), device=shift.device) + shift
+
+    def size(self) -> int:
+        """How many integers the set holds."""
+        return int((self.end - self.begin).sum())
+
+    def shift(self, distance: int) -> "Runs":
+        return Runs(self.begin + distance, self.end + distance)
+
+    def between(self, low: int, high: int) -> "Runs":
+        """The runs that lie inside [low, high); none may cross its ends."""
+        edges = torch.tensor([low, high], device=self.begin.device)
+        first, last = torch.searchsorted(self.begin, edges).tolist()
+        return Runs(self.begin[first:last], self.end[first:last])
+
+    def nonempty(self) -> "Runs":
+        """Without the runs whose end does not pass their begin."""
+        keep = self.end > self.begin
+        return Runs(self.begin[keep], self.end[keep])
+
+
+def from_points(points: Tensor) -> Runs:
+    """The set of the given integers, which must be ascending and distinct."""
+    gap = torch.diff(points) != 1
+    edge = torch.ones(min(len(points), 1), dtype=torch.bool, device=points.device)
+    return Runs(points[torch.cat([edge, gap])], points[torch.cat([gap, edge])] + 1)
+
+
+def empty(device: torch.device) -> Runs:
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return Runs(nothing, nothing)
+
+
+def concatenate(sets: list[Runs]) -> Runs:
+    """The union of sets that already follow one another."""
+    return Runs(torch.cat([s.begin for s in sets]), torch.cat([s.end for s in sets]))
+
+
+def combine(rule: Callable[..., Tensor], *sets: Runs) -> Runs:
+    """The integers p for which rule(p in sets[0], p in sets[1], ...) holds.
+
+    rule works elementwise on bool tensors and must be false where p is in none of the sets.
+    """
+    points = torch.unique(torch.cat([edge for s in sets for edge in s]))
+    if len(points) == 0:
+        return empty(points.device)
+    inside = rule(*(s.contains(points) for s in sets))
+    before = torch.cat([torch.zeros_like(inside[:1]), inside[:-1]])
+    return Runs(points[inside & ~before], points[before & ~inside])

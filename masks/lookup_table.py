@@ -1,0 +1,91 @@
+"""The lookup table: a compiled mask in the form that kernels read."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+# Kernels fetch the index of the next block while they work on this one: every list ends in so many readable entries.
+PREFETCH = 2
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows:
+    """One direction of a lookup table: for every block row the full and the partial blocks in it.
+
+    Rows and layers may share storage: two rows that list the same blocks may point at the same range.
+
+    bounds:        int32 (layers, rows, 4)  full_start, full_count, partial_start, partial_count of each row
+    full_index:    int32 (n,)               column of each full block, ascending within a row
+    partial_index: int32 (p,)               column of each partial block, ascending within a row
+    partial_tile:  int32 (p,)               which tile of the bank holds its element mask
+    order:         int32 (layers, rows)     the rows of a layer, most blocks first
+    max_count:     most non-zero blocks in any row
+    total:         non-zero blocks over all layers (shared storage counted once per row)
+    """
+
+    bounds: Tensor
+    full_index: Tensor
+    partial_index: Tensor
+    partial_tile: Tensor
+    order: Tensor
+    max_count: int
+    total: int
+
+    @property
+    def rows(self) -> int:
+        return self.bounds.shape[1]
+
+    def to(self, device: torch.device | str) -> "BlockRows":
+        return _move(self, device)
+
+
+@dataclass(frozen=True, eq=False)
+class LookupTable:
+    """What kernels read: both directions of a mask and the element masks of its partial blocks.
+
+    by_query:   rows are query blocks, columns are key blocks (forward, dQ)
+    by_key:     the transpose: rows are key blocks, columns are query blocks (dK, dV)
+    bank:       int32 (tiles, bq, ceil(bk / 32)); bit c % 32 of bank[t, r, c // 32] is pair (query r, key c) of tile t,
+                in both directions; bits outside the sequence are 0
+    head_layer: int32 (mask heads,): the layer that each head reads; one entry serves any number of heads
+    seq_len:    (q_len, k_len) in tokens
+    block_size: (bq, bk) in tokens
+
+    A block listed as full lies inside the sequence and has every pair set; a block that the end of the sequence cuts
+    is always partial. So a kernel needs bounds checks and element masks for partial blocks only.
+    """
+
+    by_query: BlockRows
+    by_key: BlockRows
+    bank: Tensor
+    head_layer: Tensor
+    seq_len: tuple[int, int]
+    block_size: tuple[int, int]
+
+    @property
+    def device(self) -> torch.device:
+        return self.bank.device
+
+    @property
+    def mask_heads(self) -> int:
+        return self.head_layer.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the table takes."""
+        tensors = [self.bank, self.head_layer, *_tensors(self.by_query), *_tensors(self.by_key)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def to(self, device: torch.device | str) -> "LookupTable":
+        return _move(self, device)
+
+
+def _tensors(record) -> list[Tensor]:
+    return [v for f in fields(record) if isinstance(v := getattr(record, f.name), Tensor)]
+
+
+def _move(record, device):
+    """A copy of a frozen record with every tensor (and nested record) on `device`."""
+    moved = {f.name: v.to(device) for f in fields(record) if hasattr(v := getattr(record, f.name), "to")}
+    return replace(record, **moved)

@@ -1,0 +1,69 @@
+"""Patterns written as text: "local(256) & causal()", or "my_patterns.py:name" for one from a file."""
+
+import ast
+import importlib.util
+import operator
+from pathlib import Path
+
+from masks.pattern import Pattern
+from masks.patterns import BUILTIN
+
+_OPERATORS = {
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.Sub: operator.sub,
+}
+
+
+def parse(text: str) -> Pattern:
+    """The pattern that `text` names: built-in calls with literal arguments joined by & | ^ - ~, or path.py:name.
+
+    A bare name is a call without arguments: "butterfly" is butterfly(). Nothing else is evaluated; a file named by
+    path.py:name is imported. Raises ValueError for anything else, with the known patterns.
+    """
+    path, _, name = text.partition(".py:")
+    if name:
+        return _from_file(Path(f"{path}.py"), name)
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"pattern {text!r} cannot be read: {error}") from error
+
+
+def _evaluate(node: ast.expr) -> Pattern:
+    match node:
+        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(left), _evaluate(right))
+        case ast.UnaryOp(ast.Invert(), operand):
+            return ~_evaluate(operand)
+        case ast.Name(name):
+            return _builtin(name)()
+        case ast.Call(ast.Name(name), args, keywords):
+            return _builtin(name)(*map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords})
+    raise ValueError(f"pattern {ast.unparse(node)!r} must be built of {sorted(BUILTIN)} with & | ^ - ~")
+
+
+def _literal(node: ast.expr):
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"arguments of patterns must be literals, got {ast.unparse(node)!r}") from None
+
+
+def _builtin(name: str):
+    if name not in BUILTIN:
+        raise ValueError(f"unknown pattern {name!r}; known: {sorted(BUILTIN)}")
+    return BUILTIN[name]
+
+
+def _from_file(path: Path, name: str) -> Pattern:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.exists() or spec is None or spec.loader is None:
+        raise ValueError(f"pattern file {path} does not exist")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not isinstance(found, Pattern):
+        raise ValueError(f"{path} must define a Pattern called {name!r}, got {found!r}")
+    return found

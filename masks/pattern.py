@@ -1,0 +1,90 @@
+"""Pattern: a sparsity pattern as an idea, before any sequence length."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from masks import block_mask
+from masks.block_mask import BlockMask
+from masks.build import from_block_predicate, from_predicate
+from masks.grid import Grid
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a BlockMask.
+
+    `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
+    """
+
+    name: str
+    build: Callable[[Grid], BlockMask]
+
+    def __call__(self, seq_len, block_size=128, device=None) -> BlockMask:
+        """The mask at `seq_len` tokens in blocks of `block_size` tokens, each an int or a (q, k) pair.
+
+        Raises TypeError or ValueError for lengths below 1 and block sides other than 16, 32, 64, 128, 256.
+        """
+        return self.build(Grid.of(seq_len, block_size, device))
+
+    def __and__(self, other: "Pattern") -> "Pattern":
+        return self._with("&", operator.and_, other)
+
+    def __or__(self, other: "Pattern") -> "Pattern":
+        return self._with("|", operator.or_, other)
+
+    def __sub__(self, other: "Pattern") -> "Pattern":
+        return self._with("-", operator.sub, other)
+
+    def __xor__(self, other: "Pattern") -> "Pattern":
+        return self._with("^", operator.xor, other)
+
+    def __invert__(self) -> "Pattern":
+        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid))
+
+    def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        name = f"({self.name} {sign} {other.name})"
+        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def pattern(attends: Callable) -> Pattern:
+    """Decorator: the pattern of a vectorised function of token indices, (q, k) -> bool.
+
+    q is int64 (n, 1) and k int64 (1, k_len), on the device where the mask is wanted; the answer must be a bool tensor
+    that broadcasts to (n, k_len). Compiled strip by strip, never through an N x N array.
+    """
+    return Pattern(attends.__name__, lambda grid: from_predicate(grid, attends.__name__, attends))
+
+
+def block_pattern(attends: Callable) -> Pattern:
+    """Decorator: the pattern of a vectorised function of block indices, (i, j) -> bool; its blocks are full.
+
+    i is int64 (nq, 1) and j int64 (1, nk); the answer must be a bool tensor that broadcasts to (nq, nk).
+    """
+    return Pattern(attends.__name__, lambda grid: from_block_predicate(grid, attends.__name__, attends))
+
+
+def stack(masks: Sequence[Pattern] | Sequence[BlockMask]):
+    """Head h gets masks[h]: a Pattern from patterns, a BlockMask from block masks.
+
+    Heads with equal masks share storage. Raises ValueError for an empty list and TypeError for a mixture.
+    """
+    if not masks:
+        raise ValueError("stack needs at least one mask, got none")
+    if all(isinstance(m, BlockMask) for m in masks):
+        return block_mask.stack(masks)
+    if not all(isinstance(m, Pattern) for m in masks):
+        raise TypeError(f"stack takes all patterns or all block masks, got {[type(m).__name__ for m in masks]}")
+    distinct = list(dict.fromkeys(masks))
+    name = f"stack({', '.join(m.name for m in masks)})"
+
+    def build(grid: Grid) -> BlockMask:
+        built = {m: m.build(grid) for m in distinct}
+        return block_mask.stack([built[m] for m in masks])
+
+    return Pattern(name, build)

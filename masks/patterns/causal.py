@@ -1,0 +1,25 @@
+import torch
+
+from masks.block_mask import BlockMask
+from masks.build import from_intervals
+from masks.grid import Grid
+from masks.pattern import Pattern
+from masks.patterns.align import check_align, diagonal
+
+
+def causal(*, align: str | None = None) -> Pattern:
+    """Query q attends the keys k <= q + offset.
+
+    align: "top-left" (offset 0) or "bottom-right" (offset k_len - q_len); must be given when the lengths differ.
+    """
+    check_align(align)
+
+    def build(grid: Grid) -> BlockMask:
+        last = torch.arange(grid.q_len, device=grid.device) + diagonal(grid, "causal", align)
+        return from_intervals(grid, torch.zeros_like(last), last + 1)
+
+    return Pattern(f"causal({_shown(align)})", build)
+
+
+def _shown(align: str | None) -> str:
+    return "" if align is None else f"align={align!r}"

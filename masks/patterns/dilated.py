@@ -1,0 +1,24 @@
+from masks.build import from_offsets
+from masks.pattern import Pattern
+from masks.patterns.align import check_align, diagonal
+
+
+def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
+    """Dilated sliding window: query q attends k = q + m * dilation for |m| <= window.
+
+    window: neighbours on each side; dilation: tokens between neighbours; align: as in causal, when lengths differ.
+    Raises ValueError for a window below 0 or a dilation below 1.
+    Source: Beltagy et al. 2020, Longformer, section 3.1.
+    """
+    if window < 0 or dilation < 1:
+        raise ValueError(f"window must be >= 0 and dilation >= 1, got {window} and {dilation}")
+    check_align(align)
+    reach = window * dilation
+
+    def attends(offset):
+        return (offset.abs() <= reach) & (offset % dilation == 0)
+
+    def build(grid):
+        return from_offsets(grid, attends, reach, diagonal(grid, "dilated", align))
+
+    return Pattern(f"dilated({window}, {dilation})", build)

@@ -1,0 +1,123 @@
+"""Re-blocking: the same elements in blocks of another size, finer first and then coarser."""
+
+import torch
+from torch import Tensor
+
+from masks import tiles
+from masks.block_mask import BlockMask, assemble
+from masks.grid import Grid
+from masks.intervals import Runs, combine, from_points
+
+
+def reblock(mask: BlockMask, block_size) -> BlockMask:
+    """The mask with blocks of `block_size` (tokens)."""
+    target = Grid.of(mask.seq_len, block_size, mask.device)
+    finer = mask.grid.with_blocks(min(mask.grid.bq, target.bq), min(mask.grid.bk, target.bk))
+    return _merge(_split(mask, finer), target)
+
+
+def _split(mask: BlockMask, fine: Grid) -> BlockMask:
+    """Every block cut into the blocks of a finer grid."""
+    g = mask.grid
+    rq, rk = g.bq // fine.bq, g.bk // fine.bk
+    if rq == rk == 1:
+        return mask
+    row, begin = g.split(mask.full.begin)
+    end = (mask.full.end - row * g.line) * rk
+    child = _children(row, g.nq, rq)
+    inside = (child % (g.nq * rq)) < fine.nq
+    child_row = (child // (g.nq * rq)) * fine.nq + child % (g.nq * rq)
+    first = fine.number(child_row, (begin * rk)[:, None])
+    last = fine.number(child_row, end.clamp(max=fine.nk)[:, None])
+    order = first[inside].argsort()
+    full = Runs(first[inside][order], last[inside][order])
+
+    pairs = tiles.unpack(mask.bank, g.bk).view(-1, rq, fine.bq, rk, fine.bk).transpose(2, 3)
+    bank = tiles.pack(pairs).flatten(0, 2)
+    row, column = g.split(mask.partial)
+    child = _children(row, g.nq, rq)[:, :, None]
+    part_row = (child // (g.nq * rq)) * fine.nq + child % (g.nq * rq)
+    part_column = (column[:, None] * rk + _count(rk, g))[:, None, :]
+    tile = mask.partial_tile[:, None, None] * (rq * rk) + _count(rq, g)[:, None] * rk + _count(rk, g)
+    keep = (child % (g.nq * rq) < fine.nq) & (part_column < fine.nk)
+    number, order = fine.number(part_row, part_column)[keep].sort()
+    return assemble(fine, mask.head_layer, full, number, bank, tile[keep][order])
+
+
+def _children(row: Tensor, rows: int, ratio: int) -> Tensor:
+    """int64 (n, ratio): the rows that each row is cut into, counted over layers of rows * ratio rows."""
+    layer, inside = row // rows, row % rows
+    first = layer * rows * ratio + inside * ratio
+    return first[:, None] + torch.arange(ratio, device=row.device)
+
+
+def _count(ratio: int, g: Grid) -> Tensor:
+    return torch.arange(ratio, device=g.device)
+
+
+def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
+    """Blocks of a coarser grid: full where all of their parts are, else with the bits of their parts."""
+    g = mask.grid
+    rq, rk = coarse.bq // g.bq, coarse.bk // g.bk
+    if rq == rk == 1:
+        return mask
+    row, begin = g.split(mask.full.begin)
+    end = mask.full.end - row * g.line
+    up = (row // g.nq) * coarse.nq + (row % g.nq) // rq
+    # The last coarse column may hold fewer than rk parts: a run that reaches the end fills it.
+    inner_end = torch.where(end == g.nk, coarse.nk, end // rk)
+    touched = _union(coarse, up, begin // rk, -(-end // rk))
+    in_row = [
+        Runs(coarse.number(up, -(-begin // rk))[own], coarse.number(up, inner_end)[own]).nonempty()
+        for own in ((row % g.nq) % rq == part for part in range(rq))
+    ]
+    missing = _rows_without_part(coarse, g, mask.num_layers, rq)
+    full = combine(
+        lambda *inside: torch.stack([a | b for a, b in zip(inside[:rq], inside[rq:], strict=True)]).all(0),
+        *in_row,
+        *missing,
+    )
+    part_row, part_column = g.split(mask.partial)
+    part_up = (part_row // g.nq) * coarse.nq + (part_row % g.nq) // rq
+    points = torch.unique(coarse.number(part_up, part_column // rk))
+    candidates = combine(lambda t, p, f: (t | p) & ~f, touched, from_points(points), full).expand()
+    bank, tile = _gather(mask, coarse, candidates, rq, rk)
+    return assemble(coarse, mask.head_layer, full, candidates, bank, tile)
+
+
+def _union(g: Grid, row: Tensor, begin: Tensor, end: Tensor) -> Runs:
+    """The union of runs that may overlap."""
+    first, order = g.number(row, begin).sort()
+    last = torch.cummax(g.number(row, end)[order], 0).values
+    new = torch.ones_like(first, dtype=torch.bool)
+    new[1:] = first[1:] > last[:-1]
+    return Runs(first[new], last[torch.cat([new[1:], new[:1]])]) if len(first) else Runs(first, last)
+
+
+def _rows_without_part(coarse: Grid, g: Grid, layers: int, rq: int) -> list[Runs]:
+    """For each part of a coarse row, the coarse rows that have no such part (the sequence ends before it)."""
+    every = coarse.every_row(layers)
+    row = torch.arange(layers * coarse.nq, device=g.device) % coarse.nq
+    return [Runs(*(t[row * rq + part >= g.nq] for t in every)) for part in range(rq)]
+
+
+def _gather(mask: BlockMask, coarse: Grid, candidates: Tensor, rq: int, rk: int) -> tuple[Tensor, Tensor]:
+    """The bit tiles of coarse blocks, put together from their parts."""
+    g = mask.grid
+    row, column = coarse.split(candidates)
+    layer, inside = row // coarse.nq, row % coarse.nq
+    part_row = (inside[:, None] * rq + _count(rq, g))[:, :, None]
+    part_column = (column[:, None] * rk + _count(rk, g))[:, None, :]
+    outside = (part_row >= g.nq) | (part_column >= g.nk)
+    number = g.number(layer[:, None, None] * g.nq + part_row, part_column)
+    number = torch.where(outside, -1, number)
+    code = torch.full_like(number, len(mask.bank) + 1)  # empty
+    code[mask.full.contains(number)] = len(mask.bank)
+    if len(mask.partial):
+        at = torch.searchsorted(mask.partial, number).clamp(max=len(mask.partial) - 1)
+        hit = mask.partial[at] == number
+        code[hit] = mask.partial_tile[at[hit]]
+    met, tile = tiles.distinct(code.flatten(1).int())
+    pairs = tiles.unpack(mask._extended_bank(), g.bk)[met.long()]
+    pairs = pairs.view(-1, rq, rk, g.bq, g.bk).transpose(2, 3)
+    return tiles.pack(pairs.reshape(-1, coarse.bq, coarse.bk)), tile

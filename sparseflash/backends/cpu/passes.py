@@ -1,0 +1,143 @@
+"""Forward and backward of block-sparse attention in vectorised PyTorch.
+
+Whole rows of scores are computed at once, so the softmax needs no running maximum:
+
+    S = scale * log2(e) * Q K^T, -inf where masked
+    P = exp2(S - max S),  l = sum P,  O = dropout(P) V / l,  LSE = ln(2) * max S + ln(l)
+
+The backward pass recomputes P = exp2(S - log2(e) * LSE), one batch of block rows after another:
+
+    dS = P * (dropout(dO V^T) - delta)        delta = rowsum(dO * O) - dLSE
+    dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
+
+Sequences are handled as blocks, (batch * heads * blocks, block, width), in float32 (float64 for
+float64 inputs).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from masks.lookup_table import LookupTable
+from sparseflash.backends.cpu.problem import LOG2E, problems
+from sparseflash.backends.cpu.workspace import workspace
+from sparseflash.spec import AttentionSpec
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call; see sparseflash.backends.Backend."""
+    q = _blocks(query, table.block_size[0])
+    k, v = _key_blocks(key, value, table, key_lengths)
+    out, lse = torch.zeros_like(q), q.new_full((*q.shape[:2], 1), -math.inf)
+    for problem in problems(table, key_lengths, seed, spec):
+        q_here = problem.queries_of(q)
+        k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
+        out_here, lse_here = torch.empty_like(q_here), lse.new_empty((*q_here.shape[:2], 1))
+        for part in problem.parts():
+            weights = problem.scores(part, q_here, k_here)
+            # A row of nothing but -inf keeps a finite maximum: its weights are 0 and not NaN.
+            maximum = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
+            weights.sub_(maximum).exp2_()
+            total = weights.sum(-1, keepdim=True)
+            lse_here[:, part] = maximum / LOG2E + total.log()
+            # Any other row has a weight of 1, so the clamp changes rows without a key only.
+            total = total.clamp_(min=1) * (1 - spec.dropout_p)
+            out_here[:, part] = torch.bmm(_drop(weights, problem.kept(part)), v_here).div_(total)
+        problem.write_queries(out, out_here)
+        problem.write_queries(lse, lse_here)
+    return _sequence(out, query).to(query.dtype), _sequence(lse, query).squeeze(-1)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int | None,
+    spec: AttentionSpec,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.Backend."""
+    needs_query, needs_key, needs_value = needs
+    bq = table.block_size[0]
+    q, grad_o = _blocks(query, bq), _blocks(grad_out, bq)
+    k, v = _key_blocks(key, value, table, key_lengths)
+    delta = (grad_o * _blocks(out, bq)).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta -= _blocks(grad_lse.unsqueeze(-1), bq)
+    # A query without a key has only scores of -inf: any finite LSE gives them the weight 0.
+    lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
+    grad_o = grad_o / (1 - spec.dropout_p)
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    for problem in problems(table, key_lengths, seed, spec):
+        q_here, grad_o_here = problem.queries_of(q), problem.queries_of(grad_o)
+        lse_here, delta_here = problem.queries_of(lse), problem.queries_of(delta)
+        k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
+        grad_q_here = torch.zeros_like(q_here)
+        grad_k_here = workspace.take("grad_key", k_here.shape, k.dtype).zero_()
+        grad_v_here = workspace.take("grad_value", v_here.shape, v.dtype).zero_()
+        for part in problem.parts():
+            kept = problem.kept(part)
+            grad_o_part = grad_o_here[:, part]
+            weights = problem.scores(part, q_here, k_here).sub_(lse_here[:, part]).exp2_()
+            if needs_value:
+                grad_v_here.baddbmm_(_drop(weights, kept).mT, grad_o_part)
+            if needs_query or needs_key:
+                grad_weights = _drop(problem.product("grad", grad_o_part, v_here.mT), kept)
+                grad_scores = grad_weights.sub_(delta_here[:, part]).mul_(weights)
+                if needs_query:
+                    grad_q_here[:, part] = torch.bmm(grad_scores, k_here)
+                if needs_key:
+                    grad_k_here.baddbmm_(grad_scores.mT, q_here[:, part])
+        problem.write_queries(grad_q, grad_q_here)
+        problem.add_keys(grad_k, grad_k_here)
+        problem.add_keys(grad_v, grad_v_here)
+    return (
+        _sequence(grad_q.mul_(spec.scale), query).to(query.dtype) if needs_query else None,
+        _sequence(grad_k.mul_(spec.scale), key).to(key.dtype) if needs_key else None,
+        _sequence(grad_v, value).to(value.dtype) if needs_value else None,
+    )
+
+
+def _drop(x: Tensor, kept: Tensor | None) -> Tensor:
+    return x if kept is None else x * kept
+
+
+def _key_blocks(
+    key: Tensor, value: Tensor, table: LookupTable, key_lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Both in blocks, with zeros for padded keys: what those hold must not matter, even NaN."""
+    if key_lengths is not None:
+        inside = torch.arange(key.shape[2]) < key_lengths.view(-1, 1)
+        key, value = (torch.where(inside[:, None, :, None], x, 0) for x in (key, value))
+    return _blocks(key, table.block_size[1]), _blocks(value, table.block_size[1])
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """(batch, heads, seq, width) -> (batch * heads * blocks, block, width), zeros past the end."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    missing = -x.shape[2] % block
+    if missing:
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    return x.reshape(-1, block, x.shape[3])
+
+
+def _sequence(blocks: Tensor, like: Tensor) -> Tensor:
+    """The inverse of _blocks, contiguous, with the batch, heads and seq of `like`."""
+    batch, heads, seq, _ = like.shape
+    return blocks.view(batch, heads, -1, blocks.shape[2])[:, :, :seq].contiguous()

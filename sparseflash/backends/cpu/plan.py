@@ -1,0 +1,145 @@
+"""Which block rows are computed together.
+
+A batched matrix product needs problems of one shape, so the block rows of a table are grouped by
+how many full and how many partial blocks they list. Rows that share one list (every row of a
+dense mask, the rows of one document) are merged into one taller problem. At call time a group is
+cut into chunks whose scores fit in the cache.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from masks.lookup_table import LookupTable
+from sparseflash.spec import AttentionSpec
+
+# Two sizes in floats, the best of 2^18 ... 2^21 on two cores over full, causal, butterfly and
+# random masks. The scores of one problem: longer rows are cut into parts.
+PROBLEM_FLOATS = 2**20
+# The scores of a chunk together with the keys and values gathered for it.
+CHUNK_FLOATS = 3 * 2**19
+# Queries up to which rows are merged; a taller product is no faster.
+MERGED_QUERIES = 256
+# Queries below which a part is not cut; a thinner product is slow.
+PART_QUERIES = 16
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lists of equally many full and partial blocks, each read by equally many block rows.
+
+    head:          int64 (lists,)         mask head
+    full_start:    int64 (lists,)         where the list starts in the table's full_index
+    partial_start: int64 (lists,)         where it starts in partial_index
+    rows:          int64 (lists, merged)  the block rows that read it
+    """
+
+    full_count: int
+    partial_count: int
+    head: Tensor
+    full_start: Tensor
+    partial_start: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Problems of one shape: `merged` query blocks against `count` key blocks each.
+
+    Blocks are numbered through all heads: block i of head h of batch element b is
+    (b * heads + h) * (blocks of a head) + i. Full key blocks come before partial ones.
+
+    bh:           int64 (problems,)          batch element * heads + head
+    query_blocks: int64 (problems, merged)
+    key_blocks:   int64 (problems, count)
+    tiles:        int32 (problems, partial)  the tile of the bank for each of the last key blocks
+    """
+
+    bh: Tensor
+    query_blocks: Tensor
+    key_blocks: Tensor
+    tiles: Tensor
+
+
+_groups: WeakKeyDictionary[LookupTable, list[Group]] = WeakKeyDictionary()
+
+
+def groups_of(table: LookupTable) -> list[Group]:
+    """The groups of a table, worked out at its first use."""
+    if table not in _groups:
+        _groups[table] = _group_rows(table)
+    return _groups[table]
+
+
+def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
+    """Every non-empty block row of every head of a call exactly once."""
+    lists = table.by_query
+    copies = spec.batch * spec.heads // table.mask_heads
+    for group in groups_of(table):
+        bh = (torch.arange(copies).unsqueeze(1) * table.mask_heads + group.head).flatten()
+        query_blocks = bh.unsqueeze(1) * table.by_query.rows + group.rows.repeat(copies, 1)
+        key_head = bh // (spec.heads // spec.kv_heads)
+        first_key_block = (key_head * table.by_key.rows).unsqueeze(1)
+        full_start = group.full_start.repeat(copies).unsqueeze(1)
+        partial_start = group.partial_start.repeat(copies).unsqueeze(1)
+        for here in _slices(len(bh), _problems_at_once(group, table.block_size, spec.head_dim)):
+            full = full_start[here] + torch.arange(group.full_count)
+            partial = partial_start[here] + torch.arange(group.partial_count)
+            columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
+            key_blocks = first_key_block[here] + columns
+            yield Chunk(bh[here], query_blocks[here], key_blocks, lists.partial_tile[partial])
+
+
+def queries_at_once(keys: int) -> int:
+    """How many queries of a problem to compute at once against all of its `keys`."""
+    return max(PART_QUERIES, PROBLEM_FLOATS // keys)
+
+
+def _group_rows(table: LookupTable) -> list[Group]:
+    entries = defaultdict(list)
+    for (head, full_start, full, partial_start, partial), rows in _readers(table).items():
+        for here in _slices(len(rows), _rows_at_once(full + partial, table.block_size)):
+            merged = rows[here]
+            shape = full, partial, len(merged)
+            entries[shape].append((head, full_start, partial_start, *merged))
+    return [_group(full, partial, lists) for (full, partial, _), lists in entries.items()]
+
+
+def _readers(table: LookupTable) -> dict[tuple[int, ...], list[int]]:
+    """(mask head, *bounds) of every non-empty list -> the block rows that read it."""
+    readers = defaultdict(list)
+    bounds = table.by_query.bounds.tolist()
+    for head, layer in enumerate(table.head_layer.tolist()):
+        for row, (full_start, full, partial_start, partial) in enumerate(bounds[layer]):
+            if full + partial:
+                readers[head, full_start, full, partial_start, partial].append(row)
+    return readers
+
+
+def _group(full_count: int, partial_count: int, lists: list[tuple[int, ...]]) -> Group:
+    head, full_start, partial_start, *rows = torch.tensor(lists).unbind(1)
+    return Group(
+        full_count, partial_count, head, full_start, partial_start, torch.stack(rows, dim=1)
+    )
+
+
+def _rows_at_once(count: int, block_size: tuple[int, int]) -> int:
+    """How many rows that list the same `count` blocks to merge."""
+    bq, bk = block_size
+    return max(1, min(MERGED_QUERIES, PROBLEM_FLOATS // (count * bk)) // bq)
+
+
+def _problems_at_once(group: Group, block_size: tuple[int, int], head_dim: int) -> int:
+    bq, bk = block_size
+    keys = (group.full_count + group.partial_count) * bk
+    queries = group.rows.shape[1] * bq
+    return max(1, CHUNK_FLOATS // (keys * (queries + 2 * head_dim)))
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))

@@ -1,0 +1,126 @@
+"""A batch of equal problems out of one call: its blocks, scores, mask and dropout."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from masks.lookup_table import LookupTable
+from sparseflash.backends.cpu.plan import CHUNK_FLOATS, Chunk, chunks, queries_at_once
+from sparseflash.backends.cpu.workspace import workspace
+from sparseflash.dropout import keep_mask_of_quads
+from sparseflash.spec import AttentionSpec
+
+LOG2E = math.log2(math.e)
+# (256, 8): the bias of the eight keys whose bits a byte holds, 0 where set and -inf elsewhere.
+_BIT_SET = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) % 2 == 1
+_BYTE_BIAS = torch.where(_BIT_SET, 0.0, -math.inf)
+
+
+class Problem:
+    """One chunk of a call: (problems, queries) against (problems, keys), in tokens.
+
+    queries = merged * bq, keys = count * bk. Tensors named `blocks` hold whole sequences as
+    (batch * heads * blocks, block, width).
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        table: LookupTable,
+        key_lengths: Tensor | None,
+        seed: int | None,
+        spec: AttentionSpec,
+    ):
+        self._chunk, self._seed, self._spec = chunk, seed, spec
+        self._block_q, self._block_k = table.block_size
+        self._rows, self._columns = table.by_query.rows, table.by_key.rows
+        self._query_blocks = chunk.query_blocks.flatten()
+        self._key_blocks = chunk.key_blocks.flatten()
+        self._tile_bias = self._bias_of_tiles(table.bank) if chunk.tiles.numel() else None
+        self._padding_bias = None if key_lengths is None else self._bias_of_padding(key_lengths)
+
+    def queries_of(self, blocks: Tensor) -> Tensor:
+        """(problems, queries, width)"""
+        here = blocks.index_select(0, self._query_blocks)
+        return here.view(len(self._chunk.bh), -1, blocks.shape[2])
+
+    def keys_of(self, name: str, blocks: Tensor) -> Tensor:
+        """(problems, keys, width), in the workspace under `name`."""
+        here = workspace.take(name, (len(self._key_blocks), *blocks.shape[1:]), blocks.dtype)
+        torch.index_select(blocks, 0, self._key_blocks, out=here)
+        return here.view(len(self._chunk.bh), -1, blocks.shape[2])
+
+    def write_queries(self, blocks: Tensor, here: Tensor):
+        blocks.index_copy_(0, self._query_blocks, here.view(-1, *blocks.shape[1:]))
+
+    def add_keys(self, blocks: Tensor, here: Tensor):
+        blocks.index_add_(0, self._key_blocks, here.view(-1, *blocks.shape[1:]))
+
+    def parts(self) -> Iterator[slice]:
+        """Slices of the queries whose scores fit in the cache, usually one."""
+        queries = self._chunk.query_blocks.shape[1] * self._block_q
+        step = queries_at_once(self._chunk.key_blocks.shape[1] * self._block_k)
+        for start in range(0, queries, step):
+            yield slice(start, min(start + step, queries))
+
+    def product(self, name: str, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+        """alpha * a b, in the workspace under `name`."""
+        result = workspace.take(name, (a.shape[0], a.shape[1], b.shape[2]), a.dtype)
+        return torch.baddbmm(result, a, b, beta=0, alpha=alpha, out=result)
+
+    def scores(self, part: slice, query: Tensor, key: Tensor) -> Tensor:
+        """scale * log2(e) * Q K^T of the queries in `part`, -inf where masked."""
+        alpha = self._spec.scale * LOG2E
+        scores = self.product("scores", query[:, part], key.mT, alpha)
+        if self._tile_bias is not None:
+            # Merged rows share their tiles, and only a problem of one row has several parts.
+            by_row = scores.unflatten(1, (self._chunk.query_blocks.shape[1], -1))
+            bias = self._tile_bias[:, part].unsqueeze(1)
+            by_row[..., -bias.shape[-1] :].add_(bias)
+        if self._padding_bias is not None:
+            scores.add_(self._padding_bias)
+        return scores
+
+    def kept(self, part: slice) -> Tensor | None:
+        """bool (problems, part, keys): the pairs that dropout keeps; None without dropout."""
+        if self._spec.dropout_p == 0:
+            return None
+        bh = self._chunk.bh.view(-1, 1, 1)
+        query = _tokens(self._chunk.query_blocks % self._rows, self._block_q)[:, part]
+        quad = _tokens(self._chunk.key_blocks % self._columns, self._block_k // 4)
+        return keep_mask_of_quads(
+            self._seed, bh, query.unsqueeze(2), quad.unsqueeze(1), self._spec.dropout_p
+        )
+
+    def _bias_of_tiles(self, bank: Tensor) -> Tensor:
+        """(problems, bq, partial * bk): for the last keys of each problem."""
+        in_bytes = bank.view(torch.uint8)[..., : self._block_k // 8]
+        tiles = in_bytes.index_select(0, self._chunk.tiles.flatten())
+        by_query = tiles.unflatten(0, self._chunk.tiles.shape).transpose(1, 2)
+        bias = _BYTE_BIAS.index_select(0, by_query.flatten().int())
+        return bias.view(len(self._chunk.bh), self._block_q, -1)
+
+    def _bias_of_padding(self, key_lengths: Tensor) -> Tensor:
+        """(problems, 1, keys)"""
+        length = key_lengths[self._chunk.bh // self._spec.heads].unsqueeze(1)
+        padded = _tokens(self._chunk.key_blocks % self._columns, self._block_k) >= length
+        return torch.where(padded, -math.inf, 0.0).unsqueeze(1)
+
+
+def problems(
+    table: LookupTable, key_lengths: Tensor | None, seed: int | None, spec: AttentionSpec
+) -> Iterator[Problem]:
+    """Every non-empty block row of every head exactly once.
+
+    They share their memory: a problem is valid until the next one is asked for.
+    """
+    with workspace.keep_at_most(CHUNK_FLOATS):
+        for chunk in chunks(table, spec):
+            yield Problem(chunk, table, key_lengths, seed, spec)
+
+
+def _tokens(blocks: Tensor, size: int) -> Tensor:
+    """(problems, n) numbers of blocks -> (problems, n * size) numbers of the tokens in them."""
+    return (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)

@@ -1,0 +1,96 @@
+"""The backend "triton": portable kernels, on any GPU that Triton compiles for.
+
+`why_not`, `forward` and `backward` make a sparseflash.backends.Backend. Triton is imported by the
+first call that needs it, so this package can be imported where Triton is not installed.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from masks.lookup_table import LookupTable
+from sparseflash.spec import AttentionSpec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = range(8, 257)
+BLOCK_SIDES = (16, 32, 64, 128, 256)
+ARCHITECTURE = 80  # compute capability times ten
+
+
+def why_not(spec: AttentionSpec) -> list[str]:
+    """The reasons for which the kernels cannot serve a call; empty when they can."""
+    if find_spec("triton") is None:
+        return ["triton is not installed"]
+    return _why_not_call(spec) or _why_not_device(spec)
+
+
+def _why_not_call(spec: AttentionSpec) -> list[str]:
+    from sparseflash.backends.portable import configs, launch
+
+    interpreted = configs.interpreted()
+    reasons = []
+    if spec.device.type != "cuda" and not (spec.device.type == "cpu" and interpreted):
+        reasons.append(f"device is {spec.device}, needs cuda (or cpu with TRITON_INTERPRET=1)")
+    if spec.dtype not in DTYPES:
+        reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
+    elif spec.dtype == torch.bfloat16 and interpreted:
+        reasons.append("dtype is torch.bfloat16, which Triton's interpreter multiplies wrongly")
+    if spec.head_dim not in HEAD_DIMS:
+        reasons.append(f"head_dim is {spec.head_dim}, needs {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
+    if not set(spec.block_size) <= set(BLOCK_SIDES):
+        reasons.append(f"block_size is {spec.block_size}, needs sides out of {BLOCK_SIDES}")
+    for name in ("batch", "heads"):
+        if getattr(spec, name) > launch.GRID_LIMIT:
+            reasons.append(f"{name} is {getattr(spec, name)}, needs at most {launch.GRID_LIMIT}")
+    return reasons
+
+
+def _why_not_device(spec: AttentionSpec) -> list[str]:
+    from sparseflash.backends.portable import configs
+
+    architecture, memory = configs.limits(spec.device)
+    if architecture < ARCHITECTURE:
+        return [f"compute capability is {architecture / 10}, needs {ARCHITECTURE / 10} or more"]
+    reasons = []
+    for which in configs.PASSES:
+        needed = configs.least_memory(which, architecture, spec.dtype, spec.head_dim, spec.block_size)
+        if needed > memory:
+            reasons.append(f"{which} needs {needed} bytes of shared memory, {spec.device} allows {memory}")
+    return reasons
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); see sparseflash.backends.Backend."""
+    from sparseflash.backends.portable import forward_pass
+
+    return forward_pass.forward(query, key, value, table, key_lengths, seed, spec)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int | None,
+    spec: AttentionSpec,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(grad_query, grad_key, grad_value); see sparseflash.backends.Backend."""
+    from sparseflash.backends.portable import backward_pass
+
+    saved = (query, key, value, out, lse)
+    return backward_pass.backward(grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs)

@@ -1,0 +1,73 @@
+"""The backward pass: dQ by query rows, then dK and dV by key columns.
+
+    P  = exp2(scale * log2(e) * Q K^T - log2(e) * LSE)
+    dS = P * (dropout(dO V^T) - delta)
+    dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
+
+P is computed anew, tile by tile, by both kernels. Neither adds to memory that another program
+writes, so the same inputs give the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+from masks.lookup_table import LookupTable
+from sparseflash.backends.portable.configs import padded_dims
+from sparseflash.backends.portable.key_value_gradient import key_value_gradient_kernel
+from sparseflash.backends.portable.launch import launch, launch_pass, on_device, strided_arguments
+from sparseflash.backends.portable.query_gradient import query_gradient_kernel
+from sparseflash.backends.portable.row_terms import row_terms_kernel
+from sparseflash.spec import AttentionSpec
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int | None,
+    spec: AttentionSpec,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.Backend."""
+    needs_query, needs_key, needs_value = needs
+    grad_query = grad_key = grad_value = None
+    padded_len = table.by_query.rows * spec.block_size[0]
+    shape = (spec.batch, spec.heads, 2, padded_len)
+    terms = torch.empty(shape, dtype=torch.float32, device=query.device)
+    lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    lse_arguments = (grad_lse, *lse_strides, lse, terms)
+    call = (table, key_lengths, seed, spec)
+    with on_device(query.device):
+        if needs_query:
+            grad_query = torch.empty_like(query)
+            tensors = (query, key, value, out, grad_out, grad_query)
+            launch_pass("dq", query_gradient_kernel, tensors, (key, value), lse_arguments, *call)
+        else:
+            _launch_row_terms(out, grad_out, lse_arguments, padded_len, spec)
+        if needs_key or needs_value:
+            grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+            tensors = (query, key, value, grad_out, grad_key, grad_value)
+            launch_pass("dkdv", key_value_gradient_kernel, tensors, (query, grad_out), (terms,), *call)
+    return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
+
+
+def _launch_row_terms(out, grad_out, lse_arguments, padded_len, spec):
+    """Writes the row terms where no kernel computes dQ."""
+    bm = min(spec.block_size[0], 64)
+    strided, layout = strided_arguments(out, grad_out)
+    launch(
+        row_terms_kernel,
+        (padded_len // bm, spec.heads, spec.batch),
+        *(*strided, *lse_arguments, spec.heads, spec.q_len),
+        HEAD_DIM=spec.head_dim,
+        DIMS=padded_dims(spec.head_dim),
+        BLOCK_Q=spec.block_size[0],
+        BM=bm,
+        **layout,
+    )

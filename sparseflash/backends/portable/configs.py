@@ -1,0 +1,201 @@
+"""Launch configurations: for each architecture, pass and head dim some tiles, the fastest first.
+
+Hopper's were measured on an H200 in bfloat16, with blocks of 128 and 64 at densities from 1 to
+1/32. Those of Ampere, of float32 and for smaller blocks are not measured: they are large tiles
+that compile without notable spills.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+from sparseflash.backends.portable import tiles
+
+
+@dataclass(frozen=True)
+class Config:
+    """bm queries and bn keys per tile, warps per program, stages of the pipeline.
+
+    tma:       the loop reads through the tensor memory accelerator
+    registers: most registers per thread, so that more programs share a multiprocessor
+    """
+
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+    tma: bool = False
+    registers: int | None = None
+
+
+PASSES = ("forward", "dq", "dkdv")
+
+SMALL = (Config(32, 32, 2, 3), Config(16, 16, 1, 3))
+SMALL_FLOAT32 = (Config(32, 32, 4, 2), Config(16, 16, 4, 2))
+
+HOPPER = {
+    ("forward", 32): (Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3)),
+    ("forward", 64): (
+        Config(64, 128, 4, 2, tma=True, registers=168),
+        Config(64, 64, 4, 2, tma=True, registers=128),
+        Config(128, 64, 4, 3),
+        Config(64, 64, 4, 3),
+    ),
+    ("forward", 128): (Config(128, 64, 4, 2, tma=True), Config(64, 64, 4, 3)),
+    ("forward", 256): (
+        Config(128, 64, 8, 2, tma=True),
+        Config(128, 64, 8, 2),
+        Config(64, 32, 4, 2),
+    ),
+    ("dq", 32): (Config(64, 64, 4, 3),),
+    ("dq", 64): (
+        Config(64, 64, 4, 2, tma=True, registers=128),
+        Config(64, 64, 4, 2, registers=168),
+    ),
+    ("dq", 128): (Config(64, 64, 4, 2),),
+    ("dq", 256): (Config(128, 32, 8, 2, tma=True), Config(64, 32, 4, 2)),
+    ("dkdv", 32): (Config(64, 64, 4, 3),),
+    ("dkdv", 64): (
+        Config(128, 64, 4, 2, tma=True),
+        Config(64, 64, 4, 3, tma=True, registers=168),
+        Config(64, 64, 4, 3, registers=168),
+    ),
+    ("dkdv", 128): (Config(64, 64, 4, 2, tma=True), Config(64, 128, 8, 3), Config(32, 64, 4, 3)),
+    ("dkdv", 256): (Config(64, 64, 8, 2, tma=True), Config(64, 64, 8, 2)),
+}
+AMPERE = {
+    ("forward", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
+    ("forward", 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
+    ("forward", 128): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    ("forward", 256): (Config(64, 32, 4, 2),),
+    ("dq", 32): (Config(64, 64, 4, 3),),
+    ("dq", 64): (Config(64, 64, 4, 2),),
+    ("dq", 128): (Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
+    ("dq", 256): (Config(64, 32, 8, 2),),
+    ("dkdv", 32): (Config(64, 64, 4, 3),),
+    ("dkdv", 64): (Config(64, 64, 4, 2),),
+    ("dkdv", 128): (Config(64, 64, 8, 2), Config(32, 64, 4, 2)),
+    ("dkdv", 256): (Config(32, 64, 8, 2),),
+}
+FLOAT32 = {
+    ("forward", 32): (Config(64, 32, 8, 2),),
+    ("forward", 64): (Config(64, 32, 8, 2),),
+    ("forward", 128): (Config(32, 32, 8, 2),),
+    ("forward", 256): (Config(16, 32, 8, 2),),
+    ("dq", 32): (Config(64, 32, 8, 2),),
+    ("dq", 64): (Config(64, 32, 8, 2),),
+    ("dq", 128): (Config(32, 32, 8, 2),),
+    ("dq", 256): (Config(16, 32, 8, 2),),
+    ("dkdv", 32): (Config(32, 32, 8, 2),),
+    ("dkdv", 64): (Config(32, 32, 8, 2),),
+    ("dkdv", 128): (Config(32, 32, 8, 2),),
+    ("dkdv", 256): (Config(16, 32, 8, 2),),
+}
+
+
+def padded_dims(head_dim: int) -> int:
+    """The head dim of a tile: tl.dot wants powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def candidates(architecture: int, which: str, dtype: torch.dtype, head_dim: int) -> tuple[Config, ...]:
+    """Configurations of one pass ("forward", "dq" or "dkdv"), best first."""
+    bucket = (which, max(32, padded_dims(head_dim)))
+    if dtype == torch.float32:
+        return FLOAT32[bucket] + SMALL_FLOAT32
+    return (HOPPER if architecture >= 90 else AMPERE)[bucket] + SMALL
+
+
+def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int) -> int:
+    """Bytes of shared memory that a program takes at most."""
+    row = padded_dims(head_dim) * dtype.itemsize
+    resident, streamed = (config.bn, config.bm) if which == "dkdv" else (config.bm, config.bn)
+    operands = (1 if which == "forward" else 2) * resident * row + config.stages * 2 * streamed * row
+    vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
+    dropout = config.bm * config.bn
+    return operands + vectors + dropout
+
+
+def divides(config: Config, block_size: tuple[int, int]) -> bool:
+    """Whether the tiles of a configuration divide a block."""
+    return config.bm <= block_size[0] and config.bn <= block_size[1]
+
+
+def least_memory(
+    which: str,
+    architecture: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: tuple[int, int],
+) -> int:
+    """Bytes of shared memory without which no configuration of a pass can run."""
+    return min(
+        shared_memory(config, which, dtype, head_dim)
+        for config in candidates(architecture, which, dtype, head_dim)
+        if divides(config, block_size)
+    )
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    which: str,
+    architecture: int,
+    memory: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: tuple[int, int],
+    tma: bool,
+) -> Config | None:
+    """The best configuration that divides the block, fits `memory` and uses tma only if it may."""
+    for config in candidates(architecture, which, dtype, head_dim):
+        fits = shared_memory(config, which, dtype, head_dim) <= memory
+        if fits and divides(config, block_size) and tma >= config.tma:
+            return config
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets the kernels instead of compiling them."""
+    return not isinstance(tiles.program_tile, triton.JITFunction)
+
+
+@lru_cache(maxsize=64)
+def limits(device: torch.device) -> tuple[int, int]:
+    """(compute capability times ten, bytes of shared memory that a program may take)."""
+    if interpreted():
+        return 80, sys.maxsize
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    which: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: tuple[int, int],
+    dropout: bool,
+    tma: bool,
+) -> tuple[Config, dict]:
+    """The configuration of one pass and the compile-time constants that follow from it."""
+    config = choose(which, *limits(device), dtype, head_dim, block_size, tma)
+    return config, {
+        "DROPOUT": dropout,
+        "PRECISION": "ieee" if dtype == torch.float32 else None,
+        "HEAD_DIM": head_dim,
+        "DIMS": padded_dims(head_dim),
+        "BLOCK_Q": block_size[0],
+        "BLOCK_K": block_size[1],
+        "BM": config.bm,
+        "BN": config.bn,
+        # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
+        "MASK_STAGES": max(2, config.stages - 1),
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        "maxnreg": None if dropout else config.registers,  # the random numbers take registers of their own
+        "enable_fp_fusion": True,
+    }

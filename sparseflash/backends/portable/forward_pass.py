@@ -1,0 +1,154 @@
+"""The forward pass: a program takes a tile of query rows and walks the key blocks of its row.
+
+Base-2 online softmax. Scores are scaled by scale * log2(e); `peak` is their running maximum,
+`total` the running sum of exp2(score - peak), `acc` that of exp2(score - peak) * value.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from masks.lookup_table import LookupTable
+from sparseflash.backends.portable import tiles
+from sparseflash.backends.portable.launch import launch_pass, on_device
+from sparseflash.spec import AttentionSpec
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call; see sparseflash.backends.Backend."""
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    tensors = (query, key, value, out)
+    with on_device(query.device):
+        launch_pass(
+            *("forward", forward_kernel, tensors, (key, value), (lse,)),
+            *(table, key_lengths, seed, spec),
+        )
+    return out, lse
+
+
+@triton.jit(**tiles.unspecialized("query", "key", "value", "out"))
+def forward_kernel(
+    query, query_batch, query_head, query_token, query_dim,
+    key, key_batch, key_head, key_token, key_dim,
+    value, value_batch, value_head, value_token, value_dim,
+    out, out_batch, out_head, out_token, out_dim,
+    key_descriptor, value_descriptor, lse,
+    bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
+    key_lengths, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    scale2, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
+    sizes = tiles.Sizes(heads, q_len, k_len, layers, rows, ordered, heavy_first)
+    LENGTHS: tl.constexpr = key_lengths is not None
+    rank, part, batch, head = tiles.program_tile(sizes, BLOCK_Q // BM)
+    kv_head = head // GROUP
+    pair = batch * heads + head
+    layer = tiles.mask_layer(table, sizes, head)
+    row = tiles.ranked_row(table, sizes, layer, rank)
+    length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
+    starts, counts, firsts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+
+    start = row * BLOCK_Q + part * BM
+    strides = (query_batch, query_head, query_token, query_dim)
+    queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
+    q = tiles.load_rows(queries, start, q_len, BM, DIMS, HEAD_DIM, True)
+    strides = (key_batch, key_head, key_token, key_dim)
+    keys = tiles.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+    strides = (value_batch, value_head, value_token, value_dim)
+    values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+
+    total = tl.zeros([BM], tl.float32)
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    acc = tl.zeros([BM, DIMS], tl.float32)
+    for PHASE in tl.static_range(3 if LENGTHS else 2):
+        if PHASE == 1 or counts[PHASE] > 0:
+            total, peak, acc = attend(
+                total, peak, acc, q,
+                keys, values, key_descriptor, value_descriptor, batch, kv_head,
+                table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
+                scale2, seed, threshold, pair,
+                PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
+                HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+            )  # fmt: skip
+
+    empty = total == 0.0
+    tokens = start + tl.arange(0, BM)
+    total = tl.where(empty, 1.0, total)
+    row_lse = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * tiles.LN2)
+    tl.store(lse + pair.to(tl.int64) * q_len + tokens, row_lse, mask=tokens < q_len)
+    weight = (keep_scale if DROPOUT else 1.0) / total
+    strides = (out_batch, out_head, out_token, out_dim)
+    outs = tiles.one_head(out, strides, batch, head, ALIGN, INDEX)
+    tiles.store_rows(outs, acc * weight[:, None], start, q_len, HEAD_DIM)
+
+
+@triton.jit
+def attend(
+    total, peak, acc, q, keys, values, key_descriptor, value_descriptor, batch, kv_head,
+    table, start, count, block, query_start, limit,
+    scale2, seed, threshold, pair,
+    PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds `count` listed blocks, the first of them `block`, to the online softmax of one tile.
+
+    PARTIAL applies the element mask of each block, CUT masks the keys from `limit` on; without
+    both there is no mask code. The next block is carried from step to step: loaded where it is
+    used, it would halve the pipeline.
+    """
+    PARTS: tl.constexpr = BLOCK_K // BN
+    MASKED: tl.constexpr = PARTIAL or CUT
+    index = table.partial_index if PARTIAL else table.full_index
+    bits = tl.load(table.partial_tile + start) if PARTIAL else block
+    for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
+        key_start = block * BLOCK_K + step % PARTS * BN
+        k = tiles.stream_rows(
+            key_descriptor, batch, kv_head, keys, key_start, limit,
+            BN, DIMS, HEAD_DIM, MASKED, CUT,
+        )  # fmt: skip
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            scores = scores * scale2
+            if PARTIAL:
+                mask = tiles.attended(table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False)
+                scores = tl.where(mask, scores, float("-inf"))
+            if CUT:
+                scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.exp2(scores - shift[:, None])
+        else:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale2)
+            shift = new_peak
+            p = tl.exp2(scores * scale2 - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        peak = new_peak
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        if DROPOUT:
+            p = tl.where(tiles.kept(seed, threshold, pair, query_start, key_start, BM, BN), p, 0.0)
+        v = tiles.stream_rows(
+            value_descriptor, batch, kv_head, values, key_start, limit,
+            BN, DIMS, HEAD_DIM, MASKED, CUT,
+        )  # fmt: skip
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        ahead = start + (step + 1) // PARTS
+        block = tl.load(index + ahead)
+        if PARTIAL:
+            bits = tl.load(table.partial_tile + ahead)
+    return total, peak, acc

@@ -1,0 +1,114 @@
+"""The kernel of dQ: a program takes a tile of query rows and walks the key blocks of its row."""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.portable import tiles
+from sparseflash.backends.portable.row_terms import row_terms
+
+
+@triton.jit(**tiles.unspecialized("query", "key", "value", "out", "grad_out", "grad_query", "grad_lse"))
+def query_gradient_kernel(
+    query, query_batch, query_head, query_token, query_dim,
+    key, key_batch, key_head, key_token, key_dim,
+    value, value_batch, value_head, value_token, value_dim,
+    out, out_batch, out_head, out_token, out_dim,
+    grad_out, grad_out_batch, grad_out_head, grad_out_token, grad_out_dim,
+    grad_query, grad_query_batch, grad_query_head, grad_query_token, grad_query_dim,
+    key_descriptor, value_descriptor,
+    grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, terms,
+    bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
+    key_lengths, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    scale2, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
+    sizes = tiles.Sizes(heads, q_len, k_len, layers, rows, ordered, heavy_first)
+    LENGTHS: tl.constexpr = key_lengths is not None
+    rank, part, batch, head = tiles.program_tile(sizes, BLOCK_Q // BM)
+    kv_head = head // GROUP
+    layer = tiles.mask_layer(table, sizes, head)
+    row = tiles.ranked_row(table, sizes, layer, rank)
+    length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
+    starts, counts, firsts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+
+    start = row * BLOCK_Q + part * BM
+    strides = (query_batch, query_head, query_token, query_dim)
+    queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
+    strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
+    grad_outs = tiles.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+    strides = (out_batch, out_head, out_token, out_dim)
+    outs = tiles.one_head(out, strides, batch, head, ALIGN, INDEX)
+    q = tiles.load_rows(queries, start, q_len, BM, DIMS, HEAD_DIM, True)
+    do = tiles.load_rows(grad_outs, start, q_len, BM, DIMS, HEAD_DIM, True)
+    lse2, delta = row_terms(
+        do, outs, grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, terms,
+        batch, head, heads, start, q_len, HEAD_DIM, DIMS, BLOCK_Q, BM,
+    )  # fmt: skip
+    strides = (key_batch, key_head, key_token, key_dim)
+    keys = tiles.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+    strides = (value_batch, value_head, value_token, value_dim)
+    values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+
+    dq = tl.zeros([BM, DIMS], tl.float32)
+    for PHASE in tl.static_range(3 if LENGTHS else 2):
+        if PHASE == 1 or counts[PHASE] > 0:
+            dq = add_query_gradient(
+                dq, q, do, lse2, delta,
+                keys, values, key_descriptor, value_descriptor, batch, kv_head,
+                table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
+                scale2, seed, threshold, keep_scale, batch * heads + head,
+                PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
+                HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+            )  # fmt: skip
+
+    strides = (grad_query_batch, grad_query_head, grad_query_token, grad_query_dim)
+    grad_queries = tiles.one_head(grad_query, strides, batch, head, ALIGN, INDEX)
+    tiles.store_rows(grad_queries, dq * (scale2 * tiles.LN2), start, q_len, HEAD_DIM)
+
+
+@triton.jit
+def add_query_gradient(
+    dq, q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, kv_head,
+    table, start, count, block, query_start, limit,
+    scale2, seed, threshold, keep_scale, pair,
+    PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq + dS K over `count` listed blocks; PARTIAL, CUT and `block` as in the forward pass."""
+    PARTS: tl.constexpr = BLOCK_K // BN
+    MASKED: tl.constexpr = PARTIAL or CUT
+    index = table.partial_index if PARTIAL else table.full_index
+    bits = tl.load(table.partial_tile + start) if PARTIAL else block
+    for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
+        key_start = block * BLOCK_K + step % PARTS * BN
+        k = tiles.stream_rows(
+            key_descriptor, batch, kv_head, keys, key_start, limit,
+            BN, DIMS, HEAD_DIM, MASKED, CUT,
+        )  # fmt: skip
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2 - lse2[:, None]
+        if PARTIAL:
+            mask = tiles.attended(table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False)
+            scores = tl.where(mask, scores, float("-inf"))
+        if CUT:
+            scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))
+        p = tl.exp2(scores)
+        v = tiles.stream_rows(
+            value_descriptor, batch, kv_head, values, key_start, limit,
+            BN, DIMS, HEAD_DIM, MASKED, CUT,
+        )  # fmt: skip
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            keep = tiles.kept(seed, threshold, pair, query_start, key_start, BM, BN)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        ahead = start + (step + 1) // PARTS
+        block = tl.load(index + ahead)
+        if PARTIAL:
+            bits = tl.load(table.partial_tile + ahead)
+    return dq

@@ -1,0 +1,239 @@
+"""Device functions of all kernels: a program's tile, its lists, rows, masks and dropout."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Table(NamedTuple):
+    """One direction of a masks.LookupTable."""
+
+    bounds: tl.tensor
+    full_index: tl.tensor
+    partial_index: tl.tensor
+    partial_tile: tl.tensor
+    order: tl.tensor
+    bank: tl.tensor
+    head_layer: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """Run-time integers.
+
+    rows:        block rows of a layer in the direction of the kernel
+    ordered:     1 if programs take the rows in the table's order, 0 if all rows weigh the same
+    heavy_first: 1 if the heaviest rows of all heads start before any lighter row, 0 if the heads
+                 follow one another
+    """
+
+    heads: tl.tensor
+    q_len: tl.tensor
+    k_len: tl.tensor
+    layers: tl.tensor
+    rows: tl.tensor
+    ordered: tl.tensor
+    heavy_first: tl.tensor
+
+
+class Head(NamedTuple):
+    """One head of a tensor: pointer to its token 0, strides in elements."""
+
+    start: tl.tensor
+    token_stride: tl.tensor
+    dim_stride: tl.tensor
+
+
+def unspecialized(*tensors: str) -> dict[str, list[str]]:
+    """Arguments of triton.jit for a kernel with these strided tensors, a table and sizes.
+
+    Triton would compile a kernel anew whenever an integer turns to 1 or gains or loses a factor
+    of 16, or a pointer its alignment. Only a dim stride keeps its specialisation on 1: wide loads
+    need it. Tuples would lose these settings, so kernels take flat parameters.
+    """
+    strides = [f"{tensor}_{axis}" for tensor in tensors for axis in ("batch", "head", "token")]
+    dim_strides = [f"{tensor}_dim" for tensor in tensors]
+    return {
+        "do_not_specialize": [*strides, *Sizes._fields],
+        "do_not_specialize_on_alignment": [*dim_strides, *Table._fields, "key_lengths"],
+    }
+
+
+@triton.jit
+def program_tile(sizes, PARTS: tl.constexpr):
+    """(rank of the block row, part of that row, batch index, head) of this program."""
+    first, second, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile = tl.where(sizes.heavy_first != 0, third, first)
+    head = tl.where(sizes.heavy_first != 0, first, second)
+    batch = tl.where(sizes.heavy_first != 0, second, third)
+    return tile // PARTS, tile % PARTS, batch, head
+
+
+@triton.jit
+def mask_layer(table, sizes, head):
+    """The mask layer that a query head reads."""
+    layer = 0
+    if sizes.layers > 1:
+        layer = tl.load(table.head_layer + head)
+    return layer
+
+
+@triton.jit
+def ranked_row(table, sizes, layer, rank):
+    """The block row at position `rank` in the order of a layer."""
+    row = rank
+    if sizes.ordered:
+        row = tl.load(table.order + layer * sizes.rows + rank)
+    return row
+
+
+@triton.jit
+def row_lists(table, sizes, layer, row):
+    """(full_start, full_count, partial_start, partial_count) of a block row."""
+    entry = table.bounds + (layer * sizes.rows + row) * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+
+
+@triton.jit
+def key_phases(table, sizes, layer, row, length, BLOCK_K: tl.constexpr, LENGTHS: tl.constexpr):
+    """(start, count, first block) of each list that a row of queries walks:
+
+    0. partial blocks; 1. full blocks that end before `length`; 2. the full block that it cuts.
+    """
+    full_start, full_count, partial_start, partial_count = row_lists(table, sizes, layer, row)
+    inside = full_count
+    cut = 0
+    if LENGTHS:
+        inside = count_below(table.full_index, full_start, full_count, length // BLOCK_K)
+        cut = count_below(table.full_index, full_start, full_count, tl.cdiv(length, BLOCK_K)) - inside
+    cut_start = full_start + inside
+    first_partial = tl.load(table.partial_index + partial_start)
+    first_full = tl.load(table.full_index + full_start)
+    first_cut = tl.load(table.full_index + cut_start)
+    return (
+        (partial_start, full_start, cut_start),
+        (partial_count, inside, cut),
+        (first_partial, first_full, first_cut),
+    )
+
+
+@triton.jit
+def count_below(index, start, count, limit):
+    """How many of the ascending entries index[start : start + count] are below `limit`."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(index + start + middle) < limit:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def one_head(tensor, strides, batch, head, ALIGN: tl.constexpr, INDEX: tl.constexpr):
+    """One head of a tensor whose strides, but for the last, come in units of ALIGN elements."""
+    batch_stride, head_stride, token_stride, dim_stride = strides
+    offset = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    return Head(tensor + offset * ALIGN, token_stride.to(INDEX) * ALIGN, dim_stride)
+
+
+@triton.jit
+def tile_pointers(head, token, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    rows = tl.arange(0, ROWS)[:, None] * head.token_stride
+    dims = tl.arange(0, DIMS)[None, :].to(head.token_stride.dtype) * head.dim_stride
+    return head.start + token.to(tl.int64) * head.token_stride + (rows + dims)
+
+
+@triton.jit
+def load_rows(
+    head,
+    token,
+    limit,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """A (ROWS, DIMS) tile from `token` on; zero past HEAD_DIM and, if BOUNDED, past `limit`."""
+    pointers = tile_pointers(head, token, ROWS, DIMS)
+    in_sequence = token + tl.arange(0, ROWS)[:, None] < limit
+    in_head = tl.arange(0, DIMS)[None, :] < HEAD_DIM
+    if BOUNDED and HEAD_DIM < DIMS:
+        tile = tl.load(pointers, mask=in_sequence & in_head, other=0.0)
+    elif BOUNDED:
+        tile = tl.load(pointers, mask=in_sequence, other=0.0)
+    elif HEAD_DIM < DIMS:
+        tile = tl.load(pointers, mask=in_head, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def stream_rows(
+    descriptor, batch, head_index, head, token, limit,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BOUNDED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """load_rows for a loop: by the tensor memory accelerator if there is a descriptor.
+
+    The accelerator zero-fills past the sequence and past HEAD_DIM. CUT says that `limit` may come
+    before the end of the sequence.
+    """
+    if descriptor is None or CUT:
+        tile = load_rows(head, token, limit, ROWS, DIMS, HEAD_DIM, BOUNDED)
+    else:
+        tile = tl.reshape(descriptor.load([batch, head_index, token, 0]), (ROWS, DIMS))
+    return tile
+
+
+@triton.jit
+def store_rows(head, tile, token, limit, HEAD_DIM: tl.constexpr):
+    """Writes the part below `limit` of a tile that starts at `token`."""
+    in_sequence = token + tl.arange(0, tile.shape[0])[:, None] < limit
+    in_head = tl.arange(0, tile.shape[1])[None, :] < HEAD_DIM
+    pointers = tile_pointers(head, token, tile.shape[0], tile.shape[1])
+    tl.store(pointers, tile.to(head.start.dtype.element_ty), mask=in_sequence & in_head)
+
+
+@triton.jit
+def attended(
+    bank, tile, query_start, key_start,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Element mask (BM, BN), or its transpose, of the pairs from (query_start, key_start) on.
+
+    A query's bits are read word by word: a tile of pointers would be pipelined through shared
+    memory.
+    """
+    WORDS: tl.constexpr = (BLOCK_K + 31) // 32
+    QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
+    queries = query_start % BLOCK_Q + tl.arange(0, BM)
+    words = bank + tile.to(tl.int64) * (BLOCK_Q * WORDS) + queries * WORDS + key_start % BLOCK_K // 32
+    keys = tl.expand_dims(tl.arange(0, BN), QUERY_AXIS)
+    word = tl.expand_dims(tl.load(words), 1 - QUERY_AXIS)
+    for WORD in tl.static_range(1, BN // 32):
+        word = tl.where(keys // 32 == WORD, tl.expand_dims(tl.load(words + WORD), 1 - QUERY_AXIS), word)
+    bit = keys % 32 if BN >= 32 else key_start % BLOCK_K % 32 + keys
+    return ((word >> bit) & 1) != 0
+
+
+@triton.jit
+def kept(seed, threshold, pair, query_start, key_start, BM: tl.constexpr, BN: tl.constexpr):
+    """Dropout's keep mask (BM, BN) of the pairs from (query_start, key_start) on.
+
+    One Philox call serves four neighbouring keys: (q, k) uses word k % 4 of counter
+    (k // 4, q, pair, 0), where pair = batch index * heads + head.
+    """
+    keys = tl.broadcast_to((key_start // 4 + tl.arange(0, BN // 4))[None, :], BM, BN // 4)
+    queries = tl.broadcast_to((query_start + tl.arange(0, BM))[:, None], BM, BN // 4)
+    zero = tl.zeros_like(keys)
+    word0, word1, word2, word3 = tl.philox(seed, keys, queries, zero + pair, zero)
+    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+    return tl.reshape(words, (BM, BN)) >= threshold.to(tl.uint32)

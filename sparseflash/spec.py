@@ -1,0 +1,35 @@
+"""AttentionSpec: the hashable facts of one call, by which a backend says whether it can serve it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The facts of one attention call. Lengths in tokens.
+
+    query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim); query head h reads
+    key head h // (heads // kv_heads). mask_heads is 1 (all heads share one mask) or heads.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    block_size: tuple[int, int]
+    mask_heads: int
+    scale: float
+    dropout_p: float
+    has_key_lengths: bool
+
+    def __str__(self) -> str:
+        return (
+            f"query ({self.batch}, {self.heads}, {self.q_len}, {self.head_dim}), "
+            f"key and value ({self.batch}, {self.kv_heads}, {self.k_len}, {self.head_dim}), "
+            f"{self.dtype} on {self.device}, block size {self.block_size}"
+        )

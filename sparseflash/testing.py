@@ -1,0 +1,200 @@
+"""What every test of attention needs: awkward inputs, poisoned memory, and a measure of the error.
+
+The measure has no tolerance to tune. Materialised attention in the dtype of the inputs makes some
+error against float64 on the very same inputs; a kernel may make about twice as much.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from sparseflash.reference import standard_attention
+
+STRIDES = ("contiguous", "bshd", "sliced", "expanded", "strided_last")
+
+# How much more than materialised attention a kernel may err.
+_FACTOR = 2
+# Roundings on top of that, of results in their dtype and of sums in float32. The backward subtracts
+# rowsum(dO * O), of rounded numbers, where materialised attention subtracts its own products: for
+# a query of few keys those cancel exactly, and its error is no measure.
+_RESULT_ROUNDINGS = 2
+_SUM_ROUNDINGS = 32
+
+
+def make_inputs(
+    batch: int,
+    heads: int,
+    q_len: int,
+    k_len: int,
+    head_dim: int,
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    strides: str = "contiguous",
+    seed: int = 0,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normally distributed (query, key, value, grad_out) with standard deviation `scale`.
+
+    strides: "contiguous"    (batch, heads, seq, head_dim) in this order
+             "bshd"          a transposed view of (batch, seq, heads, head_dim)
+             "sliced"        a window of a larger tensor in every dimension
+             "expanded"      one batch element, with stride 0 over the batch
+             "strided_last"  every second number of the last dimension
+    Raises ValueError for other strides.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    kv_heads = heads if kv_heads is None else kv_heads
+    shapes = [(heads, q_len), (kv_heads, k_len), (kv_heads, k_len), (heads, q_len)]
+    query, key, value, grad_out = (
+        _with_strides(strides, (batch, *shape, head_dim), generator, dtype, scale) for shape in shapes
+    )
+    return query, key, value, grad_out
+
+
+def _with_strides(strides, shape, generator, dtype, scale) -> Tensor:
+    def normal(*size: int) -> Tensor:
+        return (torch.randn(size, generator=generator, device=generator.device) * scale).to(dtype)
+
+    batch, heads, seq, dim = shape
+    match strides:
+        case "contiguous":
+            return normal(*shape)
+        case "bshd":
+            return normal(batch, seq, heads, dim).transpose(1, 2)
+        case "sliced":
+            return normal(batch + 1, heads + 1, seq + 3, dim + 5)[1:, :-1, 2:-1, 3:-2]
+        case "expanded":
+            return normal(1, heads, seq, dim).expand(shape)
+        case "strided_last":
+            return normal(batch, heads, seq, 2 * dim)[..., ::2]
+    raise ValueError(f"strides must be one of {STRIDES}, got {strides!r}")
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Lets uninitialised tensors hold NaN or the largest integer, so that reading them shows."""
+    functions = [
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (Tensor, "new_empty"),
+        (Tensor, "new_empty_strided"),
+    ]
+    with ExitStack() as stack:
+        for owner, name in functions:
+            poisoned = _poisoned(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, poisoned))
+        yield
+
+
+def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        with torch.no_grad():
+            return tensor.fill_(_poison(tensor.dtype))
+
+    return poisoned
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def error_budget(reference: Tensor, eager: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The (largest absolute, relative Frobenius) error that a kernel may make.
+
+    2 error(eager) + 2 eps(dtype) + 32 eps(float32), where the roundings count relative to the
+    largest entry of the reference and to its norm. Arguments as of assert_close_to_reference.
+    """
+    largest, relative = _errors(eager, reference)
+    rounding = _RESULT_ROUNDINGS * torch.finfo(dtype).eps
+    rounding += _SUM_ROUNDINGS * torch.finfo(torch.float32).eps
+    finite = reference[reference.isfinite()]
+    peak = float(finite.abs().max()) if finite.numel() else 0.0
+    return _FACTOR * largest + rounding * peak, _FACTOR * relative + rounding
+
+
+def assert_close_to_reference(
+    actual: Tensor, reference: Tensor, eager: Tensor, *, dtype: torch.dtype, name: str = "result"
+):
+    """Raises AssertionError where `actual` errs by more than the error budget.
+
+    reference: the result in float64; eager: the result of materialised attention in `dtype`, the
+    dtype of the inputs (float32 or narrower: float64 would be measured against itself).
+    Infinities must stand where the reference has them, and NaN nowhere.
+    """
+    assert actual.shape == reference.shape, f"{name}: shape {actual.shape}, not {reference.shape}"
+    assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
+    infinite = reference.isinf()
+    same = torch.equal(actual.isinf(), infinite)
+    same = same and torch.equal(actual[infinite].double(), reference[infinite])
+    assert same, f"{name}: infinities in other places than the reference"
+    kinds = ("largest absolute", "relative Frobenius")
+    budgets = error_budget(reference, eager, dtype)
+    for kind, error, budget in zip(kinds, _errors(actual, reference), budgets, strict=True):
+        assert error <= budget, f"{name}: {kind} error {error:.3g}, the budget is {budget:.3g}"
+
+
+def _errors(actual: Tensor, reference: Tensor) -> tuple[float, float]:
+    """(largest absolute, relative Frobenius) error over the finite entries of the reference."""
+    finite = reference.isfinite()
+    difference = (actual.double() - reference)[finite]
+    if difference.numel() == 0:
+        return 0.0, 0.0
+    norm = float(reference[finite].norm())
+    return float(difference.abs().max()), float(difference.norm()) / norm if norm else 0.0
+
+
+def check_attention(
+    attention_fn: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask=None,
+    *,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    **options,
+) -> dict[str, Tensor]:
+    """Holds out, lse, dq, dk and dv of attention_fn(query, key, value) to the error budget.
+
+    mask and options (scale, dropout_p, key_lengths, seed) are those of standard_attention, and
+    what attention_fn must have been given too. The gradients of out and lse default to random
+    ones, so that of the LSE takes part. Returns the results by name, for tests that look closer.
+    Raises AssertionError, naming the result.
+    """
+    generator = torch.Generator(query.device).manual_seed(1)
+    random = partial(torch.randn, generator=generator, device=query.device)
+    grad_out = random(query.shape).to(query.dtype) if grad_out is None else grad_out
+    grad_lse = random(query.shape[:3]) if grad_lse is None else grad_lse
+
+    def standard(dtype: torch.dtype) -> dict[str, Tensor]:
+        attend = partial(standard_attention, mask=mask, dtype=dtype, **options)
+        inputs = (x.to(dtype) for x in (query, key, value))
+        return _results(attend, inputs, grad_out, grad_lse)
+
+    actual = _results(attention_fn, (query, key, value), grad_out, grad_lse)
+    reference, eager = standard(torch.float64), standard(query.dtype)
+    assert actual["out"].dtype == query.dtype, f"out: {actual['out'].dtype}, not {query.dtype}"
+    for name, result in actual.items():
+        assert_close_to_reference(result, reference[name], eager[name], dtype=query.dtype, name=name)
+    return actual
+
+
+def _results(attend, inputs, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
+    """out, lse and the gradients of the inputs, for given gradients of out and lse."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out, lse = attend(*inputs)
+    assert out.shape == grad_out.shape, f"out: shape {out.shape}, not {grad_out.shape}"
+    assert lse.shape == grad_lse.shape, f"lse: shape {lse.shape}, not {grad_lse.shape}"
+    grads = grad_out.to(out.dtype), grad_lse.to(lse.dtype)
+    dq, dk, dv = torch.autograd.grad((out, lse), inputs, grads)
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}

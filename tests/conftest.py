@@ -1,0 +1,36 @@
+"""Fixtures of every test, and the rules that say which tests run on this machine."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+HAS_GPU = torch.cuda.is_available()
+
+# Triton reads this when it is first imported; without a GPU its kernels run in the interpreter.
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# xdist's workers share the cores; torch's default is one thread per core for each of them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+# The time of one example says nothing on a shared machine.
+settings.register_profile("sparseflash", deadline=None)
+settings.load_profile("sparseflash")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("interpret") and HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seeds torch before every test, and says with what."""
+    torch.manual_seed(0)
+    return 0

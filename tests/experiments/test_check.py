@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+import masks
+from experiments.check import CheckError, check, dense_rows
+
+N = 200
+MASKS = {
+    "ragged causal": masks.causal()(N, block_size=32),
+    "butterfly": masks.butterfly()(N, block_size=16),
+    "per head": masks.stack([masks.local(20)(N, block_size=32), masks.full()(N, block_size=32)]),
+    "empty rows": masks.BlockMask.from_dense(torch.arange(N)[:, None] > torch.arange(N), 32),
+}
+
+
+@pytest.fixture(params=MASKS.values(), ids=list(MASKS))
+def mask(request):
+    return request.param
+
+
+@pytest.fixture
+def inputs():
+    return [torch.randn(2, 2, N, 16, requires_grad=True) for _ in range(3)]
+
+
+def exact(mask):
+    """Standard attention with the dense mask."""
+    allowed = mask.to_dense()
+
+    def attend(query, key, value):
+        scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+        return scores.softmax(-1).masked_fill(~allowed, 0) @ value
+
+    return attend
+
+
+def test_dense_rows_are_rows_of_the_dense_mask(mask):
+    rows = torch.tensor([0, 3, 32, 150, N - 1])
+    expected = mask.to_dense().reshape(-1, N, N)[:, rows]
+    assert torch.equal(dense_rows(mask, rows), expected)
+
+
+def test_right_results_pass(mask, inputs):
+    check(exact(mask), inputs, mask, "exact")
+
+
+@pytest.mark.parametrize("row", [0, N - 1])
+def test_a_wrong_output_is_named(inputs, row):
+    mask = MASKS["ragged causal"]
+
+    def attend(*inputs):
+        out = exact(mask)(*inputs).clone()
+        out[1, 0, row, 3] += 1e-3
+        return out
+
+    with pytest.raises(CheckError, match=rf"broken, out: .* batch 1, head 0, token {row}"):
+        check(attend, inputs, mask, "broken")
+
+
+def test_a_wrong_gradient_is_named(inputs):
+    mask = MASKS["ragged causal"]
+
+    def attend(query, key, value):
+        key.register_hook(lambda grad: grad + (torch.arange(N) == 77)[:, None])
+        return exact(mask)(query, key, value)
+
+    with pytest.raises(CheckError, match=r"broken, dk: .* token 77"):
+        check(attend, [t.clone() for t in inputs], mask, "broken")
+
+
+def test_nan_never_passes(inputs):
+    mask = MASKS["butterfly"]
+    with pytest.raises(CheckError, match="error inf"):
+        check(lambda q, k, v: exact(mask)(q, k, v) * float("nan"), inputs, mask, "broken")

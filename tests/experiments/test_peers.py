@@ -1,0 +1,65 @@
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+import masks
+from experiments.check import check
+from experiments.peers import Peer, Problem, attend_peer, attend_sdpa, attend_standard, flex_mask
+
+N = 300
+CPU = torch.device("cpu")
+
+
+def compiled(pattern, block_size=64):
+    return pattern(N, block_size=block_size)
+
+
+PROBLEMS = {
+    "full": Problem(compiled(masks.full())),
+    "ragged causal": Problem(compiled(masks.causal())),
+    "local": Problem(compiled(masks.local(70))),
+    "predicate": Problem(compiled(masks.local(70)), predicate=lambda q, k: (q - k).abs() <= 70),
+    "small blocks": Problem(compiled(masks.butterfly() & masks.causal(), 16)),
+    "per head": Problem(masks.stack([compiled(masks.local(70)), compiled(masks.causal())])),
+}
+
+
+@pytest.fixture
+def inputs():
+    return [torch.randn(1, 2, N, 16) for _ in range(3)]
+
+
+# Uncompiled, it materialises the scores: all that is wanted here is its idea of the mask.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
+def test_flex_gets_exactly_the_same_mask(problem, inputs):
+    block_mask = flex_mask(problem, CPU)
+    check(
+        lambda *t: flex_attention(*t, block_mask=block_mask), inputs, problem.mask, "flex", False
+    )
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
+def test_flex_visits_exactly_the_same_blocks(problem):
+    blocks = flex_mask(problem, CPU).to_dense().bool()[0]
+    assert torch.equal(blocks, problem.mask.to_blocks().reshape(blocks.shape))
+
+
+def test_full_blocks_stay_full_for_flex():
+    block_mask = flex_mask(PROBLEMS["ragged causal"], CPU)
+    # Of five block rows the last, which the end of the sequence cuts, has partial blocks only.
+    assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 0]]]
+    assert block_mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 5]]]
+
+
+@pytest.mark.parametrize("attend", [attend_sdpa, lambda _, causal: attend_standard(causal)])
+@pytest.mark.parametrize("dense", ["full", "causal"])
+def test_dense_peers_compute_the_dense_masks(attend, dense, inputs):
+    mask = compiled(getattr(masks, dense)())
+    leaves = [t.requires_grad_() for t in inputs]
+    check(attend(Peer.SDPA, dense == "causal"), leaves, mask, dense)
+
+
+def test_a_dense_peer_refuses_a_sparse_mask():
+    with pytest.raises(ValueError, match="full and causal masks only"):
+        attend_peer(Peer.SDPA, PROBLEMS["local"], CPU)

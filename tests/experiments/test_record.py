@@ -1,0 +1,89 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.plots import draw
+from experiments.record import Record, Row, crossover, crossovers, dense_peer, relative
+
+FULL = Row(
+    sweep="density",
+    contender="sparseflash",
+    family="full",
+    pattern="full",
+    batch=2,
+    heads=4,
+    seq_len=1024,
+    head_dim=64,
+    block_size=64,
+    density=1.0,
+    blocks_per_row=16.0,
+    direction="forward",
+    median_ms=8.0,
+    low_ms=7.9,
+    high_ms=8.1,
+    runs=5,
+    peak_bytes=2**20,
+)
+HALF = replace(FULL, family="local", pattern="local(64)", density=0.5, median_ms=5.0)
+EIGHTH = replace(FULL, family="local", pattern="local(16)", density=0.125, median_ms=1.25)
+PEER = replace(FULL, contender="sdpa", median_ms=2.5)
+ENVIRONMENT = {
+    "device": "a device",
+    "versions": {"torch": "2"},
+    "date": "2026-01-01T00:00:00",
+    "git": {"commit": "abc", "dirty": False},
+}
+
+
+def record(rows) -> Record:
+    return Record(ENVIRONMENT, {"seed": 0}, list(rows))
+
+
+def test_useful_flops():
+    assert FULL.tflops == pytest.approx(4 * 64 * 2 * 4 * 1024**2 / 8e-3 / 1e12)
+    assert HALF.tflops == pytest.approx(FULL.tflops * 0.5 * 8 / 5)
+    assert replace(FULL, direction="backward").tflops == pytest.approx(2.5 * FULL.tflops)
+
+
+def test_figures_relative_to_the_full_mask_of_the_same_kernels():
+    figures = relative(HALF, [PEER, FULL, HALF])
+    assert figures == pytest.approx({"speedup": 1.6, "ideal": 2.0, "retention": 0.8})
+    assert relative(HALF, [PEER, HALF])["speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("dense_ms", "density"), [(8.0, 1.0), (9.0, 1.0), (5.0, 0.5), (2.5, 0.25), (1.0, None)]
+)
+def test_crossover_interpolates_between_densities(dense_ms, density):
+    times = {1.0: 8.0, 0.5: 5.0, 0.125: 1.25}
+    assert crossover(times, dense_ms) == (density and pytest.approx(density))
+
+
+def test_crossovers_of_every_pattern():
+    (entry,) = crossovers([FULL, HALF, EIGHTH, PEER])
+    assert entry["family"] == "local"
+    assert entry["peer"] == "sdpa"
+    assert entry["against_full"] == 1.0
+    assert entry["against_peer"] == pytest.approx(0.25)
+
+
+def test_the_fastest_dense_peer_counts():
+    faster = replace(PEER, contender="flash", median_ms=2.0)
+    assert dense_peer(FULL.group, [FULL, PEER, faster, HALF]) is faster
+
+
+def test_a_record_survives_its_file(tmp_path: Path):
+    before = record([FULL, HALF])
+    before.save(tmp_path / "deep" / "record.json")
+    assert Record.load(tmp_path / "deep" / "record.json") == before
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["record.json"]
+
+
+def test_pictures_of_all_kinds_of_rows(tmp_path: Path):
+    rows = [FULL, HALF, EIGHTH, PEER, replace(HALF, contender="flex")]
+    rows += [replace(row, direction="backward") for row in rows]
+    rows += [replace(FULL, sweep="length", seq_len=n) for n in (1024, 65536)]
+    names = [path.name for path in draw(record(rows), tmp_path / "run")]
+    assert names == ["run-speedup-1024.png", "run-time.png", "run-memory.png"]
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in names)

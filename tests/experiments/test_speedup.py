@@ -1,0 +1,148 @@
+import json
+import shlex
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments import sweep
+from experiments.check import CheckError
+from experiments.speedup import INTERRUPTED, main
+
+app = typer.Typer()
+app.command()(main)
+
+TINY = shlex.split(
+    "--device cpu --lengths 256 --growth 256,512 --heads 2 --head-dim 16 --block-size 32"
+    " --densities 1/2,1/8 --patterns 'random,local(40)&causal()'"
+)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setitem(sweep.DEFAULTS["cpu"], "budget_ms", 1.0)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def measure(output, *arguments):
+    result = invoke(*TINY, "--output", output, *arguments)
+    return result, json.loads((output / "speedup-cpu.json").read_text())
+
+
+def test_a_run_writes_every_row_and_the_pictures(tmp_path):
+    result, record = measure(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert record["complete"]
+    assert record["environment"]["command"]
+    density = [r for r in record["rows"] if r["sweep"] == "density"]
+    patterns = ["full", "causal", "random(0.5)", "random(0.125)", "local(40)&causal()"]
+    assert list(dict.fromkeys(r["pattern"] for r in density)) == patterns
+    assert {r["direction"] for r in density} == {"forward", "backward"}
+    assert {r["contender"] for r in density if r["pattern"] == "causal"} == {"sparseflash", "sdpa"}
+    assert {r["seq_len"] for r in record["rows"] if r["sweep"] == "length"} == {256, 512}
+    assert all(r["speedup"] > 0 and r["peak_bytes"] > 0 for r in record["rows"])
+    assert len(list(tmp_path.glob("*.png"))) == 3
+    assert "Sparse beats dense up to density" in result.output
+
+
+def test_an_interrupted_run_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch):
+    whole = sweep.measure
+    measured = []
+
+    def interrupted(case, contender, settings):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append((contender, str(case)))
+        return whole(case, contender, settings)
+
+    monkeypatch.setattr(sweep, "measure", interrupted)
+    result, record = measure(tmp_path)
+    assert result.exit_code == INTERRUPTED
+    assert "Interrupted" in result.output
+    assert not record["complete"]
+    assert len(record["rows"]) == 6
+
+    monkeypatch.setattr(sweep, "measure", whole)
+    result, resumed = measure(tmp_path, "--resume")
+    assert result.exit_code == 0, result.output
+    assert resumed["complete"]
+    assert [r["median_ms"] for r in resumed["rows"][:6]] == [
+        r["median_ms"] for r in record["rows"]
+    ]
+    names = ("sweep", "contender", "pattern", "seq_len", "direction")
+    keys = [tuple(row[name] for name in names) for row in resumed["rows"]]
+    assert len(set(keys)) == len(keys) > 6
+
+
+def test_a_run_of_other_settings_is_not_resumed(tmp_path):
+    measure(tmp_path)
+    result, _ = measure(tmp_path, "--resume", "--seed", 1)
+    assert result.exit_code != 0
+    assert "settings" in result.output
+
+
+def test_nothing_to_resume(tmp_path):
+    result = invoke(*TINY, "--output", tmp_path, "--resume")
+    assert result.exit_code != 0
+    assert "there is no" in result.output
+
+
+def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
+    def wrong(attend, inputs, mask, what, backward):
+        if what.startswith("sparseflash on random"):
+            raise CheckError(f"{what}, out: error 1")
+
+    monkeypatch.setattr(sweep, "check", wrong)
+    result, record = measure(tmp_path)
+    assert result.exit_code == 1
+    assert "sparseflash on random(0.5) at N = 256" in result.output
+    assert all(r["family"] in ("full", "causal") for r in record["rows"])
+
+
+def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
+    def refused(peer, problem, device):
+        raise RuntimeError("no such kernel\nat all")
+
+    monkeypatch.setattr(sweep, "attend_peer", refused)
+    result, record = measure(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert ["sdpa", "full at N = 256", "no such kernel"] in record["skipped"]
+    assert "no such kernel" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "fp8"], "'fp16', 'bf16', 'fp32'"),
+        (["--block-size", "48"], "'64'"),
+        (["--lengths", "many"], "not a list of whole numbers"),
+        (["--lengths", "0"], "at least 1 token"),
+        (["--densities", "1/0"], "not a list of densities"),
+        (["--densities", "2"], "(0, 1]"),
+        (["--patterns", "nonsense"], "butterfly"),
+        (["--peers", "fa9"], "unknown peer"),
+        (["--peers", "cudnn"], "runs on cuda only"),
+        (["--clock", "graph"], "does not measure a cpu"),
+        (["--heads", "0"], "greater than or equal to 1"),
+        (["--passes", "sideways"], "'both'"),
+    ],
+)
+def test_bad_options_are_refused_with_the_allowed_ones(tmp_path, arguments, message):
+    result = invoke("--device", "cpu", "--output", tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clock", ["graph", "events"])
+def test_a_small_run_on_a_gpu(tmp_path, clock):
+    result = invoke(
+        *shlex.split("--device cuda --lengths 1024 --growth 1024 --heads 2 --densities 1/4"),
+        *("--clock", clock, "--output", tmp_path),
+    )
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["skipped"] == []

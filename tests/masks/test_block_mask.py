@@ -1,0 +1,145 @@
+"""Block masks against the dense tensors that they stand for."""
+
+import itertools
+
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import masks
+from masks import BlockMask
+
+SIDES = (16, 32, 64, 128)
+
+
+@st.composite
+def dense_masks(draw, heads=False):
+    """A bool tensor of any length, built of blocks so that full, partial and empty ones all occur."""
+    q_len, k_len = draw(st.integers(1, 150)), draw(st.integers(1, 150))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    cell = draw(st.sampled_from([1, 16, 40]))
+    shape = (draw(st.integers(1, 3)),) if heads else ()
+    coarse = torch.rand(*shape, -(-q_len // cell), -(-k_len // cell), generator=generator)
+    coarse = coarse < draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    return coarse.repeat_interleave(cell, -2).repeat_interleave(cell, -1)[..., :q_len, :k_len]
+
+
+block_sizes = st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES))
+
+
+@given(dense_masks(heads=True), block_sizes)
+def test_dense_round_trip(dense, block_size):
+    mask = BlockMask.from_dense(dense, block_size)
+    assert torch.equal(mask.to_dense(), dense.squeeze(0))
+
+
+@given(dense_masks(), block_sizes)
+def test_transpose(dense, block_size):
+    mask = BlockMask.from_dense(dense, block_size)
+    assert torch.equal(mask.T.to_dense(), dense.T)
+    assert BlockMask.from_dense(dense.T, block_size[::-1]) == mask.T
+
+
+@given(dense_masks(), block_sizes, block_sizes)
+def test_reblock(dense, block_size, other):
+    mask = BlockMask.from_dense(dense, block_size).reblock(other)
+    assert mask == BlockMask.from_dense(dense, other)
+    assert torch.equal(mask.to_dense(), dense)
+
+
+@given(dense_masks(), block_sizes, st.data())
+def test_crop(dense, block_size, data):
+    q_len, k_len = (data.draw(st.integers(1, n)) for n in dense.shape)
+    cropped = BlockMask.from_dense(dense, block_size).crop(q_len, k_len)
+    assert cropped == BlockMask.from_dense(dense[:q_len, :k_len], block_size)
+    assert torch.equal(cropped.to_dense(), dense[:q_len, :k_len])
+
+
+@given(dense_masks(), block_sizes, st.integers(0, 2**31))
+def test_algebra_commutes_with_to_dense(a, block_size, seed):
+    b = torch.rand(a.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    b |= masks.causal(align="top-left")(tuple(a.shape), block_size).to_dense()
+    x, y = (BlockMask.from_dense(t, block_size) for t in (a, b))
+    for ours, dense in ((x & y, a & b), (x | y, a | b), (x - y, a & ~b), (x ^ y, a ^ b), (~x, ~a)):
+        assert torch.equal(ours.to_dense(), dense)
+        assert ours == BlockMask.from_dense(dense, block_size)
+
+
+@given(dense_masks(), block_sizes)
+@settings(max_examples=30)
+def test_scipy_round_trip(dense, block_size):
+    mask = BlockMask.from_dense(dense, block_size)
+    for matrix in (scipy.sparse.csr_array(dense.numpy()), scipy.sparse.coo_array(dense.numpy())):
+        assert BlockMask.from_scipy(matrix, block_size) == mask
+    padded = mask.to_scipy()
+    assert (padded.toarray()[: dense.shape[0], : dense.shape[1]] == dense.numpy()).all()
+    whole = BlockMask.from_scipy(padded, block_size)
+    assert whole.crop(*dense.shape) == mask
+
+
+def test_blocks_round_trip_and_figures():
+    blocks = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
+    mask = BlockMask.from_blocks(blocks, (16, 32), (30, 70))
+    assert torch.equal(mask.to_blocks(), blocks)
+    assert (mask.nnz_blocks, mask.density, mask.partial_blocks) == (3, 0.5, 0)
+    assert mask.blocks_per_row().tolist() == [[2, 1]]
+    assert (mask.shape, mask.block_size, mask.num_heads) == ((30, 70), (16, 32), 1)
+
+
+def test_stack_shares_equal_heads():
+    local, again = masks.local(9)(100, 16), masks.local(9)(100, 16)
+    mask = masks.stack([local, masks.butterfly()(100, 16), again])
+    assert mask.num_heads == 3
+    assert mask.num_layers == 2
+    assert mask.shape == (3, 100, 100)
+    assert torch.equal(mask.to_dense()[2], local.to_dense())
+    assert mask.head(1) == masks.butterfly()(100, 16)
+
+
+def test_heads_broadcast_in_the_algebra():
+    one = masks.causal()(90, 32)
+    many = masks.stack([masks.local(5)(90, 32), masks.random(0.5)(90, 32)])
+    assert torch.equal((many & one).to_dense(), many.to_dense() & one.to_dense())
+    assert torch.equal((one - many).to_dense(), one.to_dense() & ~many.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: masks.full()(0), "seq_len must be at least 1"),
+        (lambda: masks.full()(64, 48), "block_size must be made of"),
+        (lambda: masks.full()(64.0), "seq_len must be an int"),
+        (lambda: BlockMask.from_dense(torch.ones(4, 4)), "dense must be a bool tensor"),
+        (lambda: BlockMask.from_dense(torch.ones(4, dtype=torch.bool)), "dense must be"),
+        (
+            lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 16, 100),
+            r"blocks must be \(7, 7\)",
+        ),
+        (lambda: masks.full()(64).crop(65, 64), "crop must lie within"),
+        (lambda: masks.full()(64) & masks.full()(65), "masks must share lengths"),
+        (lambda: BlockMask.from_scipy([[1]]), "scipy.sparse"),
+        (lambda: masks.stack([]), "at least one mask"),
+        (lambda: masks.stack([masks.full(), masks.full()(64)]), "all patterns or all block masks"),
+    ],
+)
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_equality_sees_one_element():
+    dense = torch.ones(100, 100, dtype=torch.bool)
+    other = dense.clone()
+    other[99, 99] = False
+    a, b = (BlockMask.from_dense(t, 32) for t in (dense, other))
+    assert a == masks.full()(100, 32)
+    assert a != b
+    assert len({a, masks.full()(100, 32)}) == 1
+
+
+@pytest.mark.parametrize("block_size", list(itertools.product((16, 256), repeat=2)))
+def test_largest_and_smallest_blocks(block_size):
+    mask = masks.local(37)(700, block_size)
+    assert mask == BlockMask.from_dense(mask.to_dense(), block_size)

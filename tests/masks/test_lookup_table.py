@@ -1,0 +1,71 @@
+"""The table that kernels read, decoded and compared with the mask."""
+
+import pytest
+import torch
+
+import masks
+from masks import tiles
+from masks.lookup_table import PREFETCH
+
+PATTERNS = {
+    "full": masks.full(),
+    "causal": masks.causal(align="bottom-right"),
+    "local": masks.local((20, 3), align="top-left"),
+    "strided": masks.strided(3, align="top-left"),
+    "butterfly": masks.butterfly(),
+    "random": masks.random(0.4),
+    "complement": ~masks.local(11, align="top-left"),
+    "heads": masks.stack([masks.random(0.3), masks.full(), masks.random(0.3)]),
+}
+
+
+def decode(table, rows, transposed: bool) -> torch.Tensor:
+    """bool (heads, q, k) over whole blocks."""
+    (bq, bk), bank = table.block_size, tiles.unpack(table.bank, table.block_size[1])
+    nq, nk = (-(-n // b) for n, b in zip(table.seq_len, table.block_size, strict=True))
+    dense = torch.zeros(len(rows.bounds), nq, bq, nk, bk, dtype=torch.bool)
+    for layer, bounds in enumerate(rows.bounds.tolist()):
+        for r, (full_start, full_count, partial_start, partial_count) in enumerate(bounds):
+            full = rows.full_index[full_start : full_start + full_count].tolist()
+            partial = slice(partial_start, partial_start + partial_count)
+            listed = [(c, None) for c in full]
+            listed += zip(rows.partial_index[partial].tolist(), rows.partial_tile[partial].tolist(), strict=True)
+            for c, tile in listed:
+                i, j = (c, r) if transposed else (r, c)
+                assert not dense[layer, i, :, j].any(), "a block is listed twice"
+                dense[layer, i, :, j] = True if tile is None else bank[tile]
+            assert full == sorted(full)
+    return dense.flatten(1, 2).flatten(2)[table.head_layer.long()]
+
+
+@pytest.mark.parametrize("block_size", [(16, 16), (32, 16), (16, 64)])
+@pytest.mark.parametrize("seq_len", [(96, 128), (100, 75), (1, 17)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_both_directions_hold_the_mask(name, seq_len, block_size):
+    mask = PATTERNS[name](seq_len, block_size)
+    table = mask.table()
+    expected = mask.to_dense().view(-1, *seq_len)
+    for rows, transposed in ((table.by_query, False), (table.by_key, True)):
+        dense = decode(table, rows, transposed)
+        assert torch.equal(dense[:, : seq_len[0], : seq_len[1]], expected)
+        assert int(dense.sum()) == int(expected.sum()), "a bit outside the sequence is set"
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_order_puts_heavy_rows_first(name):
+    rows = PATTERNS[name]((300, 300), 16).table().by_query
+    count = rows.bounds[..., 1] + rows.bounds[..., 3]
+    ordered = count.gather(1, rows.order.long())
+    assert (ordered.diff(dim=1) <= 0).all()
+    assert torch.equal(rows.order.sort(dim=1).values, torch.arange(rows.rows).expand_as(rows.order).int())
+    assert (rows.max_count, rows.total) == (int(count.max()), int(count.sum()))
+
+
+def test_lists_end_in_readable_entries():
+    rows = masks.butterfly()(256, 16).table().by_query
+    assert len(rows.full_index) == int(rows.bounds[..., 1].sum()) + PREFETCH
+
+
+def test_a_million_tokens_stay_small():
+    for pattern, megabytes in ((masks.butterfly(), 2), (masks.causal(), 1), (masks.full(), 1)):
+        assert pattern(1 << 20).table().nbytes < megabytes * 1e6, pattern

@@ -1,0 +1,139 @@
+"""Every built-in pattern against its predicate, written a second time as plainly as can be."""
+
+import pytest
+import torch
+
+import masks
+
+
+def dense(predicate, q_len, k_len):
+    return predicate(torch.arange(q_len)[:, None], torch.arange(k_len)[None]).expand(q_len, k_len)
+
+
+TOKEN_PATTERNS = [
+    (masks.full(), lambda q, k: q == q),
+    (masks.causal(), lambda q, k: k <= q),
+    (masks.local(13), lambda q, k: (q - k).abs() <= 13),
+    (masks.local((20, 0)), lambda q, k: (k <= q) & (q - k <= 20)),
+    (masks.local((0, 40)), lambda q, k: (q <= k) & (k - q <= 40)),
+    (masks.dilated(4, 7), lambda q, k: ((q - k).abs() <= 28) & ((q - k) % 7 == 0)),
+    (masks.dilated(3, 50), lambda q, k: ((q - k).abs() <= 150) & ((q - k) % 50 == 0)),
+    (masks.global_tokens(5), lambda q, k: (q < 5) | (k < 5)),
+    (masks.global_tokens([3, 4, 70]), lambda q, k: (q == 3) | (q == 4) | (q == 70) | (k == 3) | (k == 4) | (k == 70)),
+    (masks.longformer(9, 2), lambda q, k: ((q - k).abs() <= 9) | (q < 2) | (k < 2)),
+]
+
+
+@pytest.mark.parametrize("block_size", [16, (32, 16), (16, 128)])
+@pytest.mark.parametrize("seq_len", [128, 177])
+@pytest.mark.parametrize(("pattern", "predicate"), TOKEN_PATTERNS, ids=[p.name for p, _ in TOKEN_PATTERNS])
+def test_token_patterns(pattern, predicate, seq_len, block_size):
+    mask = pattern(seq_len, block_size)
+    assert torch.equal(mask.to_dense(), dense(predicate, seq_len, seq_len))
+    assert mask == masks.pattern(predicate)(seq_len, block_size)
+
+
+BLOCK_PATTERNS = [
+    (masks.strided(3), lambda i, j: (i - j) % 3 == 0),
+    (masks.strided(5, window=1), lambda i, j: ((i - j) % 5 == 0) | ((i - j).abs() <= 1)),
+    (masks.butterfly(), lambda i, j: (i ^ j) & ((i ^ j) - 1) == 0),
+    (masks.butterfly(4), lambda i, j: ((i ^ j) == 0) | ((i ^ j) == 1) | ((i ^ j) == 2)),
+    (masks.butterfly(1), lambda i, j: i == j),
+    (masks.bigbird(3, 2, 0), lambda i, j: ((i - j).abs() <= 1) | (i < 2) | (j < 2)),
+]
+
+
+@pytest.mark.parametrize("seq_len", [128, 250])
+@pytest.mark.parametrize(("pattern", "predicate"), BLOCK_PATTERNS, ids=[p.name for p, _ in BLOCK_PATTERNS])
+def test_block_patterns(pattern, predicate, seq_len):
+    blocks = -(-seq_len // 16)
+    mask = pattern(seq_len, 16)
+    assert torch.equal(mask.to_blocks(), dense(predicate, blocks, blocks))
+    assert mask.partial_blocks == 0
+    assert mask == masks.block_pattern(predicate)(seq_len, 16)
+    assert pattern(seq_len, (16, 32)) == pattern(seq_len, 32).reblock((16, 32))
+
+
+@pytest.mark.parametrize("density", [0.01, 0.25, 0.6, 1.0])
+def test_random_has_exactly_so_many_blocks_in_every_row(density):
+    mask = masks.random(density, seed=3)(40 * 16, 16)
+    assert mask.blocks_per_row().unique().tolist() == [max(1, round(density * 40))]
+    assert mask == masks.random(density, seed=3)(40 * 16, 16)
+    if density < 1:
+        assert mask != masks.random(density, seed=4)(40 * 16, 16)
+
+
+def test_random_rows_are_uniform():
+    blocks = torch.stack([masks.random(0.25, seed=s)(16 * 16, 16).to_blocks() for s in range(200)])
+    often = blocks.float().mean((0, 1))
+    # Each column is chosen with probability 1/4; 3200 draws have a standard deviation of 0.0077.
+    assert (often - 0.25).abs().max() < 0.04
+
+
+def test_bigbird_keeps_its_parts():
+    mask, base = masks.bigbird(3, 1, 3, seed=1)(640, 16), masks.bigbird(3, 1, 0)(640, 16)
+    assert (base - mask).nnz_blocks == 0
+    assert mask.nnz_blocks > base.nnz_blocks
+
+
+def test_documents():
+    mask = masks.documents([5, 0, 60, 35])(100, 16)
+    index = torch.repeat_interleave(torch.arange(4), torch.tensor([5, 0, 60, 35]))
+    assert torch.equal(mask.to_dense(), index[:, None] == index[None])
+    cross = masks.documents([5, 20], [30, 10])((25, 40), 16).to_dense()
+    assert cross[:5, :30].all()
+    assert cross[5:, 30:].all()
+    assert int(cross.sum()) == 5 * 30 + 20 * 10
+
+
+@pytest.mark.parametrize("make", [masks.causal, lambda **o: masks.local(6, **o), lambda **o: masks.dilated(3, 4, **o)])
+def test_alignment_is_explicit_when_lengths_differ(make):
+    with pytest.raises(ValueError, match="needs align"):
+        make()((50, 80), 16)
+    square = make()(80, 16).to_dense()
+    assert torch.equal(make(align="bottom-right")((50, 80), 16).to_dense(), square[30:])
+    assert torch.equal(make(align="top-left")((50, 80), 16).to_dense(), square[:50])
+
+
+def test_algebra_of_patterns():
+    pattern = (masks.causal() & masks.local(30)) | ~masks.butterfly() - masks.strided(2)
+    built = (masks.causal()(200, 16) & masks.local(30)(200, 16)) | ~masks.butterfly()(200, 16) - masks.strided(2)(
+        200, 16
+    )
+    assert pattern(200, 16) == built
+    assert masks.parse("causal() & local(30) | ~butterfly - strided(2)")(200, 16) == (
+        (masks.causal() & masks.local(30)) | (~masks.butterfly() - masks.strided(2))
+    )(200, 16)
+
+
+def test_parse_reads_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import masks\n@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < 4\n")
+    assert masks.parse(f"{file}:near")(64, 16) == masks.local(3)(64, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: masks.local(-1), "window must be"),
+        (lambda: masks.strided(0), "stride must be"),
+        (lambda: masks.butterfly(3), "max_stride must be a power of two"),
+        (lambda: masks.random(0), "density must be in"),
+        (lambda: masks.random(1.5), "density must be in"),
+        (lambda: masks.global_tokens(0), "tokens must be at least 1"),
+        (lambda: masks.dilated(3, 0), "dilation >= 1"),
+        (lambda: masks.causal(align="middle"), "align must be one of"),
+        (lambda: masks.documents([5, 6])(12), "lengths must sum to"),
+        (lambda: masks.bigbird(window=2), "window must be odd"),
+        (lambda: masks.pattern(lambda q, k: q + k)(64), "must return a bool tensor"),
+        (lambda: masks.pattern(lambda q, k: (q > 0)[:3])(64), "must return a tensor that broadcasts"),
+        (lambda: masks.block_pattern(lambda i, j: 1)(64), "must return a bool tensor"),
+        (lambda: masks.parse("butterflies()"), r"unknown pattern 'butterflies'; known: .*'butterfly'"),
+        (lambda: masks.parse("local(open('x'))"), "must be literals"),
+        (lambda: masks.parse("local("), "cannot be read"),
+        (lambda: masks.parse("nowhere.py:x"), "does not exist"),
+    ],
+)
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

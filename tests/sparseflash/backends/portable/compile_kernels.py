@@ -1,0 +1,162 @@
+"""Compiles the Triton kernels for a GPU that need not be there, and prints JSON lines about them.
+
+A script, to be run with TRITON_INTERPRET unset:
+    python compile_kernels.py variants ARCHITECTURE    what the compiler made of all that ships
+    python compile_kernels.py calls ARCHITECTURE       kernels compiled by calls of many lengths
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from masks.block_mask import BlockMask
+from sparseflash.backends.portable import backward_pass, configs, forward_pass
+from sparseflash.spec import AttentionSpec
+
+SHARED_MEMORY = {80: 166912, 90: 232448}
+KERNELS = {
+    "forward": forward_pass.forward_kernel,
+    "dq": backward_pass.query_gradient_kernel,
+    "dkdv": backward_pass.key_value_gradient_kernel,
+}
+
+
+class CompileOnlyDriver:
+    """The driver of a device that compiles and never launches."""
+
+    def __init__(self, architecture: int):
+        memory = {"max_shared_mem": SHARED_MEMORY[architecture]}
+        self.target = GPUTarget("cuda", architecture, 32)
+        self.utils = SimpleNamespace(get_device_properties=lambda device: memory)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_instead_of_launching(architecture: int) -> None:
+    """Lets every launch compile its kernel for the architecture, and do no more."""
+    driver.set_active(CompileOnlyDriver(architecture))
+    configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
+
+    def compile_only(kernel, grid):
+        return lambda *arguments, **constants: kernel.run(*arguments, grid=grid, warmup=True, **constants)
+
+    JITFunction.__getitem__ = compile_only
+
+
+def call(which, query, mask, *, dropout_p=0.0, key_lengths=None, kv_heads=None):
+    """One pass over a query that is also the key (its first heads) and the value."""
+    batch, heads, seq_len, head_dim = query.shape
+    key = query[:, :kv_heads]
+    spec = AttentionSpec(
+        *(batch, heads, key.shape[1], seq_len, seq_len, head_dim, query.dtype, query.device),
+        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None),
+    )
+    call = (mask.table(), key_lengths, 1, spec)
+    if which == "forward":
+        forward_pass.forward(query, key, key, *call)
+    else:
+        lse = torch.empty(query.shape[:3])
+        needs = (which == "dq", which == "dkdv", which == "dkdv")
+        backward_pass.backward(query, None, query, key, key, query, lse, *call, needs)
+
+
+def compiled(which: str) -> list:
+    """The kernels of one pass that were compiled so far."""
+    cache, *_ = KERNELS[which].device_caches[0]
+    return list(cache.values())
+
+
+def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
+    return BlockMask.from_dense(torch.ones(seq_len, seq_len, dtype=torch.bool).tril(), block_size)
+
+
+def variants(architecture: int):
+    """(pass, dtype, head dim, configuration, dropout) of the kernels that ship."""
+    for which in configs.PASSES:
+        for head_dim in (32, 64, 128, 256):
+            listed = configs.candidates(architecture, which, torch.bfloat16, head_dim)
+            small = len(configs.SMALL) if head_dim != 64 else 0
+            for config in listed[: len(listed) - small]:
+                yield which, torch.bfloat16, head_dim, config, 0.0
+            best, *_ = configs.candidates(architecture, which, torch.float32, head_dim)
+            yield which, torch.float32, head_dim, best, 0.0
+        for head_dim in (40, 128):
+            best, *_ = configs.candidates(architecture, which, torch.float16, head_dim)
+            yield which, torch.float16, head_dim, best, 0.1
+
+
+def report_variants(architecture: int):
+    for which, dtype, head_dim, config, dropout_p in variants(architecture):
+        configs.choose = lambda *facts, config=config: config
+        configs.plan.cache_clear()
+        for kernel in KERNELS.values():
+            kernel.device_caches.clear()
+        side = max(config.bm, config.bn)
+        query = torch.empty(1, 1, 2 * side, head_dim, dtype=dtype)
+        lengths = torch.ones(1, dtype=torch.int32) if dropout_p else None
+        call(which, query, causal(2 * side, (side, side)), dropout_p=dropout_p, key_lengths=lengths)
+        (kernel,) = compiled(which)
+        yield {
+            "variant": f"{which} {dtype} d{head_dim} {config} dropout {dropout_p}",
+            "shared": kernel.metadata.shared,
+            "estimate": configs.shared_memory(config, which, dtype, head_dim),
+            "limit": SHARED_MEMORY[architecture],
+            "stack": stack_bytes(kernel.asm["cubin"]),
+            "dropout": dropout_p > 0,
+            "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
+            "wants_warpgroups": dtype != torch.float32 and min(config.bm, config.bn) >= 64,
+        }
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack per thread: what the compiler could not keep in registers."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(cuobjdump), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def report_calls(architecture: int):
+    """Numbers of kernels after calls that differ in all that may change from call to call."""
+    block_size = (64, 64)
+    for head_dim in (20, 64):
+        for seq_len in (1, 16, 63, 128, 257, 1000):
+            i = torch.arange(math.ceil(seq_len / 64))
+            blocks = (i[:, None] + i) % 2 == 0
+            for mask in (
+                causal(seq_len, block_size),
+                BlockMask.from_blocks(blocks, block_size, seq_len),
+                BlockMask.from_blocks(blocks | True, block_size, seq_len),
+            ):
+                for batch in (1, 3):
+                    query = torch.empty(batch, 2, seq_len, head_dim, dtype=torch.float16)
+                    for which in configs.PASSES:
+                        call(which, query, mask)
+        yield {which: len(compiled(which)) for which in configs.PASSES}
+
+
+if __name__ == "__main__":
+    what, architecture = sys.argv[1], int(sys.argv[2])
+    compile_instead_of_launching(architecture)
+    for report in {"variants": report_variants, "calls": report_calls}[what](architecture):
+        print(json.dumps(report), flush=True)

@@ -1,0 +1,228 @@
+"""The Triton kernels against float64: in the interpreter on a CPU, compiled where there is a GPU."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from masks.block_mask import BlockMask
+from sparseflash.autograd import BlockSparseAttention
+from sparseflash.backends import portable
+from sparseflash.spec import AttentionSpec
+from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+DTYPES = [torch.float32, torch.float16]
+if DEVICE.type == "cuda":
+    DTYPES.append(torch.bfloat16)
+
+
+def mixed_mask(q_len, k_len, block_size, layers=1, seed=0):
+    """bool (layers, q_len, k_len) of full, empty and random blocks.
+
+    The second block row and the third block column are empty, and so is the first query.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bq, bk = block_size
+    rows, columns = math.ceil(q_len / bq), math.ceil(k_len / bk)
+    kind = torch.randint(0, 3, (layers, rows, columns), generator=generator)
+    kind[:, 0, 0] = 1
+    kind[:, -1, -1] = 2
+    kind[:, 1:2] = 0
+    kind[:, :, 2:3] = 0
+    kind = kind.repeat_interleave(bq, 1).repeat_interleave(bk, 2)[:, :q_len, :k_len]
+    random = torch.rand(layers, q_len, k_len, generator=generator) < 0.5
+    mask = (kind == 2) | ((kind == 1) & random)
+    mask[:, 0] = False
+    return mask
+
+
+def block_sparse(query, key, value, mask, *, scale=None, dropout_p=0.0, key_lengths=None, seed=None):
+    """(out, lse) of the backend through the autograd boundary."""
+    spec = AttentionSpec(
+        *(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3]),
+        *(query.dtype, query.device, mask.block_size, mask.num_heads),
+        *(scale or 1 / math.sqrt(query.shape[3]), dropout_p, key_lengths is not None),
+    )
+    assert portable.why_not(spec) == []
+    with poisoned_empty():
+        return BlockSparseAttention.apply(
+            query, key, value, mask.table(query.device), key_lengths, seed, spec, portable
+        )
+
+
+def check(inputs, dense, block_size, **options):
+    """Holds the backend to the error budget; `dense` is bool (heads or 1, q_len, k_len)."""
+    query, key, value, grad_out = inputs
+    mask = BlockMask.from_dense(dense if len(dense) > 1 else dense[0], block_size)
+    attention = partial(block_sparse, mask=mask, **options)
+    dense = dense.to(query.device)
+    return check_attention(attention, query, key, value, dense, grad_out=grad_out, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "q_len", "k_len"),
+    [
+        (8, (16, 16), 70, 50),
+        (20, (32, 32), 63, 111),
+        (40, (64, 32), 150, 100),
+        (64, (32, 64), 96, 129),
+        (96, (16, 64), 33, 160),
+    ],
+)
+def test_mixed_blocks(dtype, head_dim, block_size, q_len, k_len):
+    inputs = make_inputs(1, 2, q_len, k_len, head_dim, dtype=dtype, device=DEVICE)
+    check(inputs, mixed_mask(q_len, k_len, block_size), block_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"),
+    [
+        (32, (128, 128)),
+        (64, (128, 128)),
+        (64, (64, 64)),
+        (80, (128, 64)),
+        (128, (128, 128)),
+        (128, (64, 64)),
+        (192, (64, 256)),
+        (256, (256, 128)),
+    ],
+)
+def test_large_blocks(dtype, head_dim, block_size):
+    inputs = make_inputs(2, 4, 1000, 777, head_dim, kv_heads=2, dtype=dtype, device=DEVICE)
+    check(inputs, mixed_mask(1000, 777, block_size, layers=4), block_size)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "layers"), [(4, 2, 1), (3, 1, 3), (2, 2, 2)])
+def test_grouped_heads_and_masks_per_head(heads, kv_heads, layers):
+    inputs = make_inputs(2, heads, 50, 70, 16, kv_heads=kv_heads, device=DEVICE)
+    check(inputs, mixed_mask(50, 70, (16, 32), layers), (16, 32))
+
+
+@pytest.mark.parametrize("block_size", [(16, 16), (32, 64)])
+def test_key_lengths(block_size):
+    lengths = torch.tensor([0, 1, 64, 75, 100], device=DEVICE)
+    query, key, value, grad_out = make_inputs(5, 2, 48, 100, 16, device=DEVICE)
+    dense = mixed_mask(48, 100, block_size)
+    dense[:, 16:] = True
+    attend = partial(check, dense=dense, block_size=block_size, key_lengths=lengths)
+    results = attend((query, key, value, grad_out))
+    padding = torch.arange(100, device=DEVICE) >= lengths[:, None, None]
+    padding = padding.unsqueeze(-1).expand_as(key)
+    for name in ("dk", "dv"):
+        assert results[name][padding].count_nonzero() == 0
+
+    poison = torch.full_like(key, float("nan"))
+    mask = BlockMask.from_dense(dense[0], block_size)
+    out, lse = block_sparse(
+        query,
+        torch.where(padding, poison, key),
+        torch.where(padding, poison, value),
+        mask,
+        key_lengths=lengths,
+    )
+    assert torch.equal(out, results["out"])
+    assert torch.equal(lse, results["lse"])
+
+
+@pytest.mark.parametrize("seed", [0, -7, 5 << 40])
+def test_dropout(seed):
+    inputs = make_inputs(2, 2, 50, 70, 16, device=DEVICE)
+    check(inputs, mixed_mask(50, 70, (32, 16)), (32, 16), dropout_p=0.3, seed=seed)
+
+
+def test_dropout_does_not_depend_on_tiles(monkeypatch):
+    from sparseflash.backends.portable import configs
+
+    inputs = make_inputs(1, 2, 64, 64, 16, device=DEVICE)
+    dense = mixed_mask(64, 64, (32, 32))
+    for bm, bn in [(16, 16), (32, 16), (16, 32), (32, 32)]:
+        monkeypatch.setattr(configs, "choose", lambda *_, c=configs.Config(bm, bn, 4, 2): c)
+        configs.plan.cache_clear()
+        check(inputs, dense, (32, 32), dropout_p=0.5, seed=3)
+    monkeypatch.undo()
+    configs.plan.cache_clear()
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_strides(strides):
+    inputs = make_inputs(2, 2, 40, 56, 24, dtype=torch.float16, device=DEVICE, strides=strides)
+    check(inputs, mixed_mask(40, 56, (16, 16)), (16, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strides", STRIDES)
+def test_strides_of_large_blocks(strides):
+    inputs = make_inputs(2, 2, 500, 300, 64, dtype=torch.float16, device=DEVICE, strides=strides)
+    check(inputs, mixed_mask(500, 300, (128, 128)), (128, 128))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits():
+    query, key, value, grad_out = make_inputs(1, 1, 300, 300, 64, dtype=torch.float16, device=DEVICE)
+    far = torch.empty(300, 1 << 23, dtype=torch.float16, device=DEVICE)[None, None, :, :64]
+    far.copy_(key)
+    check((query, far, value, grad_out), mixed_mask(300, 300, (64, 64)), (64, 64))
+
+
+@pytest.mark.parametrize("kind", ["one heavy row", "equal rows", "empty", "full"])
+def test_rows_of_any_weight(kind):
+    i, j = torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij")
+    blocks = {
+        "one heavy row": (i == j) | (i == 3),
+        "equal rows": (i == j) | ((i + 3) % 8 == j),
+        "empty": i < 0,
+        "full": i >= 0,
+    }[kind]
+    dense = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    inputs = make_inputs(2, 2, 128, 128, 16, device=DEVICE)
+    results = check(inputs, dense[None], (16, 16))
+    if kind == "empty":
+        assert results["lse"].isneginf().all()
+        assert all(results[name].count_nonzero() == 0 for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_the_gradients_that_are_needed(needs):
+    inputs = make_inputs(1, 2, 40, 56, 16, device=DEVICE)
+    mask = BlockMask.from_dense(mixed_mask(40, 56, (16, 16))[0], (16, 16))
+
+    def gradients(needs):
+        leaves = [x.detach().requires_grad_(n) for x, n in zip(inputs[:3], needs, strict=True)]
+        out, _ = block_sparse(*leaves, mask)
+        out.backward(inputs[3])
+        return [x.grad for x in leaves]
+
+    for one, full, needed in zip(gradients(needs), gradients((True,) * 3), needs, strict=True):
+        assert torch.equal(one, full) if needed else one is None
+
+
+def test_masked_keys_change_no_bit():
+    query, key, value, _ = make_inputs(1, 2, 40, 64, 16, device=DEVICE)
+    dense = mixed_mask(40, 64, (16, 16))[0]
+    dense[:, 20:30] = False
+    mask = BlockMask.from_dense(dense, (16, 16))
+    expected = block_sparse(query, key, value, mask)
+    key[:, :, 20:30] = torch.randn_like(key[:, :, 20:30])
+    value[:, :, 20:30] = torch.randn_like(value[:, :, 20:30])
+    for result, same in zip(block_sparse(query, key, value, mask), expected, strict=True):
+        assert torch.equal(result, same)
+
+
+@pytest.mark.gpu
+def test_repeated_runs_give_the_same_bits():
+    inputs = make_inputs(2, 4, 1024, 1024, 64, dtype=torch.bfloat16, device=DEVICE)
+    dense = mixed_mask(1024, 1024, (128, 128))
+    first = check(inputs, dense, (128, 128))
+    for _ in range(20):
+        again = check(inputs, dense, (128, 128))
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_empty_batch():
+    inputs = make_inputs(0, 2, 32, 32, 16, device=DEVICE)
+    check(inputs, torch.ones(1, 32, 32, dtype=torch.bool), (16, 16))

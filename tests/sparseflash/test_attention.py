@@ -1,0 +1,173 @@
+"""Attention on every backend against float64: out, lse and all gradients."""
+
+import pytest
+import torch
+
+import masks
+import sparseflash
+from sparseflash.reference import memory_efficient_attention, standard_attention
+from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+
+HAS_GPU = torch.cuda.is_available()
+BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
+
+PATTERNS = {
+    "full": masks.full(),
+    "causal": masks.causal(align="bottom-right"),
+    "local": masks.local((21, 4), align="top-left"),
+    "strided": masks.strided(3, align="top-left"),
+    "butterfly": masks.butterfly(),
+    "dilated": masks.dilated(3, 9, align="top-left"),
+    "global": masks.global_tokens([0, 1, 40]),
+    "random": masks.random(0.4),
+    "holes": masks.random(0.5) - masks.global_tokens(40),
+    "custom": masks.pattern(lambda q, k: (q * k) % 5 == 1),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def check(backend, pattern, lengths, *, block_size=16, heads=2, head_dim=16, kv_heads=None, **options):
+    dtype, strides = options.pop("dtype", torch.float32), options.pop("strides", "contiguous")
+    device = BACKENDS[backend]
+    query, key, value, _ = make_inputs(
+        2, heads, *lengths, head_dim, kv_heads=kv_heads, dtype=dtype, device=device, strides=strides
+    )
+    mask = pattern(lengths, block_size, device=device)
+    if (key_lengths := options.get("key_lengths")) is not None:
+        options["key_lengths"] = torch.tensor(key_lengths, device=device)
+
+    def attend(q, k, v):
+        return sparseflash.attention(q, k, v, mask, return_lse=True, backend=backend, **options)
+
+    with poisoned_empty():
+        return check_attention(attend, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (70, 53), (33, 90)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(backend, name, lengths):
+    check(backend, PATTERNS[name], lengths)
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 40, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_and_head_dims(backend, dtype, head_dim):
+    if backend == "triton" and not HAS_GPU and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
+    check(backend, PATTERNS["local"], (70, 70), dtype=dtype, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("block_size", [32, 64, (16, 64), (64, 16)])
+def test_block_sizes(backend, block_size):
+    check(backend, PATTERNS["causal"], (100, 130), block_size=block_size)
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_strides(backend, strides):
+    check(backend, PATTERNS["butterfly"], (50, 50), strides=strides)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_with_masks_of_their_own(backend, kv_heads):
+    heads = [PATTERNS["causal"], PATTERNS["random"], PATTERNS["causal"], PATTERNS["holes"]]
+    check(backend, masks.stack(heads), (49, 66), heads=4, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "holes"])
+def test_padded_keys(backend, name):
+    check(backend, PATTERNS[name], (50, 70), key_lengths=[0, 41])
+    check(backend, PATTERNS[name], (50, 70), key_lengths=[70, 32])
+
+
+@pytest.mark.parametrize("name", ["full", "local"])
+def test_dropout(backend, name):
+    check(backend, PATTERNS[name], (70, 50), heads=4, kv_heads=2, dropout_p=0.4, seed=-12345678901)
+
+
+def test_empty_rows_are_zero(backend):
+    results = check(backend, PATTERNS["holes"], (64, 64))
+    assert (results["out"][:, :, :40] == 0).all()
+    assert (results["lse"][:, :, :40] == -torch.inf).all()
+
+
+def test_masked_keys_change_no_bit(backend):
+    device = BACKENDS[backend]
+    query, key, value, grad = make_inputs(2, 2, 60, 60, 16, device=device)
+    lengths = torch.tensor([25, 60], device=device)
+
+    def run(key, value):
+        inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+        out = sparseflash.attention(*inputs, masks.causal(), key_lengths=lengths, backend=backend)
+        return out, *torch.autograd.grad(out, inputs, grad)
+
+    changed = [t.clone() for t in (key, value)]
+    for tensor in changed:
+        tensor[0, :, 25:] = 1e4
+    before, after, again = run(key, value), run(*changed), run(key, value)
+    for a, b, c in zip(before, after, again, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_gradcheck_in_float64():
+    query, key, value, _ = make_inputs(1, 2, 20, 23, 4, kv_heads=1, dtype=torch.float64)
+    mask = masks.local(6, align="top-left")((20, 23), 16)
+
+    def attend(q, k, v):
+        return sparseflash.attention(q, k, v, mask, return_lse=True, backend="cpu")
+
+    assert torch.autograd.gradcheck(attend, [t.requires_grad_() for t in (query, key, value)])
+
+
+def test_the_two_references_agree():
+    query, key, value, _ = make_inputs(2, 4, 50, 70, 16, kv_heads=2, dtype=torch.float64)
+    mask = PATTERNS["holes"]((50, 70), 16)
+    options = {"dropout_p": 0.3, "seed": 7, "key_lengths": torch.tensor([70, 50])}
+    a = standard_attention(query, key, value, mask, **options)
+    b = memory_efficient_attention(query, key, value, mask, chunk_size=16, **options)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_seed_repeats_and_the_generator_moves_on():
+    query, key, value, _ = make_inputs(1, 1, 40, 40, 8)
+    draw = lambda **o: sparseflash.attention(query, key, value, dropout_p=0.5, **o)  # noqa: E731
+    assert torch.equal(draw(seed=3), draw(seed=3))
+    assert not torch.equal(draw(), draw())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 4)}, "query must be"),
+        ({"key": torch.zeros(1, 2, 8, 8)}, "value must have the shape of key"),
+        ({"key": torch.zeros(1, 3, 8, 8), "value": torch.zeros(1, 3, 8, 8)}, "must divide the 2 query heads"),
+        ({"value": torch.zeros(1, 2, 16, 8, dtype=torch.float16)}, "value must be torch.float32"),
+        ({"query": torch.zeros(1, 2, 16, 8, dtype=torch.int64)}, "got torch.float32|floating-point"),
+        ({"mask": masks.full()(17)}, "mask must have seq_len"),
+        ({"mask": masks.stack([masks.full(), masks.butterfly(), masks.full()])}, "mask must have 1 or 2 heads"),
+        ({"mask": "local"}, "mask must be a Pattern"),
+        ({"scale": float("nan")}, "scale must be positive"),
+        ({"scale": -1.0}, "scale must be positive"),
+        ({"dropout_p": 1.0}, "dropout_p must be in"),
+        ({"key_lengths": torch.tensor([17])}, "key_lengths must be 0 to 16"),
+        ({"key_lengths": torch.tensor([1, 2])}, r"key_lengths must be \(1,\)"),
+        ({"key_lengths": torch.tensor([1.0])}, "key_lengths must be an int32"),
+        ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'triton'\]"),
+        ({"seed": 2.0, "dropout_p": 0.1}, "seed must be an int"),
+    ],
+)
+def test_bad_input_names_the_argument(change, message):
+    arguments = dict(zip(("query", "key", "value"), torch.zeros(3, 1, 2, 16, 8), strict=True)) | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        sparseflash.attention(**arguments)
+
+
+def test_an_impossible_call_lists_every_reason():
+    query = torch.zeros(1, 1, 16, 512, dtype=torch.float64)
+    with pytest.raises(sparseflash.BackendError, match=r"(?s)torch.float64.*triton: .*dtype is.*head_dim is 512"):
+        sparseflash.attention(query, query, query, backend="triton")

@@ -1,0 +1,58 @@
+"""The whole repository: style, types, layers, packaging, the README's code and commands."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+README = ROOT / "README.md"
+
+
+def run(*command: str | Path) -> str:
+    """What a command prints, run at the root; when it fails, so does the test, with all of it."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def readme_code(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("ruff", "check", "--no-cache"), id="style"),
+        pytest.param(("lint-imports", "--no-cache"), id="layers"),
+        pytest.param(("basedpyright",), id="types", marks=pytest.mark.slow),
+    ],
+)
+def test_linter_has_nothing_to_say(command):
+    run(BIN / command[0], *command[1:])
+
+
+def test_every_folder_of_code_is_distributed():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    roots = [
+        name.removesuffix("*")
+        for name in config["tool"]["setuptools"]["packages"]["find"]["include"]
+    ]
+    folders = {file.parent for root in roots for file in (ROOT / root).rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("code", readme_code("python"))
+def test_readme_example_runs(code):
+    run(sys.executable, "-c", code)
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    script = (ROOT / ".ci/run").read_text()
+    command = script.strip().splitlines()[-1]
+    assert any(command in block for block in readme_code("bash"))
