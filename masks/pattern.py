@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from masks import block_mask
 from masks.block_mask import BlockMask
@@ -69,7 +70,11 @@ def block_pattern(attends: Callable) -> Pattern:
     return Pattern(attends.__name__, lambda grid: from_block_predicate(grid, attends.__name__, attends))
 
 
-def stack(masks: Sequence[Pattern] | Sequence[BlockMask]):
+@overload
+def stack(masks: Sequence[Pattern]) -> Pattern: ...
+@overload
+def stack(masks: Sequence[BlockMask]) -> BlockMask: ...
+def stack(masks):
     """Head h gets masks[h]: a Pattern from patterns, a BlockMask from block masks.
 
     Heads with equal masks share storage. Raises ValueError for an empty list and TypeError for a mixture.
@@ -81,10 +86,9 @@ def stack(masks: Sequence[Pattern] | Sequence[BlockMask]):
     if not all(isinstance(m, Pattern) for m in masks):
         raise TypeError(f"stack takes all patterns or all block masks, got {[type(m).__name__ for m in masks]}")
     distinct = list(dict.fromkeys(masks))
-    name = f"stack({', '.join(m.name for m in masks)})"
 
     def build(grid: Grid) -> BlockMask:
         built = {m: m.build(grid) for m in distinct}
         return block_mask.stack([built[m] for m in masks])
 
-    return Pattern(name, build)
+    return Pattern(f"stack({', '.join(m.name for m in masks)})", build)

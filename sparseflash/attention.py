@@ -2,6 +2,7 @@
 
 import math
 from functools import lru_cache
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +15,34 @@ from sparseflash.spec import AttentionSpec
 _FULL = full()
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Pattern | BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_lengths: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+    seed: int | None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Pattern | BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_lengths: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -125,11 +154,11 @@ def _checked_scale(scale: float) -> float:
     return float(scale)
 
 
-def _checked_dropout(dropout_p: float, seed: int | None) -> int | None:
+def _checked_dropout(dropout_p: float, seed: int | None) -> int:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if dropout_p == 0:
-        return None
+        return 0
     if seed is None:
         return int(torch.randint(2**63 - 1, ()))
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:

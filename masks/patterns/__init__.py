@@ -1,5 +1,8 @@
 """The built-in patterns, one family per file. A new one is a function that returns a Pattern, named in BUILTIN."""
 
+from collections.abc import Callable
+
+from masks.pattern import Pattern
 from masks.patterns.butterfly import butterfly
 from masks.patterns.causal import causal
 from masks.patterns.compositions import bigbird, longformer
@@ -11,7 +14,7 @@ from masks.patterns.local import local
 from masks.patterns.random import random
 from masks.patterns.strided import strided
 
-BUILTIN = {
+BUILTIN: dict[str, Callable[..., Pattern]] = {
     f.__name__: f
     for f in (
         full,

@@ -97,9 +97,10 @@ def test_alignment_is_explicit_when_lengths_differ(make):
 
 def test_algebra_of_patterns():
     pattern = (masks.causal() & masks.local(30)) | ~masks.butterfly() - masks.strided(2)
-    built = (masks.causal()(200, 16) & masks.local(30)(200, 16)) | ~masks.butterfly()(200, 16) - masks.strided(2)(
-        200, 16
+    causal, local, butterfly, strided = (
+        p(200, 16) for p in (masks.causal(), masks.local(30), masks.butterfly(), masks.strided(2))
     )
+    built = (causal & local) | ~butterfly - strided
     assert pattern(200, 16) == built
     assert masks.parse("causal() & local(30) | ~butterfly - strided(2)")(200, 16) == (
         (masks.causal() & masks.local(30)) | (~masks.butterfly() - masks.strided(2))

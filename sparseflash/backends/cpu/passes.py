@@ -31,7 +31,7 @@ def forward(
     value: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
-    seed: int | None,
+    seed: int,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.Backend."""
@@ -67,7 +67,7 @@ def backward(
     lse: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
-    seed: int | None,
+    seed: int,
     spec: AttentionSpec,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

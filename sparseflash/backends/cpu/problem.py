@@ -30,7 +30,7 @@ class Problem:
         chunk: Chunk,
         table: LookupTable,
         key_lengths: Tensor | None,
-        seed: int | None,
+        seed: int,
         spec: AttentionSpec,
     ):
         self._chunk, self._seed, self._spec = chunk, seed, spec
@@ -110,7 +110,7 @@ class Problem:
 
 
 def problems(
-    table: LookupTable, key_lengths: Tensor | None, seed: int | None, spec: AttentionSpec
+    table: LookupTable, key_lengths: Tensor | None, seed: int, spec: AttentionSpec
 ) -> Iterator[Problem]:
     """Every non-empty block row of every head exactly once.
 

@@ -66,7 +66,7 @@ def forward(
     value: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
-    seed: int | None,
+    seed: int,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.Backend."""
@@ -85,7 +85,7 @@ def backward(
     lse: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
-    seed: int | None,
+    seed: int,
     spec: AttentionSpec,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

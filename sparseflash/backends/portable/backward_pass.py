@@ -30,7 +30,7 @@ def backward(
     lse: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
-    seed: int | None,
+    seed: int,
     spec: AttentionSpec,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -61,13 +61,15 @@ def _launch_row_terms(out, grad_out, lse_arguments, padded_len, spec):
     """Writes the row terms where no kernel computes dQ."""
     bm = min(spec.block_size[0], 64)
     strided, layout = strided_arguments(out, grad_out)
+    arguments = (*strided, *lse_arguments, spec.heads, spec.q_len)
     launch(
         row_terms_kernel,
         (padded_len // bm, spec.heads, spec.batch),
-        *(*strided, *lse_arguments, spec.heads, spec.q_len),
+        *arguments,
         HEAD_DIM=spec.head_dim,
         DIMS=padded_dims(spec.head_dim),
         BLOCK_Q=spec.block_size[0],
         BM=bm,
+        enable_fp_fusion=True,
         **layout,
     )

@@ -48,6 +48,7 @@ HOPPER = {
     ("forward", 256): (
         Config(128, 64, 8, 2, tma=True),
         Config(128, 64, 8, 2),
+        Config(64, 32, 4, 2, tma=True),
         Config(64, 32, 4, 2),
     ),
     ("dq", 32): (Config(64, 64, 4, 3),),
@@ -56,7 +57,11 @@ HOPPER = {
         Config(64, 64, 4, 2, registers=168),
     ),
     ("dq", 128): (Config(64, 64, 4, 2),),
-    ("dq", 256): (Config(128, 32, 8, 2, tma=True), Config(64, 32, 4, 2)),
+    ("dq", 256): (
+        Config(128, 32, 8, 2, tma=True),
+        Config(64, 32, 4, 2, tma=True),
+        Config(64, 32, 4, 2),
+    ),
     ("dkdv", 32): (Config(64, 64, 4, 3),),
     ("dkdv", 64): (
         Config(128, 64, 4, 2, tma=True),
@@ -196,6 +201,6 @@ def plan(
         "MASK_STAGES": max(2, config.stages - 1),
         "num_warps": config.warps,
         "num_stages": config.stages,
-        "maxnreg": None if dropout else config.registers,  # the random numbers take registers of their own
+        "maxnreg": None if dropout else config.registers,  # random numbers take registers of their own
         "enable_fp_fusion": True,
     }

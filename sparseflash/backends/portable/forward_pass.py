@@ -21,7 +21,7 @@ def forward(
     value: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
-    seed: int | None,
+    seed: int,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.Backend."""
@@ -29,10 +29,7 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     tensors = (query, key, value, out)
     with on_device(query.device):
-        launch_pass(
-            *("forward", forward_kernel, tensors, (key, value), (lse,)),
-            *(table, key_lengths, seed, spec),
-        )
+        launch_pass("forward", forward_kernel, tensors, (key, value), (lse,), table, key_lengths, seed, spec)
     return out, lse
 
 
@@ -75,7 +72,7 @@ def forward_kernel(
     peak = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
-        if PHASE == 1 or counts[PHASE] > 0:
+        if PHASE == 1 or counts[PHASE] > 0:  # a loop costs its prologue even where it is empty
             total, peak, acc = attend(
                 total, peak, acc, q,
                 keys, values, key_descriptor, value_descriptor, batch, kv_head,

@@ -62,7 +62,7 @@ def key_value_gradient_kernel(
         grad_outs = tiles.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
         lse2_row, delta_row = term_rows(terms, pair, q_len, BLOCK_Q)
         for PHASE in tl.static_range(2):
-            if PHASE == 1 or counts[PHASE] > 0:
+            if PHASE == 1 or counts[PHASE] > 0:  # as in the forward pass
                 dk, dv = add_key_value_gradients(
                     dk, dv, k, v, lse2_row, delta_row,
                     queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,

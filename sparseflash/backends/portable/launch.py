@@ -29,7 +29,7 @@ def launch_pass(
     others: tuple[Tensor | int | None, ...],
     table: LookupTable,
     key_lengths: Tensor | None,
-    seed: int | None,
+    seed: int,
     spec: AttentionSpec,
 ) -> None:
     """Launches the kernel of one pass: "forward", "dq" (rows of queries) or "dkdv" (rows of keys).
@@ -37,12 +37,8 @@ def launch_pass(
     Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads
     (`streamed`); `others`; the table; key_lengths; run-time sizes; scalars; constants.
     """
-    describable = all(map(_is_describable, streamed))
-    config, constants = plan(
-        which,
-        *(spec.device, spec.dtype, spec.head_dim, spec.block_size),
-        *(spec.dropout_p > 0, describable),
-    )
+    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
+    config, constants = plan(which, *facts, all(map(_is_describable, streamed)))
     block_q, block_k = spec.block_size
     if which == "dkdv":
         rows, heads, parts, step = table.by_key, spec.kv_heads, block_k // config.bn, config.bm
@@ -50,15 +46,16 @@ def launch_pass(
         rows, heads, parts, step = table.by_query, spec.heads, block_q // config.bm, config.bn
     sizes, grid = _sizes_and_grid(spec, rows, heads, parts)
     strided, layout = strided_arguments(*tensors)
-    launch(
-        kernel,
-        grid,
-        *(*strided, *_descriptors(config, streamed, step, constants["DIMS"]), *others),
-        *(*_table_arguments(table, rows), key_lengths, *sizes, *_scalars(spec, seed)),
-        GROUP=spec.heads // spec.kv_heads,
-        **layout,
-        **constants,
+    arguments = (
+        *strided,
+        *_descriptors(config, streamed, step, constants["DIMS"]),
+        *others,
+        *_table_arguments(table, rows),
+        key_lengths,
+        *sizes,
+        *_scalars(spec, seed),
     )
+    launch(kernel, grid, *arguments, GROUP=spec.heads // spec.kv_heads, **layout, **constants)
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *arguments, **constants) -> None:
@@ -130,7 +127,7 @@ def _sizes_and_grid(
     return sizes, (heads, spec.batch, tiles) if heavy_first else (tiles, heads, spec.batch)
 
 
-def _scalars(spec: AttentionSpec, seed: int | None) -> tuple[float, int, int, float]:
+def _scalars(spec: AttentionSpec, seed: int) -> tuple[float, int, int, float]:
     """scale * log2(e); dropout's seed, the least random word that keeps a pair, 1 / (1 - p)."""
     threshold = math.floor(spec.dropout_p * 2**32)
     return spec.scale * LOG2E.value, seed or 0, threshold, 1.0 / (1.0 - spec.dropout_p)

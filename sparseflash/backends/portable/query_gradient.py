@@ -55,7 +55,7 @@ def query_gradient_kernel(
 
     dq = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
-        if PHASE == 1 or counts[PHASE] > 0:
+        if PHASE == 1 or counts[PHASE] > 0:  # as in the forward pass
             dq = add_query_gradient(
                 dq, q, do, lse2, delta,
                 keys, values, key_descriptor, value_descriptor, batch, kv_head,

@@ -141,7 +141,7 @@ def test_dropout_does_not_depend_on_tiles(monkeypatch):
     inputs = make_inputs(1, 2, 64, 64, 16, device=DEVICE)
     dense = mixed_mask(64, 64, (32, 32))
     for bm, bn in [(16, 16), (32, 16), (16, 32), (32, 32)]:
-        monkeypatch.setattr(configs, "choose", lambda *_, c=configs.Config(bm, bn, 4, 2): c)
+        monkeypatch.setattr(configs, "choose", lambda *_, side=(bm, bn): configs.Config(*side, 4, 2))
         configs.plan.cache_clear()
         check(inputs, dense, (32, 32), dropout_p=0.5, seed=3)
     monkeypatch.undo()
