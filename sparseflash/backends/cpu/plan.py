@@ -6,6 +6,7 @@ dense mask, the rows of one document) are merged into one taller problem. At cal
 cut into chunks whose scores fit in the cache.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ PROBLEM_FLOATS = 2**20
 CHUNK_FLOATS = 3 * 2**19
 # Queries up to which rows are merged; a taller product is no faster.
 MERGED_QUERIES = 256
-# Queries below which a part is not cut; a thinner product is slow.
+# Queries below which no part is cut; a thinner product is slow.
 PART_QUERIES = 16
 
 
@@ -95,14 +96,17 @@ def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
 
 
 def queries_at_once(keys: int) -> int:
-    """How many queries of a problem to compute at once against all of its `keys`."""
-    return max(PART_QUERIES, PROBLEM_FLOATS // keys)
+    """How many queries of a problem to compute at once against its `keys`: a power of two.
+
+    So a part of a problem is made of whole blocks, or lies within one.
+    """
+    return max(PART_QUERIES, 2 ** int(math.log2(max(1, PROBLEM_FLOATS // keys))))
 
 
 def _group_rows(table: LookupTable) -> list[Group]:
     entries = defaultdict(list)
     for (head, full_start, full, partial_start, partial), rows in _readers(table).items():
-        for here in _slices(len(rows), _rows_at_once(full + partial, table.block_size)):
+        for here in _slices(len(rows), max(1, MERGED_QUERIES // table.block_size[0])):
             merged = rows[here]
             shape = full, partial, len(merged)
             entries[shape].append((head, full_start, partial_start, *merged))
@@ -125,12 +129,6 @@ def _group(full_count: int, partial_count: int, lists: list[tuple[int, ...]]) ->
     return Group(
         full_count, partial_count, head, full_start, partial_start, torch.stack(rows, dim=1)
     )
-
-
-def _rows_at_once(count: int, block_size: tuple[int, int]) -> int:
-    """How many rows that list the same `count` blocks to merge."""
-    bq, bk = block_size
-    return max(1, min(MERGED_QUERIES, PROBLEM_FLOATS // (count * bk)) // bq)
 
 
 def _problems_at_once(group: Group, block_size: tuple[int, int], head_dim: int) -> int:

@@ -75,10 +75,11 @@ class Problem:
         alpha = self._spec.scale * LOG2E
         scores = self.product("scores", query[:, part], key.mT, alpha)
         if self._tile_bias is not None:
-            # Merged rows share their tiles, and only a problem of one row has several parts.
-            by_row = scores.unflatten(1, (self._chunk.query_blocks.shape[1], -1))
-            bias = self._tile_bias[:, part].unsqueeze(1)
-            by_row[..., -bias.shape[-1] :].add_(bias)
+            # Merged rows share their tiles. A part is made of whole rows or lies within one.
+            first = part.start % self._block_q
+            bias = self._tile_bias[:, first : first + part.stop - part.start].unsqueeze(1)
+            by_row = scores.unflatten(1, (-1, bias.shape[2]))
+            by_row[..., -bias.shape[3] :].add_(bias)
         if self._padding_bias is not None:
             scores.add_(self._padding_bias)
         return scores
