@@ -26,7 +26,9 @@ class CheckError(Exception):
     """A result differs from the reference by more than rounding explains."""
 
 
-def check(attend: Attend, inputs: Sequence[Tensor], mask: BlockMask, what: str, backward: bool = True) -> None:
+def check(
+    attend: Attend, inputs: Sequence[Tensor], mask: BlockMask, what: str, backward: bool = True
+) -> None:
     """Compares attend(query, key, value), and its gradients if `backward`, with float64 standard
     attention.
 
@@ -40,7 +42,9 @@ def check(attend: Attend, inputs: Sequence[Tensor], mask: BlockMask, what: str, 
     expected = _standard(inputs, allowed, rows, grad_out, torch.float64, backward)
     standard = _standard(inputs, allowed, rows, grad_out, query.dtype, backward)
     actual = _attended(attend, inputs, rows, grad_out, backward)
-    for name, ours, theirs, truth in zip(("out", "dq", "dk", "dv"), actual, standard, expected, strict=False):
+    for name, ours, theirs, truth in zip(
+        ("out", "dq", "dk", "dv"), actual, standard, expected, strict=False
+    ):
         _compare(f"{what}, {name}", ours, theirs, truth, rows if name in ("out", "dq") else None)
 
 
@@ -57,10 +61,14 @@ def dense_rows(mask: BlockMask, rows: Tensor) -> Tensor:
     columns = -(-k_len // bk)
     bits = torch.arange(bk, device=rows.device)
     by_query = table.by_query
-    allowed = torch.zeros(table.mask_heads, len(rows), columns, bk, dtype=torch.bool, device=rows.device)
+    allowed = torch.zeros(
+        table.mask_heads, len(rows), columns, bk, dtype=torch.bool, device=rows.device
+    )
     for head, layer in enumerate(table.head_layer.tolist()):
         bounds = by_query.bounds[layer, rows // bq].tolist()
-        for n, (row, (full, fulls, partial, partials)) in enumerate(zip(rows.tolist(), bounds, strict=True)):
+        for n, (row, (full, fulls, partial, partials)) in enumerate(
+            zip(rows.tolist(), bounds, strict=True)
+        ):
             allowed[head, n, by_query.full_index[full : full + fulls].long()] = True
             tile = by_query.partial_tile[partial : partial + partials].long()
             words = table.bank[tile, row % bq][:, bits // 32]
@@ -69,7 +77,9 @@ def dense_rows(mask: BlockMask, rows: Tensor) -> Tensor:
     return allowed.flatten(2)[..., :k_len]
 
 
-def _attended(attend: Attend, inputs: Sequence[Tensor], rows: Tensor, grad_out: Tensor, backward: bool):
+def _attended(
+    attend: Attend, inputs: Sequence[Tensor], rows: Tensor, grad_out: Tensor, backward: bool
+):
     out = attend(*inputs)
     results = [out.detach()[:, :, rows]]
     if backward:
@@ -78,7 +88,9 @@ def _attended(attend: Attend, inputs: Sequence[Tensor], rows: Tensor, grad_out: 
     return results
 
 
-def _standard(inputs, allowed: Tensor, rows: Tensor, grad_out: Tensor, dtype: torch.dtype, backward: bool):
+def _standard(
+    inputs, allowed: Tensor, rows: Tensor, grad_out: Tensor, dtype: torch.dtype, backward: bool
+):
     """Standard attention of the sampled rows in `dtype`, every intermediate rounded to it."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in (inputs[0][:, :, rows], *inputs[1:])]
     query, key, value = leaves
@@ -92,7 +104,9 @@ def _standard(inputs, allowed: Tensor, rows: Tensor, grad_out: Tensor, dtype: to
     return results
 
 
-def _compare(what: str, actual: Tensor, standard: Tensor, expected: Tensor, rows: Tensor | None) -> None:
+def _compare(
+    what: str, actual: Tensor, standard: Tensor, expected: Tensor, rows: Tensor | None
+) -> None:
     rounding = ROUNDING * expected.abs().max()
     allowed = ERROR_FACTOR * (standard - expected).abs().max() + rounding
     error = (actual - expected).abs().nan_to_num(nan=torch.inf).amax(-1)

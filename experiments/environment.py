@@ -51,7 +51,9 @@ def _git(*arguments: str) -> str:
 def _hardware(device: torch.device) -> dict:
     host = {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -67,7 +69,9 @@ def _hardware(device: torch.device) -> dict:
 
 
 def _versions() -> dict:
-    packages = {name: metadata.version(name) for name in ("torch", "triton", "numpy") if _installed(name)}
+    packages = {
+        name: metadata.version(name) for name in ("torch", "triton", "numpy") if _installed(name)
+    }
     return packages | {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

@@ -72,7 +72,9 @@ class Single:
     predicate: Predicate | None = None
 
     def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Member], list[float]]:
-        return [Member(self.name, Problem(size.compile(self.pattern), self.dense, self.predicate))], []
+        return [
+            Member(self.name, Problem(size.compile(self.pattern), self.dense, self.predicate))
+        ], []
 
 
 def _ratio(density: float, requested: float) -> float:
@@ -96,7 +98,9 @@ def swept(
 
     def member(size, tokens):
         of_tokens = predicate(torch.tensor(tokens, device=size.device)) if predicate else None
-        return Member(f"{name}({tokens})", Problem(size.compile(make(tokens)), predicate=of_tokens))
+        return Member(
+            f"{name}({tokens})", Problem(size.compile(make(tokens)), predicate=of_tokens)
+        )
 
     return Family(name, members)
 
@@ -119,25 +123,35 @@ def fading_memory(window: int) -> Pattern:
 def _butterfly_members(size: Size, densities: Sequence[float]) -> list[Member]:
     """Butterflies of every stride, on coarser blocks too, which gives higher densities."""
     members = []
-    for block_size in (b for b in (size.block_size, 2 * size.block_size, 4 * size.block_size) if b <= 256):
+    for block_size in (
+        b for b in (size.block_size, 2 * size.block_size, 4 * size.block_size) if b <= 256
+    ):
         strides = 2 ** torch.arange(int(math.log2(size.seq_len / block_size)))
         for stride in strides.tolist():
             pattern = masks.butterfly(max_stride=stride)
             mask = pattern(size.seq_len, block_size=block_size, device=size.device)
-            label = f"butterfly({stride})" + (f" of {block_size}" if block_size != size.block_size else "")
+            label = f"butterfly({stride})" + (
+                f" of {block_size}" if block_size != size.block_size else ""
+            )
             members.append(Member(label, Problem(mask.reblock(size.block_size))))
     return members
 
 
 def _strided_members(size: Size, densities: Sequence[float]) -> list[Member]:
     blocks = size.seq_len // size.block_size
-    strides = sorted({round(2 ** (step / 4)) for step in range(int(4 * math.log2(max(blocks, 1))) + 1)})
-    return [Member(f"strided({stride})", Problem(size.compile(masks.strided(stride)))) for stride in strides]
+    strides = sorted(
+        {round(2 ** (step / 4)) for step in range(int(4 * math.log2(max(blocks, 1))) + 1)}
+    )
+    return [
+        Member(f"strided({stride})", Problem(size.compile(masks.strided(stride))))
+        for stride in strides
+    ]
 
 
 def _random_members(size: Size, densities: Sequence[float]) -> list[Member]:
     return [
-        Member(f"random({density:.3g})", Problem(size.compile(masks.random(density, seed=0)))) for density in densities
+        Member(f"random({density:.3g})", Problem(size.compile(masks.random(density, seed=0))))
+        for density in densities
     ]
 
 
@@ -147,7 +161,9 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("butterfly", _butterfly_members),
-        swept("local", masks.local, 4, predicate=lambda window: lambda q, k: (q - k).abs() <= window),
+        swept(
+            "local", masks.local, 4, predicate=lambda window: lambda q, k: (q - k).abs() <= window
+        ),
         Family("strided", _strided_members),
         Family("random", _random_members),
         swept("fading_memory", fading_memory),
@@ -180,4 +196,6 @@ def _from_file(path: Path, name: str) -> Family | Single:
         return Single(name, found)
     if callable(found):
         return swept(name, cast(Callable[[int], Pattern], found))
-    raise ValueError(f"{path}:{name} must be a Pattern or a function that makes one, got {type(found).__name__}")
+    raise ValueError(
+        f"{path}:{name} must be a Pattern or a function that makes one, got {type(found).__name__}"
+    )

@@ -47,11 +47,15 @@ def main(
     total = host_microseconds(call, device)
     if device.type == "cuda":
         launches, launch = count_launches(call), host_microseconds(empty_kernel, device)
-        console.print(f"host time of a call: {total:.1f} us, with {launches} launches of {launch:.1f} us")
+        console.print(
+            f"host time of a call: {total:.1f} us, with {launches} launches of {launch:.1f} us"
+        )
         overhead = total - launches * launch
     else:
         bare = host_microseconds(bare_forward(query, key, value, mask), device)
-        console.print(f"host time of a call: {total:.1f} us; of its arithmetic alone: {bare:.1f} us")
+        console.print(
+            f"host time of a call: {total:.1f} us; of its arithmetic alone: {bare:.1f} us"
+        )
         overhead = total - bare
     console.print(f"overhead: {overhead:.1f} us (limit {LIMIT_US} us)")
 

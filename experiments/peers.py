@@ -77,7 +77,9 @@ def attend_peer(peer: Peer, problem: Problem, device: torch.device) -> Attend:
 def attend_sdpa(peer: Peer, causal: bool) -> Attend:
     backends = {Peer.FLASH: [SDPBackend.FLASH_ATTENTION], Peer.CUDNN: [SDPBackend.CUDNN_ATTENTION]}
     if peer not in backends:
-        return lambda query, key, value: scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return lambda query, key, value: scaled_dot_product_attention(
+            query, key, value, is_causal=causal
+        )
 
     def attend(query, key, value):
         with sdpa_kernel(backends[peer]):
@@ -138,7 +140,9 @@ def _looked_up(table: LookupTable, bounds: Tensor):
     """
     bq, bk = table.block_size
     tile_of = _tile_of(table, bounds)
-    empty_and_full = torch.stack([torch.zeros_like(table.bank[0]), -torch.ones_like(table.bank[0])])
+    empty_and_full = torch.stack(
+        [torch.zeros_like(table.bank[0]), -torch.ones_like(table.bank[0])]
+    )
     padding = table.bank.new_zeros(-(len(table.bank) + 2) % BANK_TILES, *table.bank.shape[1:])
     bank = torch.cat([empty_and_full, table.bank, padding])
     shared = table.mask_heads == 1

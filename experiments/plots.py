@@ -51,7 +51,9 @@ def draw(record: Record, stem: Path) -> list[Path]:
         )
     paths = []
     for name, figure in figures.items():
-        figure.text(0.995, 0.008, _origin(record), ha="right", va="bottom", fontsize=6.5, color="#666666")
+        figure.text(
+            0.995, 0.008, _origin(record), ha="right", va="bottom", fontsize=6.5, color="#666666"
+        )
         paths.append(stem.with_name(f"{stem.name}-{name}.png"))
         figure.savefig(paths[-1], dpi=150)
         plt.close(figure)
@@ -93,11 +95,15 @@ def _speedup(rows: list[Row]) -> Figure:
     return panels
 
 
-def _against_length(rows: list[Row], value: Callable[[Row], float], title: str, unit: str) -> Figure:
+def _against_length(
+    rows: list[Row], value: Callable[[Row], float], title: str, unit: str
+) -> Figure:
     panels, axes = _panels(rows)
     families = _families(rows)
     for direction, ax in axes.items():
-        for (contender, family), points in _lines(r for r in rows if r.direction == direction).items():
+        for (contender, family), points in _lines(
+            r for r in rows if r.direction == direction
+        ).items():
             line = sorted((r.seq_len, value(r)) for r in points)
             ax.plot(*zip(*line, strict=True), **_look(contender, family, families))
         ax.set_xscale("log", base=2)
@@ -117,8 +123,12 @@ def _panels(rows: list[Row]) -> tuple[Figure, dict[str, Axes]]:
     """A figure with one panel for each pass."""
     directions = sorted({r.direction for r in rows}, reverse=True)
     width = 5.2 * len(directions) + 2.5
-    figure, axes = plt.subplots(1, len(directions), figsize=(width, 4.6), sharey=True, squeeze=False)
-    figure.subplots_adjust(left=0.8 / width, right=1 - 1.8 / width, bottom=0.15, top=0.82, wspace=0.08)
+    figure, axes = plt.subplots(
+        1, len(directions), figsize=(width, 4.6), sharey=True, squeeze=False
+    )
+    figure.subplots_adjust(
+        left=0.8 / width, right=1 - 1.8 / width, bottom=0.15, top=0.82, wspace=0.08
+    )
     for ax, direction in zip(axes[0], directions, strict=True):
         ax.set_title(direction, fontsize=10)
         ax.grid(color="#DDDDDD", linewidth=0.6)
@@ -190,7 +200,9 @@ def _legend(figure: Figure, rows: list[Row], families: dict[str, int]) -> None:
         for family, i in families.items()
     ]
     contenders = [
-        Line2D([], [], color="#444444", linestyle=STYLES.get(name, "-"), label=NAMES.get(name, name))
+        Line2D(
+            [], [], color="#444444", linestyle=STYLES.get(name, "-"), label=NAMES.get(name, name)
+        )
         for name in dict.fromkeys(r.contender for r in rows)
     ]
     left = 1 - 1.7 / figure.get_figwidth()

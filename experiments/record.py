@@ -86,7 +86,9 @@ class Record:
 
 def full_row(row: Row, rows: Iterable[Row]) -> Row | None:
     """The full mask of the same contender in the same group."""
-    same = (r for r in rows if (r.contender, r.family, r.group) == (row.contender, "full", row.group))
+    same = (
+        r for r in rows if (r.contender, r.family, r.group) == (row.contender, "full", row.group)
+    )
     return next(same, None)
 
 
@@ -104,7 +106,9 @@ def relative(row: Row, rows: Iterable[Row]) -> dict[str, float | None]:
 
 def dense_peer(group: tuple, rows: Iterable[Row]) -> Row | None:
     """The fastest peer without a mask in a group."""
-    dense = [r for r in rows if r.group == group and r.family == "full" and r.contender != "sparseflash"]
+    dense = [
+        r for r in rows if r.group == group and r.family == "full" and r.contender != "sparseflash"
+    ]
     return min(dense, key=lambda r: r.median_ms, default=None)
 
 
@@ -116,7 +120,10 @@ def crossovers(rows: list[Row]) -> list[dict]:
         sparse = row.sweep == "density" and row.family not in ("full", "causal")
         if sparse and row.contender == "sparseflash" and (full := full_row(row, rows)):
             lines.setdefault((full, row.family), []).append(row)
-    return [_crossovers_of(line, full, dense_peer(full.group, rows)) for (full, _), line in lines.items()]
+    return [
+        _crossovers_of(line, full, dense_peer(full.group, rows))
+        for (full, _), line in lines.items()
+    ]
 
 
 def _crossovers_of(line: list[Row], full: Row, peer: Row | None) -> dict:

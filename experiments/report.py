@@ -25,7 +25,9 @@ def show(record: Record, console: Console) -> None:
             f" {record.drift:.2f} times as long or as short: do not trust these figures."
         )
     for contender, pattern, reason in record.skipped:
-        console.print(f"[yellow]{contender} did not run on {pattern}:[/] {reason}", highlight=False)
+        console.print(
+            f"[yellow]{contender} did not run on {pattern}:[/] {reason}", highlight=False
+        )
 
 
 def _table(rows: list[Row], everything: list[Row]) -> Table:
@@ -84,7 +86,9 @@ def _limit(density: float | None) -> str:
 
 
 def _plain_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    return Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+    )
 
 
 def _optional(value: float | None, form: str) -> str:

@@ -74,7 +74,9 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     try:
         found = numbers(text, int)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 4096,8192") from None
+        raise typer.BadParameter(
+            f"{text!r} is not a list of whole numbers such as 4096,8192"
+        ) from None
     if min(found) < 1:
         raise typer.BadParameter(f"lengths must be at least 1 token, got {text}")
     return found
@@ -84,7 +86,9 @@ def parse_densities(text: str) -> tuple[float, ...]:
     try:
         found = numbers(text, lambda part: float(Fraction(part)))
     except (ValueError, ZeroDivisionError):
-        raise typer.BadParameter(f"{text!r} is not a list of densities such as 1/2,1/8,0.05") from None
+        raise typer.BadParameter(
+            f"{text!r} is not a list of densities such as 1/2,1/8,0.05"
+        ) from None
     if not all(0 < s <= 1 for s in found):
         raise typer.BadParameter(f"densities must lie in (0, 1], got {text}")
     return found
@@ -145,8 +149,12 @@ def main(
     ] = None,
     batch: Annotated[int | None, option("Sequences in a batch.", "batch", min=1)] = None,
     heads: Annotated[int | None, option("Heads of each sequence.", "heads", min=1)] = None,
-    head_dim: Annotated[int | None, option("Dimension of each head.", "head_dim", min=8, max=256)] = None,
-    block_size: Annotated[BlockSize | None, option("Side of a mask's blocks, in tokens.", "block_size")] = None,
+    head_dim: Annotated[
+        int | None, option("Dimension of each head.", "head_dim", min=8, max=256)
+    ] = None,
+    block_size: Annotated[
+        BlockSize | None, option("Side of a mask's blocks, in tokens.", "block_size")
+    ] = None,
     patterns: Annotated[
         tuple | None,
         option(
@@ -175,7 +183,9 @@ def main(
         Clock | None,
         option("On a GPU: graph (device time alone) or events (as called from Python).", "clock"),
     ] = None,
-    output: Annotated[Path, option("Folder for the JSON file and the pictures.", file_okay=False)] = RESULTS,
+    output: Annotated[
+        Path, option("Folder for the JSON file and the pictures.", file_okay=False)
+    ] = RESULTS,
     seed: Annotated[int, option("Seed of the random inputs.")] = 0,
     quick: Annotated[bool, option("A smaller run, to see that all works.")] = False,
     resume: Annotated[bool, option("Go on with an interrupted run of the same settings.")] = False,
@@ -217,7 +227,9 @@ def main(
         run(settings, record, path, console)
     except KeyboardInterrupt:
         record.save(path)
-        console.print(f"Interrupted: {path} holds {len(record.rows)} measurements; --resume goes on.")
+        console.print(
+            f"Interrupted: {path} holds {len(record.rows)} measurements; --resume goes on."
+        )
         raise typer.Exit(INTERRUPTED) from None
     except CheckError as error:
         console.print(f"[red]Wrong result, nothing more is timed:[/] {error}")
@@ -241,14 +253,22 @@ def validate(settings: Settings) -> None:
     """Raises typer.BadParameter for settings that do not go together."""
     for peer in settings.peers:
         if settings.device not in DEVICES[Peer(peer)]:
-            raise typer.BadParameter(f"--peers {peer} runs on {', '.join(DEVICES[Peer(peer)])} only")
+            raise typer.BadParameter(
+                f"--peers {peer} runs on {', '.join(DEVICES[Peer(peer)])} only"
+            )
     if (settings.clock == Clock.CPU) != (settings.device == "cpu"):
-        raise typer.BadParameter(f"--clock {settings.clock} does not measure a {settings.device} device")
+        raise typer.BadParameter(
+            f"--clock {settings.clock} does not measure a {settings.device} device"
+        )
 
 
 def slug(device: str) -> str:
     """The device's name as part of a file name: "cpu", "nvidia-h200"."""
-    return "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    return (
+        "cpu"
+        if device == "cpu"
+        else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    )
 
 
 def open_record(settings: Settings, path: Path, resume: bool) -> Record:
@@ -274,7 +294,9 @@ def open_record(settings: Settings, path: Path, resume: bool) -> Record:
     }
     for name in kept:
         if kept[name] != now[name]:
-            raise typer.BadParameter(f"--resume: the {name} of {path} are others: {kept[name]}, now {now[name]}")
+            raise typer.BadParameter(
+                f"--resume: the {name} of {path} are others: {kept[name]}, now {now[name]}"
+            )
     return record
 
 

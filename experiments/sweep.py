@@ -130,7 +130,9 @@ def density_cases(settings: Settings, seq_len: int, say: Callable[[str], None]) 
         for member in members:
             peers = settings.peers if member.problem.dense else sparse_peers
             contenders = ("sparseflash", *peers)
-            yield Case("density", family.name, member, settings.batch, settings.heads, seq_len, contenders)
+            yield Case(
+                "density", family.name, member, settings.batch, settings.heads, seq_len, contenders
+            )
 
 
 def length_cases(settings: Settings, seq_len: int) -> Iterator[Case]:
@@ -154,9 +156,15 @@ def measure(case: Case, contender: str, settings: Settings) -> Iterator[Row]:
     inputs, grad_out = random_problem(case, settings.head_dim, dtype, device, settings.seed)
     attend = contestant(contender, case.member.problem, device)
     mask = case.member.problem.mask
-    check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in settings.directions)
+    check(
+        attend, inputs, mask, f"{contender} on {case}", backward="backward" in settings.directions
+    )
     for direction in settings.directions:
-        prepare = forward_pass(attend, inputs) if direction == "forward" else backward_pass(attend, inputs, grad_out)
+        prepare = (
+            forward_pass(attend, inputs)
+            if direction == "forward"
+            else backward_pass(attend, inputs, grad_out)
+        )
         timing = time_call(prepare, Clock(settings.clock), settings.budget_ms)
         yield Row(
             sweep=case.sweep,
@@ -177,7 +185,11 @@ def measure(case: Case, contender: str, settings: Settings) -> Iterator[Row]:
 
 
 def contestant(contender: str, problem: Problem, device: torch.device) -> Attend:
-    return attend_sparseflash(problem) if contender == "sparseflash" else attend_peer(Peer(contender), problem, device)
+    return (
+        attend_sparseflash(problem)
+        if contender == "sparseflash"
+        else attend_peer(Peer(contender), problem, device)
+    )
 
 
 def random_problem(case: Case, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int):
@@ -187,7 +199,9 @@ def random_problem(case: Case, head_dim: int, dtype: torch.dtype, device: torch.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.seq_len, head_dim)
-    *inputs, grad_out = (torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4))
+    *inputs, grad_out = (
+        torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4)
+    )
     return [t.requires_grad_() for t in inputs], grad_out
 
 

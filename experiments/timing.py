@@ -44,7 +44,9 @@ class Timing:
     @classmethod
     def of(cls, milliseconds: list[float]) -> "Timing":
         times = torch.tensor(milliseconds, dtype=torch.float64)
-        low, median, high = torch.quantile(times, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        low, median, high = torch.quantile(
+            times, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+        ).tolist()
         return cls(median, low, high, len(milliseconds))
 
 
@@ -61,7 +63,9 @@ def time_call(prepare: Callable[[], Run], clock: Clock, budget_ms: float) -> Tim
     with torch.cuda.stream(stream):
         run = prepare()
         run()
-        timing = _time(_captured(run, stream) if clock is Clock.GRAPH else run, _sample_gpu, budget_ms)
+        timing = _time(
+            _captured(run, stream) if clock is Clock.GRAPH else run, _sample_gpu, budget_ms
+        )
     torch.cuda.current_stream().wait_stream(stream)
     # The stream and the graph have pools of their own, which nothing uses again.
     del run

@@ -13,10 +13,14 @@ from masks import draw
 
 
 def main(
-    pattern: Annotated[str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')],
+    pattern: Annotated[
+        str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')
+    ],
     seq_len: Annotated[int, typer.Option(help="tokens")] = 4096,
     block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128 or 256")] = 128,
-    output: Annotated[Path | None, typer.Option(help="PNG to write; by default named after the pattern")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="PNG to write; by default named after the pattern")
+    ] = None,
 ) -> None:
     """Draw a sparsity pattern, in the terminal and as a PNG, and print its figures."""
     try:

@@ -17,16 +17,19 @@ from masks.lookup_table import LookupTable
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or empty.
+    """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or
+    empty.
 
     grid:         the sequence length, block size and device
     head_layer:   the layer that each head reads; heads with the same mask share a layer
-    full:         numbers (see Grid) of the blocks whose pairs inside the sequence are all set, as runs
+    full:         numbers (see Grid) of the blocks whose pairs inside the sequence are all set, as
+        runs
     partial:      int64 (p,) numbers of the other non-zero blocks, ascending
     partial_tile: int64 (p,) which tile of the bank each one has
     bank:         int32 (tiles, bq, words), distinct, bits outside the sequence 0
 
-    Lengths and block sizes are in tokens. Immutable; `&`, `|`, `-`, `^`, `~` and `==` act on elements.
+    Lengths and block sizes are in tokens. Immutable; `&`, `|`, `-`, `^`, `~` and `==` act on
+    elements.
     """
 
     grid: Grid
@@ -39,10 +42,11 @@ class BlockMask:
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, block_size=128, seq_len=None) -> "BlockMask":
-        """The mask whose blocks are full where `blocks`, bool (nq, nk) or (heads, nq, nk), is true.
+        """The mask whose blocks are full where `blocks`, bool (nq, nk) or (heads, nq, nk), is
+        true.
 
-        seq_len: tokens, an int or (q_len, k_len); by default whole blocks. Raises ValueError when it does not need
-        exactly nq by nk blocks.
+        seq_len: tokens, an int or (q_len, k_len); by default whole blocks. Raises ValueError when
+        it does not need exactly nq by nk blocks.
         """
         blocks = _bool_matrix("blocks", blocks)
         nq, nk = blocks.shape[1:]
@@ -71,11 +75,13 @@ class BlockMask:
     def from_scipy(cls, matrix, block_size=128) -> "BlockMask":
         """The mask of a scipy.sparse matrix of shape (Nq, Nk): stored non-zero entries attend.
 
-        A bsr_array whose blocks are `block_size` is read block by block, any other format element by element;
-        neither goes through a dense matrix.
+        A bsr_array whose blocks are `block_size` is read block by block, any other format element
+        by element; neither goes through a dense matrix.
         """
         if not scipy.sparse.issparse(matrix):
-            raise TypeError(f"matrix must be a scipy.sparse array or matrix, got {type(matrix).__name__}")
+            raise TypeError(
+                f"matrix must be a scipy.sparse array or matrix, got {type(matrix).__name__}"
+            )
         if matrix.ndim != 2:
             raise ValueError(f"matrix must have 2 dimensions, got {matrix.ndim}")
         grid = Grid.of(tuple(int(n) for n in matrix.shape), block_size)
@@ -176,9 +182,13 @@ class BlockMask:
         return layers[self.head_layer[0]] if self.num_heads == 1 else layers[list(self.head_layer)]
 
     def to_scipy(self) -> scipy.sparse.bsr_array:
-        """A bool bsr_array (nq * bq, nk * bk): whole blocks, indices ascending. Raises ValueError for several heads."""
+        """A bool bsr_array (nq * bq, nk * bk): whole blocks, indices ascending. Raises ValueError
+        for several heads.
+        """
         if self.num_heads != 1:
-            raise ValueError(f"to_scipy takes a mask of one head, got {self.num_heads}; use mask.head(h)")
+            raise ValueError(
+                f"to_scipy takes a mask of one head, got {self.num_heads}; use mask.head(h)"
+            )
         g = self.grid
         number, order = torch.cat([self.full.expand(), self.partial]).sort()
         inside = g.whole[g.cut(self.full.expand())]
@@ -222,7 +232,9 @@ class BlockMask:
         number, order = transpose_points(self.partial, g).sort()
         pairs = tiles.unpack(self.bank, g.bk).transpose(1, 2)
         full = transpose_runs(self.full, g, self.num_layers)
-        return BlockMask(g.T, self.head_layer, full, number, self.partial_tile[order], tiles.pack(pairs))
+        return BlockMask(
+            g.T, self.head_layer, full, number, self.partial_tile[order], tiles.pack(pairs)
+        )
 
     def crop(self, q_len: int, k_len: int) -> "BlockMask":
         """The mask of the first q_len queries and k_len keys (tokens)."""
@@ -275,7 +287,8 @@ class BlockMask:
 
     def __repr__(self) -> str:
         return (
-            f"BlockMask(shape={self.shape}, block_size={self.block_size}, density={self.density:.4g}, "
+            f"BlockMask(shape={self.shape}, block_size={self.block_size}, "
+            f"density={self.density:.4g}, "
             f"partial_blocks={self.partial_blocks}, tiles={len(self.bank)}, device={self.device})"
         )
 
@@ -283,11 +296,18 @@ class BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         if self.grid != other.grid:
-            raise ValueError(f"masks must share lengths, block size and device, got {self} and {other}")
+            raise ValueError(
+                f"masks must share lengths, block size and device, got {self} and {other}"
+            )
         if 1 not in (self.num_heads, other.num_heads) and self.num_heads != other.num_heads:
-            raise ValueError(f"masks must have the same heads, or 1, got {self.num_heads} and {other.num_heads}")
+            raise ValueError(
+                f"masks must have the same heads, or 1, got {self.num_heads} and {other.num_heads}"
+            )
         heads = max(self.num_heads, other.num_heads)
-        pairs = [(self.head_layer[h % self.num_heads], other.head_layer[h % other.num_heads]) for h in range(heads)]
+        pairs = [
+            (self.head_layer[h % self.num_heads], other.head_layer[h % other.num_heads])
+            for h in range(heads)
+        ]
         layer = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
         a = self._select([pair[0] for pair in layer])
         b = other._select([pair[1] for pair in layer])
@@ -339,7 +359,9 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask:
     """
     for mask in masks:
         if mask.num_heads != 1 or mask.grid != masks[0].grid:
-            raise ValueError(f"stacked masks must have one head and agree, got {masks[0]} and {mask}")
+            raise ValueError(
+                f"stacked masks must have one head and agree, got {masks[0]} and {mask}"
+            )
     layer: dict[BlockMask, int] = {}
     head_layer = tuple(layer.setdefault(mask, len(layer)) for mask in masks)
     parts = [mask._select([mask.head_layer[0]]) for mask in layer]
@@ -351,7 +373,9 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask:
         concatenate([part.full.shift(i * grid.layer) for i, part in enumerate(parts)]),
         torch.cat([part.partial + i * grid.layer for i, part in enumerate(parts)]),
         torch.cat([part.bank for part in parts]),
-        torch.cat([part.partial_tile + start for part, start in zip(parts, bank_start, strict=False)]),
+        torch.cat(
+            [part.partial_tile + start for part, start in zip(parts, bank_start, strict=False)]
+        ),
     )
 
 
@@ -360,8 +384,9 @@ def assemble(
 ) -> BlockMask:
     """A canonical mask from its full blocks and candidates for partial ones.
 
-    number: int64 (p,) ascending numbers of the candidates, none of them in `full`; candidate i has the pairs
-    bank[tile[i]], whatever their bits outside the sequence. Candidates that turn out full or empty become so.
+    number: int64 (p,) ascending numbers of the candidates, none of them in `full`; candidate i has
+    the pairs bank[tile[i]], whatever their bits outside the sequence. Candidates that turn out
+    full or empty become so.
     """
     met, inverse = torch.unique(tile * 4 + grid.cut(number), return_inverse=True)
     whole = grid.whole[met % 4]
@@ -397,7 +422,14 @@ def from_strips(grid: Grid, pairs: Callable[[int, slice], Tensor], head_layer=(0
             found_tile.append(tile + tiles_so_far)
             tiles_so_far += len(bank)
     full = from_points(torch.cat(found_full))
-    return assemble(grid, head_layer, full, torch.cat(found_number), torch.cat(found_bank), torch.cat(found_tile))
+    return assemble(
+        grid,
+        head_layer,
+        full,
+        torch.cat(found_number),
+        torch.cat(found_bank),
+        torch.cat(found_tile),
+    )
 
 
 def _strip_blocks(grid: Grid, strip: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
@@ -419,10 +451,12 @@ def transpose_points(number: Tensor, grid: Grid) -> Tensor:
 
 
 def transpose_runs(full: Runs, grid: Grid, layers: int) -> Runs:
-    """The same blocks as runs of the transposed grid, in the order of the runs that come in and go out.
+    """The same blocks as runs of the transposed grid, in the order of the runs that come in and go
+    out.
 
-    A run down a column begins where a block is in and the one above it is not, and ends where the one above is in and
-    it is not; those blocks are a difference of two sets of runs, so nothing else is ever expanded.
+    A run down a column begins where a block is in and the one above it is not, and ends where the
+    one above is in and it is not; those blocks are a difference of two sets of runs, so nothing
+    else is ever expanded.
     """
     # One more row in each layer lets runs end below the last row.
     spread = Runs(*(t + (t // grid.layer) * grid.line for t in full))
@@ -439,7 +473,9 @@ def transpose_runs(full: Runs, grid: Grid, layers: int) -> Runs:
 
 
 def _renumber(row: Tensor, old: int, new: int) -> Tensor:
-    """Rows counted over layers of `old` rows, recounted over layers of `new` rows; -1 for those cut off."""
+    """Rows counted over layers of `old` rows, recounted over layers of `new` rows; -1 for those
+    cut off.
+    """
     layer, inside = row // old, row % old
     return torch.where(inside < new, layer * new + inside, -1)
 
@@ -451,9 +487,13 @@ def _no_runs(grid: Grid) -> Runs:
 
 def _bool_matrix(name: str, value) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        raise TypeError(f"{name} must be a bool tensor, got {getattr(value, 'dtype', type(value).__name__)}")
+        raise TypeError(
+            f"{name} must be a bool tensor, got {getattr(value, 'dtype', type(value).__name__)}"
+        )
     if value.ndim not in (2, 3) or 0 in value.shape:
-        raise ValueError(f"{name} must be (q, k) or (heads, q, k) and not empty, got {tuple(value.shape)}")
+        raise ValueError(
+            f"{name} must be (q, k) or (heads, q, k) and not empty, got {tuple(value.shape)}"
+        )
     return value if value.ndim == 3 else value[None]
 
 

@@ -1,4 +1,6 @@
-"""How patterns become block masks: builders in O(non-zero blocks), and the strip-wise reading of a predicate."""
+"""How patterns become block masks: builders in O(non-zero blocks), and the strip-wise reading of a
+predicate.
+"""
 
 from collections.abc import Callable
 
@@ -14,7 +16,8 @@ from masks.intervals import Runs, combine, from_points
 def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
     """Query q attends the keys low[q] <= k < high[q]; both int64 (q_len,), in tokens.
 
-    The cost is O(q_len) and, in every block row, the blocks that some but not all of its queries attend.
+    The cost is O(q_len) and, in every block row, the blocks that some but not all of its queries
+    attend.
     """
     low, high = low.clamp(0, grid.k_len), high.clamp(0, grid.k_len)
     nobody = high <= low
@@ -29,7 +32,8 @@ def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
     met, tile = tiles.distinct(ends)
     key = torch.arange(grid.bk, device=grid.device)
     bank = torch.cat(
-        [tiles.pack((key >= part[..., :1]) & (key < part[..., 1:])) for part in met.split(1024)] or [grid.whole[:0]]
+        [tiles.pack((key >= part[..., :1]) & (key < part[..., 1:])) for part in met.split(1024)]
+        or [grid.whole[:0]]
     )
     return assemble(grid, (0,), inner, candidates, bank, tile)
 
@@ -50,17 +54,26 @@ def _block_runs(grid: Grid, low: Tensor, high: Tensor, everybody: bool) -> Runs:
 
 def _by_block(grid: Grid, tokens: Tensor, fill: int) -> Tensor:
     """(q_len,) -> (nq, bq), the end filled up."""
-    return torch.nn.functional.pad(tokens, (0, -len(tokens) % grid.bq), value=fill).view(-1, grid.bq)
+    return torch.nn.functional.pad(tokens, (0, -len(tokens) % grid.bq), value=fill).view(
+        -1, grid.bq
+    )
 
 
-def from_offsets(grid: Grid, attends: Callable[[Tensor], Tensor], reach: int, shift: int) -> BlockMask:
-    """Query q attends key k where attends(k - q - shift) holds, which it may only for |k - q - shift| <= reach."""
+def from_offsets(
+    grid: Grid, attends: Callable[[Tensor], Tensor], reach: int, shift: int
+) -> BlockMask:
+    """Query q attends key k where attends(k - q - shift) holds, which it may only for |k - q -
+    shift| <= reach.
+    """
     q = torch.arange(grid.q_len, device=grid.device) + shift
     band = from_intervals(grid, q - reach, q + reach + 1)
     number = torch.cat([band.full.expand(), band.partial]).sort().values
     row, column = grid.split(number)
     offset, tile = torch.unique(column * grid.bk - row * grid.bq - shift, return_inverse=True)
-    inner = torch.arange(grid.bk, device=grid.device) - torch.arange(grid.bq, device=grid.device)[:, None]
+    inner = (
+        torch.arange(grid.bk, device=grid.device)
+        - torch.arange(grid.bq, device=grid.device)[:, None]
+    )
     bank = torch.stack([tiles.pack(attends(inner + start)) for start in offset.tolist()])
     nothing = Runs(number[:0], number[:0])
     return assemble(grid, (0,), nothing, number, bank, tile)
@@ -72,14 +85,20 @@ def from_coordinates(grid: Grid, row: Tensor, column: Tensor) -> BlockMask:
 
 
 def on_square_blocks(grid: Grid, build: Callable[[Grid], BlockMask]) -> BlockMask:
-    """A pattern of blocks drawn with square blocks of the grid's longer side, then cut into the grid's own."""
+    """A pattern of blocks drawn with square blocks of the grid's longer side, then cut into the
+    grid's own.
+    """
     side = max(grid.bq, grid.bk)
     mask = build(grid.with_blocks(side, side))
     return mask if grid.bq == grid.bk else mask.reblock(grid.block_size)
 
 
-def from_predicate(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]) -> BlockMask:
-    """attends(q, k) on int64 token indices that broadcast, (n, 1) and (1, k_len); read strip by strip."""
+def from_predicate(
+    grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
+) -> BlockMask:
+    """attends(q, k) on int64 token indices that broadcast, (n, 1) and (1, k_len); read strip by
+    strip.
+    """
     k = torch.arange(grid.k_len, device=grid.device)[None]
 
     def strip(_: int, rows: slice) -> Tensor:
@@ -89,7 +108,9 @@ def from_predicate(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Te
     return from_strips(grid, strip)
 
 
-def from_block_predicate(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]) -> BlockMask:
+def from_block_predicate(
+    grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
+) -> BlockMask:
     """attends(i, j) on int64 block indices that broadcast, (nq, 1) and (1, nk)."""
     i = torch.arange(grid.nq, device=grid.device)[:, None]
     j = torch.arange(grid.nk, device=grid.device)[None]
@@ -105,5 +126,6 @@ def _checked(name: str, answer, shape: tuple[int, int]) -> Tensor:
         return answer.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"pattern {name} must return a tensor that broadcasts to {shape}, got {tuple(answer.shape)}"
+            f"pattern {name} must return a tensor that broadcasts to {shape}, got "
+            f"{tuple(answer.shape)}"
         ) from None

@@ -13,7 +13,9 @@ from masks.lookup_table import PREFETCH, BlockRows, LookupTable
 
 
 class Lists(NamedTuple):
-    """The non-zero blocks of every layer: full ones as runs, partial ones ascending with their tiles."""
+    """The non-zero blocks of every layer: full ones as runs, partial ones ascending with their
+    tiles.
+    """
 
     full: Runs
     partial: Tensor
@@ -21,7 +23,9 @@ class Lists(NamedTuple):
 
 
 def compile_table(mask: BlockMask) -> LookupTable:
-    """The lookup table of a mask, on the mask's device, in O(runs + partial blocks + rows that list blocks)."""
+    """The lookup table of a mask, on the mask's device, in O(runs + partial blocks + rows that
+    list blocks).
+    """
     g, layers = mask.grid, mask.num_layers
     rows, bank = _without_cut_blocks(mask)
     number, order = transpose_points(rows.partial, g).sort()
@@ -39,7 +43,9 @@ def compile_table(mask: BlockMask) -> LookupTable:
 
 
 def _without_cut_blocks(mask: BlockMask) -> tuple[Lists, Tensor]:
-    """The blocks of a mask with the full ones that the end of the sequence cuts listed as partial, and their bank."""
+    """The blocks of a mask with the full ones that the end of the sequence cuts listed as partial,
+    and their bank.
+    """
     g = mask.grid
     cut = [_edge(g, mask.num_layers, side) for side in ("keys", "queries") if _ragged(g, side)]
     if not cut:
@@ -74,7 +80,8 @@ def _block_rows(lists: Lists, g: Grid, layers: int) -> BlockRows:
     partial_row, partial_column = g.split(lists.partial)
     partial_count = torch.bincount(partial_row, minlength=rows)
 
-    # A row of one run is a window of one list 0, 1, 2, ... that all such rows share; other rows list their blocks.
+    # A row of one run is a window of one list 0, 1, 2, ... that all such rows share; other rows
+    # list their blocks.
     alone = runs[run_row] == 1
     shared = torch.arange(g.nk if bool(alone.any()) else 0, device=g.device)
     listed = Runs(lists.full.begin[~alone], lists.full.end[~alone]).expand() % g.line

@@ -13,7 +13,9 @@ _SHADES = " ░▒▓█"
 
 
 def figures(mask: BlockMask) -> dict[str, str]:
-    """What the mask costs: density, blocks per row, partial blocks, distinct tiles, bytes of lookup table."""
+    """What the mask costs: density, blocks per row, partial blocks, distinct tiles, bytes of
+    lookup table.
+    """
     per_row = mask.blocks_per_row().flatten()
     low, middle, high = (int(f(per_row)) for f in (torch.min, torch.median, torch.max))
     return {
@@ -29,7 +31,9 @@ def figures(mask: BlockMask) -> dict[str, str]:
 
 
 def coverage(mask: BlockMask, most: int) -> Tensor:
-    """float32 (rows, columns), each at most `most`: the fraction of pairs set in each cell of the first head."""
+    """float32 (rows, columns), each at most `most`: the fraction of pairs set in each cell of the
+    first head.
+    """
     g = mask.grid
     one = mask.head(0)
     fill = torch.zeros(g.nq, g.nk)
@@ -42,18 +46,28 @@ def coverage(mask: BlockMask, most: int) -> Tensor:
 
 
 def text(mask: BlockMask, most: int = 48) -> str:
-    """The mask in block characters, darker where more pairs are set; queries go down, keys to the right."""
+    """The mask in block characters, darker where more pairs are set; queries go down, keys to the
+    right.
+    """
     cells = (coverage(mask, most) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(_SHADES[c] * 2 for c in row) for row in cells.tolist())
 
 
 def save(mask: BlockMask, path: Path, title: str) -> None:
-    """Writes a PNG of the first head: one cell a block (fewer when there are more than 1024), darker when fuller."""
+    """Writes a PNG of the first head: one cell a block (fewer when there are more than 1024),
+    darker when fuller.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
     extent = (0, mask.seq_len[1], mask.seq_len[0], 0)
-    axes.imshow(coverage(mask, 1024), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    axes.set(title=f"{title}, density {mask.density:.3g}", xlabel="key (tokens)", ylabel="query (tokens)")
+    axes.imshow(
+        coverage(mask, 1024), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest"
+    )
+    axes.set(
+        title=f"{title}, density {mask.density:.3g}",
+        xlabel="key (tokens)",
+        ylabel="query (tokens)",
+    )
     figure.savefig(path, dpi=150)

@@ -16,8 +16,8 @@ BLOCK_SIDES = (16, 32, 64, 128, 256)
 class Grid:
     """The blocks of a (q_len, k_len) score matrix cut into (bq, bk) rectangles, both in tokens.
 
-    Block (i, j) of layer l has the number (l * nq + i) * (nk + 1) + j on one line: rows follow one another with one
-    unused number between them.
+    Block (i, j) of layer l has the number (l * nq + i) * (nk + 1) + j on one line: rows follow one
+    another with one unused number between them.
     """
 
     q_len: int
@@ -86,7 +86,9 @@ class Grid:
 
     @cached_property
     def whole(self) -> Tensor:
-        """int32 (4, bq, words): every pair of a block that lies in the sequence, for each value of cut."""
+        """int32 (4, bq, words): every pair of a block that lies in the sequence, for each value of
+        cut.
+        """
         keys = self.k_len - (self.nk - 1) * self.bk
         queries = self.q_len - (self.nq - 1) * self.bq
         sides = [(self.bq, self.bk), (self.bq, keys), (queries, self.bk), (queries, keys)]

@@ -1,8 +1,9 @@
 """Sets of integers as sorted runs [begin, end): the arithmetic behind the algebra of masks.
 
-A block mask numbers its blocks along one line, row after row, with one unused number between rows so that no run
-crosses a row. Its full blocks are then a set of runs, and every operation on masks is an operation on few runs, however
-many blocks they hold: full and causal masks have one run per row.
+A block mask numbers its blocks along one line, row after row, with one unused number between rows
+so that no run crosses a row. Its full blocks are then a set of runs, and every operation on masks
+is an operation on few runs, however many blocks they hold: full and causal masks have one run per
+row.
 """
 
 from collections.abc import Callable

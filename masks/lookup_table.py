@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-# Kernels fetch the index of the next block while they work on this one: every list ends in so many readable entries.
+# Kernels fetch the index of the next block while they work on this one: every list ends in so many
+# readable entries.
 PREFETCH = 2
 
 
@@ -13,9 +14,10 @@ PREFETCH = 2
 class BlockRows:
     """One direction of a lookup table: for every block row the full and the partial blocks in it.
 
-    Rows and layers may share storage: two rows that list the same blocks may point at the same range.
+    Rows and layers may share storage: two rows that list the same blocks may point at the same
+    range.
 
-    bounds:        int32 (layers, rows, 4)  full_start, full_count, partial_start, partial_count of each row
+    bounds:        int32 (layers, rows, 4)  full_start, full_count, partial_start, partial_count
     full_index:    int32 (n,)               column of each full block, ascending within a row
     partial_index: int32 (p,)               column of each partial block, ascending within a row
     partial_tile:  int32 (p,)               which tile of the bank holds its element mask
@@ -46,14 +48,16 @@ class LookupTable:
 
     by_query:   rows are query blocks, columns are key blocks (forward, dQ)
     by_key:     the transpose: rows are key blocks, columns are query blocks (dK, dV)
-    bank:       int32 (tiles, bq, ceil(bk / 32)); bit c % 32 of bank[t, r, c // 32] is pair (query r, key c) of tile t,
-                in both directions; bits outside the sequence are 0
-    head_layer: int32 (mask heads,): the layer that each head reads; one entry serves any number of heads
+    bank:       int32 (tiles, bq, ceil(bk / 32)); bit c % 32 of bank[t, r, c // 32] is pair (query
+                r, key c) of tile t, in both directions; bits outside the sequence are 0
+    head_layer: int32 (mask heads,): the layer that each head reads; one entry serves any number of
+        heads
     seq_len:    (q_len, k_len) in tokens
     block_size: (bq, bk) in tokens
 
-    A block listed as full lies inside the sequence and has every pair set; a block that the end of the sequence cuts
-    is always partial. So a kernel needs bounds checks and element masks for partial blocks only.
+    A block listed as full lies inside the sequence and has every pair set; a block that the end of
+    the sequence cuts is always partial. So a kernel needs bounds checks and element masks for
+    partial blocks only.
     """
 
     by_query: BlockRows
@@ -87,5 +91,7 @@ def _tensors(record) -> list[Tensor]:
 
 def _move(record, device):
     """A copy of a frozen record with every tensor (and nested record) on `device`."""
-    moved = {f.name: v.to(device) for f in fields(record) if hasattr(v := getattr(record, f.name), "to")}
+    moved = {
+        f.name: v.to(device) for f in fields(record) if hasattr(v := getattr(record, f.name), "to")
+    }
     return replace(record, **moved)

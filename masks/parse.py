@@ -1,4 +1,6 @@
-"""Patterns written as text: "local(256) & causal()", or "my_patterns.py:name" for one from a file."""
+"""Patterns written as text: "local(256) & causal()", or "my_patterns.py:name" for one from a
+file.
+"""
 
 import ast
 import importlib.util
@@ -17,10 +19,12 @@ _OPERATORS = {
 
 
 def parse(text: str) -> Pattern:
-    """The pattern that `text` names: built-in calls with literal arguments joined by & | ^ - ~, or path.py:name.
+    """The pattern that `text` names: built-in calls with literal arguments joined by & | ^ - ~, or
+    path.py:name.
 
-    A bare name is a call without arguments: "butterfly" is butterfly(). Nothing else is evaluated; a file named by
-    path.py:name is imported. Raises ValueError for anything else, with the known patterns.
+    A bare name is a call without arguments: "butterfly" is butterfly(). Nothing else is evaluated;
+    a file named by path.py:name is imported. Raises ValueError for anything else, with the known
+    patterns.
     """
     path, _, name = text.partition(".py:")
     if name:
@@ -40,15 +44,21 @@ def _evaluate(node: ast.expr) -> Pattern:
         case ast.Name(name):
             return _builtin(name)()
         case ast.Call(ast.Name(name), args, keywords):
-            return _builtin(name)(*map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords})
-    raise ValueError(f"pattern {ast.unparse(node)!r} must be built of {sorted(BUILTIN)} with & | ^ - ~")
+            return _builtin(name)(
+                *map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords}
+            )
+    raise ValueError(
+        f"pattern {ast.unparse(node)!r} must be built of {sorted(BUILTIN)} with & | ^ - ~"
+    )
 
 
 def _literal(node: ast.expr):
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"arguments of patterns must be literals, got {ast.unparse(node)!r}") from None
+        raise ValueError(
+            f"arguments of patterns must be literals, got {ast.unparse(node)!r}"
+        ) from None
 
 
 def _builtin(name: str):

@@ -13,7 +13,8 @@ from masks.grid import Grid
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a BlockMask.
+    """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a
+    BlockMask.
 
     `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
     """
@@ -22,9 +23,11 @@ class Pattern:
     build: Callable[[Grid], BlockMask]
 
     def __call__(self, seq_len, block_size=128, device=None) -> BlockMask:
-        """The mask at `seq_len` tokens in blocks of `block_size` tokens, each an int or a (q, k) pair.
+        """The mask at `seq_len` tokens in blocks of `block_size` tokens, each an int or a (q, k)
+        pair.
 
-        Raises TypeError or ValueError for lengths below 1 and block sides other than 16, 32, 64, 128, 256.
+        Raises TypeError or ValueError for lengths below 1 and block sides other than 16, 32, 64,
+        128, 256.
         """
         return self.build(Grid.of(seq_len, block_size, device))
 
@@ -56,18 +59,23 @@ class Pattern:
 def pattern(attends: Callable) -> Pattern:
     """Decorator: the pattern of a vectorised function of token indices, (q, k) -> bool.
 
-    q is int64 (n, 1) and k int64 (1, k_len), on the device where the mask is wanted; the answer must be a bool tensor
-    that broadcasts to (n, k_len). Compiled strip by strip, never through an N x N array.
+    q is int64 (n, 1) and k int64 (1, k_len), on the device where the mask is wanted; the answer
+    must be a bool tensor that broadcasts to (n, k_len). Compiled strip by strip, never through an
+    N x N array.
     """
     return Pattern(attends.__name__, lambda grid: from_predicate(grid, attends.__name__, attends))
 
 
 def block_pattern(attends: Callable) -> Pattern:
-    """Decorator: the pattern of a vectorised function of block indices, (i, j) -> bool; its blocks are full.
+    """Decorator: the pattern of a vectorised function of block indices, (i, j) -> bool; its blocks
+    are full.
 
-    i is int64 (nq, 1) and j int64 (1, nk); the answer must be a bool tensor that broadcasts to (nq, nk).
+    i is int64 (nq, 1) and j int64 (1, nk); the answer must be a bool tensor that broadcasts to
+    (nq, nk).
     """
-    return Pattern(attends.__name__, lambda grid: from_block_predicate(grid, attends.__name__, attends))
+    return Pattern(
+        attends.__name__, lambda grid: from_block_predicate(grid, attends.__name__, attends)
+    )
 
 
 @overload
@@ -77,14 +85,17 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask: ...
 def stack(masks):
     """Head h gets masks[h]: a Pattern from patterns, a BlockMask from block masks.
 
-    Heads with equal masks share storage. Raises ValueError for an empty list and TypeError for a mixture.
+    Heads with equal masks share storage. Raises ValueError for an empty list and TypeError for a
+    mixture.
     """
     if not masks:
         raise ValueError("stack needs at least one mask, got none")
     if all(isinstance(m, BlockMask) for m in masks):
         return block_mask.stack(masks)
     if not all(isinstance(m, Pattern) for m in masks):
-        raise TypeError(f"stack takes all patterns or all block masks, got {[type(m).__name__ for m in masks]}")
+        raise TypeError(
+            f"stack takes all patterns or all block masks, got {[type(m).__name__ for m in masks]}"
+        )
     distinct = list(dict.fromkeys(masks))
 
     def build(grid: Grid) -> BlockMask:

@@ -38,14 +38,18 @@ def _split(mask: BlockMask, fine: Grid) -> BlockMask:
     child = _children(row, g.nq, rq)[:, :, None]
     part_row = (child // (g.nq * rq)) * fine.nq + child % (g.nq * rq)
     part_column = (column[:, None] * rk + _count(rk, g))[:, None, :]
-    tile = mask.partial_tile[:, None, None] * (rq * rk) + _count(rq, g)[:, None] * rk + _count(rk, g)
+    tile = (
+        mask.partial_tile[:, None, None] * (rq * rk) + _count(rq, g)[:, None] * rk + _count(rk, g)
+    )
     keep = (child % (g.nq * rq) < fine.nq) & (part_column < fine.nk)
     number, order = fine.number(part_row, part_column)[keep].sort()
     return assemble(fine, mask.head_layer, full, number, bank, tile[keep][order])
 
 
 def _children(row: Tensor, rows: int, ratio: int) -> Tensor:
-    """int64 (n, ratio): the rows that each row is cut into, counted over layers of rows * ratio rows."""
+    """int64 (n, ratio): the rows that each row is cut into, counted over layers of rows * ratio
+    rows.
+    """
     layer, inside = row // rows, row % rows
     first = layer * rows * ratio + inside * ratio
     return first[:, None] + torch.arange(ratio, device=row.device)
@@ -56,7 +60,9 @@ def _count(ratio: int, g: Grid) -> Tensor:
 
 
 def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
-    """Blocks of a coarser grid: full where all of their parts are, else with the bits of their parts."""
+    """Blocks of a coarser grid: full where all of their parts are, else with the bits of their
+    parts.
+    """
     g = mask.grid
     rq, rk = coarse.bq // g.bq, coarse.bk // g.bk
     if rq == rk == 1:
@@ -73,7 +79,9 @@ def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
     ]
     missing = _rows_without_part(coarse, g, mask.num_layers, rq)
     full = combine(
-        lambda *inside: torch.stack([a | b for a, b in zip(inside[:rq], inside[rq:], strict=True)]).all(0),
+        lambda *inside: torch.stack(
+            [a | b for a, b in zip(inside[:rq], inside[rq:], strict=True)]
+        ).all(0),
         *in_row,
         *missing,
     )
@@ -91,17 +99,23 @@ def _union(g: Grid, row: Tensor, begin: Tensor, end: Tensor) -> Runs:
     last = torch.cummax(g.number(row, end)[order], 0).values
     new = torch.ones_like(first, dtype=torch.bool)
     new[1:] = first[1:] > last[:-1]
-    return Runs(first[new], last[torch.cat([new[1:], new[:1]])]) if len(first) else Runs(first, last)
+    return (
+        Runs(first[new], last[torch.cat([new[1:], new[:1]])]) if len(first) else Runs(first, last)
+    )
 
 
 def _rows_without_part(coarse: Grid, g: Grid, layers: int, rq: int) -> list[Runs]:
-    """For each part of a coarse row, the coarse rows that have no such part (the sequence ends before it)."""
+    """For each part of a coarse row, the coarse rows that have no such part (the sequence ends
+    before it).
+    """
     every = coarse.every_row(layers)
     row = torch.arange(layers * coarse.nq, device=g.device) % coarse.nq
     return [Runs(*(t[row * rq + part >= g.nq] for t in every)) for part in range(rq)]
 
 
-def _gather(mask: BlockMask, coarse: Grid, candidates: Tensor, rq: int, rk: int) -> tuple[Tensor, Tensor]:
+def _gather(
+    mask: BlockMask, coarse: Grid, candidates: Tensor, rq: int, rk: int
+) -> tuple[Tensor, Tensor]:
     """The bit tiles of coarse blocks, put together from their parts."""
     g = mask.grid
     row, column = coarse.split(candidates)

@@ -1,4 +1,6 @@
-"""Bit tiles: the element masks of partial blocks, one bit per (query, key) pair, each distinct tile stored once."""
+"""Bit tiles: the element masks of partial blocks, one bit per (query, key) pair, each distinct
+tile stored once.
+"""
 
 import torch
 from torch import Tensor
@@ -12,9 +14,14 @@ def words(block_k: int) -> int:
 
 
 def pack(pairs: Tensor) -> Tensor:
-    """bool (..., bk) -> int32 (..., words): pair c becomes bit c % 32 of word c // 32. bk is a multiple of 8."""
-    # Eight bools are eight bytes of an int64; one product gathers their low bits in its top byte, byte i at bit i.
-    if pairs.stride(-1) != 1 or not pairs.is_contiguous():  # an empty tensor of any strides counts as contiguous
+    """bool (..., bk) -> int32 (..., words): pair c becomes bit c % 32 of word c // 32. bk is a
+    multiple of 8.
+    """
+    # Eight bools are eight bytes of an int64; one product gathers their low bits in its top byte,
+    # byte i at bit i.
+    if (
+        pairs.stride(-1) != 1 or not pairs.is_contiguous()
+    ):  # an empty tensor of any strides counts as contiguous
         pairs = pairs.clone(memory_format=torch.contiguous_format)
     octets = pairs.view(torch.int64)
     packed = ((octets * 0x0102040810204080) >> 56).to(torch.uint8)
@@ -28,8 +35,12 @@ def unpack(tiles: Tensor, block_k: int) -> Tensor:
     return (((tiles.unsqueeze(-1) >> bits) & 1) != 0).flatten(-2)[..., :block_k]
 
 
-def full_tile(block_size: tuple[int, int], inside: tuple[int, int], device: torch.device) -> Tensor:
-    """The tile whose first `inside` = (queries, keys) pairs are set: a block that the end of the sequence cuts."""
+def full_tile(
+    block_size: tuple[int, int], inside: tuple[int, int], device: torch.device
+) -> Tensor:
+    """The tile whose first `inside` = (queries, keys) pairs are set: a block that the end of the
+    sequence cuts.
+    """
     pairs = torch.zeros(block_size, dtype=torch.bool, device=device)
     pairs[: inside[0], : inside[1]] = True
     return pack(pairs)
@@ -38,7 +49,8 @@ def full_tile(block_size: tuple[int, int], inside: tuple[int, int], device: torc
 def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     """int32 (n, ...) -> (unique, inverse) with unique[inverse] equal to `rows`.
 
-    Rows are grouped by a 64-bit hash and then compared, so that a collision costs time and never a wrong tile.
+    Rows are grouped by a 64-bit hash and then compared, so that a collision costs time and never a
+    wrong tile.
     """
     if len(rows) == 0:
         return rows, torch.zeros(0, dtype=torch.int64, device=rows.device)

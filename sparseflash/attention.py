@@ -60,22 +60,25 @@ def attention(
 
     S = scale Q K^T, -inf where masked;  P = softmax over keys;  O = dropout(P) V
 
-    query: (batch, heads, q_len, head_dim); key, value: (batch, kv_heads, k_len, head_dim), any strides. heads is a
-        multiple of kv_heads; query head h reads key head h // (heads // kv_heads).
-    mask: a Pattern, a BlockMask of this length, or None for all pairs; True means attend. A Pattern is compiled
-        once per length and device, in blocks of 128 tokens.
+    query: (batch, heads, q_len, head_dim); key, value: (batch, kv_heads, k_len, head_dim), any
+        strides. heads is a multiple of kv_heads; query head h reads key head h // (heads //
+        kv_heads).
+    mask: a Pattern, a BlockMask of this length, or None for all pairs; True means attend. A
+        Pattern is compiled once per length and device, in blocks of 128 tokens.
     scale: 1 / sqrt(head_dim) by default.
-    dropout_p, seed: dropout on P, in [0, 1); the same seed drops the same pairs on every backend. Without a seed one
-        is drawn from torch's default generator.
-    key_lengths: integers (batch,), 0 to k_len: keys at or past the length of their batch element are masked.
+    dropout_p, seed: dropout on P, in [0, 1); the same seed drops the same pairs on every backend.
+        Without a seed one is drawn from torch's default generator.
+    key_lengths: integers (batch,), 0 to k_len: keys at or past the length of their batch element
+        are masked.
     backend: "auto", or a name; a named backend never falls back.
 
-    Returns out like query, and with return_lse the natural logsumexp of the masked scores, float32 (batch, heads,
-    q_len), whose gradient is supported. A query without a key gets out 0, lse -inf and zero gradients. float32
-    products are IEEE. Extra memory is O(q_len) in both passes. The same inputs give the same bits.
+    Returns out like query, and with return_lse the natural logsumexp of the masked scores, float32
+    (batch, heads, q_len), whose gradient is supported. A query without a key gets out 0, lse -inf
+    and zero gradients. float32 products are IEEE. Extra memory is O(q_len) in both passes. The
+    same inputs give the same bits.
 
-    Raises TypeError or ValueError naming the argument, and BackendError when no backend can serve the call; all before
-    anything is computed.
+    Raises TypeError or ValueError naming the argument, and BackendError when no backend can serve
+    the call; all before anything is computed.
     Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse).
     """
     _check_tensors(query, key, value)
@@ -103,7 +106,9 @@ def attention(
     )
     chosen = select(backend, spec)
     table = block_mask.table(query.device)
-    out, lse = BlockSparseAttention.apply(query, key, value, table, key_lengths, seed, spec, chosen)
+    out, lse = BlockSparseAttention.apply(
+        query, key, value, table, key_lengths, seed, spec, chosen
+    )
     return (out, lse) if return_lse else out
 
 
@@ -132,20 +137,29 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise ValueError(
-                f"{name} must be (batch, heads, seq, head_dim) with nothing empty, got {tuple(tensor.shape)}"
+                f"{name} must be (batch, heads, seq, head_dim) with nothing empty, got "
+                f"{tuple(tensor.shape)}"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
-                f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} on {tensor.device}"
+                f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} "
+                f"on {tensor.device}"
             )
     if not query.dtype.is_floating_point:
         raise TypeError(f"query must be of a floating-point dtype, got {query.dtype}")
     if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, {tuple(key.shape)}, got {tuple(value.shape)}")
+        raise ValueError(
+            f"value must have the shape of key, {tuple(key.shape)}, got {tuple(value.shape)}"
+        )
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
-        raise ValueError(f"key must share batch and head_dim with query {tuple(query.shape)}, got {tuple(key.shape)}")
+        raise ValueError(
+            f"key must share batch and head_dim with query {tuple(query.shape)}, got "
+            f"{tuple(key.shape)}"
+        )
     if query.shape[1] % key.shape[1]:
-        raise ValueError(f"key heads must divide the {query.shape[1]} query heads, got {key.shape[1]}")
+        raise ValueError(
+            f"key heads must divide the {query.shape[1]} query heads, got {key.shape[1]}"
+        )
 
 
 def _checked_scale(scale: float) -> float:
@@ -168,9 +182,15 @@ def _checked_dropout(dropout_p: float, seed: int | None) -> int:
 
 def _checked_key_lengths(lengths: Tensor, batch: int, k_len: int, device: torch.device) -> Tensor:
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"key_lengths must be an int32 or int64 tensor, got {getattr(lengths, 'dtype', lengths)!r}")
+        raise TypeError(
+            f"key_lengths must be an int32 or int64 tensor, got "
+            f"{getattr(lengths, 'dtype', lengths)!r}"
+        )
     if lengths.shape != (batch,) or lengths.device != device:
-        raise ValueError(f"key_lengths must be ({batch},) on {device}, got {tuple(lengths.shape)} on {lengths.device}")
+        raise ValueError(
+            f"key_lengths must be ({batch},) on {device}, got {tuple(lengths.shape)} on "
+            f"{lengths.device}"
+        )
     if bool(((lengths < 0) | (lengths > k_len)).any()):
         raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
     return lengths.to(torch.int32)

@@ -24,5 +24,7 @@ class BlockSparseAttention(torch.autograd.Function):
             return (None,) * 8
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
-        grads = ctx.backend.backward(grad_out, grad_lse, *saved, *ctx.call, ctx.needs_input_grad[:3])
+        grads = ctx.backend.backward(
+            grad_out, grad_lse, *saved, *ctx.call, ctx.needs_input_grad[:3]
+        )
         return (*grads, None, None, None, None, None)

@@ -12,7 +12,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox(
+    key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Philox4x32-10: four independent uniform 32-bit words for each counter.
 
     key:     two 32-bit words
@@ -32,7 +34,9 @@ def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor])
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 
-def keep_mask(seed: int, rows_bh: Tensor, q_index: Tensor, k_index: Tensor, dropout_p: float) -> Tensor:
+def keep_mask(
+    seed: int, rows_bh: Tensor, q_index: Tensor, k_index: Tensor, dropout_p: float
+) -> Tensor:
     """Which (query, key) pairs dropout keeps: bool, in the shape that the indices broadcast to.
 
     kept iff philox(seed, (k >> 2, q, bh, 0))[k & 3] >= floor(dropout_p * 2^32)
@@ -46,7 +50,9 @@ def keep_mask(seed: int, rows_bh: Tensor, q_index: Tensor, k_index: Tensor, drop
     return torch.where(which % 2 == 0, even, odd) >= _threshold(dropout_p)
 
 
-def keep_mask_of_quads(seed: int, rows_bh: Tensor, q_index: Tensor, quad_index: Tensor, dropout_p: float) -> Tensor:
+def keep_mask_of_quads(
+    seed: int, rows_bh: Tensor, q_index: Tensor, quad_index: Tensor, dropout_p: float
+) -> Tensor:
     """keep_mask of the keys 4 * quad + (0, 1, 2, 3) of each quad, at a quarter of its cost.
 
     The indices broadcast to (..., quads), one quad for each entry; the result is

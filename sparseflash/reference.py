@@ -142,7 +142,9 @@ def _attend(pairs: _Pairs, rows: slice, chunk_size: int, query, key, value):
     return weighted / total.unsqueeze(-1), lse
 
 
-def _absorb(pairs: _Pairs, rows: slice, columns: slice, maximum, total, weighted, query, key, value):
+def _absorb(
+    pairs: _Pairs, rows: slice, columns: slice, maximum, total, weighted, query, key, value
+):
     """One step of the recurrence: the state after the keys in `columns`."""
     scores = einsum(query, key, "b h q d, b h k d -> b h q k")
     scores = scores.masked_fill(~pairs.allowed[:, :, rows, columns], -math.inf)

@@ -1,4 +1,6 @@
-"""AttentionSpec: the hashable facts of one call, by which a backend says whether it can serve it."""
+"""AttentionSpec: the hashable facts of one call, by which a backend says whether it can serve
+it.
+"""
 
 from dataclasses import dataclass
 
@@ -9,8 +11,9 @@ import torch
 class AttentionSpec:
     """The facts of one attention call. Lengths in tokens.
 
-    query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim); query head h reads
-    key head h // (heads // kv_heads). mask_heads is 1 (all heads share one mask) or heads.
+    query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
+    query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
+    mask) or heads.
     """
 
     batch: int

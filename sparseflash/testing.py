@@ -18,9 +18,9 @@ STRIDES = ("contiguous", "bshd", "sliced", "expanded", "strided_last")
 
 # How much more than materialised attention a kernel may err.
 _FACTOR = 2
-# Roundings on top of that, of results in their dtype and of sums in float32. The backward subtracts
-# rowsum(dO * O), of rounded numbers, where materialised attention subtracts its own products: for
-# a query of few keys those cancel exactly, and its error is no measure.
+# Roundings on top of that, of results in their dtype and of sums in float32. The backward
+# subtracts rowsum(dO * O), of rounded numbers, where materialised attention subtracts its own
+# products: for a query of few keys those cancel exactly, and its error is no measure.
 _RESULT_ROUNDINGS = 2
 _SUM_ROUNDINGS = 32
 
@@ -52,7 +52,8 @@ def make_inputs(
     kv_heads = heads if kv_heads is None else kv_heads
     shapes = [(heads, q_len), (kv_heads, k_len), (kv_heads, k_len), (heads, q_len)]
     query, key, value, grad_out = (
-        _with_strides(strides, (batch, *shape, head_dim), generator, dtype, scale) for shape in shapes
+        _with_strides(strides, (batch, *shape, head_dim), generator, dtype, scale)
+        for shape in shapes
     )
     return query, key, value, grad_out
 
@@ -185,7 +186,9 @@ def check_attention(
     reference, eager = standard(torch.float64), standard(query.dtype)
     assert actual["out"].dtype == query.dtype, f"out: {actual['out'].dtype}, not {query.dtype}"
     for name, result in actual.items():
-        assert_close_to_reference(result, reference[name], eager[name], dtype=query.dtype, name=name)
+        assert_close_to_reference(
+            result, reference[name], eager[name], dtype=query.dtype, name=name
+        )
     return actual
 
 

@@ -30,7 +30,9 @@ def readme_code(language: str) -> list[str]:
     [
         pytest.param(("ruff", "check", "--no-cache"), id="style"),
         pytest.param(("lint-imports", "--no-cache"), id="layers"),
-        pytest.param(("basedpyright", "--pythonpath", sys.executable), id="types", marks=pytest.mark.slow),
+        pytest.param(
+            ("basedpyright", "--pythonpath", sys.executable), id="types", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_linter_has_nothing_to_say(command):
@@ -39,7 +41,10 @@ def test_linter_has_nothing_to_say(command):
 
 def test_every_folder_of_code_is_distributed():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    roots = [name.removesuffix("*") for name in config["tool"]["setuptools"]["packages"]["find"]["include"]]
+    roots = [
+        name.removesuffix("*")
+        for name in config["tool"]["setuptools"]["packages"]["find"]["include"]
+    ]
     folders = {file.parent for root in roots for file in (ROOT / root).rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 

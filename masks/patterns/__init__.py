@@ -1,4 +1,6 @@
-"""The built-in patterns, one family per file. A new one is a function that returns a Pattern, named in BUILTIN."""
+"""The built-in patterns, one family per file. A new one is a function that returns a Pattern,
+named in BUILTIN.
+"""
 
 from collections.abc import Callable
 

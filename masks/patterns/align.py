@@ -13,9 +13,11 @@ def check_align(align: str | None) -> None:
 def diagonal(grid: Grid, name: str, align: str | None) -> int:
     """The key (in tokens) that lies on the diagonal with query 0.
 
-    "top-left" puts query 0 on key 0, "bottom-right" the last query on the last key. Raises ValueError when the lengths
-    differ and no alignment was chosen.
+    "top-left" puts query 0 on key 0, "bottom-right" the last query on the last key. Raises
+    ValueError when the lengths differ and no alignment was chosen.
     """
     if align is None and grid.q_len != grid.k_len:
-        raise ValueError(f"{name} with seq_len {grid.seq_len} needs align, one of {ALIGNMENTS}, got None")
+        raise ValueError(
+            f"{name} with seq_len {grid.seq_len} needs align, one of {ALIGNMENTS}, got None"
+        )
     return grid.k_len - grid.q_len if align == "bottom-right" else 0

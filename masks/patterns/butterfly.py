@@ -7,12 +7,14 @@ from masks.pattern import Pattern
 
 
 def butterfly(max_stride: int | None = None) -> Pattern:
-    """Fixed flat block butterfly: block i attends itself and the blocks i xor m for m = 1, 2, 4, ..., max_stride / 2.
+    """Fixed flat block butterfly: block i attends itself and the blocks i xor m for m = 1, 2, 4,
+    ..., max_stride / 2.
 
-    The sum of the butterfly factors of stride 2, 4, ..., max_stride (in blocks, a power of two; 1 leaves the block
-    diagonal; None takes all factors). Any number of blocks: partners past the end are left out. When q_len and k_len
-    differ, query block i stands at key block floor(i * nk / nq). Blocks that are not square are cut out of square ones
-    of the longer side. Raises ValueError when max_stride is not a power of two.
+    The sum of the butterfly factors of stride 2, 4, ..., max_stride (in blocks, a power of two; 1
+    leaves the block diagonal; None takes all factors). Any number of blocks: partners past the end
+    are left out. When q_len and k_len differ, query block i stands at key block floor(i * nk /
+    nq). Blocks that are not square are cut out of square ones of the longer side. Raises
+    ValueError when max_stride is not a power of two.
     Source: Dao et al. 2022, Pixelated Butterfly, section 3.
     """
     if max_stride is not None and (max_stride < 1 or max_stride & (max_stride - 1)):

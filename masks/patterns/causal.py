@@ -10,7 +10,8 @@ from masks.patterns.align import check_align, diagonal
 def causal(*, align: str | None = None) -> Pattern:
     """Query q attends the keys k <= q + offset.
 
-    align: "top-left" (offset 0) or "bottom-right" (offset k_len - q_len); must be given when the lengths differ.
+    align: "top-left" (offset 0) or "bottom-right" (offset k_len - q_len); must be given when the
+        lengths differ.
     """
     check_align(align)
 

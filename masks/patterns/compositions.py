@@ -12,7 +12,8 @@ from masks.patterns.random import random_blocks
 
 
 def longformer(window: int, num_global: int) -> Pattern:
-    """local(window) | global_tokens(num_global): |q - k| <= window, or q or k among the first tokens; in tokens.
+    """local(window) | global_tokens(num_global): |q - k| <= window, or q or k among the first
+    tokens; in tokens.
 
     Source: Beltagy et al. 2020, Longformer.
     """
@@ -21,21 +22,26 @@ def longformer(window: int, num_global: int) -> Pattern:
 
 
 def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int = 0) -> Pattern:
-    """Full blocks: a window of `window` blocks around the diagonal, `num_global` first rows and columns of blocks, and
-    `num_random` blocks drawn in every row (they may fall on the others).
+    """Full blocks: a window of `window` blocks around the diagonal, `num_global` first rows and
+    columns of blocks, and `num_random` blocks drawn in every row (they may fall on the others).
 
     All counts in blocks. Raises ValueError for an even or negative window or a negative count.
     Source: Zaheer et al. 2020, BigBird.
     """
     if window < 1 or window % 2 == 0 or num_global < 0 or num_random < 0:
         raise ValueError(
-            f"window must be odd and counts >= 0, got window={window}, num_global={num_global}, num_random={num_random}"
+            f"window must be odd and counts >= 0, got window={window}, num_global={num_global}, "
+            f"num_random={num_random}"
         )
 
     def blocks(grid: Grid) -> BlockMask:
         i, j = (torch.arange(n, device=grid.device) for n in (grid.nq, grid.nk))
         first_q, first_k = i[:num_global], j[:num_global]
-        near = (i * grid.nk // grid.nq)[:, None] + torch.arange(window, device=grid.device) - window // 2
+        near = (
+            (i * grid.nk // grid.nq)[:, None]
+            + torch.arange(window, device=grid.device)
+            - window // 2
+        )
         near = near.clamp(0, grid.nk - 1)
         row = torch.cat(
             [
@@ -45,7 +51,11 @@ def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int
             ]
         )
         column = torch.cat(
-            [near.flatten(), *torch.cartesian_prod(first_q, j).T[1:], *torch.cartesian_prod(i, first_k).T[1:]]
+            [
+                near.flatten(),
+                *torch.cartesian_prod(first_q, j).T[1:],
+                *torch.cartesian_prod(i, first_k).T[1:],
+            ]
         )
         mask = from_coordinates(grid, row, column)
         return mask | random_blocks(grid, num_random, seed) if num_random else mask

@@ -6,7 +6,8 @@ from masks.patterns.align import check_align, diagonal
 def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
     """Dilated sliding window: query q attends k = q + m * dilation for |m| <= window.
 
-    window: neighbours on each side; dilation: tokens between neighbours; align: as in causal, when lengths differ.
+    window: neighbours on each side; dilation: tokens between neighbours; align: as in causal, when
+        lengths differ.
     Raises ValueError for a window below 0 or a dilation below 1.
     Source: Beltagy et al. 2020, Longformer, section 3.1.
     """

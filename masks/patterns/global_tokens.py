@@ -11,7 +11,8 @@ from masks.pattern import Pattern
 def global_tokens(tokens: int | Sequence[int]) -> Pattern:
     """Chosen tokens attend every key and are attended by every query: q in tokens or k in tokens.
 
-    tokens: how many of the first tokens, or their indices. Indices past the end of a sequence are left out.
+    tokens: how many of the first tokens, or their indices. Indices past the end of a sequence are
+        left out.
     Raises ValueError for a negative number or index, or none at all.
     Source: Beltagy et al. 2020, Longformer; Zaheer et al. 2020, BigBird.
     """

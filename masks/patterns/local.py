@@ -10,7 +10,8 @@ from masks.patterns.align import check_align, diagonal
 def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern:
     """Sliding window: query q attends the keys with |q - k| <= window, in tokens.
 
-    window: one int for both sides, or (left, right) for q - left <= k <= q + right; (w, 0) looks at the past only.
+    window: one int for both sides, or (left, right) for q - left <= k <= q + right; (w, 0) looks
+        at the past only.
     align: as in causal, when the lengths differ.
     Raises TypeError or ValueError for a window that is not one or two ints of at least 0.
     Source: Beltagy et al. 2020, Longformer.

@@ -8,9 +8,11 @@ from masks.pattern import Pattern
 
 
 def random(density: float, seed: int = 0) -> Pattern:
-    """Every block row holds exactly max(1, round(density * nk)) full blocks, uniformly without replacement.
+    """Every block row holds exactly max(1, round(density * nk)) full blocks, uniformly without
+    replacement.
 
-    The same seed gives the same mask on every device. Give heads masks of their own with stack and several seeds.
+    The same seed gives the same mask on every device. Give heads masks of their own with stack and
+    several seeds.
     Raises ValueError for a density outside (0, 1].
     """
     if not 0 < density <= 1:
@@ -33,7 +35,9 @@ def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
 
 
 def _chosen(grid: Grid, count: int, generator: torch.Generator) -> BlockMask:
-    """Draws with replacement until each row has `count` distinct blocks, keeping the first `count` of them."""
+    """Draws with replacement until each row has `count` distinct blocks, keeping the first `count`
+    of them.
+    """
     draws = torch.empty(grid.nq, 0, dtype=torch.int64)
     while True:
         more = torch.randint(grid.nk, (grid.nq, count + 8), generator=generator)

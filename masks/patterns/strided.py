@@ -8,11 +8,13 @@ from masks.patterns.align import check_align, diagonal
 
 
 def strided(stride: int, *, window: int = 0, align: str | None = None) -> Pattern:
-    """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window; stride and window in blocks.
+    """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window; stride and window in
+    blocks.
 
-    The strided attention of sparse transformers drawn with blocks, as their GPU kernels did; for one key in every
-    `dilation` tokens use dilated. align: "top-left" or "bottom-right" lines up the first or last blocks when the
-    lengths differ. Blocks that are not square are cut out of square ones of the longer side.
+    The strided attention of sparse transformers drawn with blocks, as their GPU kernels did; for
+    one key in every `dilation` tokens use dilated. align: "top-left" or "bottom-right" lines up
+    the first or last blocks when the lengths differ. Blocks that are not square are cut out of
+    square ones of the longer side.
     Raises ValueError for a stride below 1 or a window below 0.
     Source: Child et al. 2019, Generating Long Sequences with Sparse Transformers.
     """
@@ -25,7 +27,9 @@ def strided(stride: int, *, window: int = 0, align: str | None = None) -> Patter
         i = torch.arange(grid.nq, device=grid.device)
         steps = torch.arange(-(-grid.nk // stride), device=grid.device)
         near = torch.arange(-window, window + 1, device=grid.device)
-        column = torch.cat([(i + shift)[:, None] % stride + steps * stride, (i + shift)[:, None] + near], dim=1)
+        column = torch.cat(
+            [(i + shift)[:, None] % stride + steps * stride, (i + shift)[:, None] + near], dim=1
+        )
         row = i[:, None].expand_as(column)
         inside = (column >= 0) & (column < grid.nk)
         return from_coordinates(grid, row[inside], column[inside])

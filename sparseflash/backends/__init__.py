@@ -17,9 +17,11 @@ class Backend:
 
     why_not(spec): the reasons for which this backend cannot serve a call; empty when it can.
     forward(query, key, value, table, key_lengths, seed, spec) -> (out, lse):
-        out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads, q_len), contiguous.
-    backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec, needs)
-        -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be None.
+        out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads,
+        q_len), contiguous.
+    backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
+        needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
+        None.
     """
 
     name: str
@@ -43,7 +45,8 @@ class BackendError(RuntimeError):
 def select(name: str, spec: AttentionSpec) -> Backend:
     """The backend called `name`, or for "auto" the fastest that can serve `spec`.
 
-    Raises ValueError for an unknown name and BackendError, with each backend's reasons, when none can.
+    Raises ValueError for an unknown name and BackendError, with each backend's reasons, when none
+    can.
     """
     known = [b.name for b in BACKENDS]
     if name != "auto" and name not in known:

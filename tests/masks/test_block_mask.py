@@ -16,7 +16,9 @@ SIDES = (16, 32, 64, 128)
 
 @st.composite
 def dense_masks(draw, heads=False):
-    """A bool tensor of any length, built of blocks so that full, partial and empty ones all occur."""
+    """A bool tensor of any length, built of blocks so that full, partial and empty ones all
+    occur.
+    """
     q_len, k_len = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     cell = draw(st.sampled_from([1, 16, 40]))

@@ -29,7 +29,11 @@ def decode(table, rows, transposed: bool) -> torch.Tensor:
             full = rows.full_index[full_start : full_start + full_count].tolist()
             partial = slice(partial_start, partial_start + partial_count)
             listed = [(c, None) for c in full]
-            listed += zip(rows.partial_index[partial].tolist(), rows.partial_tile[partial].tolist(), strict=True)
+            listed += zip(
+                rows.partial_index[partial].tolist(),
+                rows.partial_tile[partial].tolist(),
+                strict=True,
+            )
             for c, tile in listed:
                 i, j = (c, r) if transposed else (r, c)
                 assert not dense[layer, i, :, j].any(), "a block is listed twice"
@@ -57,7 +61,9 @@ def test_order_puts_heavy_rows_first(name):
     count = rows.bounds[..., 1] + rows.bounds[..., 3]
     ordered = count.gather(1, rows.order.long())
     assert (ordered.diff(dim=1) <= 0).all()
-    assert torch.equal(rows.order.sort(dim=1).values, torch.arange(rows.rows).expand_as(rows.order).int())
+    assert torch.equal(
+        rows.order.sort(dim=1).values, torch.arange(rows.rows).expand_as(rows.order).int()
+    )
     assert (rows.max_count, rows.total) == (int(count.max()), int(count.sum()))
 
 

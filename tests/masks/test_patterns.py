@@ -19,14 +19,19 @@ TOKEN_PATTERNS = [
     (masks.dilated(4, 7), lambda q, k: ((q - k).abs() <= 28) & ((q - k) % 7 == 0)),
     (masks.dilated(3, 50), lambda q, k: ((q - k).abs() <= 150) & ((q - k) % 50 == 0)),
     (masks.global_tokens(5), lambda q, k: (q < 5) | (k < 5)),
-    (masks.global_tokens([3, 4, 70]), lambda q, k: (q == 3) | (q == 4) | (q == 70) | (k == 3) | (k == 4) | (k == 70)),
+    (
+        masks.global_tokens([3, 4, 70]),
+        lambda q, k: (q == 3) | (q == 4) | (q == 70) | (k == 3) | (k == 4) | (k == 70),
+    ),
     (masks.longformer(9, 2), lambda q, k: ((q - k).abs() <= 9) | (q < 2) | (k < 2)),
 ]
 
 
 @pytest.mark.parametrize("block_size", [16, (32, 16), (16, 128)])
 @pytest.mark.parametrize("seq_len", [128, 177])
-@pytest.mark.parametrize(("pattern", "predicate"), TOKEN_PATTERNS, ids=[p.name for p, _ in TOKEN_PATTERNS])
+@pytest.mark.parametrize(
+    ("pattern", "predicate"), TOKEN_PATTERNS, ids=[p.name for p, _ in TOKEN_PATTERNS]
+)
 def test_token_patterns(pattern, predicate, seq_len, block_size):
     mask = pattern(seq_len, block_size)
     assert torch.equal(mask.to_dense(), dense(predicate, seq_len, seq_len))
@@ -44,7 +49,9 @@ BLOCK_PATTERNS = [
 
 
 @pytest.mark.parametrize("seq_len", [128, 250])
-@pytest.mark.parametrize(("pattern", "predicate"), BLOCK_PATTERNS, ids=[p.name for p, _ in BLOCK_PATTERNS])
+@pytest.mark.parametrize(
+    ("pattern", "predicate"), BLOCK_PATTERNS, ids=[p.name for p, _ in BLOCK_PATTERNS]
+)
 def test_block_patterns(pattern, predicate, seq_len):
     blocks = -(-seq_len // 16)
     mask = pattern(seq_len, 16)
@@ -86,7 +93,9 @@ def test_documents():
     assert int(cross.sum()) == 5 * 30 + 20 * 10
 
 
-@pytest.mark.parametrize("make", [masks.causal, lambda **o: masks.local(6, **o), lambda **o: masks.dilated(3, 4, **o)])
+@pytest.mark.parametrize(
+    "make", [masks.causal, lambda **o: masks.local(6, **o), lambda **o: masks.dilated(3, 4, **o)]
+)
 def test_alignment_is_explicit_when_lengths_differ(make):
     with pytest.raises(ValueError, match="needs align"):
         make()((50, 80), 16)
@@ -109,7 +118,9 @@ def test_algebra_of_patterns():
 
 def test_parse_reads_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("import masks\n@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < 4\n")
+    file.write_text(
+        "import masks\n@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < 4\n"
+    )
     assert masks.parse(f"{file}:near")(64, 16) == masks.local(3)(64, 16)
 
 
@@ -127,9 +138,15 @@ def test_parse_reads_a_file(tmp_path):
         (lambda: masks.documents([5, 6])(12), "lengths must sum to"),
         (lambda: masks.bigbird(window=2), "window must be odd"),
         (lambda: masks.pattern(lambda q, k: q + k)(64), "must return a bool tensor"),
-        (lambda: masks.pattern(lambda q, k: (q > 0)[:3])(64), "must return a tensor that broadcasts"),
+        (
+            lambda: masks.pattern(lambda q, k: (q > 0)[:3])(64),
+            "must return a tensor that broadcasts",
+        ),
         (lambda: masks.block_pattern(lambda i, j: 1)(64), "must return a bool tensor"),
-        (lambda: masks.parse("butterflies()"), r"unknown pattern 'butterflies'; known: .*'butterfly'"),
+        (
+            lambda: masks.parse("butterflies()"),
+            r"unknown pattern 'butterflies'; known: .*'butterfly'",
+        ),
         (lambda: masks.parse("local(open('x'))"), "must be literals"),
         (lambda: masks.parse("local("), "cannot be read"),
         (lambda: masks.parse("nowhere.py:x"), "does not exist"),

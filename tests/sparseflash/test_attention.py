@@ -30,11 +30,20 @@ def backend(request):
     return request.param
 
 
-def check(backend, pattern, lengths, *, block_size=16, heads=2, head_dim=16, kv_heads=None, **options):
+def check(
+    backend, pattern, lengths, *, block_size=16, heads=2, head_dim=16, kv_heads=None, **options
+):
     dtype, strides = options.pop("dtype", torch.float32), options.pop("strides", "contiguous")
     device = BACKENDS[backend]
     query, key, value, _ = make_inputs(
-        2, heads, *lengths, head_dim, kv_heads=kv_heads, dtype=dtype, device=device, strides=strides
+        2,
+        heads,
+        *lengths,
+        head_dim,
+        kv_heads=kv_heads,
+        dtype=dtype,
+        device=device,
+        strides=strides,
     )
     mask = pattern(lengths, block_size, device=device)
     if (key_lengths := options.get("key_lengths")) is not None:
@@ -145,11 +154,20 @@ def test_a_seed_repeats_and_the_generator_moves_on():
     [
         ({"query": torch.zeros(2, 3, 4)}, "query must be"),
         ({"key": torch.zeros(1, 2, 8, 8)}, "value must have the shape of key"),
-        ({"key": torch.zeros(1, 3, 8, 8), "value": torch.zeros(1, 3, 8, 8)}, "must divide the 2 query heads"),
+        (
+            {"key": torch.zeros(1, 3, 8, 8), "value": torch.zeros(1, 3, 8, 8)},
+            "must divide the 2 query heads",
+        ),
         ({"value": torch.zeros(1, 2, 16, 8, dtype=torch.float16)}, "value must be torch.float32"),
-        ({"query": torch.zeros(1, 2, 16, 8, dtype=torch.int64)}, "got torch.float32|floating-point"),
+        (
+            {"query": torch.zeros(1, 2, 16, 8, dtype=torch.int64)},
+            "got torch.float32|floating-point",
+        ),
         ({"mask": masks.full()(17)}, "mask must have seq_len"),
-        ({"mask": masks.stack([masks.full(), masks.butterfly(), masks.full()])}, "mask must have 1 or 2 heads"),
+        (
+            {"mask": masks.stack([masks.full(), masks.butterfly(), masks.full()])},
+            "mask must have 1 or 2 heads",
+        ),
         ({"mask": "local"}, "mask must be a Pattern"),
         ({"scale": float("nan")}, "scale must be positive"),
         ({"scale": -1.0}, "scale must be positive"),
@@ -162,12 +180,16 @@ def test_a_seed_repeats_and_the_generator_moves_on():
     ],
 )
 def test_bad_input_names_the_argument(change, message):
-    arguments = dict(zip(("query", "key", "value"), torch.zeros(3, 1, 2, 16, 8), strict=True)) | change
+    arguments = (
+        dict(zip(("query", "key", "value"), torch.zeros(3, 1, 2, 16, 8), strict=True)) | change
+    )
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.attention(**arguments)
 
 
 def test_an_impossible_call_lists_every_reason():
     query = torch.zeros(1, 1, 16, 512, dtype=torch.float64)
-    with pytest.raises(sparseflash.BackendError, match=r"(?s)torch.float64.*triton: .*dtype is.*head_dim is 512"):
+    with pytest.raises(
+        sparseflash.BackendError, match=r"(?s)torch.float64.*triton: .*dtype is.*head_dim is 512"
+    ):
         sparseflash.attention(query, query, query, backend="triton")

@@ -7,7 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparseflash.reference import dropout_mask, memory_efficient_attention, standard_attention
 from sparseflash.testing import make_inputs
 
-BOTH = pytest.mark.parametrize("attention", [standard_attention, partial(memory_efficient_attention, chunk_size=8)])
+BOTH = pytest.mark.parametrize(
+    "attention", [standard_attention, partial(memory_efficient_attention, chunk_size=8)]
+)
 
 
 def float64_inputs(*shape, **options):
@@ -59,7 +61,9 @@ def test_query_without_a_key(attention):
     out, lse = attention(*inputs, ragged_mask(9, 11))
     assert (out[:, :, 2] == 0).all()
     assert (lse[:, :, 2] == -torch.inf).all()
-    grad_query, grad_key, grad_value = torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), inputs)
+    grad_query, grad_key, grad_value = torch.autograd.grad(
+        out.sum() + lse[lse.isfinite()].sum(), inputs
+    )
     assert (grad_query[:, :, 2] == 0).all()
     assert (grad_key[:, :, 3] == 0).all()
     assert (grad_value[:, :, 3] == 0).all()
@@ -71,7 +75,9 @@ def test_key_lengths_equal_a_mask(attention):
     inputs = float64_inputs(3, 2, 9, 20, 4)
     lengths = torch.tensor([0, 7, 20])
     mask = torch.arange(20) < lengths.view(-1, 1, 1, 1)
-    for padded, masked in zip(attention(*inputs, key_lengths=lengths), attention(*inputs, mask), strict=True):
+    for padded, masked in zip(
+        attention(*inputs, key_lengths=lengths), attention(*inputs, mask), strict=True
+    ):
         assert torch.equal(padded, masked)
 
 
@@ -115,7 +121,9 @@ def test_memory_efficient_keeps_no_scores():
     """What it saves for the backward pass never holds a whole row of scores."""
     sizes = []
     inputs = float64_inputs(1, 1, 256, 256, 4)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.numel()) or x, lambda x: x
+    ):
         memory_efficient_attention(*inputs, chunk_size=32)
     assert sizes
     assert max(sizes) <= 256 * 4

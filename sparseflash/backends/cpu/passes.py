@@ -43,15 +43,17 @@ def forward(
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
         out_here, lse_here = torch.empty_like(q_here), lse.new_empty((*q_here.shape[:2], 1))
         for part in problem.parts():
-            weights = problem.scores(part, q_here, k_here)
+            weights = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
+            maximum = problem.by_problem(weights.amax(-1, keepdim=True)).amax(1)
             # A row of nothing but -inf keeps a finite maximum: its weights are 0 and not NaN.
-            maximum = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
-            weights.sub_(maximum).exp2_()
-            total = weights.sum(-1, keepdim=True)
+            maximum.clamp_(min=torch.finfo(maximum.dtype).min)
+            weights.sub_(problem.to_segments(maximum)).exp2_()
+            total = problem.by_problem(weights.sum(-1, keepdim=True)).sum(1)
             lse_here[:, part] = maximum / LOG2E + total.log()
             # Any other row has a weight of 1, so the clamp changes rows without a key only.
             total = total.clamp_(min=1) * (1 - spec.dropout_p)
-            out_here[:, part] = torch.bmm(_drop(weights, problem.kept(part)), v_here).div_(total)
+            products = torch.bmm(_drop(weights, problem.kept(part)), v_here)
+            out_here[:, part] = problem.by_problem(products).sum(1).div_(total)
         problem.write_queries(out, out_here)
         problem.write_queries(lse, lse_here)
     return _sequence(out, query).to(query.dtype), _sequence(lse, query).squeeze(-1)
@@ -93,17 +95,21 @@ def backward(
         grad_v_here = workspace.take("grad_value", v_here.shape, v.dtype).zero_()
         for part in problem.parts():
             kept = problem.kept(part)
-            grad_o_part = grad_o_here[:, part]
-            weights = problem.scores(part, q_here, k_here).sub_(lse_here[:, part]).exp2_()
+            q_part, grad_o_part, lse_part, delta_part = (
+                problem.to_segments(x[:, part])
+                for x in (q_here, grad_o_here, lse_here, delta_here)
+            )
+            weights = problem.scores(part, q_part, k_here).sub_(lse_part).exp2_()
             if needs_value:
                 grad_v_here.baddbmm_(_drop(weights, kept).mT, grad_o_part)
             if needs_query or needs_key:
                 grad_weights = _drop(problem.product("grad", grad_o_part, v_here.mT), kept)
-                grad_scores = grad_weights.sub_(delta_here[:, part]).mul_(weights)
+                grad_scores = grad_weights.sub_(delta_part).mul_(weights)
                 if needs_query:
-                    grad_q_here[:, part] = torch.bmm(grad_scores, k_here)
+                    products = torch.bmm(grad_scores, k_here)
+                    grad_q_here[:, part] = problem.by_problem(products).sum(1)
                 if needs_key:
-                    grad_k_here.baddbmm_(grad_scores.mT, q_here[:, part])
+                    grad_k_here.baddbmm_(grad_scores.mT, q_part)
         problem.write_queries(grad_q, grad_q_here)
         problem.add_keys(grad_k, grad_k_here)
         problem.add_keys(grad_v, grad_v_here)

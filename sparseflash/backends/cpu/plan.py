@@ -27,6 +27,9 @@ CHUNK_FLOATS = 3 * 2**19
 MERGED_QUERIES = 256
 # Queries below which no part is cut; a thinner product is slow.
 PART_QUERIES = 16
+# Keys in a segment of a long row, at most and at least. Scores in longer rows are written one page
+# apart from one another, which makes the product up to twice as slow.
+SEGMENT_KEYS = (128, 512)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,17 @@ def queries_at_once(keys: int) -> int:
     So a part of a problem is made of whole blocks, or lies within one.
     """
     return max(PART_QUERIES, 2 ** int(math.log2(max(1, PROBLEM_FLOATS // keys))))
+
+
+def keys_at_once(count: int, block_k: int) -> int:
+    """Keys in each segment of a row of `count` blocks: the most that cut it into equal segments.
+
+    Rows of which only narrow segments are equal stay whole.
+    """
+    least, most = SEGMENT_KEYS
+    widths = (block_k * count // n for n in range(1, count + 1) if count % n == 0)
+    width = next((w for w in widths if w <= most), block_k)
+    return width if width >= least else block_k * count
 
 
 def _group_rows(table: LookupTable) -> list[Group]:

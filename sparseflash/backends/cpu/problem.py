@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.backends.cpu.plan import CHUNK_FLOATS, Chunk, chunks, queries_at_once
+from sparseflash.backends.cpu.plan import (
+    CHUNK_FLOATS,
+    Chunk,
+    chunks,
+    keys_at_once,
+    queries_at_once,
+)
 from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dropout import keep_mask_of_quads
 from sparseflash.spec import AttentionSpec
@@ -21,8 +27,10 @@ _BYTE_BIAS = torch.where(_BIT_SET, 0.0, -math.inf)
 class Problem:
     """One chunk of a call: (problems, queries) against (problems, keys), in tokens.
 
-    queries = merged * bq, keys = count * bk. Tensors named `blocks` hold whole sequences as
-    (batch * heads * blocks, block, width).
+    queries = merged * bq, keys = count * bk. Long rows of scores are cut into segments of `width`
+    keys: tensors over keys are (problems * segments, ..., width), those over queries alone
+    (problems, queries, ...). Tensors named `blocks` hold whole sequences as
+    (batch * heads * blocks, block, head_dim).
     """
 
     def __init__(
@@ -38,19 +46,21 @@ class Problem:
         self._rows, self._columns = table.by_query.rows, table.by_key.rows
         self._query_blocks = chunk.query_blocks.flatten()
         self._key_blocks = chunk.key_blocks.flatten()
+        self._keys = chunk.key_blocks.shape[1] * self._block_k
+        self._width = keys_at_once(chunk.key_blocks.shape[1], self._block_k)
         self._tile_bias = self._bias_of_tiles(table.bank) if chunk.tiles.numel() else None
         self._padding_bias = None if key_lengths is None else self._bias_of_padding(key_lengths)
 
     def queries_of(self, blocks: Tensor) -> Tensor:
-        """(problems, queries, width)"""
+        """(problems, queries, head_dim)"""
         here = blocks.index_select(0, self._query_blocks)
         return here.view(len(self._chunk.bh), -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
-        """(problems, keys, width), in the workspace under `name`."""
+        """(problems * segments, width, head_dim), in the workspace under `name`."""
         here = workspace.take(name, (len(self._key_blocks), *blocks.shape[1:]), blocks.dtype)
         torch.index_select(blocks, 0, self._key_blocks, out=here)
-        return here.view(len(self._chunk.bh), -1, blocks.shape[2])
+        return here.view(-1, self._width, blocks.shape[2])
 
     def write_queries(self, blocks: Tensor, here: Tensor):
         blocks.index_copy_(0, self._query_blocks, here.view(-1, *blocks.shape[1:]))
@@ -61,9 +71,18 @@ class Problem:
     def parts(self) -> Iterator[slice]:
         """Slices of the queries whose scores fit in the cache, usually one."""
         queries = self._chunk.query_blocks.shape[1] * self._block_q
-        step = queries_at_once(self._chunk.key_blocks.shape[1] * self._block_k)
+        step = queries_at_once(self._keys)
         for start in range(0, queries, step):
             yield slice(start, min(start + step, queries))
+
+    def to_segments(self, x: Tensor) -> Tensor:
+        """(problems, part, n) -> (problems * segments, part, n): the same for every segment."""
+        segments = self._keys // self._width
+        return x.unsqueeze(1).expand(-1, segments, -1, -1).reshape(-1, *x.shape[1:])
+
+    def by_problem(self, x: Tensor) -> Tensor:
+        """(problems * segments, part, n) -> (problems, segments, part, n), to be reduced."""
+        return x.view(-1, self._keys // self._width, *x.shape[1:])
 
     def product(self, name: str, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
         """alpha * a b, in the workspace under `name`."""
@@ -71,29 +90,42 @@ class Problem:
         return torch.baddbmm(result, a, b, beta=0, alpha=alpha, out=result)
 
     def scores(self, part: slice, query: Tensor, key: Tensor) -> Tensor:
-        """scale * log2(e) * Q K^T of the queries in `part`, -inf where masked."""
-        alpha = self._spec.scale * LOG2E
-        scores = self.product("scores", query[:, part], key.mT, alpha)
+        """scale * log2(e) * Q K^T, -inf where masked: (problems * segments, part, width).
+
+        query: those of `part`, for every segment
+        """
+        scores = self.product("scores", query, key.mT, self._spec.scale * LOG2E)
         if self._tile_bias is not None:
-            # Merged rows share their tiles. A part is made of whole rows or lies within one.
-            first = part.start % self._block_q
-            bias = self._tile_bias[:, first : first + part.stop - part.start].unsqueeze(1)
-            by_row = scores.unflatten(1, (-1, bias.shape[2]))
-            by_row[..., -bias.shape[3] :].add_(bias)
+            self._add_tile_bias(scores, self._tile_bias, part)
         if self._padding_bias is not None:
             scores.add_(self._padding_bias)
         return scores
 
     def kept(self, part: slice) -> Tensor | None:
-        """bool (problems, part, keys): the pairs that dropout keeps; None without dropout."""
+        """The pairs that dropout keeps: bool, in the shape of scores; None without dropout."""
         if self._spec.dropout_p == 0:
             return None
-        bh = self._chunk.bh.view(-1, 1, 1)
         query = _tokens(self._chunk.query_blocks % self._rows, self._block_q)[:, part]
         quad = _tokens(self._chunk.key_blocks % self._columns, self._block_k // 4)
         return keep_mask_of_quads(
-            self._seed, bh, query.unsqueeze(2), quad.unsqueeze(1), self._spec.dropout_p
+            self._seed,
+            self.to_segments(self._chunk.bh.view(-1, 1, 1)),
+            self.to_segments(query.unsqueeze(2)),
+            quad.view(-1, 1, self._width // 4),
+            self._spec.dropout_p,
         )
+
+    def _add_tile_bias(self, scores: Tensor, tile_bias: Tensor, part: slice):
+        # Merged rows share their tiles. A part is made of whole rows or lies within one.
+        first_query = part.start % self._block_q
+        bias = tile_bias[:, first_query : first_query + part.stop - part.start]
+        by_row = self.by_problem(scores).unflatten(2, (-1, bias.shape[1]))
+        first_key = self._keys - bias.shape[2]
+        for start in range(first_key - first_key % self._width, self._keys, self._width):
+            masked = slice(max(start, first_key), start + self._width)
+            segment = by_row[:, start // self._width, ..., masked.start - start :]
+            here = bias[..., masked.start - first_key : masked.stop - first_key]
+            segment.add_(here.unsqueeze(1))
 
     def _bias_of_tiles(self, bank: Tensor) -> Tensor:
         """(problems, bq, partial * bk): for the last keys of each problem."""
@@ -104,10 +136,10 @@ class Problem:
         return bias.view(len(self._chunk.bh), self._block_q, -1)
 
     def _bias_of_padding(self, key_lengths: Tensor) -> Tensor:
-        """(problems, 1, keys)"""
+        """(problems * segments, 1, width)"""
         length = key_lengths[self._chunk.bh // self._spec.heads].unsqueeze(1)
         padded = _tokens(self._chunk.key_blocks % self._columns, self._block_k) >= length
-        return torch.where(padded, -math.inf, 0.0).unsqueeze(1)
+        return torch.where(padded, -math.inf, 0.0).view(-1, 1, self._width)
 
 
 def problems(

@@ -54,9 +54,13 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
         return [f"compute capability is {architecture / 10}, needs {ARCHITECTURE / 10} or more"]
     reasons = []
     for which in configs.PASSES:
-        needed = configs.least_memory(which, architecture, spec.dtype, spec.head_dim, spec.block_size)
+        needed = configs.least_memory(
+            which, architecture, spec.dtype, spec.head_dim, spec.block_size
+        )
         if needed > memory:
-            reasons.append(f"{which} needs {needed} bytes of shared memory, {spec.device} allows {memory}")
+            reasons.append(
+                f"{which} needs {needed} bytes of shared memory, {spec.device} allows {memory}"
+            )
     return reasons
 
 
@@ -93,4 +97,6 @@ def backward(
     from sparseflash.backends.portable import backward_pass
 
     saved = (query, key, value, out, lse)
-    return backward_pass.backward(grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs)
+    return backward_pass.backward(
+        grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs
+    )

@@ -53,7 +53,9 @@ def backward(
         if needs_key or needs_value:
             grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             tensors = (query, key, value, grad_out, grad_key, grad_value)
-            launch_pass("dkdv", key_value_gradient_kernel, tensors, (query, grad_out), (terms,), *call)
+            launch_pass(
+                "dkdv", key_value_gradient_kernel, tensors, (query, grad_out), (terms,), *call
+            )
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 

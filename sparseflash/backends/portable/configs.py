@@ -106,7 +106,9 @@ def padded_dims(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def candidates(architecture: int, which: str, dtype: torch.dtype, head_dim: int) -> tuple[Config, ...]:
+def candidates(
+    architecture: int, which: str, dtype: torch.dtype, head_dim: int
+) -> tuple[Config, ...]:
     """Configurations of one pass ("forward", "dq" or "dkdv"), best first."""
     bucket = (which, max(32, padded_dims(head_dim)))
     if dtype == torch.float32:
@@ -118,7 +120,9 @@ def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int)
     """Bytes of shared memory that a program takes at most."""
     row = padded_dims(head_dim) * dtype.itemsize
     resident, streamed = (config.bn, config.bm) if which == "dkdv" else (config.bm, config.bn)
-    operands = (1 if which == "forward" else 2) * resident * row + config.stages * 2 * streamed * row
+    operands = (
+        1 if which == "forward" else 2
+    ) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
     dropout = config.bm * config.bn
     return operands + vectors + dropout
@@ -201,6 +205,8 @@ def plan(
         "MASK_STAGES": max(2, config.stages - 1),
         "num_warps": config.warps,
         "num_stages": config.stages,
-        "maxnreg": None if dropout else config.registers,  # random numbers take registers of their own
+        "maxnreg": None
+        if dropout
+        else config.registers,  # random numbers take registers of their own
         "enable_fp_fusion": True,
     }

@@ -29,7 +29,17 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     tensors = (query, key, value, out)
     with on_device(query.device):
-        launch_pass("forward", forward_kernel, tensors, (key, value), (lse,), table, key_lengths, seed, spec)
+        launch_pass(
+            "forward",
+            forward_kernel,
+            tensors,
+            (key, value),
+            (lse,),
+            table,
+            key_lengths,
+            seed,
+            spec,
+        )
     return out, lse
 
 
@@ -122,10 +132,14 @@ def attend(
         if MASKED:
             scores = scores * scale2
             if PARTIAL:
-                mask = tiles.attended(table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False)
+                mask = tiles.attended(
+                    table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
+                )
                 scores = tl.where(mask, scores, float("-inf"))
             if CUT:
-                scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))
+                scores = tl.where(
+                    key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf")
+                )
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             p = tl.exp2(scores - shift[:, None])

@@ -49,7 +49,9 @@ def key_value_gradient_kernel(
         head = kv_head * GROUP + member
         pair = batch * heads + head
         layer = tiles.mask_layer(table, sizes, head)
-        full_start, full_count, partial_start, partial_count = tiles.row_lists(table, sizes, layer, row)
+        full_start, full_count, partial_start, partial_count = tiles.row_lists(
+            table, sizes, layer, row
+        )
         starts = (partial_start, full_start)
         counts = (
             tl.where(start < length, partial_count, 0),
@@ -107,7 +109,9 @@ def add_key_value_gradients(
         lse2 = tl.load(lse2_row + tokens)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale2 - lse2[None, :]
         if PARTIAL:
-            mask = tiles.attended(table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, True)
+            mask = tiles.attended(
+                table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, True
+            )
             scores = tl.where(mask, scores, float("-inf"))
         p = tl.exp2(scores)
         do = tiles.stream_rows(

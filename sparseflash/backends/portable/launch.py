@@ -76,14 +76,20 @@ def strided_arguments(*tensors: Tensor) -> tuple[list, dict]:
 
 
 @lru_cache(maxsize=4096)
-def _aligned_strides(element_size: int, *strides: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], dict]:
+def _aligned_strides(
+    element_size: int, *strides: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], ...], dict]:
     """Strides as kernels take them, and constants that say how to read them.
 
     Kernels are compiled for any strides (see tiles.unspecialized). What they know is ALIGN, the
     largest power of two, up to 16 bytes, that divides all but the last: those come divided by it.
     """
     contiguous = all(s[-1] == 1 for s in strides)
-    align = math.gcd(VECTOR_BYTES // element_size, *(n for s in strides for n in s[:-1])) if contiguous else 1
+    align = (
+        math.gcd(VECTOR_BYTES // element_size, *(n for s in strides for n in s[:-1]))
+        if contiguous
+        else 1
+    )
     reach = WIDEST_TILE * max(token + dim for *_, token, dim in strides)
     scaled = tuple((*(n // align for n in s[:-1]), s[-1]) for s in strides)
     return scaled, {"ALIGN": align, "INDEX": tl.int64 if reach >= 2**31 else tl.int32}

@@ -7,7 +7,9 @@ from sparseflash.backends.portable import tiles
 from sparseflash.backends.portable.row_terms import row_terms
 
 
-@triton.jit(**tiles.unspecialized("query", "key", "value", "out", "grad_out", "grad_query", "grad_lse"))
+@triton.jit(
+    **tiles.unspecialized("query", "key", "value", "out", "grad_out", "grad_query", "grad_lse")
+)
 def query_gradient_kernel(
     query, query_batch, query_head, query_token, query_dim,
     key, key_batch, key_head, key_token, key_dim,
@@ -92,7 +94,9 @@ def add_query_gradient(
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2 - lse2[:, None]
         if PARTIAL:
-            mask = tiles.attended(table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False)
+            mask = tiles.attended(
+                table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
+            )
             scores = tl.where(mask, scores, float("-inf"))
         if CUT:
             scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))

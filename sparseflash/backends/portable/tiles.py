@@ -108,7 +108,10 @@ def key_phases(table, sizes, layer, row, length, BLOCK_K: tl.constexpr, LENGTHS:
     cut = 0
     if LENGTHS:
         inside = count_below(table.full_index, full_start, full_count, length // BLOCK_K)
-        cut = count_below(table.full_index, full_start, full_count, tl.cdiv(length, BLOCK_K)) - inside
+        cut = (
+            count_below(table.full_index, full_start, full_count, tl.cdiv(length, BLOCK_K))
+            - inside
+        )
     cut_start = full_start + inside
     first_partial = tl.load(table.partial_index + partial_start)
     first_full = tl.load(table.full_index + full_start)
@@ -215,11 +218,15 @@ def attended(
     WORDS: tl.constexpr = (BLOCK_K + 31) // 32
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
     queries = query_start % BLOCK_Q + tl.arange(0, BM)
-    words = bank + tile.to(tl.int64) * (BLOCK_Q * WORDS) + queries * WORDS + key_start % BLOCK_K // 32
+    words = (
+        bank + tile.to(tl.int64) * (BLOCK_Q * WORDS) + queries * WORDS + key_start % BLOCK_K // 32
+    )
     keys = tl.expand_dims(tl.arange(0, BN), QUERY_AXIS)
     word = tl.expand_dims(tl.load(words), 1 - QUERY_AXIS)
     for WORD in tl.static_range(1, BN // 32):
-        word = tl.where(keys // 32 == WORD, tl.expand_dims(tl.load(words + WORD), 1 - QUERY_AXIS), word)
+        word = tl.where(
+            keys // 32 == WORD, tl.expand_dims(tl.load(words + WORD), 1 - QUERY_AXIS), word
+        )
     bit = keys % 32 if BN >= 32 else key_start % BLOCK_K % 32 + keys
     return ((word >> bit) & 1) != 0
 

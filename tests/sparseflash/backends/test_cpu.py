@@ -71,10 +71,11 @@ def check(dense, inputs, block_size=16, **options):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Long rows are cut into parts, and every group into several chunks."""
+    """Problems are cut into parts, long rows into segments and groups into several chunks."""
     monkeypatch.setattr(plan, "PROBLEM_FLOATS", 16 * 40)
     monkeypatch.setattr(plan, "CHUNK_FLOATS", 2**12)
-    monkeypatch.setattr(plan, "PART_QUERIES", 3)
+    monkeypatch.setattr(plan, "PART_QUERIES", 4)
+    monkeypatch.setattr(plan, "SEGMENT_KEYS", (16, 32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,7 +173,9 @@ def test_masked_keys_change_no_bit():
 
 
 def test_padded_keys_change_no_bit_even_when_nan():
-    attention = attention_with(table_of(dense_mask("causal", 100, 100)), key_lengths=torch.tensor([37]))
+    attention = attention_with(
+        table_of(dense_mask("causal", 100, 100)), key_lengths=torch.tensor([37])
+    )
     query, key, value, grad_out = make_inputs(1, 2, 100, 100, 16)
     first = results_of(attention, query, key, value, grad_out)
     key[:, :, 37:], value[:, :, 37:] = torch.nan, torch.nan

@@ -55,7 +55,9 @@ def compile_instead_of_launching(architecture: int) -> None:
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
 
     def compile_only(kernel, grid):
-        return lambda *arguments, **constants: kernel.run(*arguments, grid=grid, warmup=True, **constants)
+        return lambda *arguments, **constants: kernel.run(
+            *arguments, grid=grid, warmup=True, **constants
+        )
 
     JITFunction.__getitem__ = compile_only  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -111,7 +113,9 @@ def report_variants(architecture: int):
         side = max(config.bm, config.bn)
         query = torch.empty(1, 1, 2 * side, head_dim, dtype=dtype)
         lengths = torch.ones(1, dtype=torch.int32) if dropout_p else None
-        call(which, query, causal(2 * side, (side, side)), dropout_p=dropout_p, key_lengths=lengths)
+        call(
+            which, query, causal(2 * side, (side, side)), dropout_p=dropout_p, key_lengths=lengths
+        )
         (kernel,) = compiled(which)
         yield {
             "variant": f"{which} {dtype} d{head_dim} {config} dropout {dropout_p}",

@@ -1,4 +1,6 @@
-"""The Triton kernels against float64: in the interpreter on a CPU, compiled where there is a GPU."""
+"""The Triton kernels against float64: in the interpreter on a CPU, compiled where there is a
+GPU.
+"""
 
 import math
 from functools import partial
@@ -38,7 +40,9 @@ def mixed_mask(q_len, k_len, block_size, layers=1, seed=0):
     return mask
 
 
-def block_sparse(query, key, value, mask, *, scale=None, dropout_p=0.0, key_lengths=None, seed=None):
+def block_sparse(
+    query, key, value, mask, *, scale=None, dropout_p=0.0, key_lengths=None, seed=None
+):
     """(out, lse) of the backend through the autograd boundary."""
     spec = AttentionSpec(
         *(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3]),
@@ -141,7 +145,9 @@ def test_dropout_does_not_depend_on_tiles(monkeypatch):
     inputs = make_inputs(1, 2, 64, 64, 16, device=DEVICE)
     dense = mixed_mask(64, 64, (32, 32))
     for bm, bn in [(16, 16), (32, 16), (16, 32), (32, 32)]:
-        monkeypatch.setattr(configs, "choose", lambda *_, side=(bm, bn): configs.Config(*side, 4, 2))
+        monkeypatch.setattr(
+            configs, "choose", lambda *_, side=(bm, bn): configs.Config(*side, 4, 2)
+        )
         configs.plan.cache_clear()
         check(inputs, dense, (32, 32), dropout_p=0.5, seed=3)
     monkeypatch.undo()
@@ -163,7 +169,9 @@ def test_strides_of_large_blocks(strides):
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits():
-    query, key, value, grad_out = make_inputs(1, 1, 300, 300, 64, dtype=torch.float16, device=DEVICE)
+    query, key, value, grad_out = make_inputs(
+        1, 1, 300, 300, 64, dtype=torch.float16, device=DEVICE
+    )
     far = torch.empty(300, 1 << 23, dtype=torch.float16, device=DEVICE)[None, None, :, :64]
     far.copy_(key)
     check((query, far, value, grad_out), mixed_mask(300, 300, (64, 64)), (64, 64))
@@ -186,7 +194,9 @@ def test_rows_of_any_weight(kind):
         assert all(results[name].count_nonzero() == 0 for name in ("out", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True)]
+)
 def test_only_the_gradients_that_are_needed(needs):
     inputs = make_inputs(1, 2, 40, 56, 16, device=DEVICE)
     mask = BlockMask.from_dense(mixed_mask(40, 56, (16, 16))[0], (16, 16))

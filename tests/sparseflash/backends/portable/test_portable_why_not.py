@@ -80,7 +80,8 @@ sys.modules["triton"] = None
 import torch
 from sparseflash.backends import portable
 from sparseflash.spec import AttentionSpec
-spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, torch.device("cuda"), (16, 16), 1, 1.0, 0.0, False)
+device = torch.device("cuda")
+spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 0.0, False)
 assert portable.why_not(spec) == ["triton is not installed"]
 """
     subprocess.run([sys.executable, "-c", program], check=True)
