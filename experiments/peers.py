@@ -121,16 +121,27 @@ def flex_mask(problem: Problem, device: torch.device) -> flex.BlockMask:
     bounds = table.by_query.bounds[table.head_layer.long()]
     full_start, full_count, partial_start, partial_count = bounds.unbind(-1)
     columns = -(-table.seq_len[1] // table.block_size[1])
-    predicate = problem.predicate
     return flex.BlockMask.from_kv_blocks(
         partial_count[None],
         _rows(table.by_query.partial_index, partial_start, partial_count, columns)[None],
         full_count[None],
         _rows(table.by_query.full_index, full_start, full_count, columns)[None],
         BLOCK_SIZE=table.block_size,
-        mask_mod=(lambda b, h, q, k: predicate(q, k)) if predicate else _looked_up(table, bounds),
+        mask_mod=_mask_mod(problem, table, bounds),
         seq_lengths=table.seq_len,
     )
+
+
+def _mask_mod(problem: Problem, table: LookupTable, bounds: Tensor):
+    """What FlexAttention asks about the pairs of partial blocks.
+
+    None where there are none, so that it compiles no code for them.
+    """
+    if not bool(bounds[..., 3].any()):
+        return None
+    if (predicate := problem.predicate) is None:
+        return _looked_up(table, bounds)
+    return lambda batch, head, q, k: predicate(q, k)
 
 
 def _looked_up(table: LookupTable, bounds: Tensor):

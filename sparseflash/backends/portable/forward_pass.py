@@ -82,15 +82,14 @@ def forward_kernel(
     peak = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
-        if PHASE == 1 or counts[PHASE] > 0:  # a loop costs its prologue even where it is empty
-            total, peak, acc = attend(
-                total, peak, acc, q,
-                keys, values, key_descriptor, value_descriptor, batch, kv_head,
-                table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
-                scale2, seed, threshold, pair,
-                PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
-                HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
-            )  # fmt: skip
+        total, peak, acc = attend(
+            total, peak, acc, q,
+            keys, values, key_descriptor, value_descriptor, batch, kv_head,
+            table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
+            scale2, seed, threshold, pair,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
+            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+        )  # fmt: skip
 
     empty = total == 0.0
     tokens = start + tl.arange(0, BM)

@@ -64,15 +64,14 @@ def key_value_gradient_kernel(
         grad_outs = tiles.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
         lse2_row, delta_row = term_rows(terms, pair, q_len, BLOCK_Q)
         for PHASE in tl.static_range(2):
-            if PHASE == 1 or counts[PHASE] > 0:  # as in the forward pass
-                dk, dv = add_key_value_gradients(
-                    dk, dv, k, v, lse2_row, delta_row,
-                    queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
-                    table, starts[PHASE], counts[PHASE], firsts[PHASE], start, q_len,
-                    scale2, seed, threshold, keep_scale, pair,
-                    PHASE == 0, DROPOUT, PRECISION,
-                    HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
-                )  # fmt: skip
+            dk, dv = add_key_value_gradients(
+                dk, dv, k, v, lse2_row, delta_row,
+                queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
+                table, starts[PHASE], counts[PHASE], firsts[PHASE], start, q_len,
+                scale2, seed, threshold, keep_scale, pair,
+                PHASE == 0, DROPOUT, PRECISION,
+                HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+            )  # fmt: skip
 
     valid = start + tl.arange(0, BN)[:, None] < length
     dk = tl.where(valid, dk * (scale2 * tiles.LN2), 0.0)

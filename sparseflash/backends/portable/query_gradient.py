@@ -57,15 +57,14 @@ def query_gradient_kernel(
 
     dq = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
-        if PHASE == 1 or counts[PHASE] > 0:  # as in the forward pass
-            dq = add_query_gradient(
-                dq, q, do, lse2, delta,
-                keys, values, key_descriptor, value_descriptor, batch, kv_head,
-                table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
-                scale2, seed, threshold, keep_scale, batch * heads + head,
-                PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
-                HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
-            )  # fmt: skip
+        dq = add_query_gradient(
+            dq, q, do, lse2, delta,
+            keys, values, key_descriptor, value_descriptor, batch, kv_head,
+            table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
+            scale2, seed, threshold, keep_scale, batch * heads + head,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
+            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+        )  # fmt: skip
 
     strides = (grad_query_batch, grad_query_head, grad_query_token, grad_query_dim)
     grad_queries = tiles.one_head(grad_query, strides, batch, head, ALIGN, INDEX)

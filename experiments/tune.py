@@ -1,0 +1,240 @@
+"""The fastest launch configurations of the triton backend on this GPU.
+
+    python -m experiments.tune --head-dim 128 --block-size 128
+
+times every configuration that fits the device for the forward pass, dQ, and dK with dV, on a full
+mask and on a random one of density 1/16, and prints the fastest by their geometric mean. A result
+is compared with that of the configuration in use before it is timed. All times go to a JSON file,
+`experiments/results/tune-<gpu>.json`, into which later runs with other settings merge. The
+configurations in `sparseflash/backends/portable/configs.py` are written by hand from it.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import masks
+from experiments.environment import environment
+from experiments.speedup import RESULTS, BlockSize, Dtype, numbers, slug
+from experiments.sweep import DTYPES
+from experiments.timing import Clock, time_call
+from masks import BlockMask
+from sparseflash.backends import portable
+from sparseflash.backends.portable import configs
+from sparseflash.backends.portable.configs import Config
+from sparseflash.spec import AttentionSpec
+
+NEEDS = {"dq": (True, False, False), "dkdv": (False, True, True)}
+SIDES = (16, 32, 64, 128)
+WARPS = (1, 2, 4, 8)
+STAGES = (2, 3)
+REGISTERS = (None, 128, 168)
+# What is slow without being measured. A thread of more accumulators spills; of its registers it
+# needs some for other things than accumulators; a warp of fewer or more pairs starves the matrix
+# units or itself, and those of Hopper take tiles of 64 rows and four warps.
+MOST_ACCUMULATORS = 224
+ACCUMULATORS_OF_REGISTERS = 0.75
+PAIRS_OF_WARP = range(256, 4097)
+WARP_GROUP = 4
+PARTS = 4  # tiles along a side of a block, at most
+BUDGET_MS = 25.0
+SHOWN = 5
+FAILURES = (RuntimeError, configs.triton.TritonError)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One size: (batch, heads, seq_len, head_dim), its inputs and the gradient of its output."""
+
+    dtype: str
+    head_dim: int
+    block_size: int
+    batch: int
+    heads: int
+    seq_len: int
+
+    def tensors(self) -> list[Tensor]:
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (self.batch, self.heads, self.seq_len, self.head_dim)
+        options = {"dtype": DTYPES[self.dtype], "device": "cuda", "generator": generator}
+        return [torch.randn(shape, **options) for _ in range(4)]
+
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.heads,
+            q_len=self.seq_len,
+            k_len=self.seq_len,
+            head_dim=self.head_dim,
+            dtype=DTYPES[self.dtype],
+            device=torch.device("cuda", torch.cuda.current_device()),
+            block_size=(self.block_size, self.block_size),
+            mask_heads=1,
+            scale=self.head_dim**-0.5,
+            dropout_p=0.0,
+            has_key_lengths=False,
+        )
+
+    def masks(self) -> dict[str, BlockMask]:
+        patterns = {"1": masks.full(), "1/16": masks.random(1 / 16, seed=0)}
+        return {s: p(self.seq_len, self.block_size, "cuda") for s, p in patterns.items()}
+
+
+def main(
+    head_dim: Annotated[str, typer.Option(help="Head dims, such as 64,128.")] = "64,128",
+    block_size: Annotated[BlockSize, typer.Option()] = BlockSize.B128,
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.BF16,
+    passes: Annotated[str, typer.Option(help="Some of forward,dq,dkdv.")] = "forward,dq,dkdv",
+    seq_len: Annotated[int, typer.Option(min=1)] = 8192,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+) -> None:
+    """Times every launch configuration that fits and prints the fastest."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("configurations are measured on a CUDA device; there is none")
+    console = Console(width=120)
+    path = output / f"tune-{slug('cuda')}.json"
+    problems = [
+        Problem(dtype.value, dims, int(block_size), batch, max(1, 2048 // dims), seq_len)
+        for dims in numbers(head_dim, int)
+    ]
+    jobs = [
+        (which, problem, list(fitting(which, problem)))
+        for problem, which in itertools.product(problems, passes.split(","))
+    ]
+    compile_all([(which, problem, c) for which, problem, found in jobs for c in found])
+    for which, problem, found in jobs:
+        rows = [row for config in found for row in measure(which, problem, config, console)]
+        save(path, which, problem, rows)
+        title = f"{which}, head dim {problem.head_dim}, blocks of {block_size}, {dtype.value}"
+        console.print(fastest(rows, title))
+    console.print(f"wrote {path}", highlight=False)
+
+
+def fitting(which: str, problem: Problem) -> Iterator[Config]:
+    """Every configuration whose tiles divide the block and fit the device."""
+    spec = problem.spec()
+    architecture, memory = configs.limits(spec.device)
+    axes = itertools.product(SIDES, SIDES, WARPS, STAGES, (True, False), REGISTERS)
+    for config in itertools.starmap(Config, axes):
+        if (
+            configs.divides(config, spec.block_size)
+            and PARTS * min(config.bm, config.bn) >= problem.block_size
+            and configs.shared_memory(config, which, spec.dtype, spec.head_dim) <= memory
+            and sensible(which, config, spec.head_dim)
+            and (architecture >= 90 or not config.tma)
+        ):
+            yield config
+
+
+def sensible(which: str, config: Config, head_dim: int) -> bool:
+    """Leaves out what is known to be slow."""
+    dims = configs.padded_dims(head_dim)
+    resident = 2 * config.bn if which == "dkdv" else config.bm
+    products = 1 if which == "forward" else 2
+    pairs = config.bm * config.bn
+    accumulators = (resident * dims + products * pairs) / (config.warps * 32)
+    most = ACCUMULATORS_OF_REGISTERS * config.registers if config.registers else MOST_ACCUMULATORS
+    return (
+        accumulators <= most
+        and pairs // config.warps in PAIRS_OF_WARP
+        and (config.warps >= WARP_GROUP) == (max(config.bm, config.bn) >= 64)
+        and (config.registers is None or config.warps == WARP_GROUP)
+    )
+
+
+def compile_all(jobs: list[tuple[str, Problem, Config]]) -> None:
+    """Compiles side by side, into Triton's cache on disk."""
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, len(os.sched_getaffinity(0)) - 2)
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        list(pool.map(_compile, *zip(*jobs, strict=True)))
+
+
+def _compile(which: str, problem: Problem, config: Config) -> None:
+    small = replace(problem, batch=1, heads=1, seq_len=256)
+    mask = masks.full()(small.seq_len, small.block_size, "cuda")
+    # One that does not compile is left out, with its reason, where it would be measured.
+    with contextlib.suppress(*FAILURES), configs.forced(which, config):
+        runner(which, small, mask)()
+
+
+def measure(which: str, problem: Problem, config: Config, console: Console) -> Iterator[dict]:
+    """One row for each mask; says why for a configuration that does not compile or launch."""
+    for density, mask in problem.masks().items():
+        expected = runner(which, problem, mask)()
+        try:
+            with configs.forced(which, config):
+                run = runner(which, problem, mask)
+                agree(run(), expected, f"{which} with {config}")
+                timing = time_call(lambda run=run: run, Clock.GRAPH, BUDGET_MS)
+        except FAILURES as error:
+            console.print(f"[yellow]left out {config}: {str(error).splitlines()[0][:80]}[/]")
+            return
+        yield asdict(config) | {"density": density, "median_ms": timing.median_ms}
+
+
+def runner(which: str, problem: Problem, mask: BlockMask):
+    """The pass alone, as a function of nothing."""
+    query, key, value, grad_out = problem.tensors()
+    table, spec = mask.table(query.device), problem.spec()
+
+    def forward():
+        return portable.forward(query, key, value, table, None, 0, spec)
+
+    if which == "forward":
+        return forward
+    saved = (query, key, value, *forward())
+    return lambda: portable.backward(grad_out, None, *saved, table, None, 0, spec, NEEDS[which])
+
+
+def agree(result: Iterable, expected: Iterable, what: str) -> None:
+    """Raises AssertionError where two configurations differ by more than roundings."""
+    for ours, theirs in zip(result, expected, strict=True):
+        if ours is not None:
+            error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+            assert error < 4 * torch.finfo(theirs.dtype).eps, f"{what}: differs by {error:.2g}"
+
+
+def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
+    """Adds a run to those of the file, in place of an older one of the same pass and problem."""
+    what = {"pass": which, "problem": asdict(problem)}
+    known = json.loads(path.read_text()) if path.exists() else []
+    kept = [run for run in known if {name: run[name] for name in what} != what]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = what | {"environment": environment(torch.device("cuda")), "rows": rows}
+    path.write_text(json.dumps([*kept, fresh], indent=1) + "\n")
+
+
+def fastest(rows: list[dict], title: str) -> Table:
+    """The SHOWN configurations of the least geometric mean of times."""
+    times = {}
+    for row in rows:
+        config = Config(**{name: row[name] for name in Config.__dataclass_fields__})
+        times.setdefault(config, {})[row["density"]] = row["median_ms"]
+    ranked = sorted(times, key=lambda config: math.prod(times[config].values()))
+    table = Table(title=f"{title}: {len(ranked)} configurations", title_justify="left")
+    for heading in ("configuration", *(f"s = {s}, ms" for s in times[ranked[0]])):
+        table.add_column(heading, justify="right")
+    for config in ranked[:SHOWN]:
+        table.add_row(str(config), *(f"{ms:.3f}" for ms in times[config].values()))
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

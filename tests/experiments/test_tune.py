@@ -1,0 +1,73 @@
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import tune
+from experiments.tune import Problem, agree, fastest, fitting, save
+from sparseflash.backends.portable import configs
+from sparseflash.backends.portable.configs import Config
+
+PROBLEM = Problem("bf16", head_dim=128, block_size=128, batch=1, heads=2, seq_len=256)
+H200 = (90, 232448)
+
+
+def row(density, median_ms, **changes):
+    config = replace(Config(64, 64, 4, 2), **changes)
+    return asdict(config) | {"density": density, "median_ms": median_ms}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(configs, "limits", lambda device: H200)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("which", configs.PASSES)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_the_configuration_in_use_is_one_of_those_measured(which, head_dim):
+    problem = replace(PROBLEM, head_dim=head_dim)
+    in_use = configs.choose(which, *H200, torch.bfloat16, head_dim, (128, 128), True)
+    found = list(fitting(which, problem))
+    assert in_use in found
+    assert len(found) == len(set(found))
+    assert all(configs.shared_memory(c, which, torch.bfloat16, head_dim) <= H200[1] for c in found)
+
+
+def test_configurations_are_ranked_by_the_product_of_their_times(capsys):
+    rows = [row("1", 4.0), row("1/16", 1.0), row("1", 5.0, warps=8), row("1/16", 0.5, warps=8)]
+    Console(width=120).print(fastest(rows, "dq"))
+    printed = capsys.readouterr().out
+    assert printed.index("warps=8") < printed.index("warps=4")
+    assert "dq: 2 configurations" in printed
+
+
+def test_a_later_run_replaces_its_own_rows_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "environment", lambda device: {})
+    path = tmp_path / "tune.json"
+    save(path, "dq", PROBLEM, [row("1", 4.0)])
+    save(path, "forward", PROBLEM, [row("1", 2.0)])
+    save(path, "dq", PROBLEM, [row("1", 3.0)])
+    runs = json.loads(path.read_text())
+    assert [(run["pass"], run["rows"][0]["median_ms"]) for run in runs] == [
+        ("forward", 2.0),
+        ("dq", 3.0),
+    ]
+
+
+def test_a_wrong_result_is_not_timed():
+    right = torch.randn(64)
+    agree([right, None], [right.clone(), None], "dq")
+    with pytest.raises(AssertionError, match="dq with this: differs"):
+        agree([right + 0.1], [right], "dq with this")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", configs.PASSES)
+def test_every_pass_is_measured_on_both_masks(which):
+    rows = list(tune.measure(which, PROBLEM, Config(64, 64, 4, 2), Console()))
+    assert [r["density"] for r in rows] == ["1", "1/16"]
+    assert all(r["median_ms"] > 0 for r in rows)
