@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sparseflash.backends import cpu, portable
+from sparseflash.backends import cpu, hopper, portable
 from sparseflash.spec import AttentionSpec
 
 
@@ -33,6 +33,7 @@ class Backend:
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (
     Backend("cpu", cpu.why_not, cpu.forward, cpu.backward),
+    Backend("hopper", hopper.why_not, hopper.forward, hopper.backward),
     Backend("triton", portable.why_not, portable.forward, portable.backward),
 )
 
