@@ -69,7 +69,8 @@ def attention(
     dropout_p, seed: dropout on P, in [0, 1); the same seed drops the same pairs on every backend.
         Without a seed one is drawn from torch's default generator.
     key_lengths: integers (batch,), 0 to k_len: keys at or past the length of their batch element
-        are masked.
+        are masked. Those on the CPU are checked without waiting for the device; those on a CUDA
+        device are waited for, except while a CUDA graph is captured: then they are clamped.
     backend: "auto", or a name; a named backend never falls back.
 
     Returns out like query, and with return_lse the natural logsumexp of the masked scores, float32
@@ -186,11 +187,13 @@ def _checked_key_lengths(lengths: Tensor, batch: int, k_len: int, device: torch.
             f"key_lengths must be an int32 or int64 tensor, got "
             f"{getattr(lengths, 'dtype', lengths)!r}"
         )
-    if lengths.shape != (batch,) or lengths.device != device:
+    if lengths.shape != (batch,) or lengths.device not in (device, torch.device("cpu")):
         raise ValueError(
-            f"key_lengths must be ({batch},) on {device}, got {tuple(lengths.shape)} on "
-            f"{lengths.device}"
+            f"key_lengths must be ({batch},) on {device} or the CPU, got {tuple(lengths.shape)} "
+            f"on {lengths.device}"
         )
-    if bool(((lengths < 0) | (lengths > k_len)).any()):
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        lengths = lengths.clamp(0, k_len)
+    elif bool(((lengths < 0) | (lengths > k_len)).any()):
         raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
-    return lengths.to(torch.int32)
+    return lengths.to(device, torch.int32)
