@@ -28,14 +28,12 @@ from experiments.families import FAMILIES, parse_family
 from experiments.peers import DEVICES, Peer
 from experiments.plots import draw
 from experiments.record import Record
-from experiments.report import show
+from experiments.report import TABLE_WIDTH, show
 from experiments.sweep import COMMON, DEFAULTS, QUICK, Settings, run
 from experiments.timing import Clock
 
 RESULTS = Path(__file__).parent / "results"
 INTERRUPTED = 130
-# A narrower terminal wraps lines; a table fitted to it would cut digits off.
-TABLE_WIDTH = 132
 
 
 class Device(StrEnum):
