@@ -60,8 +60,10 @@ class Problem:
     predicate: Predicate | None = None
 
 
-def attend_sparseflash(problem: Problem) -> Attend:
-    return lambda query, key, value: sparseflash.attention(query, key, value, problem.mask)
+def attend_sparseflash(problem: Problem, backend: str = "auto") -> Attend:
+    return lambda query, key, value: sparseflash.attention(
+        query, key, value, problem.mask, backend=backend
+    )
 
 
 def attend_peer(peer: Peer, problem: Problem, device: torch.device) -> Attend:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,11 +26,12 @@ from experiments import memory
 from experiments.check import CheckError
 from experiments.environment import environment
 from experiments.families import FAMILIES, parse_family
+from experiments.measure import run
 from experiments.peers import DEVICES, Peer
 from experiments.plots import draw
 from experiments.record import Record
 from experiments.report import TABLE_WIDTH, show
-from experiments.sweep import COMMON, DEFAULTS, QUICK, Settings, run
+from experiments.sweep import COMMON, DEFAULTS, QUICK, Settings, plan
 from experiments.timing import Clock
 
 RESULTS = Path(__file__).parent / "results"
@@ -222,7 +224,7 @@ def main(
     path = stem.with_suffix(".json")
     record = open_record(settings, path, resume)
     try:
-        run(settings, record, path, console)
+        run(partial(plan, settings), settings, record, path, console)
     except KeyboardInterrupt:
         record.save(path)
         console.print(

@@ -29,8 +29,8 @@ from torch import Tensor
 
 import masks
 from experiments.environment import environment
+from experiments.measure import DTYPES
 from experiments.speedup import RESULTS, BlockSize, Dtype, numbers, slug
-from experiments.sweep import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
 from sparseflash.backends import portable
