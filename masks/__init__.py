@@ -16,6 +16,7 @@ from masks.patterns import (
     longformer,
     random,
     strided,
+    tree,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "random",
     "stack",
     "strided",
+    "tree",
 ]

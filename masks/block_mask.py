@@ -316,7 +316,7 @@ class BlockMask:
         full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(points))
         tile_a, tile_b = a._tile_at(points), b._tile_at(points)
         met, inverse = torch.unique(torch.stack([tile_a, tile_b]), dim=1, return_inverse=True)
-        mixed = rule(a._extended_bank()[met[0]], b._extended_bank()[met[1]])
+        mixed = rule(a.extended_bank()[met[0]], b.extended_bank()[met[1]])
         head_layer = tuple(layer[pair] for pair in pairs)
         return assemble(self.grid, head_layer, full, points, mixed, inverse)
 
@@ -346,7 +346,7 @@ class BlockMask:
         code[torch.searchsorted(points, self.partial)] = self.partial_tile
         return code
 
-    def _extended_bank(self) -> Tensor:
+    def extended_bank(self) -> Tensor:
         """The bank, then a tile of ones, then a tile of zeros."""
         ends = torch.tensor([-1, 0], dtype=torch.int32, device=self.device)
         return torch.cat([self.bank, ends[:, None, None].expand(2, *self.bank.shape[1:])])

@@ -15,6 +15,7 @@ from masks.patterns.global_tokens import global_tokens
 from masks.patterns.local import local
 from masks.patterns.random import random
 from masks.patterns.strided import strided
+from masks.patterns.tree import tree
 
 BUILTIN: dict[str, Callable[..., Pattern]] = {
     f.__name__: f
@@ -28,6 +29,7 @@ BUILTIN: dict[str, Callable[..., Pattern]] = {
         global_tokens,
         random,
         documents,
+        tree,
         bigbird,
         longformer,
     )
