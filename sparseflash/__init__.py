@@ -2,5 +2,7 @@
 
 from sparseflash.attention import attention
 from sparseflash.backends import BackendError
+from sparseflash.merge import merge_attention
+from sparseflash.varlen import attention_varlen
 
-__all__ = ["BackendError", "attention"]
+__all__ = ["BackendError", "attention", "attention_varlen", "merge_attention"]

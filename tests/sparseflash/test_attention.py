@@ -62,6 +62,11 @@ def test_patterns(backend, name, lengths):
     check(backend, PATTERNS[name], lengths)
 
 
+def test_token_tree(backend):
+    tree = masks.tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], prefix_len=40)
+    check(backend, tree, (9, 49), heads=4, kv_heads=2)
+
+
 @pytest.mark.parametrize("head_dim", [8, 20, 40, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes_and_head_dims(backend, dtype, head_dim):
