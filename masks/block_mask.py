@@ -41,7 +41,12 @@ class BlockMask:
     _tables: dict = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_blocks(cls, blocks: Tensor, block_size=128, seq_len=None) -> "BlockMask":
+    def from_blocks(
+        cls,
+        blocks: Tensor,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "BlockMask":
         """The mask whose blocks are full where `blocks`, bool (nq, nk) or (heads, nq, nk), is
         true.
 
@@ -63,7 +68,7 @@ class BlockMask:
         return cls.of_full(grid, from_points(grid.number(row, column)), head_layer)
 
     @classmethod
-    def from_dense(cls, dense: Tensor, block_size=128) -> "BlockMask":
+    def from_dense(cls, dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a bool (Nq, Nk) or (heads, Nq, Nk) tensor, exactly."""
         dense = _bool_matrix("dense", dense)
         grid = Grid.of(tuple(dense.shape[1:]), block_size, dense.device)
@@ -72,7 +77,7 @@ class BlockMask:
         return from_strips(grid, lambda layer, q: rows[layer, q], head_layer)
 
     @classmethod
-    def from_scipy(cls, matrix, block_size=128) -> "BlockMask":
+    def from_scipy(cls, matrix, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a scipy.sparse matrix of shape (Nq, Nk): stored non-zero entries attend.
 
         A bsr_array whose blocks are `block_size` is read block by block, any other format element

@@ -71,12 +71,14 @@ def _own_pattern(
         if min(size) > 0
     }
     placed = [
-        (built[size], *start) for size, start in zip(sizes, starts, strict=False) if size in built
+        (built[size], query, key)
+        for size, (query, key) in zip(sizes, starts, strict=False)
+        if size in built
     ]
     if not placed:
         return BlockMask.of_full(grid, empty(grid.device))
     heads = [
-        place(grid, [(mask.head(h), *start) for mask, *start in placed])
+        place(grid, [(mask.head(h), query, key) for mask, query, key in placed])
         for h in range(placed[0][0].num_heads)
     ]
     return block_mask.stack(heads)
