@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+import torch
+
 from masks import block_mask
 from masks.block_mask import BlockMask
 from masks.build import from_block_predicate, from_predicate
@@ -22,7 +24,12 @@ class Pattern:
     name: str
     build: Callable[[Grid], BlockMask]
 
-    def __call__(self, seq_len, block_size=128, device=None) -> BlockMask:
+    def __call__(
+        self,
+        seq_len: int | tuple[int, int],
+        block_size: int | tuple[int, int] = 128,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
         """The mask at `seq_len` tokens in blocks of `block_size` tokens, each an int or a (q, k)
         pair.
 
