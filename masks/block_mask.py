@@ -11,12 +11,13 @@ from torch import Tensor
 
 from masks import tiles
 from masks.grid import Grid
+from masks.handle import Handled
 from masks.intervals import Runs, combine, concatenate, from_points
 from masks.lookup_table import LookupTable
 
 
 @dataclass(frozen=True, eq=False)
-class BlockMask:
+class BlockMask(Handled):
     """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or
     empty.
 

@@ -11,10 +11,11 @@ from masks import block_mask
 from masks.block_mask import BlockMask
 from masks.build import from_block_predicate, from_predicate
 from masks.grid import Grid
+from masks.handle import Handled
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class Pattern(Handled):
     """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a
     BlockMask.
 

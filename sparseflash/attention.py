@@ -1,16 +1,15 @@
 """The public function: block-sparse attention, exact, for any mask."""
 
 import math
-from functools import lru_cache
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from masks import BlockMask, Pattern, full
+from sparseflash import operators
 from sparseflash.autograd import BlockSparseAttention
-from sparseflash.backends import select
-from sparseflash.spec import AttentionSpec
+from sparseflash.call import prepare
 
 _FULL = full()
 
@@ -75,66 +74,47 @@ def attention(
     Returns out like query, and with return_lse the natural logsumexp of the masked scores, float32
     (batch, heads, q_len), whose gradient is supported. A query without a key gets out 0, lse -inf
     and zero gradients. float32 products are IEEE. Extra memory is O(q_len) in both passes. The
-    same inputs give the same bits.
+    same inputs give the same bits. Under autocast, query, key and value are cast as those of
+    torch's own attention. Under torch.compile and torch.export the mask must be made outside.
 
     Raises TypeError or ValueError naming the argument, and BackendError when no backend can serve
     the call; all before anything is computed.
     Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse).
     """
+    query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, k_len = key.shape[1:3]
-    block_mask = _block_mask(mask, q_len, k_len, heads, query.device)
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else _checked_scale(scale)
-    seed = _checked_dropout(dropout_p, seed)
     if key_lengths is not None:
-        key_lengths = _checked_key_lengths(key_lengths, batch, k_len, query.device)
-    spec = AttentionSpec(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        k_len=k_len,
-        head_dim=head_dim,
-        dtype=query.dtype,
-        device=query.device,
-        block_size=block_mask.block_size,
-        mask_heads=block_mask.num_heads,
-        scale=scale,
-        dropout_p=float(dropout_p),
-        has_key_lengths=key_lengths is not None,
-    )
-    chosen = select(backend, spec)
-    table = block_mask.table(query.device)
-    out, lse = BlockSparseAttention.apply(
-        query, key, value, table, key_lengths, seed, spec, chosen
-    )
+        _check_key_lengths(key_lengths, query)
+    mask = _checked_mask(mask)
+    options = (_checked_scale(scale), _checked_dropout(dropout_p), backend)
+    drawn = _seed(seed) if dropout_p > 0 else None
+    if operators.is_traced(query):
+        out, lse = operators.attention(
+            query, key, value, mask.handle, key_lengths, drawn, *options
+        )
+    else:
+        drawn = 0 if drawn is None else int(drawn)
+        call = prepare(query, key, mask, key_lengths, drawn, *options)
+        out, lse = BlockSparseAttention.apply(query, key, value, call)
     return (out, lse) if return_lse else out
 
 
-@lru_cache(maxsize=128)
-def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    return pattern((q_len, k_len), device=device)
-
-
-def _block_mask(mask, q_len: int, k_len: int, heads: int, device: torch.device) -> BlockMask:
-    if isinstance(mask, BlockMask):
-        if mask.seq_len != (q_len, k_len):
-            raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
-        block_mask = mask
-    elif mask is None or isinstance(mask, Pattern):
-        block_mask = _compiled(_FULL if mask is None else mask, q_len, k_len, device)
-    else:
-        raise TypeError(f"mask must be a Pattern, a BlockMask or None, got {type(mask).__name__}")
-    if block_mask.num_heads not in (1, heads):
-        raise ValueError(f"mask must have 1 or {heads} heads, got {block_mask.num_heads}")
-    return block_mask
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, as torch's own attention takes them."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"query, key and value must be tensors, got {type(tensor).__name__}")
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise ValueError(
                 f"{name} must be (batch, heads, seq, head_dim) with nothing empty, got "
@@ -162,35 +142,44 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _checked_scale(scale: float) -> float:
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return float(scale)
-
-
-def _checked_dropout(dropout_p: float, seed: int | None) -> int:
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if dropout_p == 0:
-        return 0
-    if seed is None:
-        return int(torch.randint(2**63 - 1, ()))
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
-    return seed
-
-
-def _checked_key_lengths(lengths: Tensor, batch: int, k_len: int, device: torch.device) -> Tensor:
+def _check_key_lengths(lengths: Tensor, query: Tensor) -> None:
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"key_lengths must be an int32 or int64 tensor, got "
             f"{getattr(lengths, 'dtype', lengths)!r}"
         )
-    if lengths.shape != (batch,) or lengths.device != device:
+    if lengths.shape != query.shape[:1] or lengths.device != query.device:
         raise ValueError(
-            f"key_lengths must be ({batch},) on {device}, got {tuple(lengths.shape)} on "
-            f"{lengths.device}"
+            f"key_lengths must be ({query.shape[0]},) on {query.device}, got "
+            f"{tuple(lengths.shape)} on {lengths.device}"
         )
-    if bool(((lengths < 0) | (lengths > k_len)).any()):
-        raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
-    return lengths.to(torch.int32)
+
+
+def _checked_mask(mask: Pattern | BlockMask | None) -> Pattern | BlockMask:
+    if mask is None:
+        return _FULL
+    if not isinstance(mask, (Pattern, BlockMask)):
+        raise TypeError(f"mask must be a Pattern, a BlockMask or None, got {type(mask).__name__}")
+    return mask
+
+
+def _checked_scale(scale: float | None) -> float | None:
+    if scale is None:
+        return None
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    return float(scale)
+
+
+def _checked_dropout(dropout_p: float) -> float:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    return float(dropout_p)
+
+
+def _seed(seed: int | None) -> Tensor:
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device="cpu")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
+    return torch.tensor(seed, device="cpu")
