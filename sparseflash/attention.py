@@ -12,6 +12,7 @@ from sparseflash.autograd import BlockSparseAttention
 from sparseflash.call import prepare
 
 _FULL = full()
+_PRECISIONS = ("ieee", "tf32")
 
 
 @overload
@@ -25,6 +26,7 @@ def attention(
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: Literal[False] = False,
+    precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor: ...
@@ -39,6 +41,7 @@ def attention(
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: Literal[True],
+    precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -52,6 +55,7 @@ def attention(
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: bool = False,
+    precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -69,12 +73,14 @@ def attention(
         Without a seed one is drawn from torch's default generator.
     key_lengths: integers (batch,), 0 to k_len: keys at or past the length of their batch element
         are masked.
+    precision: of float32 products: "ieee", or "tf32", which lets a backend round their operands to
+        10 bits where the device multiplies those faster.
     backend: "auto", or a name; a named backend never falls back.
 
     Returns out like query, and with return_lse the natural logsumexp of the masked scores, float32
     (batch, heads, q_len), whose gradient is supported. A query without a key gets out 0, lse -inf
-    and zero gradients. float32 products are IEEE. Extra memory is O(q_len) in both passes. The
-    same inputs give the same bits. Under autocast, query, key and value are cast as those of
+    and zero gradients. Extra memory is O(q_len) in both passes. The same inputs give the same bits.
+    Under autocast, query, key and value are cast as those of
     torch's own attention. Under torch.compile and torch.export the mask must be made outside.
 
     Raises TypeError or ValueError naming the argument, and BackendError when no backend can serve
@@ -86,7 +92,12 @@ def attention(
     if key_lengths is not None:
         _check_key_lengths(key_lengths, query)
     mask = _checked_mask(mask)
-    options = (_checked_scale(scale), _checked_dropout(dropout_p), backend)
+    options = (
+        _checked_scale(scale),
+        _checked_dropout(dropout_p),
+        _checked_precision(precision),
+        backend,
+    )
     drawn = _seed(seed) if dropout_p > 0 else None
     if operators.is_traced(query):
         out, lse = operators.attention(
@@ -175,6 +186,12 @@ def _checked_dropout(dropout_p: float) -> float:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     return float(dropout_p)
+
+
+def _checked_precision(precision: str) -> str:
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision must be one of {_PRECISIONS}, got {precision!r}")
+    return precision
 
 
 def _seed(seed: int | None) -> Tensor:

@@ -59,6 +59,7 @@ def prepare(
     seed: int,
     scale: float | None,
     dropout_p: float,
+    precision: str,
     backend: str,
 ) -> Call:
     """The call of checked tensors and options.
@@ -85,6 +86,7 @@ def prepare(
         scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         dropout_p=dropout_p,
         has_key_lengths=key_lengths is not None,
+        precision=precision,
     )
     return Call(spec, select(backend, spec), mask.table(query.device), key_lengths, seed)
 

@@ -38,13 +38,14 @@ def attention(
     seed: Tensor | None,
     scale: float | None,
     dropout_p: float,
+    precision: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments.
 
     mask: the handle of a Pattern or BlockMask; seed: int64 () on the CPU, None without dropout.
     """
-    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, backend)
+    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend)
     out, lse = call.forward(query, key, value)
     return _laid_out_like(out, query), lse
 
@@ -63,19 +64,20 @@ def attention_backward(
     seed: Tensor | None,
     scale: float | None,
     dropout_p: float,
+    precision: str,
     backend: str,
     needs: list[bool],
 ) -> list[Tensor]:
     """The gradients of those of (query, key, value) that `needs` names."""
-    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, backend)
+    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend)
     grads = call.backward(grad_out, grad_lse, (query, key, value, out, lse), tuple(needs))
     inputs = (query, key, value)
     return [_laid_out_like(g, x) for g, x in zip(grads, inputs, strict=True) if g is not None]
 
 
-def _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, backend) -> Call:
+def _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend) -> Call:
     seed = 0 if seed is None else int(seed)
-    return prepare(query, key, find(mask), key_lengths, seed, scale, dropout_p, backend)
+    return prepare(query, key, find(mask), key_lengths, seed, scale, dropout_p, precision, backend)
 
 
 def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
 
 
 @attention.register_fake
-def _(query, key, value, mask, key_lengths, seed, scale, dropout_p, backend):
+def _(query, key, value, mask, key_lengths, seed, scale, dropout_p, precision, backend):
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
@@ -105,7 +107,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    nothing = [None] * 9
+    nothing = [None] * 10
     if grad_out is None and grad_lse is None:
         return tuple(nothing)
     *saved, key_lengths, seed = ctx.saved_tensors

@@ -24,6 +24,7 @@ def attention_varlen(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
+    precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor: ...
@@ -39,6 +40,7 @@ def attention_varlen(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[True],
+    precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -53,6 +55,7 @@ def attention_varlen(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -92,6 +95,7 @@ def attention_varlen(
         scale=scale,
         dropout_p=dropout_p,
         return_lse=True,
+        precision=precision,
         backend=backend,
         seed=seed,
     )

@@ -204,6 +204,7 @@ def plan(
     head_dim: int,
     block_size: tuple[int, int],
     dropout: bool,
+    precision: str,
     tma: bool,
 ) -> tuple[Config, dict]:
     """The configuration of one pass and the compile-time constants that follow from it."""
@@ -212,7 +213,7 @@ def plan(
     )
     return config, {
         "DROPOUT": dropout,
-        "PRECISION": "ieee" if dtype == torch.float32 else None,
+        "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),
         "BLOCK_Q": block_size[0],

@@ -37,8 +37,7 @@ def launch_pass(
     Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads
     (`streamed`); `others`; the table; key_lengths; run-time sizes; scalars; constants.
     """
-    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
-    config, constants = plan(which, *facts, all(map(_is_describable, streamed)))
+    config, constants = configuration(which, streamed, spec)
     block_q, block_k = spec.block_size
     if which == "dkdv":
         rows, heads, parts, step = table.by_key, spec.kv_heads, block_k // config.bn, config.bm
@@ -56,6 +55,14 @@ def launch_pass(
         *_scalars(spec, seed),
     )
     launch(kernel, grid, *arguments, GROUP=spec.heads // spec.kv_heads, **layout, **constants)
+
+
+def configuration(
+    which: str, streamed: tuple[Tensor, ...], spec: AttentionSpec
+) -> tuple[Config, dict]:
+    """How one pass of a call runs; see configs.plan."""
+    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
+    return plan(which, *facts, spec.precision, all(map(_is_describable, streamed)))
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *arguments, **constants) -> None:

@@ -65,3 +65,11 @@ def test_lengths_batches_and_masks_share_a_kernel():
     first, second = finish(start("calls", 90))
     assert set(first.values()) == {1}
     assert set(second.values()) == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_float32_products_are_in_tf32_only_on_request(architecture):
+    ieee, tf32 = finish(start("products", architecture))
+    assert set(ieee.values()) == {False}
+    assert set(tf32.values()) == {True}
