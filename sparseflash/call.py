@@ -67,12 +67,27 @@ def prepare(
     Raises ValueError for a mask of another shape and for key_lengths out of range, and what
     `select` raises.
     """
+    mask = block_mask(mask, query, key)
+    if key_lengths is not None:
+        key_lengths = _in_range(key_lengths, key.shape[2])
+    padded = key_lengths is not None
+    spec = spec_of(query, key, mask, padded, scale, dropout_p, precision)
+    return Call(spec, select(backend, spec), mask.table(query.device), key_lengths, seed)
+
+
+def spec_of(
+    query: Tensor,
+    key: Tensor,
+    mask: BlockMask,
+    has_key_lengths: bool,
+    scale: float | None,
+    dropout_p: float,
+    precision: str,
+) -> AttentionSpec:
+    """The facts of a call of checked arguments."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, k_len = key.shape[1:3]
-    if key_lengths is not None:
-        key_lengths = _in_range(key_lengths, k_len)
-    mask = _block_mask(mask, q_len, k_len, heads, query.device)
-    spec = AttentionSpec(
+    return AttentionSpec(
         batch=batch,
         heads=heads,
         kv_heads=kv_heads,
@@ -85,17 +100,19 @@ def prepare(
         mask_heads=mask.num_heads,
         scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         dropout_p=dropout_p,
-        has_key_lengths=key_lengths is not None,
+        has_key_lengths=has_key_lengths,
         precision=precision,
     )
-    return Call(spec, select(backend, spec), mask.table(query.device), key_lengths, seed)
 
 
-def _block_mask(
-    mask: Pattern | BlockMask, q_len: int, k_len: int, heads: int, device: torch.device
-) -> BlockMask:
+def block_mask(mask: Pattern | BlockMask, query: Tensor, key: Tensor) -> BlockMask:
+    """The mask of a call; a pattern is compiled in blocks of the default size.
+
+    Raises ValueError for a mask of other lengths or heads.
+    """
+    heads, q_len, k_len = query.shape[1], query.shape[2], key.shape[2]
     if isinstance(mask, Pattern):
-        mask = _compiled(mask, q_len, k_len, device)
+        mask = _compiled(mask, q_len, k_len, query.device)
     if mask.seq_len != (q_len, k_len):
         raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
     if mask.num_heads not in (1, heads):

@@ -13,7 +13,7 @@ class AttentionSpec:
 
     query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
     query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
-    mask) or heads. precision is that of float32 products: "ieee", or "tf32" where a backend has it.
+    mask) or heads. precision, "ieee" or "tf32", is that of float32 products.
     """
 
     batch: int
