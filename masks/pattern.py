@@ -1,9 +1,11 @@
 """Pattern: a sparsity pattern as an idea, before any sequence length."""
 
+import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import overload
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
 
@@ -13,17 +15,22 @@ from masks.build import from_block_predicate, from_predicate
 from masks.grid import Grid
 from masks.handle import Handled
 
+P = ParamSpec("P")
+
 
 @dataclass(frozen=True, eq=False)
 class Pattern(Handled):
     """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a
     BlockMask.
 
+    recipe says how it was made, where that can be told: the pattern can be saved then.
+
     `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
     """
 
     name: str
     build: Callable[[Grid], BlockMask]
+    recipe: "Recipe | None" = field(default=None, repr=False)
 
     def __call__(
         self,
@@ -52,16 +59,43 @@ class Pattern(Handled):
         return self._with("^", operator.xor, other)
 
     def __invert__(self) -> "Pattern":
-        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid))
+        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid), Recipe("~", {"of": self}))
 
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
             return NotImplemented
         name = f"({self.name} {sign} {other.name})"
-        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)))
+        recipe = Recipe(sign, {"left": self, "right": other})
+        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)), recipe)
 
     def __repr__(self) -> str:
         return self.name
+
+
+class Recipe(NamedTuple):
+    """How a pattern was made: by a function of BUILTIN, or by an operation, with its arguments."""
+
+    maker: str
+    arguments: dict[str, Any]
+
+
+BUILTIN: dict[str, Callable[..., Pattern]] = {}
+
+
+def builtin(make: Callable[P, Pattern]) -> Callable[P, Pattern]:
+    """Decorator of a function that makes patterns: `parse` knows it by its name, and what it makes
+    can be saved.
+    """
+    signature = inspect.signature(make)
+
+    @wraps(make)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> Pattern:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return replace(make(*args, **kwargs), recipe=Recipe(make.__name__, dict(given.arguments)))
+
+    BUILTIN[make.__name__] = recorded
+    return recorded
 
 
 def pattern(attends: Callable) -> Pattern:
@@ -110,4 +144,5 @@ def stack(masks):
         built = {m: m.build(grid) for m in distinct}
         return block_mask.stack([built[m] for m in masks])
 
-    return Pattern(f"stack({', '.join(m.name for m in masks)})", build)
+    name = f"stack({', '.join(m.name for m in masks)})"
+    return Pattern(name, build, Recipe("stack", {"masks": list(masks)}))

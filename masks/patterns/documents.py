@@ -9,10 +9,11 @@ from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
 from masks.intervals import empty
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 from masks.place import place
 
 
+@builtin
 def documents(
     lengths: Sequence[int],
     k_lengths: Sequence[int] | None = None,

@@ -5,10 +5,11 @@ import torch
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 from masks.place import place
 
 
+@builtin
 def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
     """A token tree over a cached prefix: node q attends the prefix, its ancestors and itself.
 
