@@ -23,7 +23,8 @@ class Pattern(Handled):
     """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a
     BlockMask.
 
-    recipe says how it was made, where that can be told: the pattern can be saved then.
+    recipe says how it was made, where that can be told: the pattern can be saved then. block_size
+    is the one it is compiled with unless another is asked for; see in_blocks.
 
     `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
     """
@@ -31,20 +32,30 @@ class Pattern(Handled):
     name: str
     build: Callable[[Grid], BlockMask]
     recipe: "Recipe | None" = field(default=None, repr=False)
+    block_size: tuple[int, int] = (128, 128)
 
     def __call__(
         self,
         seq_len: int | tuple[int, int],
-        block_size: int | tuple[int, int] = 128,
+        block_size: int | tuple[int, int] | None = None,
         device: torch.device | str | None = None,
     ) -> BlockMask:
         """The mask at `seq_len` tokens in blocks of `block_size` tokens, each an int or a (q, k)
-        pair.
+        pair; by default in blocks of the pattern's own size.
 
         Raises TypeError or ValueError for lengths below 1 and block sides other than 16, 32, 64,
         128, 256.
         """
-        return self.build(Grid.of(seq_len, block_size, device))
+        size = self.block_size if block_size is None else block_size
+        return self.build(Grid.of(seq_len, size, device))
+
+    def in_blocks(self, block_size: int | tuple[int, int]) -> "Pattern":
+        """The same pattern, compiled in blocks of `block_size` tokens where nothing else is said:
+        by attention, and in modules.
+        """
+        size = Grid.of(1, block_size).block_size
+        recipe = Recipe("in_blocks", {"pattern": self, "block_size": size})
+        return replace(self, recipe=recipe, block_size=size)
 
     def __and__(self, other: "Pattern") -> "Pattern":
         return self._with("&", operator.and_, other)
@@ -59,14 +70,16 @@ class Pattern(Handled):
         return self._with("^", operator.xor, other)
 
     def __invert__(self) -> "Pattern":
-        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid), Recipe("~", {"of": self}))
+        recipe = Recipe("~", {"of": self})
+        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid), recipe, self.block_size)
 
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
             return NotImplemented
         name = f"({self.name} {sign} {other.name})"
         recipe = Recipe(sign, {"left": self, "right": other})
-        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)), recipe)
+        size = _common_block_size([self, other])
+        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)), recipe, size)
 
     def __repr__(self) -> str:
         return self.name
@@ -145,4 +158,12 @@ def stack(masks):
         return block_mask.stack([built[m] for m in masks])
 
     name = f"stack({', '.join(m.name for m in masks)})"
-    return Pattern(name, build, Recipe("stack", {"masks": list(masks)}))
+    recipe = Recipe("stack", {"masks": list(masks)})
+    return Pattern(name, build, recipe, _common_block_size(masks))
+
+
+def _common_block_size(patterns: Sequence[Pattern]) -> tuple[int, int]:
+    sizes = {p.block_size for p in patterns}
+    if len(sizes) > 1:
+        raise ValueError(f"patterns must share their block size, got {sorted(sizes)}")
+    return sizes.pop()

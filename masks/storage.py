@@ -29,6 +29,7 @@ _MAKERS = {
     "^": operator.xor,
     "~": operator.invert,
     "stack": stack,
+    "in_blocks": Pattern.in_blocks,
 }
 
 

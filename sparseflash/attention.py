@@ -68,7 +68,7 @@ def attention(
         strides. heads is a multiple of kv_heads; query head h reads key head h // (heads //
         kv_heads).
     mask: a Pattern, a BlockMask of this length, or None for all pairs; True means attend. A
-        Pattern is compiled once per length and device, in blocks of 128 tokens.
+        Pattern is compiled once per length and device, in blocks of its own size.
     scale: 1 / sqrt(head_dim) by default.
     dropout_p, seed: dropout on P, in [0, 1); the same seed drops the same pairs on every backend.
         Without a seed one is drawn from torch's default generator.

@@ -106,7 +106,7 @@ def spec_of(
 
 
 def block_mask(mask: Pattern | BlockMask, query: Tensor, key: Tensor) -> BlockMask:
-    """The mask of a call; a pattern is compiled in blocks of the default size.
+    """The mask of a call; a pattern is compiled in blocks of its own size.
 
     Raises ValueError for a mask of other lengths or heads.
     """

@@ -193,6 +193,18 @@ def test_algebra_of_patterns():
     )(200, 16)
 
 
+def test_a_pattern_has_a_block_size_of_its_own():
+    fine = masks.butterfly().in_blocks((32, 64))
+    assert fine(200) == masks.butterfly()(200, (32, 64))
+    assert fine(200, 16) == masks.butterfly()(200, 16)
+    both = ~fine | masks.causal().in_blocks((32, 64))
+    assert both(200).block_size == masks.stack([fine, both])(200).block_size == (32, 64)
+    with pytest.raises(ValueError, match="must share their block size"):
+        fine & masks.causal()
+    with pytest.raises(ValueError, match="block_size must be made of"):
+        fine.in_blocks(48)
+
+
 def test_parse_reads_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -21,6 +21,7 @@ PATTERNS = [
     masks.tree([-1, *range(69)], prefix_len=31),
     masks.bigbird(num_random=1),
     ~(masks.butterfly(2) & masks.causal(align="top-left")) - masks.random(0.2) ^ masks.full(),
+    masks.butterfly().in_blocks(64),
     masks.stack([masks.butterfly(), masks.full() | masks.random(0.5)]),
 ]
 
@@ -33,7 +34,7 @@ def test_patterns(pattern, tmp_path):
     built = pattern((70, 101), 16)
     for other in (loaded, again):
         assert isinstance(other, masks.Pattern)
-        assert other.name == pattern.name
+        assert (other.name, other.block_size) == (pattern.name, pattern.block_size)
         assert other((70, 101), 16) == built
 
 
