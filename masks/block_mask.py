@@ -259,6 +259,36 @@ class BlockMask(Handled):
         number = cropped.number(row[keep], column[keep])
         return assemble(cropped, self.head_layer, runs, number, self.bank, self.partial_tile[keep])
 
+    def rows(self, begin: int, end: int) -> "BlockMask":
+        """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
+
+        Looks at all (end - begin) * k_len pairs of every distinct mask.
+        """
+        g = self.grid
+        if not 0 <= begin < end <= g.q_len:
+            raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
+        if begin == 0:
+            return self.crop(end, g.k_len)
+
+        def strip(layer: int, queries: slice) -> Tensor:
+            return self._pairs(layer, begin + queries.start, begin + queries.stop)
+
+        return from_strips(replace(g, q_len=end - begin), strip, self.head_layer)
+
+    def _pairs(self, layer: int, begin: int, end: int) -> Tensor:
+        """bool (end - begin, k_len): the pairs of these queries in one layer."""
+        g = self.grid
+        first, last = begin // g.bq, -(-end // g.bq)
+        low, high = ((layer * g.nq + row) * g.line for row in (first, last))
+        view = torch.zeros(last - first, g.bq, g.nk, g.bk, dtype=torch.bool, device=self.device)
+        row, column = g.split(self.full.between(low, high).expand() - low)
+        view[row, :, column] = True
+        near = (self.partial >= low) & (self.partial < high)
+        row, column = g.split(self.partial[near] - low)
+        view[row, :, column] = tiles.unpack(self.bank[self.partial_tile[near]], g.bk)
+        dense = view.view(-1, g.nk * g.bk)
+        return dense[begin - first * g.bq : end - first * g.bq, : g.k_len]
+
     def reblock(self, block_size) -> "BlockMask":
         """The same elements in blocks of another size."""
         from masks.reblock import reblock
