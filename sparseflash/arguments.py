@@ -77,9 +77,10 @@ def _check_key_lengths(lengths: Tensor, query: Tensor) -> None:
             f"key_lengths must be an int32 or int64 tensor, got "
             f"{getattr(lengths, 'dtype', lengths)!r}"
         )
-    if lengths.shape != query.shape[:1] or lengths.device != query.device:
+    devices = (query.device, torch.device("cpu"))
+    if lengths.shape != query.shape[:1] or lengths.device not in devices:
         raise ValueError(
-            f"key_lengths must be ({query.shape[0]},) on {query.device}, got "
+            f"key_lengths must be ({query.shape[0]},) on {query.device} or the CPU, got "
             f"{tuple(lengths.shape)} on {lengths.device}"
         )
 

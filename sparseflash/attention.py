@@ -73,7 +73,8 @@ def attention(
     dropout_p, seed: dropout on P, in [0, 1); the same seed drops the same pairs on every backend.
         Without a seed one is drawn from torch's default generator.
     key_lengths: integers (batch,), 0 to k_len: keys at or past the length of their batch element
-        are masked.
+        are masked. Those on the CPU are checked without waiting for the device; those on a CUDA
+        device are waited for, except while a CUDA graph is captured: then they are clamped.
     precision: of float32 products: "ieee", or "tf32", which lets a backend round their operands to
         10 bits where the device multiplies those faster.
     backend: "auto", or a name; a named backend never falls back.

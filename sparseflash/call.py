@@ -69,7 +69,7 @@ def prepare(
     """
     mask = block_mask(mask, query, key)
     if key_lengths is not None:
-        key_lengths = _in_range(key_lengths, key.shape[2])
+        key_lengths = _in_range(key_lengths, key.shape[2], query.device)
     padded = key_lengths is not None
     spec = spec_of(query, key, mask, padded, scale, dropout_p, precision)
     return Call(spec, select(backend, spec), mask.table(query.device), key_lengths, seed)
@@ -125,10 +125,12 @@ def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) ->
     return pattern((q_len, k_len), device=device)
 
 
-def _in_range(lengths: Tensor, k_len: int) -> Tensor:
-    if bool(((lengths < 0) | (lengths > k_len)).any()):
+def _in_range(lengths: Tensor, k_len: int, device: torch.device) -> Tensor:
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        lengths = lengths.clamp(0, k_len)
+    elif bool(((lengths < 0) | (lengths > k_len)).any()):
         raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
-    return lengths.to(torch.int32)
+    return lengths.to(device, torch.int32)
 
 
 def _without_autocast(device_type: str):

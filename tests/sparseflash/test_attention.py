@@ -145,6 +145,41 @@ def test_masked_keys_change_no_bit(backend):
         assert torch.equal(a, c)
 
 
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_keys_that_a_query_does_not_see_change_no_bit_of_it(backend, block_size):
+    query, key, value, _ = make_inputs(1, 2, 60, 60, 16, device=BACKENDS[backend])
+    mask = masks.causal()(60, block_size)
+
+    def run(key, value):
+        return sparseflash.attention(query, key, value, mask, backend=backend)
+
+    changed = [t.clone() for t in (key, value)]
+    for tensor in changed:
+        tensor[:, :, 37:] = -1e4
+    before, after = run(key, value), run(*changed)
+    assert torch.equal(before[:, :, :37], after[:, :, :37])
+    assert not torch.equal(before[:, :, 37:], after[:, :, 37:])
+
+
+@pytest.mark.gpu
+def test_lengths_on_the_host_and_in_a_graph():
+    query, key, value, _ = make_inputs(2, 2, 60, 60, 16, device="cuda")
+    lengths = torch.tensor([25, 60])
+
+    def run(lengths):
+        return sparseflash.attention(query, key, value, masks.causal(), key_lengths=lengths)
+
+    expected = run(lengths)
+    there = lengths.cuda()
+    assert torch.equal(run(there), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(there)
+    there[0] = 30
+    graph.replay()
+    assert torch.equal(captured, run(torch.tensor([30, 60])))
+
+
 def test_gradcheck_in_float64():
     query, key, value, _ = make_inputs(1, 2, 20, 23, 4, kv_heads=1, dtype=torch.float64)
     mask = masks.local(6, align="top-left")((20, 23), 16)

@@ -69,7 +69,7 @@ def describe(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> 
     from sparseflash.backends.portable import launch
 
     streamed = {"forward": (key, value), "dq": (key, value), "dkdv": (query, query)}
-    return {w: str(launch.configuration(w, tensors, spec)[0]) for w, tensors in streamed.items()}
+    return {w: str(launch.configuration(w, spec, tensors)) for w, tensors in streamed.items()}
 
 
 def forward(
