@@ -62,6 +62,11 @@ def test_patterns(backend, name, lengths):
     check(backend, PATTERNS[name], lengths)
 
 
+def test_token_tree(backend):
+    tree = masks.tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], prefix_len=40)
+    check(backend, tree, (9, 49), heads=4, kv_heads=2)
+
+
 @pytest.mark.parametrize("head_dim", [8, 20, 40, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes_and_head_dims(backend, dtype, head_dim):
@@ -95,6 +100,24 @@ def test_padded_keys(backend, name):
 @pytest.mark.parametrize("name", ["full", "local"])
 def test_dropout(backend, name):
     check(backend, PATTERNS[name], (70, 50), heads=4, kv_heads=2, dropout_p=0.4, seed=-12345678901)
+
+
+def test_tf32_is_as_exact_as_ieee_where_there_is_none():
+    tensors = make_inputs(1, 2, 60, 60, 16)[:3]
+    ieee, tf32 = (sparseflash.attention(*tensors, precision=p) for p in ("ieee", "tf32"))
+    assert torch.equal(ieee, tf32)
+
+
+@pytest.mark.gpu
+def test_tf32_rounds_to_ten_bits():
+    query, key, value, _ = make_inputs(2, 2, 1000, 1000, 64, device="cuda")
+    reference, _ = standard_attention(query, key, value)
+    errors = [
+        float((sparseflash.attention(query, key, value, precision=p) - reference).norm())
+        / float(reference.norm())
+        for p in ("ieee", "tf32")
+    ]
+    assert errors[0] < 2**-20 < 2**-16 < errors[1] < 2**-9
 
 
 def test_empty_rows_are_zero(backend):
@@ -211,6 +234,7 @@ def test_a_seed_repeats_and_the_generator_moves_on():
         ({"key_lengths": torch.tensor([17])}, "key_lengths must be 0 to 16"),
         ({"key_lengths": torch.tensor([1, 2])}, r"key_lengths must be \(1,\)"),
         ({"key_lengths": torch.tensor([1.0])}, "key_lengths must be an int32"),
+        ({"precision": "high"}, r"precision must be one of \('ieee', 'tf32'\), got 'high'"),
         ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'triton'\]"),
         ({"seed": 2.0, "dropout_p": 0.1}, "seed must be an int"),
     ],

@@ -231,6 +231,7 @@ def plan(
     head_dim: int,
     block_size: tuple[int, int],
     dropout: bool,
+    precision: str,
     tma: bool,
 ) -> Plan:
     """The configuration of one pass, with the compile-time constants that follow from it."""
@@ -240,7 +241,7 @@ def plan(
         config = with_room_for_dropout(config, which, head_dim)
     constants = {
         "DROPOUT": dropout,
-        "PRECISION": "ieee" if dtype == torch.float32 else None,
+        "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),
         "BLOCK_Q": block_size[0],

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from masks.lookup_table import BlockRows, LookupTable
-from sparseflash.backends.portable.configs import FORCED, Config, interpreted, plan
+from sparseflash.backends.portable.configs import FORCED, Config, Plan, interpreted, plan
 from sparseflash.backends.portable.tiles import LOG2E
 from sparseflash.spec import AttentionSpec
 
@@ -140,8 +140,7 @@ def _prepare(
 ) -> Prepared:
     size = spec.dtype.itemsize
     describable = all(aligned[i] and _is_describable(size, strides[i]) for i in streamed)
-    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
-    chosen = plan(which, *facts, describable)
+    chosen = _plan(which, spec, describable)
     config, group = chosen.config, spec.heads // spec.kv_heads
     block_q, block_k = spec.block_size
     if which == "dkdv":
@@ -158,6 +157,18 @@ def _prepare(
         parts=parts,
         scalars=_scalars(spec),
     )
+
+
+def configuration(which: str, spec: AttentionSpec, streamed: tuple[Tensor, ...]) -> Config:
+    """The configuration that a pass whose loop reads these tensors runs with."""
+    strides, aligned = _strides_and_alignment(streamed)
+    describable = all(aligned) and all(_is_describable(spec.dtype.itemsize, s) for s in strides)
+    return _plan(which, spec, describable).config
+
+
+def _plan(which: str, spec: AttentionSpec, describable: bool) -> Plan:
+    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
+    return plan(which, *facts, spec.precision, describable)
 
 
 @contextmanager

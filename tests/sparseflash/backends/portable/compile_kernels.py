@@ -3,6 +3,7 @@
 A script, to be run with TRITON_INTERPRET unset:
     python compile_kernels.py variants ARCHITECTURE    what the compiler made of all that ships
     python compile_kernels.py calls ARCHITECTURE       kernels compiled by calls of many lengths
+    python compile_kernels.py products ARCHITECTURE    whether float32 products are in TF32
     python compile_kernels.py layouts ARCHITECTURE     kernels compiled for tensors of many strides
 """
 
@@ -76,13 +77,13 @@ class Kernels(dict):
         super().__setitem__(variant, self.get(variant, set()) | {kernel})
 
 
-def call(which, query, mask, *, dropout_p=0.0, key_lengths=None, kv_heads=None):
+def call(which, query, mask, *, dropout_p=0.0, key_lengths=None, kv_heads=None, precision="ieee"):
     """One pass over a query that is also the key (its first heads) and the value."""
     batch, heads, seq_len, head_dim = query.shape
     key = query[:, :kv_heads]
     spec = AttentionSpec(
         *(batch, heads, key.shape[1], seq_len, seq_len, head_dim, query.dtype, query.device),
-        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None),
+        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None, precision),
     )
     call = (mask.table(), key_lengths, 1, spec)
     if which == "forward":
@@ -167,6 +168,17 @@ def report_calls(architecture: int):
                     for which in configs.PASSES:
                         call(which, query, mask)
         yield {which: len(compiled(which)) for which in configs.PASSES}
+
+
+def report_products(architecture: int):
+    for precision in ("ieee", "tf32"):
+        for kernel in KERNELS.values():
+            kernel.device_caches.clear()
+        query = torch.empty(1, 1, 64, 32)
+        for which in configs.PASSES:
+            call(which, query, causal(64, (64, 64)), precision=precision)
+        ptx = {which: compiled(which)[0].asm["ptx"] for which in configs.PASSES}
+        yield {which: ".tf32" in text for which, text in ptx.items()}
 
 
 def report_layouts(architecture: int):

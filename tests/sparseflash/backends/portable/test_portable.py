@@ -11,6 +11,7 @@ import torch
 from masks.block_mask import BlockMask
 from sparseflash.autograd import BlockSparseAttention
 from sparseflash.backends import portable
+from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -49,9 +50,8 @@ def block_sparse(query, key, value, mask, *, scale=None, dropout_p=0.0, key_leng
     )
     assert portable.why_not(spec) == []
     with poisoned_empty():
-        return BlockSparseAttention.apply(
-            query, key, value, mask.table(query.device), key_lengths, seed, spec, portable
-        )
+        call = Call(spec, portable, mask.table(query.device), key_lengths, seed)
+        return BlockSparseAttention.apply(query, key, value, call)
 
 
 def check(inputs, dense, block_size, **options):

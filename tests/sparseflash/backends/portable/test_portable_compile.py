@@ -66,6 +66,14 @@ def test_lengths_batches_and_masks_share_a_kernel():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_float32_products_are_in_tf32_only_on_request(architecture):
+    ieee, tf32 = finish(start("products", architecture))
+    assert set(ieee.values()) == {False}
+    assert set(tf32.values()) == {True}
+
+
+@pytest.mark.slow
 def test_what_is_launched_without_asking_triton_is_what_triton_would_launch():
     (report,) = finish(start("layouts", 90))
     assert report["variants"] >= 18
