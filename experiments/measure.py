@@ -60,7 +60,7 @@ def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
     """Checks a contender on a case, then times each pass and takes its peak memory."""
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
     inputs, grad_out = random_problem(case, case.head_dim, dtype, device, method.seed)
-    attend = contestant(contender, case.member.problem, device)
+    attend = contestant(contender, case.member.problem)
     mask = case.member.problem.mask
     check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in method.directions)
     for direction in method.directions:
@@ -88,11 +88,11 @@ def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
         )
 
 
-def contestant(contender: str, problem: Problem, device: torch.device) -> Attend:
+def contestant(contender: str, problem: Problem) -> Attend:
     if is_ours(contender):
         _, _, backend = contender.partition(":")
         return attend_sparseflash(problem, backend or "auto")
-    return attend_peer(Peer(contender), problem, device)
+    return attend_peer(Peer(contender), problem)
 
 
 def random_problem(case: Case, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int):

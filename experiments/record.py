@@ -60,13 +60,14 @@ class Row:
 
 @dataclass
 class Record:
-    """settings: what was asked for; skipped: [contender, pattern, reason] of peers; drift: the
-    factor between two times of the first case, measured first and last."""
+    """settings: what was asked for; roofs: see roofs.py; skipped: [contender, pattern, reason] of
+    peers; drift: the factor between two times of the first case, measured first and last."""
 
     environment: dict
     settings: dict
     rows: list[Row] = field(default_factory=list)
     skipped: list[list[str]] = field(default_factory=list)
+    roofs: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     drift: float | None = None
     complete: bool = False

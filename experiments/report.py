@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.plots import draw
-from experiments.record import Record, Row, crossovers, relative
+from experiments.record import OURS, Record, Row, crossovers, is_ours, relative
 
 DRIFT_LIMIT = 1.15
 SHOWN_SPARSITY = 16  # 1 / s of the masks that the README shows
@@ -46,6 +46,9 @@ def show(record: Record, console: Console) -> None:
         console.print(_table([r for r in record.rows if r.group == group], record.rows))
     if found := crossovers(record.rows):
         console.print(_crossover_table(found))
+    if record.roofs:
+        roofs = ", ".join(f"{name} {roof:.4g}" for name, roof in record.roofs.items())
+        console.print(f"Roofs in the same run: {roofs}", highlight=False)
     if record.drift and record.drift > DRIFT_LIMIT:
         console.print(
             f"[yellow]The machine was not quiet:[/] the first case, measured once more, took"
@@ -60,7 +63,7 @@ def show(record: Record, console: Console) -> None:
 def _table(rows: list[Row], everything: list[Row]) -> Table:
     first = rows[0]
     size = f"N = {first.seq_len:,}, batch {first.batch}, {first.heads} heads of {first.head_dim}"
-    table = _plain_table(f"{first.direction}, {size}")
+    table = plain_table(f"{first.direction}, {size}")
     for column in COLUMNS:
         justify = "left" if column in ("pattern", "kernels") else "right"
         table.add_column(column, justify=justify, no_wrap=True)
@@ -68,7 +71,7 @@ def _table(rows: list[Row], everything: list[Row]) -> Table:
         repeated = before is not None and before.pattern == row.pattern
         table.add_row(
             *_cells(row, everything, repeated),
-            style=None if row.contender == "sparseflash" else "dim",
+            style=None if is_ours(row.contender) else "dim",
         )
     return table
 
@@ -92,7 +95,7 @@ def _cells(row: Row, everything: list[Row], repeated: bool) -> list[str]:
 
 
 def _crossover_table(found: list[dict]) -> Table:
-    table = _plain_table("Sparse beats dense up to density")
+    table = plain_table("Sparse beats dense up to density")
     for column in ("N", "pass", "pattern", "our full mask", "best dense peer"):
         table.add_column(column)
     for entry in found:
@@ -118,7 +121,7 @@ def markdown(record: Record) -> str:
     sweep = [r for r in record.rows if r.sweep == "density" and r.family != "causal"]
     longest = max(r.seq_len for r in sweep)
     rows = [r for r in sweep if r.seq_len == longest]
-    ours = [r for r in rows if r.contender == "sparseflash" and r.direction == "forward"]
+    ours = [r for r in rows if r.contender == OURS and r.direction == "forward"]
     lines = [
         "| pattern | density s | forward, ms | faster than full | than FlexAttention "
         "| backward, ms | faster than full | than FlexAttention |",
@@ -142,7 +145,7 @@ def _markdown_figures(pattern: str, direction: str, rows: list[Row]) -> list[str
     by_contender = {
         r.contender: r for r in rows if (r.pattern, r.direction) == (pattern, direction)
     }
-    row, flex = by_contender["sparseflash"], by_contender.get("flex")
+    row, flex = by_contender[OURS], by_contender.get("flex")
     return [
         f"{row.median_ms:.3g}",
         _optional(relative(row, rows)["speedup"], "{:.2f}x"),
@@ -150,7 +153,7 @@ def _markdown_figures(pattern: str, direction: str, rows: list[Row]) -> list[str
     ]
 
 
-def _plain_table(title: str) -> Table:
+def plain_table(title: str) -> Table:
     return Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
     )

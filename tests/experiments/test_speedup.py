@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from experiments import measure as measurement
 from experiments import sweep
 from experiments.check import CheckError
-from experiments.speedup import INTERRUPTED, main
+from experiments.cli import INTERRUPTED
+from experiments.speedup import main
 
 app = typer.Typer()
 app.command()(main)
@@ -104,7 +105,7 @@ def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
 
 
 def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
-    def refused(peer, problem, device):
+    def refused(peer, problem):
         raise RuntimeError("no such kernel\nat all")
 
     monkeypatch.setattr(measurement, "attend_peer", refused)
