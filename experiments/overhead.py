@@ -1,71 +1,146 @@
-"""The host time of one `sparseflash.attention` call beyond its kernel launches.
+"""The host time of `sparseflash.attention` beyond its kernel launches.
 
     python -m experiments.overhead
 
 Calls with a compiled mask, on tensors so small that the device waits for the host, are timed back
 to back: that is the host time of a call. Of it, as many bare launches as the call makes are no
 overhead; a bare launch is that of an empty kernel, which torch launches without dispatch. On a CPU
-the host runs the kernels itself: there the time of the backend's forward alone is subtracted.
+the host runs the kernels itself: there the time of the backend alone is subtracted. The table goes
+to `experiments/results/overhead-<device>.json`.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import masks
 import sparseflash
+from experiments.cli import RESULTS, slug
+from experiments.environment import environment
+from masks import BlockMask
 from sparseflash.backends import select
 from sparseflash.spec import AttentionSpec
 
 LIMIT_US = 60
 REPEATS = 50
 CALLS = 100
+BLOCK = 64
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one call. launches: kernels that it starts, none on a CPU."""
+
+    call: str
+    total_us: float
+    launches: int
+    kernels_us: float
+
+    @property
+    def overhead_us(self) -> float:
+        return self.total_us - self.kernels_us
 
 
 def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     seq_len: Annotated[int, typer.Option(min=1)] = 256,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 64,
+    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
-    """Measures the host microseconds of an attention call, forward."""
-    console = Console()
+    """Measures the host microseconds of an attention call and of its backward pass."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [
+        measure(name, call, kernels, device)
+        for name, call, kernels in calls(heads, seq_len, head_dim, device)
+    ]
+    shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
+    found = [asdict(row) | {"overhead_us": row.overhead_us} for row in rows]
+    path = output / f"overhead-{slug(device.type)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"environment": environment(device), "shape": shape, "rows": found}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    Console().print(table_of(rows))
+    Console().print(f"wrote {path}", highlight=False)
+
+
+def calls(
+    heads: int, seq_len: int, head_dim: int, device: torch.device
+) -> list[tuple[str, Call, Call]]:
+    """(name, call, the backend's part of it alone) of what is measured."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape = (1, heads, seq_len, head_dim)
-    query, key, value = (torch.randn(shape, dtype=dtype, device=device) for _ in range(3))
-    mask = masks.local(64)(seq_len, block_size=64, device=device)
+    inputs = torch.randn(4, 1, heads, seq_len, head_dim, dtype=dtype, device=device).unbind()
+    query, key, value, grad_out = (x.clone() for x in inputs)
+    q, k, v = leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    mask = masks.local(BLOCK)(seq_len, block_size=BLOCK, device=device)
+    forward, backward = bare_passes(query, key, value, grad_out, mask)
+    out = sparseflash.attention(q, k, v, mask)
+    return [
+        ("forward", lambda: sparseflash.attention(query, key, value, mask), forward),
+        ("forward, gradients wanted", lambda: sparseflash.attention(q, k, v, mask), forward),
+        (
+            "backward",
+            lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True),
+            backward,
+        ),
+    ]
 
-    def call():
-        return sparseflash.attention(query, key, value, mask)
 
+def bare_passes(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mask: BlockMask
+) -> tuple[Call, Call]:
+    """The backend's forward and backward with all that a call prepares prepared."""
+    batch, heads, seq_len, head_dim = query.shape
+    spec = AttentionSpec(
+        batch=batch,
+        heads=heads,
+        kv_heads=heads,
+        q_len=seq_len,
+        k_len=seq_len,
+        head_dim=head_dim,
+        dtype=query.dtype,
+        device=query.device,
+        block_size=mask.block_size,
+        mask_heads=1,
+        scale=head_dim**-0.5,
+        dropout_p=0.0,
+        has_key_lengths=False,
+    )
+    backend = select("auto", spec)
+    rest = (mask.table(query.device), None, 0, spec)
+    saved = (query, key, value, *backend.forward(query, key, value, *rest))
+    return (
+        lambda: backend.forward(query, key, value, *rest),
+        lambda: backend.backward(grad_out, None, *saved, *rest, (True, True, True)),
+    )
+
+
+def measure(name: str, call: Call, kernels: Call, device: torch.device) -> Row:
     total = host_microseconds(call, device)
-    if device.type == "cuda":
-        launches, launch = count_launches(call), host_microseconds(empty_kernel, device)
-        console.print(
-            f"host time of a call: {total:.1f} us, with {launches} launches of {launch:.1f} us"
-        )
-        overhead = total - launches * launch
-    else:
-        bare = host_microseconds(bare_forward(query, key, value, mask), device)
-        console.print(
-            f"host time of a call: {total:.1f} us; of its arithmetic alone: {bare:.1f} us"
-        )
-        overhead = total - bare
-    console.print(f"overhead: {overhead:.1f} us (limit {LIMIT_US} us)")
+    if device.type == "cpu":
+        return Row(name, total, 0, host_microseconds(kernels, device))
+    launches = count_launches(kernels)
+    return Row(name, total, launches, launches * host_microseconds(empty_kernel, device))
 
 
-def host_microseconds(call: Callable[[], object], device: torch.device) -> float:
+def host_microseconds(call: Call, device: torch.device) -> float:
     """Median over REPEATS of the mean host time of CALLS calls, none waited for."""
     return statistics.median(_mean_microseconds(call, device) for _ in range(REPEATS))
 
 
-def _mean_microseconds(call: Callable[[], object], device: torch.device) -> float:
+def _mean_microseconds(call: Call, device: torch.device) -> float:
     _wait(device)
     begin = time.perf_counter()
     for _ in range(CALLS):
@@ -84,36 +159,25 @@ def empty_kernel() -> None:
     torch.cuda._sleep(1)
 
 
-def count_launches(call: Callable[[], object]) -> int:
+def count_launches(call: Call) -> int:
     """Kernels that one call puts on the GPU."""
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type.name == "CUDA" for event in record.events() or ())
 
 
-def bare_forward(query, key, value, mask: masks.BlockMask) -> Callable[[], object]:
-    """The backend's forward with everything that a call prepares prepared."""
-    batch, heads, seq_len, head_dim = query.shape
-    spec = AttentionSpec(
-        batch=batch,
-        heads=heads,
-        kv_heads=heads,
-        q_len=seq_len,
-        k_len=seq_len,
-        head_dim=head_dim,
-        dtype=query.dtype,
-        device=query.device,
-        block_size=mask.block_size,
-        mask_heads=1,
-        scale=head_dim**-0.5,
-        dropout_p=0.0,
-        has_key_lengths=False,
-    )
-    backend, table = select("auto", spec), mask.table(query.device)
-    return lambda: backend.forward(query, key, value, table, None, 0, spec)
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title=f"host microseconds of a call; at most {LIMIT_US} beyond its launches")
+    for heading in ("call", "total", "launches", "kernels", "overhead"):
+        table.add_column(heading, justify="left" if heading == "call" else "right")
+    for row in rows:
+        figures = (row.total_us, row.kernels_us, row.overhead_us)
+        total, kernels, overhead = (f"{figure:.1f}" for figure in figures)
+        table.add_row(row.call, total, str(row.launches), kernels, overhead)
+    return table
 
 
 if __name__ == "__main__":

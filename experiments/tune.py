@@ -28,13 +28,13 @@ from rich.table import Table
 from torch import Tensor
 
 import masks
+from experiments.cli import RESULTS, BlockSize, Dtype, numbers, slug
 from experiments.environment import environment
-from experiments.speedup import RESULTS, BlockSize, Dtype, numbers, slug
-from experiments.sweep import DTYPES
+from experiments.measure import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
 from sparseflash.backends import portable
-from sparseflash.backends.portable import configs
+from sparseflash.backends.portable import configs, launch
 from sparseflash.backends.portable.configs import Config
 from sparseflash.spec import AttentionSpec
 
@@ -144,14 +144,10 @@ def fitting(which: str, problem: Problem) -> Iterator[Config]:
 
 def sensible(which: str, config: Config, head_dim: int) -> bool:
     """Leaves out what is known to be slow."""
-    dims = configs.padded_dims(head_dim)
-    resident = 2 * config.bn if which == "dkdv" else config.bm
-    products = 1 if which == "forward" else 2
     pairs = config.bm * config.bn
-    accumulators = (resident * dims + products * pairs) / (config.warps * 32)
     most = ACCUMULATORS_OF_REGISTERS * config.registers if config.registers else MOST_ACCUMULATORS
     return (
-        accumulators <= most
+        configs.accumulators(config, which, head_dim) <= most
         and pairs // config.warps in PAIRS_OF_WARP
         and (config.warps >= WARP_GROUP) == (max(config.bm, config.bn) >= 64)
         and (config.registers is None or config.warps == WARP_GROUP)
@@ -170,7 +166,7 @@ def _compile(which: str, problem: Problem, config: Config) -> None:
     small = replace(problem, batch=1, heads=1, seq_len=256)
     mask = masks.full()(small.seq_len, small.block_size, "cuda")
     # One that does not compile is left out, with its reason, where it would be measured.
-    with contextlib.suppress(*FAILURES), configs.forced(which, config):
+    with contextlib.suppress(*FAILURES), launch.forced(config, which):
         runner(which, small, mask)()
 
 
@@ -179,7 +175,7 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
     for density, mask in problem.masks().items():
         expected = runner(which, problem, mask)()
         try:
-            with configs.forced(which, config):
+            with launch.forced(config, which):
                 run = runner(which, problem, mask)
                 agree(run(), expected, f"{which} with {config}")
                 timing = time_call(lambda run=run: run, Clock.GRAPH, BUDGET_MS)
@@ -221,12 +217,18 @@ def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
     path.write_text(json.dumps([*kept, fresh], indent=1) + "\n")
 
 
-def fastest(rows: list[dict], title: str) -> Table:
-    """The SHOWN configurations of the least geometric mean of times."""
+def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:
+    """Milliseconds at each density."""
     times = {}
     for row in rows:
         config = Config(**{name: row[name] for name in Config.__dataclass_fields__})
         times.setdefault(config, {})[row["density"]] = row["median_ms"]
+    return times
+
+
+def fastest(rows: list[dict], title: str) -> Table:
+    """The SHOWN configurations of the least geometric mean of times."""
+    times = times_by_config(rows)
     ranked = sorted(times, key=lambda config: math.prod(times[config].values()))
     table = Table(title=f"{title}: {len(ranked)} configurations", title_justify="left")
     for heading in ("configuration", *(f"s = {s}, ms" for s in times[ranked[0]])):

@@ -16,7 +16,9 @@ from masks.patterns import (
     longformer,
     random,
     strided,
+    tree,
 )
+from masks.storage import from_json, load, save, to_json
 
 __all__ = [
     "BlockMask",
@@ -29,13 +31,18 @@ __all__ = [
     "causal",
     "dilated",
     "documents",
+    "from_json",
     "full",
     "global_tokens",
+    "load",
     "local",
     "longformer",
     "parse",
     "pattern",
     "random",
+    "save",
     "stack",
     "strided",
+    "to_json",
+    "tree",
 ]

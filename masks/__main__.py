@@ -11,7 +11,10 @@ from rich.table import Table
 import masks
 from masks import draw
 
+app = typer.Typer()
 
+
+@app.command()
 def main(
     pattern: Annotated[
         str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')
@@ -39,4 +42,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from masks import tiles
 from masks.grid import Grid
+from masks.handle import Handled
 from masks.intervals import Runs, combine, concatenate, from_points
 from masks.lookup_table import LookupTable
 
 
 @dataclass(frozen=True, eq=False)
-class BlockMask:
+class BlockMask(Handled):
     """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or
     empty.
 
@@ -41,7 +42,12 @@ class BlockMask:
     _tables: dict = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_blocks(cls, blocks: Tensor, block_size=128, seq_len=None) -> "BlockMask":
+    def from_blocks(
+        cls,
+        blocks: Tensor,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "BlockMask":
         """The mask whose blocks are full where `blocks`, bool (nq, nk) or (heads, nq, nk), is
         true.
 
@@ -63,7 +69,7 @@ class BlockMask:
         return cls.of_full(grid, from_points(grid.number(row, column)), head_layer)
 
     @classmethod
-    def from_dense(cls, dense: Tensor, block_size=128) -> "BlockMask":
+    def from_dense(cls, dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a bool (Nq, Nk) or (heads, Nq, Nk) tensor, exactly."""
         dense = _bool_matrix("dense", dense)
         grid = Grid.of(tuple(dense.shape[1:]), block_size, dense.device)
@@ -72,7 +78,7 @@ class BlockMask:
         return from_strips(grid, lambda layer, q: rows[layer, q], head_layer)
 
     @classmethod
-    def from_scipy(cls, matrix, block_size=128) -> "BlockMask":
+    def from_scipy(cls, matrix, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a scipy.sparse matrix of shape (Nq, Nk): stored non-zero entries attend.
 
         A bsr_array whose blocks are `block_size` is read block by block, any other format element
@@ -253,6 +259,36 @@ class BlockMask:
         number = cropped.number(row[keep], column[keep])
         return assemble(cropped, self.head_layer, runs, number, self.bank, self.partial_tile[keep])
 
+    def rows(self, begin: int, end: int) -> "BlockMask":
+        """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
+
+        Looks at all (end - begin) * k_len pairs of every distinct mask.
+        """
+        g = self.grid
+        if not 0 <= begin < end <= g.q_len:
+            raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
+        if begin == 0:
+            return self.crop(end, g.k_len)
+
+        def strip(layer: int, queries: slice) -> Tensor:
+            return self._pairs(layer, begin + queries.start, begin + queries.stop)
+
+        return from_strips(replace(g, q_len=end - begin), strip, self.head_layer)
+
+    def _pairs(self, layer: int, begin: int, end: int) -> Tensor:
+        """bool (end - begin, k_len): the pairs of these queries in one layer."""
+        g = self.grid
+        first, last = begin // g.bq, -(-end // g.bq)
+        low, high = ((layer * g.nq + row) * g.line for row in (first, last))
+        view = torch.zeros(last - first, g.bq, g.nk, g.bk, dtype=torch.bool, device=self.device)
+        row, column = g.split(self.full.between(low, high).expand() - low)
+        view[row, :, column] = True
+        near = (self.partial >= low) & (self.partial < high)
+        row, column = g.split(self.partial[near] - low)
+        view[row, :, column] = tiles.unpack(self.bank[self.partial_tile[near]], g.bk)
+        dense = view.view(-1, g.nk * g.bk)
+        return dense[begin - first * g.bq : end - first * g.bq, : g.k_len]
+
     def reblock(self, block_size) -> "BlockMask":
         """The same elements in blocks of another size."""
         from masks.reblock import reblock
@@ -316,7 +352,7 @@ class BlockMask:
         full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(points))
         tile_a, tile_b = a._tile_at(points), b._tile_at(points)
         met, inverse = torch.unique(torch.stack([tile_a, tile_b]), dim=1, return_inverse=True)
-        mixed = rule(a._extended_bank()[met[0]], b._extended_bank()[met[1]])
+        mixed = rule(a.extended_bank()[met[0]], b.extended_bank()[met[1]])
         head_layer = tuple(layer[pair] for pair in pairs)
         return assemble(self.grid, head_layer, full, points, mixed, inverse)
 
@@ -346,7 +382,7 @@ class BlockMask:
         code[torch.searchsorted(points, self.partial)] = self.partial_tile
         return code
 
-    def _extended_bank(self) -> Tensor:
+    def extended_bank(self) -> Tensor:
         """The bank, then a tile of ones, then a tile of zeros."""
         ends = torch.tensor([-1, 0], dtype=torch.int32, device=self.device)
         return torch.cat([self.bank, ends[:, None, None].expand(2, *self.bank.shape[1:])])

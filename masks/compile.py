@@ -27,7 +27,7 @@ def compile_table(mask: BlockMask) -> LookupTable:
     list blocks).
     """
     g, layers = mask.grid, mask.num_layers
-    rows, bank = _without_cut_blocks(mask)
+    rows, bank = without_cut_blocks(mask)
     number, order = transpose_points(rows.partial, g).sort()
     columns = Lists(transpose_runs(rows.full, g, layers), number, rows.tile[order])
     if len(bank) == 0:
@@ -42,7 +42,7 @@ def compile_table(mask: BlockMask) -> LookupTable:
     )
 
 
-def _without_cut_blocks(mask: BlockMask) -> tuple[Lists, Tensor]:
+def without_cut_blocks(mask: BlockMask) -> tuple[Lists, Tensor]:
     """The blocks of a mask with the full ones that the end of the sequence cuts listed as partial,
     and their bank.
     """

@@ -62,9 +62,8 @@ def save(mask: BlockMask, path: Path, title: str) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
     extent = (0, mask.seq_len[1], mask.seq_len[0], 0)
-    axes.imshow(
-        coverage(mask, 1024), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest"
-    )
+    cells = coverage(mask, 1024).numpy()
+    axes.imshow(cells, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
     axes.set(
         title=f"{title}, density {mask.density:.3g}",
         xlabel="key (tokens)",

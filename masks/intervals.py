@@ -69,6 +69,15 @@ def concatenate(sets: list[Runs]) -> Runs:
     return Runs(torch.cat([s.begin for s in sets]), torch.cat([s.end for s in sets]))
 
 
+def union(*sets: Runs) -> Runs:
+    """The union of sets whose runs need not be sorted and may overlap or touch."""
+    begin, order = torch.cat([s.begin for s in sets]).sort()
+    end = torch.cummax(torch.cat([s.end for s in sets])[order], 0).values
+    first = torch.ones_like(begin, dtype=torch.bool)
+    first[1:] = begin[1:] > end[:-1]
+    return Runs(begin[first], end[first.roll(-1)])
+
+
 def combine(rule: Callable[..., Tensor], *sets: Runs) -> Runs:
     """The integers p for which rule(p in sets[0], p in sets[1], ...) holds.
 

@@ -7,8 +7,7 @@ import importlib.util
 import operator
 from pathlib import Path
 
-from masks.pattern import Pattern
-from masks.patterns import BUILTIN
+from masks.pattern import BUILTIN, Pattern
 
 _OPERATORS = {
     ast.BitAnd: operator.and_,

@@ -1,35 +1,64 @@
 """Pattern: a sparsity pattern as an idea, before any sequence length."""
 
+import inspect
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import overload
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, ParamSpec, overload
+
+import torch
+from numpy import ndarray
+from torch import Tensor
 
 from masks import block_mask
 from masks.block_mask import BlockMask
 from masks.build import from_block_predicate, from_predicate
 from masks.grid import Grid
+from masks.handle import Handled
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class Pattern(Handled):
     """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a
     BlockMask.
+
+    recipe says how it was made, where that can be told: the pattern can be saved then, and equals
+    every pattern made the same way. block_size is the one it is compiled with unless another is
+    asked for; see in_blocks.
 
     `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
     """
 
     name: str
     build: Callable[[Grid], BlockMask]
+    recipe: "Recipe | None" = field(default=None, repr=False)
+    block_size: tuple[int, int] = (128, 128)
 
-    def __call__(self, seq_len, block_size=128, device=None) -> BlockMask:
+    def __call__(
+        self,
+        seq_len: int | tuple[int, int],
+        block_size: int | tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
         """The mask at `seq_len` tokens in blocks of `block_size` tokens, each an int or a (q, k)
-        pair.
+        pair; by default in blocks of the pattern's own size.
 
         Raises TypeError or ValueError for lengths below 1 and block sides other than 16, 32, 64,
         128, 256.
         """
-        return self.build(Grid.of(seq_len, block_size, device))
+        size = self.block_size if block_size is None else block_size
+        return self.build(Grid.of(seq_len, size, device))
+
+    def in_blocks(self, block_size: int | tuple[int, int]) -> "Pattern":
+        """The same pattern, compiled in blocks of `block_size` tokens where nothing else is said:
+        by attention, and in modules.
+        """
+        size = Grid.of(1, block_size).block_size
+        recipe = Recipe("in_blocks", {"pattern": self, "block_size": size})
+        return replace(self, recipe=recipe, block_size=size)
 
     def __and__(self, other: "Pattern") -> "Pattern":
         return self._with("&", operator.and_, other)
@@ -44,16 +73,64 @@ class Pattern:
         return self._with("^", operator.xor, other)
 
     def __invert__(self) -> "Pattern":
-        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid))
+        recipe = Recipe("~", {"of": self})
+        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid), recipe, self.block_size)
 
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
             return NotImplemented
         name = f"({self.name} {sign} {other.name})"
-        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)))
+        recipe = Recipe(sign, {"left": self, "right": other})
+        size = _common_block_size([self, other])
+        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)), recipe, size)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @cached_property
+    def _identity(self) -> Hashable:
+        return self.handle if self.recipe is None else (_frozen(self.recipe), self.block_size)
 
     def __repr__(self) -> str:
         return self.name
+
+
+def _frozen(value: Any) -> Hashable:
+    """A recipe or a part of one as a value that can be hashed."""
+    if isinstance(value, Recipe):
+        return value.maker, *((name, _frozen(part)) for name, part in value.arguments.items())
+    if isinstance(value, (Tensor, ndarray)):
+        return _frozen(value.tolist())
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple, range)) else value
+
+
+class Recipe(NamedTuple):
+    """How a pattern was made: by a function of BUILTIN, or by an operation, with its arguments."""
+
+    maker: str
+    arguments: dict[str, Any]
+
+
+BUILTIN: dict[str, Callable[..., Pattern]] = {}
+
+
+def builtin(make: Callable[P, Pattern]) -> Callable[P, Pattern]:
+    """Decorator of a function that makes patterns: `parse` knows it by its name, and what it makes
+    can be saved.
+    """
+    signature = inspect.signature(make)
+
+    @wraps(make)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> Pattern:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return replace(make(*args, **kwargs), recipe=Recipe(make.__name__, dict(given.arguments)))
+
+    BUILTIN[make.__name__] = recorded
+    return recorded
 
 
 def pattern(attends: Callable) -> Pattern:
@@ -102,4 +179,13 @@ def stack(masks):
         built = {m: m.build(grid) for m in distinct}
         return block_mask.stack([built[m] for m in masks])
 
-    return Pattern(f"stack({', '.join(m.name for m in masks)})", build)
+    name = f"stack({', '.join(m.name for m in masks)})"
+    recipe = Recipe("stack", {"masks": list(masks)})
+    return Pattern(name, build, recipe, _common_block_size(masks))
+
+
+def _common_block_size(patterns: Sequence[Pattern]) -> tuple[int, int]:
+    sizes = {p.block_size for p in patterns}
+    if len(sizes) > 1:
+        raise ValueError(f"patterns must share their block size, got {sorted(sizes)}")
+    return sizes.pop()

@@ -6,7 +6,8 @@ from torch import Tensor
 from masks import tiles
 from masks.block_mask import BlockMask, assemble
 from masks.grid import Grid
-from masks.intervals import Runs, combine, from_points
+from masks.intervals import Runs, combine, from_points, union
+from masks.mosaic import pairs_of
 
 
 def reblock(mask: BlockMask, block_size) -> BlockMask:
@@ -72,7 +73,7 @@ def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
     up = (row // g.nq) * coarse.nq + (row % g.nq) // rq
     # The last coarse column may hold fewer than rk parts: a run that reaches the end fills it.
     inner_end = torch.where(end == g.nk, coarse.nk, end // rk)
-    touched = _union(coarse, up, begin // rk, -(-end // rk))
+    touched = union(Runs(coarse.number(up, begin // rk), coarse.number(up, -(-end // rk))))
     in_row = [
         Runs(coarse.number(up, -(-begin // rk))[own], coarse.number(up, inner_end)[own]).nonempty()
         for own in ((row % g.nq) % rq == part for part in range(rq))
@@ -91,17 +92,6 @@ def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
     candidates = combine(lambda t, p, f: (t | p) & ~f, touched, from_points(points), full).expand()
     bank, tile = _gather(mask, coarse, candidates, rq, rk)
     return assemble(coarse, mask.head_layer, full, candidates, bank, tile)
-
-
-def _union(g: Grid, row: Tensor, begin: Tensor, end: Tensor) -> Runs:
-    """The union of runs that may overlap."""
-    first, order = g.number(row, begin).sort()
-    last = torch.cummax(g.number(row, end)[order], 0).values
-    new = torch.ones_like(first, dtype=torch.bool)
-    new[1:] = first[1:] > last[:-1]
-    return (
-        Runs(first[new], last[torch.cat([new[1:], new[:1]])]) if len(first) else Runs(first, last)
-    )
 
 
 def _rows_without_part(coarse: Grid, g: Grid, layers: int, rq: int) -> list[Runs]:
@@ -125,13 +115,5 @@ def _gather(
     outside = (part_row >= g.nq) | (part_column >= g.nk)
     number = g.number(layer[:, None, None] * g.nq + part_row, part_column)
     number = torch.where(outside, -1, number)
-    code = torch.full_like(number, len(mask.bank) + 1)  # empty
-    code[mask.full.contains(number)] = len(mask.bank)
-    if len(mask.partial):
-        at = torch.searchsorted(mask.partial, number).clamp(max=len(mask.partial) - 1)
-        hit = mask.partial[at] == number
-        code[hit] = mask.partial_tile[at[hit]]
-    met, tile = tiles.distinct(code.flatten(1).int())
-    pairs = tiles.unpack(mask._extended_bank(), g.bk)[met.long()]
-    pairs = pairs.view(-1, rq, rk, g.bq, g.bk).transpose(2, 3)
-    return tiles.pack(pairs.reshape(-1, coarse.bq, coarse.bk)), tile
+    pairs, tile = pairs_of(mask, number)
+    return tiles.pack(pairs), tile

@@ -2,5 +2,16 @@
 
 from sparseflash.attention import attention
 from sparseflash.backends import BackendError
+from sparseflash.conformance import selfcheck
+from sparseflash.explanation import explain
+from sparseflash.merge import merge_attention
+from sparseflash.varlen import attention_varlen
 
-__all__ = ["BackendError", "attention"]
+__all__ = [
+    "BackendError",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "merge_attention",
+    "selfcheck",
+]

@@ -1,30 +1,43 @@
-"""The one autograd boundary: forward and backward of whichever backend was selected."""
+"""The autograd boundary of eager calls: forward and backward of whichever backend was selected."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 
 class BlockSparseAttention(torch.autograd.Function):
     """(out, lse) of one call; what the backward needs is O(N): the inputs, out and lse."""
 
     @staticmethod
-    def forward(ctx, query, key, value, table, key_lengths, seed, spec, backend):
-        out, lse = backend.forward(query, key, value, table, key_lengths, seed, spec)
+    def forward(ctx, query, key, value, call):
+        out, lse = call.forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.call = (table, key_lengths, seed, spec)
-        ctx.backend = backend
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        saved = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
-            return (None,) * 8
-        if grad_out is None:
-            grad_out = torch.zeros_like(saved[3])
-        grads = ctx.backend.backward(
-            grad_out, grad_lse, *saved, *ctx.call, ctx.needs_input_grad[:3]
-        )
-        return (*grads, None, None, None, None, None)
+            return None, None, None, None
+        needs = ctx.needs_input_grad[:3]
+        grads = _Gradients.apply(ctx.call, needs, grad_out, grad_lse, *ctx.saved_tensors)
+        return *grads, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of one call, which have none of their own."""
+
+    @staticmethod
+    def forward(ctx, call, needs, grad_out, grad_lse, *saved):
+        return call.backward(grad_out, grad_lse, saved, needs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_second_derivative(ctx, *grads)
+
+
+def refuse_second_derivative(ctx, *grads):
+    """The backward of a backward."""
+    raise NotImplementedError(
+        "sparseflash.attention has no second derivative; "
+        "sparseflash.reference.standard_attention has"
+    )

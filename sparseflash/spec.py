@@ -13,7 +13,7 @@ class AttentionSpec:
 
     query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
     query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
-    mask) or heads.
+    mask) or heads. precision, "ieee" or "tf32", is that of float32 products.
     """
 
     batch: int
@@ -29,6 +29,7 @@ class AttentionSpec:
     scale: float
     dropout_p: float
     has_key_lengths: bool
+    precision: str = "ieee"
 
     def __str__(self) -> str:
         return (

@@ -1,10 +1,7 @@
-"""The built-in patterns, one family per file. A new one is a function that returns a Pattern,
-named in BUILTIN.
+"""The built-in patterns, one family per file. A new one is a function that returns a Pattern, with
+the decorator `builtin`.
 """
 
-from collections.abc import Callable
-
-from masks.pattern import Pattern
 from masks.patterns.butterfly import butterfly
 from masks.patterns.causal import causal
 from masks.patterns.compositions import bigbird, longformer
@@ -15,20 +12,19 @@ from masks.patterns.global_tokens import global_tokens
 from masks.patterns.local import local
 from masks.patterns.random import random
 from masks.patterns.strided import strided
+from masks.patterns.tree import tree
 
-BUILTIN: dict[str, Callable[..., Pattern]] = {
-    f.__name__: f
-    for f in (
-        full,
-        causal,
-        local,
-        strided,
-        butterfly,
-        dilated,
-        global_tokens,
-        random,
-        documents,
-        bigbird,
-        longformer,
-    )
-}
+__all__ = [
+    "bigbird",
+    "butterfly",
+    "causal",
+    "dilated",
+    "documents",
+    "full",
+    "global_tokens",
+    "local",
+    "longformer",
+    "random",
+    "strided",
+    "tree",
+]

@@ -3,9 +3,10 @@ import torch
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 
 
+@builtin
 def butterfly(max_stride: int | None = None) -> Pattern:
     """Fixed flat block butterfly: block i attends itself and the blocks i xor m for m = 1, 2, 4,
     ..., max_stride / 2.

@@ -3,10 +3,11 @@ import torch
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
+@builtin
 def causal(*, align: str | None = None) -> Pattern:
     """Query q attends the keys k <= q + offset.
 

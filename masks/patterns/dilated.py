@@ -1,8 +1,9 @@
 from masks.build import from_offsets
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
+@builtin
 def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
     """Dilated sliding window: query q attends k = q + m * dilation for |m| <= window.
 

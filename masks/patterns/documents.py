@@ -1,19 +1,30 @@
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from masks import block_mask
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.intervals import empty
+from masks.pattern import Pattern, builtin
+from masks.place import place
 
 
-def documents(lengths: Sequence[int], k_lengths: Sequence[int] | None = None) -> Pattern:
-    """Packed sequences: the queries of document n attend the keys of document n, and no others.
+@builtin
+def documents(
+    lengths: Sequence[int],
+    k_lengths: Sequence[int] | None = None,
+    pattern: Pattern | None = None,
+) -> Pattern:
+    """Packed sequences: the queries of document n attend keys of document n, and no others.
 
     lengths: tokens of each document, summing to q_len; k_lengths: the same for the keys when they
         differ.
+    pattern: which of those keys: this pattern at the document's own lengths, its blocks counted
+        from the document's first token; by default all.
     Raises ValueError for lengths below 0, for lists of different lengths, and for sums other than
     the sequence length.
     """
@@ -30,13 +41,45 @@ def documents(lengths: Sequence[int], k_lengths: Sequence[int] | None = None) ->
                 f"lengths must sum to seq_len {grid.seq_len}, got "
                 f"{(sum(q_lengths), sum(k_lengths))}"
             )
-        per_query = torch.tensor(q_lengths, device=grid.device)
-        keys = torch.tensor(k_lengths, device=grid.device)
-        end = keys.cumsum(0)
-        return from_intervals(grid, _spread(end - keys, per_query), _spread(end, per_query))
+        if pattern is None:
+            return _all_keys(grid, q_lengths, k_lengths)
+        return _own_pattern(grid, q_lengths, k_lengths, pattern)
 
-    return Pattern(f"documents({len(q_lengths)} of {min(q_lengths)} to {max(q_lengths)})", build)
+    shown = "" if pattern is None else f", {pattern.name}"
+    span = f"{len(q_lengths)} of {min(q_lengths)} to {max(q_lengths)}"
+    return Pattern(f"documents({span}{shown})", build)
+
+
+def _all_keys(grid: Grid, q_lengths: list[int], k_lengths: list[int]) -> BlockMask:
+    per_query = torch.tensor(q_lengths, device=grid.device)
+    keys = torch.tensor(k_lengths, device=grid.device)
+    end = keys.cumsum(0)
+    return from_intervals(grid, _spread(end - keys, per_query), _spread(end, per_query))
 
 
 def _spread(value: Tensor, times: Tensor) -> Tensor:
     return torch.repeat_interleave(value, times)
+
+
+def _own_pattern(
+    grid: Grid, q_lengths: list[int], k_lengths: list[int], pattern: Pattern
+) -> BlockMask:
+    sizes = list(zip(q_lengths, k_lengths, strict=True))
+    starts = zip(accumulate(q_lengths, initial=0), accumulate(k_lengths, initial=0), strict=True)
+    built = {
+        size: pattern(size, grid.block_size, grid.device)
+        for size in dict.fromkeys(sizes)
+        if min(size) > 0
+    }
+    placed = [
+        (built[size], query, key)
+        for size, (query, key) in zip(sizes, starts, strict=False)
+        if size in built
+    ]
+    if not placed:
+        return BlockMask.of_full(grid, empty(grid.device))
+    heads = [
+        place(grid, [(mask.head(h), query, key) for mask, query, key in placed])
+        for h in range(placed[0][0].num_heads)
+    ]
+    return block_mask.stack(heads)

@@ -5,9 +5,10 @@ import torch
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 
 
+@builtin
 def global_tokens(tokens: int | Sequence[int]) -> Pattern:
     """Chosen tokens attend every key and are attended by every query: q in tokens or k in tokens.
 

@@ -3,10 +3,11 @@ import torch
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
+@builtin
 def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern:
     """Sliding window: query q attends the keys with |q - k| <= window, in tokens.
 

@@ -4,9 +4,10 @@ from torch import Tensor
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 
 
+@builtin
 def random(density: float, seed: int = 0) -> Pattern:
     """Every block row holds exactly max(1, round(density * nk)) full blocks, uniformly without
     replacement.

@@ -3,10 +3,11 @@ import torch
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
+@builtin
 def strided(stride: int, *, window: int = 0, align: str | None = None) -> Pattern:
     """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window; stride and window in
     blocks.

@@ -22,19 +22,21 @@ class Backend:
     backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
         None.
+    describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
     """
 
     name: str
     why_not: Callable[[AttentionSpec], list[str]]
     forward: Callable
     backward: Callable
+    describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
 
 
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (
     Backend("cpu", cpu.why_not, cpu.forward, cpu.backward),
     Backend("hopper", hopper.why_not, hopper.forward, hopper.backward),
-    Backend("triton", portable.why_not, portable.forward, portable.backward),
+    Backend("triton", portable.why_not, portable.forward, portable.backward, portable.describe),
 )
 
 

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -10,9 +12,14 @@ def few(monkeypatch):
     monkeypatch.setattr(overhead, "CALLS", 5)
 
 
-def test_overhead_is_printed(capsys):
-    overhead.main(heads=1, seq_len=64, head_dim=16)
-    assert "overhead: " in capsys.readouterr().out
+def test_every_call_is_measured_and_recorded(tmp_path):
+    overhead.main(heads=1, seq_len=64, head_dim=16, output=tmp_path)
+    (path,) = tmp_path.glob("overhead-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["call"] for row in rows] == ["forward", "forward, gradients wanted", "backward"]
+    for row in rows:
+        assert min(row["total_us"], row["kernels_us"]) > 0
+        assert row["overhead_us"] == pytest.approx(row["total_us"] - row["kernels_us"])
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -12,6 +13,7 @@ from sparseflash.backends.portable.configs import Config
 
 PROBLEM = Problem("bf16", head_dim=128, block_size=128, batch=1, heads=2, seq_len=256)
 H200 = (90, 232448)
+MEASURED = json.loads((tune.RESULTS / "tune-nvidia-h200.json").read_text())
 
 
 def row(density, median_ms, **changes):
@@ -35,6 +37,16 @@ def test_the_configuration_in_use_is_one_of_those_measured(which, head_dim):
     assert in_use in found
     assert len(found) == len(set(found))
     assert all(configs.shared_memory(c, which, torch.bfloat16, head_dim) <= H200[1] for c in found)
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda run: f"{run['pass']} {run['problem']}")
+def test_the_configuration_in_use_is_among_the_fastest(measured):
+    problem, times = Problem(**measured["problem"]), tune.times_by_config(measured["rows"])
+    block_size = (problem.block_size, problem.block_size)
+    dtype = tune.DTYPES[problem.dtype]
+    in_use = configs.choose(measured["pass"], *H200, dtype, problem.head_dim, block_size, True)
+    best = min(math.prod(by_density.values()) for by_density in times.values())
+    assert math.sqrt(math.prod(times[in_use].values()) / best) <= 1.03
 
 
 def test_configurations_are_ranked_by_the_product_of_their_times(capsys):

@@ -59,6 +59,16 @@ def test_crop(dense, block_size, data):
     assert torch.equal(cropped.to_dense(), dense[:q_len, :k_len])
 
 
+@given(dense_masks(), block_sizes, st.data())
+def test_rows(dense, block_size, data):
+    end = data.draw(st.integers(1, dense.shape[0]))
+    begin = data.draw(st.integers(0, end - 1))
+    two = torch.stack([dense, ~dense])
+    rows = BlockMask.from_dense(two, block_size).rows(begin, end)
+    assert rows == BlockMask.from_dense(two[:, begin:end], block_size)
+    assert torch.equal(rows.to_dense(), two[:, begin:end])
+
+
 @given(dense_masks(), block_sizes, st.integers(0, 2**31))
 def test_algebra_commutes_with_to_dense(a, block_size, seed):
     b = torch.rand(a.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -120,6 +130,7 @@ def test_heads_broadcast_in_the_algebra():
             r"blocks must be \(7, 7\)",
         ),
         (lambda: masks.full()(64).crop(65, 64), "crop must lie within"),
+        (lambda: masks.full()(64).rows(5, 65), "rows must lie within 64 queries"),
         (lambda: masks.full()(64) & masks.full()(65), "masks must share lengths"),
         (lambda: BlockMask.from_scipy([[1]]), "scipy.sparse"),
         (lambda: masks.stack([]), "at least one mask"),

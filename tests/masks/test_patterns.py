@@ -1,7 +1,11 @@
 """Every built-in pattern against its predicate, written a second time as plainly as can be."""
 
+import operator
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import masks
 
@@ -93,6 +97,81 @@ def test_documents():
     assert int(cross.sum()) == 5 * 30 + 20 * 10
 
 
+@pytest.mark.parametrize("block_size", [16, (32, 64)])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        masks.full(),
+        masks.causal(align="bottom-right"),
+        masks.butterfly(),
+        masks.pattern(lambda q, k: (q * k) % 5 < 2),
+        masks.stack([masks.full(), masks.local(7, align="top-left"), masks.random(0.5)]),
+    ],
+    ids=repr,
+)
+def test_documents_with_a_pattern_of_their_own_lengths(pattern, block_size):
+    q_lengths, k_lengths = [3, 0, 40, 64, 1, 90, 7], [5, 9, 64, 30, 0, 100, 13]
+    heads = pattern(16, 16).num_heads
+    expected = torch.zeros(heads, sum(q_lengths), sum(k_lengths), dtype=torch.bool)
+    q = k = 0
+    for q_len, k_len in zip(q_lengths, k_lengths, strict=True):
+        if q_len and k_len:
+            own = pattern((q_len, k_len), block_size).to_dense()
+            expected[:, q : q + q_len, k : k + k_len] = own
+        q, k = q + q_len, k + k_len
+    mask = masks.documents(q_lengths, k_lengths, pattern)((q, k), block_size)
+    assert mask == masks.BlockMask.from_dense(expected, block_size)
+    assert torch.equal(mask.to_dense(), expected.squeeze(0))
+
+
+def test_documents_that_share_nothing():
+    mask = masks.documents([5, 0], [0, 9], masks.causal())((5, 9), 16)
+    assert mask.nnz_blocks == 0
+
+
+NINE_NODES = [-1, 0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_tree_of_nine_nodes():
+    expected = torch.tensor(
+        [
+            [1, 0, 0, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 1, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 1, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 1, 0, 0, 0],
+            [1, 1, 0, 1, 0, 0, 1, 0, 0],
+            [1, 1, 0, 1, 0, 0, 0, 1, 0],
+            [1, 1, 1, 0, 1, 0, 0, 0, 1],
+        ],
+        dtype=torch.bool,
+    )
+    assert torch.equal(masks.tree(NINE_NODES)(9, 16).to_dense(), expected)
+    after = masks.tree(NINE_NODES, prefix_len=20)((9, 29), 16).to_dense()
+    assert after[:, :20].all()
+    assert torch.equal(after[:, 20:], expected)
+
+
+@given(st.integers(1, 512), st.integers(0, 300), st.sampled_from([16, (16, 64), 128]), st.data())
+@settings(max_examples=25)
+def test_random_trees(nodes, prefix_len, block_size, data):
+    seed = data.draw(st.integers(0, 2**31))
+    reach = data.draw(st.sampled_from([1, 3, nodes]))
+    generator = torch.Generator().manual_seed(seed)
+    back = torch.randint(1, reach + 1, (nodes,), generator=generator)
+    parents = (torch.arange(nodes) - back).clamp(min=-1).tolist()
+    expected = torch.zeros(nodes, prefix_len + nodes, dtype=torch.bool)
+    expected[:, :prefix_len] = True
+    for node in range(nodes):
+        ancestor = node
+        while ancestor >= 0:
+            expected[node, prefix_len + ancestor] = True
+            ancestor = parents[ancestor]
+    mask = masks.tree(parents, prefix_len)((nodes, prefix_len + nodes), block_size)
+    assert mask == masks.BlockMask.from_dense(expected, block_size)
+
+
 @pytest.mark.parametrize(
     "make", [masks.causal, lambda **o: masks.local(6, **o), lambda **o: masks.dilated(3, 4, **o)]
 )
@@ -116,6 +195,18 @@ def test_algebra_of_patterns():
     )(200, 16)
 
 
+def test_a_pattern_has_a_block_size_of_its_own():
+    fine = masks.butterfly().in_blocks((32, 64))
+    assert fine(200) == masks.butterfly()(200, (32, 64))
+    assert fine(200, 16) == masks.butterfly()(200, 16)
+    both = ~fine | masks.causal().in_blocks((32, 64))
+    assert both(200).block_size == masks.stack([fine, both])(200).block_size == (32, 64)
+    with pytest.raises(ValueError, match="must share their block size"):
+        operator.and_(fine, masks.causal())
+    with pytest.raises(ValueError, match="block_size must be made of"):
+        fine.in_blocks(48)
+
+
 def test_parse_reads_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -136,6 +227,10 @@ def test_parse_reads_a_file(tmp_path):
         (lambda: masks.dilated(3, 0), "dilation >= 1"),
         (lambda: masks.causal(align="middle"), "align must be one of"),
         (lambda: masks.documents([5, 6])(12), "lengths must sum to"),
+        (lambda: masks.tree([-1, 1]), "parents must name an earlier node"),
+        (lambda: masks.tree([]), "parents must name an earlier node"),
+        (lambda: masks.tree([-1], -2), "prefix_len must be at least 0"),
+        (lambda: masks.tree([-1, 0], 5)(7), r"needs seq_len \(2, 7\), got \(7, 7\)"),
         (lambda: masks.bigbird(window=2), "window must be odd"),
         (lambda: masks.pattern(lambda q, k: q + k)(64), "must return a bool tensor"),
         (
@@ -155,3 +250,35 @@ def test_parse_reads_a_file(tmp_path):
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        masks.full,
+        lambda: masks.local((3, 4), align="top-left") & masks.causal(),
+        lambda: ~masks.global_tokens([0, 5]) | masks.random(0.3, seed=4),
+        lambda: masks.documents(torch.tensor([3, 4])),
+        lambda: masks.stack([masks.full(), masks.causal()]).in_blocks(32),
+    ],
+)
+def test_patterns_made_the_same_way_are_equal(make):
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make().in_blocks(64) != make()
+
+
+def test_patterns_made_otherwise_differ():
+    different = [
+        masks.causal(),
+        masks.causal(align="top-left"),
+        masks.local(3),
+        masks.local((3, 0)),
+        masks.local(3) & masks.causal(),
+        masks.causal() & masks.local(3),
+        masks.documents([3, 4]),
+        masks.documents([4, 3]),
+        masks.pattern(lambda q, k: q == k),
+        masks.pattern(lambda q, k: q == k),
+    ]
+    assert len(set(different)) == len(different)

@@ -5,6 +5,7 @@ import torch
 
 import masks
 import sparseflash
+from sparseflash.call import _compiled
 from sparseflash.reference import memory_efficient_attention, standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -62,6 +63,11 @@ def test_patterns(backend, name, lengths):
     check(backend, PATTERNS[name], lengths)
 
 
+def test_token_tree(backend):
+    tree = masks.tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], prefix_len=40)
+    check(backend, tree, (9, 49), heads=4, kv_heads=2)
+
+
 @pytest.mark.parametrize("head_dim", [8, 20, 40, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes_and_head_dims(backend, dtype, head_dim):
@@ -97,6 +103,24 @@ def test_dropout(backend, name):
     check(backend, PATTERNS[name], (70, 50), heads=4, kv_heads=2, dropout_p=0.4, seed=-12345678901)
 
 
+def test_tf32_is_as_exact_as_ieee_where_there_is_none():
+    tensors = make_inputs(1, 2, 60, 60, 16)[:3]
+    ieee, tf32 = (sparseflash.attention(*tensors, precision=p) for p in ("ieee", "tf32"))
+    assert torch.equal(ieee, tf32)
+
+
+@pytest.mark.gpu
+def test_tf32_rounds_to_ten_bits():
+    query, key, value, _ = make_inputs(2, 2, 1000, 1000, 64, device="cuda")
+    reference, _ = standard_attention(query, key, value)
+    errors = [
+        float((sparseflash.attention(query, key, value, precision=p) - reference).norm())
+        / float(reference.norm())
+        for p in ("ieee", "tf32")
+    ]
+    assert errors[0] < 2**-20 < 2**-16 < errors[1] < 2**-9
+
+
 def test_empty_rows_are_zero(backend):
     results = check(backend, PATTERNS["holes"], (64, 64))
     assert (results["out"][:, :, :40] == 0).all()
@@ -120,6 +144,50 @@ def test_masked_keys_change_no_bit(backend):
     for a, b, c in zip(before, after, again, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_keys_that_a_query_does_not_see_change_no_bit_of_it(backend, block_size):
+    query, key, value, _ = make_inputs(1, 2, 60, 60, 16, device=BACKENDS[backend])
+    mask = masks.causal()(60, block_size)
+
+    def run(key, value):
+        return sparseflash.attention(query, key, value, mask, backend=backend)
+
+    changed = [t.clone() for t in (key, value)]
+    for tensor in changed:
+        tensor[:, :, 37:] = -1e4
+    before, after = run(key, value), run(*changed)
+    assert torch.equal(before[:, :, :37], after[:, :, :37])
+    assert not torch.equal(before[:, :, 37:], after[:, :, 37:])
+
+
+@pytest.mark.gpu
+def test_lengths_on_the_host_and_in_a_graph():
+    query, key, value, _ = make_inputs(2, 2, 60, 60, 16, device="cuda")
+    lengths = torch.tensor([25, 60])
+    mask = masks.causal()(60, device="cuda")
+
+    def run(lengths):
+        return sparseflash.attention(query, key, value, mask, key_lengths=lengths)
+
+    expected = run(lengths)
+    there = lengths.cuda()
+    assert torch.equal(run(there), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(there)
+    there[0] = 30
+    graph.replay()
+    assert torch.equal(captured, run(torch.tensor([30, 60])))
+
+
+def test_a_pattern_made_anew_is_not_compiled_again():
+    query, key, value, _ = make_inputs(1, 1, 40, 40, 8)
+    sparseflash.attention(query, key, value, masks.local(7) & masks.causal())
+    before = _compiled.cache_info().misses
+    sparseflash.attention(query, key, value, masks.local(7) & masks.causal())
+    assert _compiled.cache_info().misses == before
 
 
 def test_gradcheck_in_float64():
@@ -175,6 +243,7 @@ def test_a_seed_repeats_and_the_generator_moves_on():
         ({"key_lengths": torch.tensor([17])}, "key_lengths must be 0 to 16"),
         ({"key_lengths": torch.tensor([1, 2])}, r"key_lengths must be \(1,\)"),
         ({"key_lengths": torch.tensor([1.0])}, "key_lengths must be an int32"),
+        ({"precision": "high"}, r"precision must be one of \('ieee', 'tf32'\), got 'high'"),
         ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'hopper', 'triton'\]"),
         ({"seed": 2.0, "dropout_p": 0.1}, "seed must be an int"),
     ],

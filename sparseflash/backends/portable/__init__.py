@@ -64,6 +64,14 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+def describe(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> dict[str, str]:
+    """The configuration of each pass; see sparseflash.backends.Backend."""
+    from sparseflash.backends.portable import launch
+
+    streamed = {"forward": (key, value), "dq": (key, value), "dkdv": (query, query)}
+    return {w: str(launch.configuration(w, spec, tensors)) for w, tensors in streamed.items()}
+
+
 def forward(
     query: Tensor,
     key: Tensor,

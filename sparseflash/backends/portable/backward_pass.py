@@ -14,7 +14,7 @@ from torch import Tensor
 from masks.lookup_table import LookupTable
 from sparseflash.backends.portable.configs import padded_dims
 from sparseflash.backends.portable.key_value_gradient import key_value_gradient_kernel
-from sparseflash.backends.portable.launch import launch, launch_pass, on_device, strided_arguments
+from sparseflash.backends.portable.launch import launch_pass, launch_with_layout, on_device
 from sparseflash.backends.portable.query_gradient import query_gradient_kernel
 from sparseflash.backends.portable.row_terms import row_terms_kernel
 from sparseflash.spec import AttentionSpec
@@ -47,31 +47,30 @@ def backward(
         if needs_query:
             grad_query = torch.empty_like(query)
             tensors = (query, key, value, out, grad_out, grad_query)
-            launch_pass("dq", query_gradient_kernel, tensors, (key, value), lse_arguments, *call)
+            launch_pass("dq", query_gradient_kernel, tensors, (1, 2), lse_arguments, *call)
         else:
             _launch_row_terms(out, grad_out, lse_arguments, padded_len, spec)
         if needs_key or needs_value:
             grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             tensors = (query, key, value, grad_out, grad_key, grad_value)
-            launch_pass(
-                "dkdv", key_value_gradient_kernel, tensors, (query, grad_out), (terms,), *call
-            )
+            launch_pass("dkdv", key_value_gradient_kernel, tensors, (0, 3), (terms,), *call)
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 
 def _launch_row_terms(out, grad_out, lse_arguments, padded_len, spec):
     """Writes the row terms where no kernel computes dQ."""
-    bm = min(spec.block_size[0], 64)
-    strided, layout = strided_arguments(out, grad_out)
-    arguments = (*strided, *lse_arguments, spec.heads, spec.q_len)
-    launch(
+    block_q = spec.block_size[0]
+    bm = min(block_q, 64)
+    launch_with_layout(
         row_terms_kernel,
         (padded_len // bm, spec.heads, spec.batch),
-        *arguments,
-        HEAD_DIM=spec.head_dim,
-        DIMS=padded_dims(spec.head_dim),
-        BLOCK_Q=spec.block_size[0],
-        BM=bm,
-        enable_fp_fusion=True,
-        **layout,
+        (out, grad_out),
+        (*lse_arguments, spec.heads, spec.q_len),
+        {
+            "HEAD_DIM": spec.head_dim,
+            "DIMS": padded_dims(spec.head_dim),
+            "BLOCK_Q": block_q,
+            "BM": bm,
+            "enable_fp_fusion": True,
+        },
     )

@@ -5,9 +5,7 @@ they are large tiles that compile without notable spills.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -32,42 +30,55 @@ class Config:
     registers: int | None = None
 
 
+MOST_WITH_DROPOUT = 112  # accumulators of a thread
 PASSES = ("forward", "dq", "dkdv")
 
 SMALL = (Config(32, 32, 2, 3), Config(16, 16, 1, 3))
 SMALL_FLOAT32 = (Config(32, 32, 4, 2), Config(16, 16, 4, 2))
 
 HOPPER = {
-    ("forward", 32): (Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3)),
+    ("forward", 32): (
+        Config(128, 64, 4, 3, registers=128),
+        Config(64, 64, 4, 3, tma=True),
+        Config(64, 64, 4, 3),
+    ),
     ("forward", 64): (
         Config(64, 128, 4, 2, tma=True, registers=168),
         Config(64, 64, 4, 2, tma=True, registers=128),
         Config(128, 64, 4, 3),
         Config(64, 64, 4, 3),
     ),
-    ("forward", 128): (Config(128, 64, 4, 2, tma=True), Config(64, 64, 4, 3)),
+    ("forward", 128): (
+        Config(128, 64, 4, 2, tma=True),
+        Config(64, 64, 4, 3, tma=True),
+        Config(64, 64, 4, 3),
+    ),
     ("forward", 256): (
         Config(128, 64, 8, 2, tma=True),
         Config(128, 64, 8, 2),
         Config(64, 32, 4, 2, tma=True),
         Config(64, 32, 4, 2),
     ),
-    ("dq", 32): (Config(64, 64, 4, 3),),
+    ("dq", 32): (Config(128, 32, 4, 3, registers=128), Config(64, 64, 4, 3)),
     ("dq", 64): (
         Config(64, 64, 4, 2, tma=True, registers=128),
         Config(64, 64, 4, 2, registers=168),
     ),
-    ("dq", 128): (Config(64, 64, 4, 2, tma=True), Config(64, 64, 4, 2)),
+    ("dq", 128): (
+        Config(64, 64, 4, 2, tma=True),
+        Config(128, 64, 8, 3),
+        Config(64, 64, 4, 2),
+    ),
     ("dq", 256): (
-        Config(128, 32, 8, 2, tma=True),
+        Config(64, 64, 4, 2, tma=True),
+        Config(128, 32, 8, 2),
         Config(64, 32, 4, 2, tma=True),
         Config(64, 32, 4, 2),
     ),
-    ("dkdv", 32): (Config(64, 64, 4, 3),),
+    ("dkdv", 32): (Config(64, 64, 4, 3, registers=128),),
     ("dkdv", 64): (
         Config(128, 64, 4, 2, tma=True),
-        Config(64, 64, 4, 3, tma=True, registers=168),
-        Config(64, 64, 4, 3, registers=168),
+        Config(32, 64, 4, 3, registers=128),
     ),
     ("dkdv", 128): (Config(64, 64, 4, 2, tma=True), Config(64, 128, 8, 3), Config(32, 64, 4, 3)),
     ("dkdv", 256): (Config(64, 64, 8, 2, tma=True), Config(64, 64, 8, 2)),
@@ -82,7 +93,7 @@ AMPERE = {
     ("dq", 128): (Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
     ("dq", 256): (Config(64, 32, 8, 2),),
     ("dkdv", 32): (Config(64, 64, 4, 3),),
-    ("dkdv", 64): (Config(64, 64, 4, 2),),
+    ("dkdv", 64): (Config(32, 64, 4, 3),),
     ("dkdv", 128): (Config(64, 64, 8, 2), Config(32, 64, 4, 2)),
     ("dkdv", 256): (Config(32, 64, 8, 2),),
 }
@@ -127,6 +138,22 @@ def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int)
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
     dropout = config.bm * config.bn
     return operands + vectors + dropout
+
+
+def accumulators(config: Config, which: str, head_dim: int) -> float:
+    """Float32 accumulators that each thread holds: those of the result, of scores and of dP."""
+    dims = padded_dims(head_dim)
+    resident = 2 * config.bn if which == "dkdv" else config.bm
+    products = 1 if which == "forward" else 2
+    return (resident * dims + products * config.bm * config.bn) / (config.warps * 32)
+
+
+def with_room_for_dropout(config: Config, which: str, head_dim: int) -> Config:
+    """Random numbers take registers of their own: what would spill gets twice the threads."""
+    warps = config.warps
+    if accumulators(config, which, head_dim) > MOST_WITH_DROPOUT:
+        warps *= 2
+    return replace(config, warps=warps, registers=None)
 
 
 def divides(config: Config, block_size: tuple[int, int]) -> bool:
@@ -181,19 +208,19 @@ def limits(device: torch.device) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin
 
 
-@contextmanager
-def forced(which: str, config: Config) -> Iterator[None]:
-    """Makes one pass run with `config`, whatever it needs, so that it can be measured."""
-    _FORCED[which] = config
-    plan.cache_clear()
-    try:
-        yield
-    finally:
-        del _FORCED[which]
-        plan.cache_clear()
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A configuration, and the constants and options that a kernel is compiled with.
+
+    The same call gets the same object: it stands for all that it was made from.
+    """
+
+    config: Config
+    constants: dict
 
 
-_FORCED: dict[str, Config] = {}
+# By pass: the configuration to run with instead, whatever it needs. See launch.forced.
+FORCED: dict[str, Config] = {}
 
 
 @lru_cache(maxsize=4096)
@@ -204,15 +231,17 @@ def plan(
     head_dim: int,
     block_size: tuple[int, int],
     dropout: bool,
+    precision: str,
     tma: bool,
-) -> tuple[Config, dict]:
-    """The configuration of one pass and the compile-time constants that follow from it."""
-    config = _FORCED.get(which) or choose(
-        which, *limits(device), dtype, head_dim, block_size, tma
-    )
-    return config, {
+) -> Plan:
+    """The configuration of one pass, with the compile-time constants that follow from it."""
+    found = choose(which, *limits(device), dtype, head_dim, block_size, tma)
+    config = FORCED.get(which, found)
+    if dropout:
+        config = with_room_for_dropout(config, which, head_dim)
+    constants = {
         "DROPOUT": dropout,
-        "PRECISION": "ieee" if dtype == torch.float32 else None,
+        "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),
         "BLOCK_Q": block_size[0],
@@ -223,8 +252,7 @@ def plan(
         "MASK_STAGES": max(2, config.stages - 1),
         "num_warps": config.warps,
         "num_stages": config.stages,
-        "maxnreg": None
-        if dropout
-        else config.registers,  # random numbers take registers of their own
+        "maxnreg": config.registers,
         "enable_fp_fusion": True,
     }
+    return Plan(config, constants)

@@ -33,7 +33,7 @@ def forward(
             "forward",
             forward_kernel,
             tensors,
-            (key, value),
+            (1, 2),
             (lse,),
             table,
             key_lengths,

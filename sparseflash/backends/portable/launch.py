@@ -1,8 +1,11 @@
 """The host side of all kernels: their arguments, their constants and their grid of programs."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from masks.lookup_table import BlockRows, LookupTable
-from sparseflash.backends.portable.configs import Config, plan
+from sparseflash.backends.portable.configs import FORCED, Config, Plan, interpreted, plan
 from sparseflash.backends.portable.tiles import LOG2E
 from sparseflash.spec import AttentionSpec
 
@@ -25,7 +28,7 @@ def launch_pass(
     which: str,
     kernel: triton.JITFunction,
     tensors: tuple[Tensor, ...],
-    streamed: tuple[Tensor, ...],
+    streamed: tuple[int, ...],
     others: tuple[Tensor | int | None, ...],
     table: LookupTable,
     key_lengths: Tensor | None,
@@ -34,84 +37,226 @@ def launch_pass(
 ) -> None:
     """Launches the kernel of one pass: "forward", "dq" (rows of queries) or "dkdv" (rows of keys).
 
-    Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads
-    (`streamed`); `others`; the table; key_lengths; run-time sizes; scalars; constants.
+    Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads,
+    `streamed` by their places; `others`; the table; key_lengths; run-time sizes; scalars;
+    constants.
     """
-    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
-    config, constants = plan(which, *facts, all(map(_is_describable, streamed)))
-    block_q, block_k = spec.block_size
-    if which == "dkdv":
-        rows, heads, parts, step = table.by_key, spec.kv_heads, block_k // config.bn, config.bm
-    else:
-        rows, heads, parts, step = table.by_query, spec.heads, block_q // config.bm, config.bn
-    sizes, grid = _sizes_and_grid(spec, rows, heads, parts)
-    strided, layout = strided_arguments(*tensors)
+    made = _prepare(which, spec, streamed, *_strides_and_alignment(tensors))
+    rows = table.by_key if which == "dkdv" else table.by_query
+    sizes, grid = _sizes_and_grid(spec, rows, made.heads, made.parts)
+    scale2, threshold, keep_scale = made.scalars
     arguments = (
-        *strided,
-        *_descriptors(config, streamed, step, constants["DIMS"]),
+        *_interleaved(tensors, made.strides),
+        *_descriptors(made.tile, [tensors[place] for place in streamed]),
         *others,
         *_table_arguments(table, rows),
         key_lengths,
         *sizes,
-        *_scalars(spec, seed),
+        *(scale2, seed, threshold, keep_scale),
     )
-    launch(kernel, grid, *arguments, GROUP=spec.heads // spec.kv_heads, **layout, **constants)
+    variant = (made.variant, others[0] is None, key_lengths is None)
+    launch(kernel, grid, arguments, variant, made.constants)
 
 
-def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Launches a kernel unless its grid is empty."""
-    if 0 not in grid:
-        kernel[grid](*arguments, **constants)
+def launch_with_layout(
+    kernel: triton.JITFunction,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    others: tuple[Tensor | int | None, ...],
+    constants: dict,
+) -> None:
+    """Launches a kernel whose parameters are `tensors`, each with its strides; `others`; and
+    constants."""
+    strides, aligned = _strides_and_alignment(tensors)
+    first = tensors[0]
+    scaled, layout = _layout(first.element_size(), strides, aligned)
+    variant = (first.device, first.dtype, layout, others[0] is None, *constants.items())
+    arguments = (*_interleaved(tensors, scaled), *others)
+    launch(kernel, grid, arguments, variant, constants | layout.constants)
+
+
+def launch(
+    kernel: triton.JITFunction,
+    grid: tuple[int, int, int],
+    arguments: tuple,
+    variant: tuple,
+    constants: dict,
+) -> None:
+    """Launches a kernel unless its grid is empty.
+
+    variant: everything that Triton compiles this kernel anew for. Triton would find it out from
+        the arguments at every launch, which takes longer than the launch itself.
+    """
+    if 0 in grid:
+        return
+    known = (kernel.__name__, variant)
+    if known in _COMPILED:
+        compiled, constant_arguments = _COMPILED[known]
+        compiled[grid](*arguments, *constant_arguments)
+        return
+    compiled = kernel[grid](*arguments, **constants)
+    if not interpreted():
+        names = kernel.arg_names[len(arguments) :]
+        _COMPILED[known] = compiled, tuple(constants[name] for name in names)
+
+
+_COMPILED: dict[tuple, tuple] = {}
 
 
 def on_device(device: torch.device):
     """Context in which kernels run on `device`."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
 
 
-def strided_arguments(*tensors: Tensor) -> tuple[list, dict]:
-    """Each tensor followed by its strides, and the constants that say how kernels read them."""
-    strides, layout = _aligned_strides(tensors[0].element_size(), *(t.stride() for t in tensors))
-    return [arg for t, s in zip(tensors, strides, strict=True) for arg in (t, *s)], layout
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What is the same in all launches of a pass with the same facts.
+
+    variant, constants: see launch
+    strides:      those of the tensors, as kernels take them
+    tile:         shape of the tiles that descriptors describe, None where pointers are used
+    heads, parts: programs along the heads, and for each block row
+    scalars:      scale * log2(e), the least random word that keeps a pair, 1 / (1 - dropout_p)
+    """
+
+    variant: tuple
+    constants: dict
+    strides: tuple[tuple[int, ...], ...]
+    tile: list[int] | None
+    heads: int
+    parts: int
+    scalars: tuple[float, int, float]
 
 
 @lru_cache(maxsize=4096)
-def _aligned_strides(
-    element_size: int, *strides: tuple[int, ...]
-) -> tuple[tuple[tuple[int, ...], ...], dict]:
-    """Strides as kernels take them, and constants that say how to read them.
+def _prepare(
+    which: str,
+    spec: AttentionSpec,
+    streamed: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    aligned: tuple[bool, ...],
+) -> Prepared:
+    size = spec.dtype.itemsize
+    describable = all(aligned[i] and _is_describable(size, strides[i]) for i in streamed)
+    chosen = _plan(which, spec, describable)
+    config, group = chosen.config, spec.heads // spec.kv_heads
+    block_q, block_k = spec.block_size
+    if which == "dkdv":
+        heads, parts, step = spec.kv_heads, block_k // config.bn, config.bm
+    else:
+        heads, parts, step = spec.heads, block_q // config.bm, config.bn
+    scaled, layout = _layout(size, strides, aligned)
+    return Prepared(
+        variant=(chosen, layout, group),
+        constants={"GROUP": group} | layout.constants | chosen.constants,
+        strides=scaled,
+        tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
+        heads=heads,
+        parts=parts,
+        scalars=_scalars(spec),
+    )
 
-    Kernels are compiled for any strides (see tiles.unspecialized). What they know is ALIGN, the
-    largest power of two, up to 16 bytes, that divides all but the last: those come divided by it.
+
+def configuration(which: str, spec: AttentionSpec, streamed: tuple[Tensor, ...]) -> Config:
+    """The configuration that a pass whose loop reads these tensors runs with."""
+    strides, aligned = _strides_and_alignment(streamed)
+    describable = all(aligned) and all(_is_describable(spec.dtype.itemsize, s) for s in strides)
+    return _plan(which, spec, describable).config
+
+
+def _plan(which: str, spec: AttentionSpec, describable: bool) -> Plan:
+    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
+    return plan(which, *facts, spec.precision, describable)
+
+
+@contextmanager
+def forced(config: Config, *passes: str) -> Iterator[None]:
+    """Makes some passes run with `config`, whatever it needs, so that it can be measured."""
+    FORCED.update(dict.fromkeys(passes, config))
+    _forget_plans()
+    try:
+        yield
+    finally:
+        FORCED.clear()
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    plan.cache_clear()
+    _prepare.cache_clear()
+
+
+class Layout(NamedTuple):
+    """What a kernel is compiled to know of its strided tensors.
+
+    Kernels serve any strides (see tiles.unspecialized). ALIGN is the largest power of two, up to
+    16 bytes, that divides all strides but the last: those come divided by it.
+
+    unit:    for each tensor, whether its last stride is 1
+    wide:    the strides that take 64 bits, by tensor and axis
+    aligned: for each tensor, whether it begins at a multiple of 16 bytes
     """
-    contiguous = all(s[-1] == 1 for s in strides)
+
+    align: int
+    index: tl.dtype
+    unit: tuple[bool, ...]
+    wide: tuple[tuple[int, int], ...]
+    aligned: tuple[bool, ...]
+
+    @property
+    def constants(self) -> dict:
+        return {"ALIGN": self.align, "INDEX": self.index}
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    element_size: int, strides: tuple[tuple[int, ...], ...], aligned: tuple[bool, ...]
+) -> tuple[tuple[tuple[int, ...], ...], Layout]:
+    """Strides as kernels take them, and the layout of their tensors."""
+    unit = tuple(s[-1] == 1 for s in strides)
     align = (
         math.gcd(VECTOR_BYTES // element_size, *(n for s in strides for n in s[:-1]))
-        if contiguous
+        if all(unit)
         else 1
     )
     reach = WIDEST_TILE * max(token + dim for *_, token, dim in strides)
+    index = tl.int64 if reach >= 2**31 else tl.int32
     scaled = tuple((*(n // align for n in s[:-1]), s[-1]) for s in strides)
-    return scaled, {"ALIGN": align, "INDEX": tl.int64 if reach >= 2**31 else tl.int32}
+    wide = tuple((i, j) for i, s in enumerate(scaled) for j, n in enumerate(s) if n >= 2**31)
+    return scaled, Layout(align, index, unit, wide, aligned)
 
 
-def _is_describable(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read a tensor."""
-    strides = _describable_strides(tensor.element_size(), tensor.stride())
-    return strides and tensor.data_ptr() % VECTOR_BYTES == 0
+def _strides_and_alignment(
+    tensors: tuple[Tensor, ...],
+) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
+    strides = tuple([t.stride() for t in tensors])
+    return strides, tuple([t.data_ptr() % VECTOR_BYTES == 0 for t in tensors])
 
 
-@lru_cache(maxsize=4096)
-def _describable_strides(element_size: int, strides: tuple[int, ...]) -> bool:
+def _interleaved(tensors: tuple[Tensor, ...], strides: tuple[tuple[int, ...], ...]) -> list:
+    """Each tensor followed by its strides."""
+    return [argument for t, s in zip(tensors, strides, strict=True) for argument in (t, *s)]
+
+
+def _is_describable(element_size: int, strides: tuple[int, ...]) -> bool:
+    """Whether the tensor memory accelerator can read an aligned tensor of these strides."""
     *outer, inner = strides
     return inner == 1 and all(n > 0 and n * element_size % VECTOR_BYTES == 0 for n in outer)
 
 
-def _descriptors(config: Config, streamed: tuple[Tensor, ...], rows: int, dims: int) -> list:
-    """For each tensor the descriptor of its (rows, dims) tiles, or None if pointers are used."""
-    if not config.tma:
+class _Descriptor(TensorDescriptor):
+    """One whose tensor and tile are known to be right, so that they are not checked again."""
+
+    def __post_init__(self):
+        pass
+
+
+def _descriptors(tile: list[int] | None, streamed: list[Tensor]) -> list[_Descriptor | None]:
+    if tile is None:
         return [None] * len(streamed)
-    return [TensorDescriptor(t, t.shape, t.stride(), [1, 1, rows, dims]) for t in streamed]
+    return [_Descriptor(t, t.shape, t.stride(), tile) for t in streamed]
 
 
 def _table_arguments(table: LookupTable, rows: BlockRows) -> tuple[Tensor, ...]:
@@ -133,7 +278,6 @@ def _sizes_and_grid(
     return sizes, (heads, spec.batch, tiles) if heavy_first else (tiles, heads, spec.batch)
 
 
-def _scalars(spec: AttentionSpec, seed: int) -> tuple[float, int, int, float]:
-    """scale * log2(e); dropout's seed, the least random word that keeps a pair, 1 / (1 - p)."""
+def _scalars(spec: AttentionSpec) -> tuple[float, int, float]:
     threshold = math.floor(spec.dropout_p * 2**32)
-    return spec.scale * LOG2E.value, seed or 0, threshold, 1.0 / (1.0 - spec.dropout_p)
+    return spec.scale * LOG2E.value, threshold, 1.0 / (1.0 - spec.dropout_p)

@@ -58,7 +58,13 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return {
         "do_not_specialize": [*strides, *Sizes._fields],
-        "do_not_specialize_on_alignment": [*dim_strides, *Table._fields, "key_lengths"],
+        "do_not_specialize_on_alignment": [
+            *dim_strides,
+            *Table._fields,
+            "key_lengths",
+            "lse",
+            "grad_lse",
+        ],
     }
 
 

@@ -7,6 +7,7 @@ from masks import BlockMask
 from sparseflash.autograd import BlockSparseAttention
 from sparseflash.backends import cpu, select
 from sparseflash.backends.cpu import plan
+from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -57,7 +58,9 @@ def attention_with(table, seed=None, **options):
         spec = spec_of(query, key, table, **options)
         lengths = options.get("key_lengths")
         backend = select("cpu", spec)
-        return BlockSparseAttention.apply(query, key, value, table, lengths, seed, spec, backend)
+        return BlockSparseAttention.apply(
+            query, key, value, Call(spec, backend, table, lengths, seed)
+        )
 
     return attention
 

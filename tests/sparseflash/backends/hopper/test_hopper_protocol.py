@@ -16,6 +16,7 @@ import torch
 import masks
 from sparseflash.autograd import BlockSparseAttention
 from sparseflash.backends import hopper
+from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 
@@ -60,7 +61,8 @@ def check(pattern, head_dim=64, *, lengths=(500, 400), kv_heads=1, key_lengths=N
     def attention(*inputs):
         lengths = options.get("key_lengths")
         with poisoned_empty():
-            return BlockSparseAttention.apply(*inputs, mask.table(), lengths, 0, spec, hopper)
+            call = Call(spec, hopper, mask.table(), lengths, 0)
+            return BlockSparseAttention.apply(*inputs, call)
 
     check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)
 

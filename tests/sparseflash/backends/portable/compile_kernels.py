@@ -3,8 +3,11 @@
 A script for compile_only.start:
     python compile_kernels.py variants ARCHITECTURE    what the compiler made of all that ships
     python compile_kernels.py calls ARCHITECTURE       kernels compiled by calls of many lengths
+    python compile_kernels.py products ARCHITECTURE    whether float32 products are in TF32
+    python compile_kernels.py layouts ARCHITECTURE     kernels compiled for tensors of many strides
 """
 
+import itertools
 import json
 import math
 import sys
@@ -13,7 +16,7 @@ import torch
 from compile_only import SHARED_MEMORY, compile_instead_of_launching, compiled, stack_bytes
 
 from masks.block_mask import BlockMask
-from sparseflash.backends.portable import backward_pass, configs, forward_pass
+from sparseflash.backends.portable import backward_pass, configs, forward_pass, launch
 from sparseflash.spec import AttentionSpec
 
 KERNELS = {
@@ -23,13 +26,24 @@ KERNELS = {
 }
 
 
-def call(which, query, mask, *, dropout_p=0.0, key_lengths=None, kv_heads=None):
+class Kernels(dict):
+    """The kernels that were compiled for each variant, in place of the one to be launched."""
+
+    def __contains__(self, variant):
+        return False
+
+    def __setitem__(self, variant, compiled):
+        kernel, _ = compiled
+        super().__setitem__(variant, self.get(variant, set()) | {kernel})
+
+
+def call(which, query, mask, *, dropout_p=0.0, key_lengths=None, kv_heads=None, precision="ieee"):
     """One pass over a query that is also the key (its first heads) and the value."""
     batch, heads, seq_len, head_dim = query.shape
     key = query[:, :kv_heads]
     spec = AttentionSpec(
         *(batch, heads, key.shape[1], seq_len, seq_len, head_dim, query.dtype, query.device),
-        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None),
+        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None, precision),
     )
     call = (mask.table(), key_lengths, 1, spec)
     if which == "forward":
@@ -61,16 +75,13 @@ def variants(architecture: int):
 
 def report_variants(architecture: int):
     for which, dtype, head_dim, config, dropout_p in variants(architecture):
-        configs.choose = lambda *facts, config=config: config
-        configs.plan.cache_clear()
-        for kernel in KERNELS.values():
-            kernel.device_caches.clear()
+        KERNELS[which].device_caches.clear()
         side = max(config.bm, config.bn)
         query = torch.empty(1, 1, 2 * side, head_dim, dtype=dtype)
         lengths = torch.ones(1, dtype=torch.int32) if dropout_p else None
-        call(
-            which, query, causal(2 * side, (side, side)), dropout_p=dropout_p, key_lengths=lengths
-        )
+        mask = causal(2 * side, (side, side))
+        with launch.forced(config, which):
+            call(which, query, mask, dropout_p=dropout_p, key_lengths=lengths)
         (kernel,) = compiled(KERNELS[which])
         yield {
             "variant": f"{which} {dtype} d{head_dim} {config} dropout {dropout_p}",
@@ -78,7 +89,6 @@ def report_variants(architecture: int):
             "estimate": configs.shared_memory(config, which, dtype, head_dim),
             "limit": SHARED_MEMORY[architecture],
             "stack": stack_bytes(kernel.asm["cubin"]),
-            "dropout": dropout_p > 0,
             "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
             "wants_warpgroups": dtype != torch.float32 and min(config.bm, config.bn) >= 64,
         }
@@ -103,9 +113,49 @@ def report_calls(architecture: int):
         yield {which: len(compiled(KERNELS[which])) for which in configs.PASSES}
 
 
+def report_products(architecture: int):
+    for precision in ("ieee", "tf32"):
+        for kernel in KERNELS.values():
+            kernel.device_caches.clear()
+        query = torch.empty(1, 1, 64, 32)
+        for which in configs.PASSES:
+            call(which, query, causal(64, (64, 64)), precision=precision)
+        ptx = {which: compiled(KERNELS[which])[0].asm["ptx"] for which in configs.PASSES}
+        yield {which: ".tf32" in text for which, text in ptx.items()}
+
+
+def report_layouts(architecture: int):
+    """For calls that differ in all that a kernel may be compiled for, how many variants were told
+    apart, and the most kernels that Triton wanted for one of them."""
+    mask = causal(40, (16, 16))
+    storage = torch.empty(1 << 20, dtype=torch.float16)
+    sizes = (1, 2, 40, 16)
+    contiguous = (1280, 640, 16, 1)
+    layouts = {
+        "contiguous": (contiguous, 0),
+        "misaligned": (contiguous, 1),
+        "transposed": ((1280, 16, 32, 1), 0),
+        "odd": ((1280, 641, 16, 1), 0),
+        "scattered": ((2560, 1280, 32, 2), 0),
+        "wide": ((2**40, 640, 16, 1), 0),
+        "wide and odd": ((2**31 + 1, 640, 16, 1), 0),
+    }
+    for (strides, offset), which in itertools.product(layouts.values(), configs.PASSES):
+        query = storage.as_strided(sizes, strides, offset)
+        lengths = torch.ones(3, dtype=torch.int32)
+        for key_lengths in (None, lengths[:1], lengths[1:2]):
+            call(which, query, mask, key_lengths=key_lengths)
+        call(which, query, mask, kv_heads=1)
+    yield {
+        "variants": len(launch._COMPILED),
+        "kernels of one variant": max(map(len, launch._COMPILED.values())),
+    }
+
+
 if __name__ == "__main__":
     what, architecture = sys.argv[1], int(sys.argv[2])
     compile_instead_of_launching(architecture)
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
-    for report in {"variants": report_variants, "calls": report_calls}[what](architecture):
+    launch._COMPILED = Kernels()
+    for report in globals()[f"report_{what}"](architecture):
         print(json.dumps(report), flush=True)

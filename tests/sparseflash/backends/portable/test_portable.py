@@ -11,6 +11,7 @@ import torch
 from masks.block_mask import BlockMask
 from sparseflash.autograd import BlockSparseAttention
 from sparseflash.backends import portable
+from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -40,9 +41,7 @@ def mixed_mask(q_len, k_len, block_size, layers=1, seed=0):
     return mask
 
 
-def block_sparse(
-    query, key, value, mask, *, scale=None, dropout_p=0.0, key_lengths=None, seed=None
-):
+def block_sparse(query, key, value, mask, *, scale=None, dropout_p=0.0, key_lengths=None, seed=0):
     """(out, lse) of the backend through the autograd boundary."""
     spec = AttentionSpec(
         *(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3]),
@@ -51,9 +50,8 @@ def block_sparse(
     )
     assert portable.why_not(spec) == []
     with poisoned_empty():
-        return BlockSparseAttention.apply(
-            query, key, value, mask.table(query.device), key_lengths, seed, spec, portable
-        )
+        call = Call(spec, portable, mask.table(query.device), key_lengths, seed)
+        return BlockSparseAttention.apply(query, key, value, call)
 
 
 def check(inputs, dense, block_size, **options):
@@ -139,19 +137,13 @@ def test_dropout(seed):
     check(inputs, mixed_mask(50, 70, (32, 16)), (32, 16), dropout_p=0.3, seed=seed)
 
 
-def test_dropout_does_not_depend_on_tiles(monkeypatch):
-    from sparseflash.backends.portable import configs
+@pytest.mark.parametrize(("bm", "bn"), [(16, 16), (32, 16), (16, 32), (32, 32)])
+def test_dropout_does_not_depend_on_tiles(bm, bn):
+    from sparseflash.backends.portable import configs, launch
 
     inputs = make_inputs(1, 2, 64, 64, 16, device=DEVICE)
-    dense = mixed_mask(64, 64, (32, 32))
-    for bm, bn in [(16, 16), (32, 16), (16, 32), (32, 32)]:
-        monkeypatch.setattr(
-            configs, "choose", lambda *_, side=(bm, bn): configs.Config(*side, 4, 2)
-        )
-        configs.plan.cache_clear()
-        check(inputs, dense, (32, 32), dropout_p=0.5, seed=3)
-    monkeypatch.undo()
-    configs.plan.cache_clear()
+    with launch.forced(configs.Config(bm, bn, 4, 2), *configs.PASSES):
+        check(inputs, mixed_mask(64, 64, (32, 32)), (32, 32), dropout_p=0.5, seed=3)
 
 
 @pytest.mark.parametrize("strides", STRIDES)

@@ -1,0 +1,241 @@
+"""Masks of other libraries, both ways and exact: FlexAttention, FlashAttention-4, torch sparse.
+
+scipy and dense matrices are read and made by BlockMask itself.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import scipy.sparse
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from masks import tiles
+from masks.block_mask import STRIP, BlockMask, assemble, stack
+from masks.grid import Grid
+from masks.intervals import from_points
+from masks.pattern import Pattern
+
+
+class BlockLists(NamedTuple):
+    """FlashAttention-4's lists of blocks: its BlockSparseTensorsTorch takes them by name.
+
+    Partial (mask_) and full blocks of every block row: int32 counts (1, heads, rows) and ascending
+    columns (1, heads, rows, columns), undefined past the count. block_size is (bq, bk) in tokens,
+    also where the rows are blocks of keys.
+    """
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor
+    full_block_idx: Tensor
+    block_size: tuple[int, int]
+
+
+def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
+    """The FlexAttention mask with the same elements, lists and block size.
+
+    Its mask_mod looks a pair up in the bit tiles; that takes 4 bytes for every block.
+    Source: torch.nn.attention.flex_attention.BlockMask.from_kv_blocks.
+    """
+    lists = to_block_lists(mask)
+    return flex_attention.BlockMask.from_kv_blocks(
+        *lists[:4],
+        BLOCK_SIZE=mask.block_size,
+        mask_mod=_mask_mod(mask),
+        seq_lengths=mask.seq_len,
+    )
+
+
+def from_flex(mask: flex_attention.BlockMask) -> BlockMask:
+    """The elements that a FlexAttention mask attends: all of its full blocks, and those of its
+    partial blocks for which mask_mod holds.
+
+    Raises ValueError for a mask that has several batch elements.
+    """
+    if mask.kv_num_blocks.shape[0] != 1:
+        raise ValueError(
+            f"mask must be of one batch element, got {mask.kv_num_blocks.shape[0]}; index it first"
+        )
+    full_count, full_index = mask.full_kv_num_blocks, mask.full_kv_indices
+    if full_count is None or full_index is None:
+        full_count, full_index = torch.zeros_like(mask.kv_num_blocks), mask.kv_indices
+    (bq, bk), (q_len, k_len), mask_mod = mask.BLOCK_SIZE, mask.seq_lengths, mask.mask_mod
+    lists = BlockLists(mask.kv_num_blocks, mask.kv_indices, full_count, full_index, (bq, bk))
+    return _from_lists(lists, (q_len, k_len), lambda h, q, k: mask_mod(_ZERO, h, q, k))
+
+
+def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockLists:
+    """FlashAttention-4's lists of a mask: rows of queries for the forward pass, `by_key` rows of
+    keys for the backward.
+
+    They say which blocks are partial, and not which of their elements attend: that is the
+    kernel's own mask_mod.
+    """
+    rows = mask.T if by_key else mask
+    return BlockLists(
+        *_padded_lists(rows, rows.partial),
+        *_padded_lists(rows, rows.full.expand()),
+        block_size=mask.block_size,
+    )
+
+
+def from_block_lists(
+    lists: BlockLists, seq_len: int | tuple[int, int], pattern: Pattern | None = None
+) -> BlockMask:
+    """The mask of FlashAttention-4's forward lists.
+
+    pattern: which elements of the partial blocks attend.
+    Raises ValueError for lists of several batch elements, for partial blocks without a pattern,
+    and for lists of another length.
+    """
+    if lists.full_block_cnt.shape[0] != 1:
+        raise ValueError(
+            f"lists must be of one batch element, got {lists.full_block_cnt.shape[0]}"
+        )
+    if pattern is None:
+        if lists.mask_block_cnt.any():
+            raise ValueError("lists with partial blocks need a pattern for their elements")
+        return _from_lists(lists, seq_len, None)
+    whole = _from_lists(lists._replace(mask_block_cnt=torch.zeros_like(lists[0])), seq_len, None)
+    candidates = _from_lists(lists, seq_len, None) - whole
+    return whole | (candidates & pattern(seq_len, lists.block_size, whole.device))
+
+
+def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor:
+    """A sparse bool tensor: sparse_bsr of whole blocks, (nq * bq, nk * bk), or sparse_csr of
+    elements, (q_len, k_len).
+
+    Raises ValueError for other layouts and for several heads.
+    """
+    blocks = mask.to_scipy()
+    if layout == torch.sparse_bsr:
+        parts, shape = (blocks.indptr, blocks.indices, blocks.data), blocks.shape
+        make = torch.sparse_bsr_tensor
+    elif layout == torch.sparse_csr:
+        elements = blocks.tocsr()[: mask.seq_len[0], : mask.seq_len[1]]
+        elements.eliminate_zeros()
+        parts, shape = (elements.indptr, elements.indices, elements.data), elements.shape
+        make = torch.sparse_csr_tensor
+    else:
+        raise ValueError(f"layout must be torch.sparse_bsr or torch.sparse_csr, got {layout}")
+    crow, column, values = (torch.from_numpy(part) for part in parts)
+    indices = (crow.long(), column.long())
+    return make(*indices, values, size=shape, device=mask.device, check_invariants=True)
+
+
+def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:
+    """The mask of a sparse tensor (Nq, Nk) in layout sparse_bsr, sparse_csr or sparse_coo: stored
+    non-zero entries attend.
+
+    Raises ValueError for other layouts. A ragged mask from to_torch comes back in whole blocks:
+    crop it.
+    """
+    if matrix.layout in (torch.sparse_bsr, torch.sparse_csr):
+        values, column, crow = (
+            x.cpu().numpy() for x in (matrix.values(), matrix.col_indices(), matrix.crow_indices())
+        )
+        make = (
+            scipy.sparse.bsr_array if matrix.layout == torch.sparse_bsr else scipy.sparse.csr_array
+        )
+        found = make((values, column, crow), shape=tuple(matrix.shape))
+    elif matrix.layout == torch.sparse_coo:
+        matrix = matrix.coalesce()
+        index = tuple(matrix.indices().cpu().numpy())
+        found = scipy.sparse.coo_array(
+            (matrix.values().cpu().numpy(), index), shape=tuple(matrix.shape)
+        )
+    else:
+        raise ValueError(
+            f"matrix must be sparse_bsr, sparse_csr or sparse_coo, got {matrix.layout}"
+        )
+    return BlockMask.from_scipy(found, block_size).to(matrix.device)
+
+
+_ZERO = torch.tensor(0)
+
+
+def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    g, bank = mask.grid, mask.extended_bank()
+    tile = torch.full((mask.num_layers * g.nq, g.nk), len(bank) - 1, device=mask.device)
+    tile[g.split(mask.full.expand())] = len(bank) - 2
+    tile[g.split(mask.partial)] = mask.partial_tile
+    tile = tile.int()
+    first_row = torch.tensor(mask.head_layer, dtype=torch.int32, device=mask.device) * g.nq
+    one_head = mask.num_heads == 1
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        row = q // g.bq if one_head else first_row[h] + q // g.bq
+        word = bank[tile[row, k // g.bk], q % g.bq, k % g.bk // tiles.WORD]
+        return ((word >> (k % g.bk % tiles.WORD)) & 1) != 0
+
+    return mask_mod
+
+
+def _padded_lists(mask: BlockMask, number: Tensor) -> tuple[Tensor, Tensor]:
+    """(counts, columns) of the blocks with these ascending numbers, for every head."""
+    g = mask.grid
+    row, column = g.split(number)
+    count = torch.bincount(row, minlength=mask.num_layers * g.nq)
+    slot = torch.arange(len(row), device=mask.device) - (count.cumsum(0) - count)[row]
+    columns = torch.zeros(len(count), g.nk, dtype=torch.int32, device=mask.device)
+    columns[row, slot] = column.int()
+    heads = list(mask.head_layer)
+    count = count.int().view(1, -1, g.nq)[:, heads]
+    return count, columns.view(1, -1, g.nq, g.nk)[:, heads]
+
+
+def _from_lists(
+    lists: BlockLists,
+    seq_len: int | tuple[int, int],
+    attends: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+) -> BlockMask:
+    """The mask of lists of one batch element; attends(head, q, k), of one pair, says which
+    elements of the partial blocks do, None that all do.
+    """
+    grid = Grid.of(seq_len, lists.block_size, lists.full_block_cnt.device)
+    if lists.full_block_cnt.shape[-1] != grid.nq:
+        raise ValueError(
+            f"lists must have {grid.nq} block rows for seq_len {grid.seq_len} in blocks of "
+            f"{grid.block_size}, got {lists.full_block_cnt.shape[-1]}"
+        )
+    heads = []
+    for head in range(lists.full_block_cnt.shape[1]):
+        full = _numbers(grid, lists.full_block_cnt[0, head], lists.full_block_idx[0, head])
+        partial = _numbers(grid, lists.mask_block_cnt[0, head], lists.mask_block_idx[0, head])
+        if attends is None:
+            bank, tile = grid.whole[:1], torch.zeros_like(partial)
+        else:
+            bank, tile = _evaluated(grid, partial, head, attends)
+        heads.append(assemble(grid, (0,), from_points(full), partial, bank, tile))
+    return stack(heads)
+
+
+def _numbers(grid: Grid, count: Tensor, index: Tensor) -> Tensor:
+    """The ascending numbers of the listed blocks."""
+    listed = torch.arange(index.shape[1], device=index.device) < count[:, None]
+    row, slot = listed.nonzero(as_tuple=True)
+    return grid.number(row, index[row, slot].long()).sort().values
+
+
+def _evaluated(
+    grid: Grid, number: Tensor, head: int, attends: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(bank, tile) of the elements of these blocks for which attends(head, q, k) holds."""
+    by_key = torch.vmap(attends, in_dims=(None, None, 0))
+    by_query = torch.vmap(by_key, in_dims=(None, 0, None))
+    by_block = torch.vmap(by_query, in_dims=(None, 0, 0))
+    row, column = grid.split(number)
+    queries = row[:, None] * grid.bq + torch.arange(grid.bq, device=grid.device)
+    keys = column[:, None] * grid.bk + torch.arange(grid.bk, device=grid.device)
+    # A function may index tensors of the sequence's length, and bits outside are not kept.
+    queries, keys = queries.clamp(max=grid.q_len - 1), keys.clamp(max=grid.k_len - 1)
+    which = torch.tensor(head, device=grid.device)
+    step = max(1, STRIP // (grid.bq * grid.bk))
+    words = [
+        tiles.pack(by_block(which, q, k).expand(-1, grid.bq, grid.bk))
+        for q, k in zip(queries.split(step), keys.split(step), strict=True)
+        if len(q)
+    ]
+    return tiles.distinct(torch.cat([grid.whole[:0], *words]))

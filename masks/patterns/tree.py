@@ -1,0 +1,44 @@
+from collections.abc import Sequence
+
+import torch
+
+from masks.block_mask import BlockMask
+from masks.build import from_intervals
+from masks.grid import Grid
+from masks.pattern import Pattern, builtin
+from masks.place import place
+
+
+@builtin
+def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
+    """A token tree over a cached prefix: node q attends the prefix, its ancestors and itself.
+
+    parents: the parent of each node, a node before it, or -1 for a root. The queries are the
+        nodes; the keys are prefix_len cached tokens and then the nodes.
+    Raises ValueError for a parent that is neither an earlier node nor -1, for no nodes, for a
+    prefix_len below 0, and for lengths other than (nodes, prefix_len + nodes).
+    Source: Miao et al. 2023, SpecInfer.
+    """
+    parents = [int(parent) for parent in parents]
+    if prefix_len < 0:
+        raise ValueError(f"prefix_len must be at least 0 tokens, got {prefix_len}")
+    if not parents or not all(-1 <= parent < node for node, parent in enumerate(parents)):
+        raise ValueError(f"parents must name an earlier node each, or -1, got {parents}")
+    nodes = len(parents)
+
+    def build(grid: Grid) -> BlockMask:
+        if grid.seq_len != (nodes, prefix_len + nodes):
+            raise ValueError(
+                f"tree of {nodes} nodes after {prefix_len} tokens needs seq_len "
+                f"{(nodes, prefix_len + nodes)}, got {grid.seq_len}"
+            )
+        ancestors = torch.eye(nodes, dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                ancestors[node] |= ancestors[parent]
+        begin = torch.zeros(nodes, dtype=torch.int64, device=grid.device)
+        prefix = from_intervals(grid, begin, begin + prefix_len)
+        own = BlockMask.from_dense(ancestors.to(grid.device), grid.block_size)
+        return prefix | place(grid, [(own, 0, prefix_len)])
+
+    return Pattern(f"tree({nodes} nodes, prefix_len={prefix_len})", build)

@@ -1,0 +1,168 @@
+"""Masks and patterns in files: safetensors with a JSON header, and JSON alone for patterns.
+
+Files carry a version and no code: reading one runs nothing that it holds.
+"""
+
+import json
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from masks import tiles
+from masks.block_mask import BlockMask, assemble
+from masks.grid import Grid
+from masks.intervals import Runs
+from masks.pattern import BUILTIN, Pattern, stack
+
+VERSION = 1
+HEADER = "masks"  # the key of the safetensors metadata
+_MAKERS = {
+    "&": operator.and_,
+    "|": operator.or_,
+    "-": operator.sub,
+    "^": operator.xor,
+    "~": operator.invert,
+    "stack": stack,
+    "in_blocks": Pattern.in_blocks,
+}
+
+
+def save(mask: Pattern | BlockMask, path: str | Path) -> None:
+    """Writes a mask or a pattern to a safetensors file.
+
+    Raises ValueError for a pattern that is made of a function: its mask at a length can be saved.
+    """
+    if isinstance(mask, Pattern):
+        header, tensors = {"pattern": _written(mask)}, {}
+    elif isinstance(mask, BlockMask):
+        header, tensors = _header(mask), _tensors(mask)
+    else:
+        raise TypeError(f"mask must be a Pattern or a BlockMask, got {type(mask).__name__}")
+    save_file(tensors, path, metadata={HEADER: json.dumps({"version": VERSION} | header)})
+
+
+def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | BlockMask:
+    """What `save` wrote; a mask comes to `device`.
+
+    Raises ValueError for a file that holds neither, is of another version or makes no sense.
+    """
+    with safe_open(path, framework="pt") as file:
+        header = _read_header((file.metadata() or {}).get(HEADER), f"file {path}")
+        if "pattern" in header:
+            return _read(header["pattern"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return _mask(header, tensors).to(device)
+
+
+def to_json(pattern: Pattern) -> str:
+    """A pattern as text, for the configuration of a model; from_json reads it.
+
+    Raises ValueError for a pattern that is made of a function.
+    """
+    return json.dumps({"version": VERSION, "pattern": _written(pattern)})
+
+
+def from_json(text: str) -> Pattern:
+    """The pattern that to_json wrote. Raises ValueError for any other text."""
+    header = _read_header(text, "text")
+    if "pattern" not in header:
+        raise ValueError(f"text holds no pattern, got {text!r}")
+    return _read(header["pattern"])
+
+
+def _written(value: Any) -> Any:
+    """A recipe as {maker: arguments}; other values as JSON has them."""
+    if isinstance(value, Pattern):
+        if value.recipe is None:
+            raise ValueError(f"pattern {value} is made of a function, which is not saved")
+        maker, arguments = value.recipe
+        return {maker: {name: _written(argument) for name, argument in arguments.items()}}
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_written(item) for item in value]
+    return value
+
+
+def _read(value: Any) -> Any:
+    """The inverse of _written."""
+    if isinstance(value, list):
+        return tuple(_read(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    ((maker, written),) = value.items()
+    arguments = {name: _read(argument) for name, argument in written.items()}
+    if maker in _MAKERS:
+        return _MAKERS[maker](*arguments.values())
+    if maker not in BUILTIN:
+        raise ValueError(f"unknown pattern {maker!r}; known: {sorted(BUILTIN)}")
+    return BUILTIN[maker](**arguments)
+
+
+def _read_header(text: str | None, name: str) -> dict[str, Any]:
+    if text is None:
+        raise ValueError(f"{name} holds no mask")
+    header = json.loads(text)
+    version = header.get("version") if isinstance(header, dict) else None
+    if version != VERSION:
+        raise ValueError(f"{name} must be of version {VERSION}, got {version}")
+    return header
+
+
+def _header(mask: BlockMask) -> dict[str, Any]:
+    return {
+        "seq_len": mask.seq_len,
+        "block_size": mask.block_size,
+        "head_layer": mask.head_layer,
+    }
+
+
+def _tensors(mask: BlockMask) -> dict[str, Tensor]:
+    return {
+        "full_begin": mask.full.begin,
+        "full_end": mask.full.end,
+        "partial": mask.partial,
+        "partial_tile": mask.partial_tile,
+        "bank": mask.bank,
+    }
+
+
+def _mask(header: dict[str, Any], tensors: dict[str, Tensor]) -> BlockMask:
+    grid = Grid.of(tuple(header["seq_len"]), tuple(header["block_size"]))
+    head_layer = tuple(header["head_layer"])
+    full = Runs(tensors["full_begin"], tensors["full_end"])
+    partial, tile, bank = tensors["partial"], tensors["partial_tile"], tensors["bank"]
+    _check(grid, head_layer, full, partial, tile, bank)
+    return assemble(grid, head_layer, full, partial, bank, tile)
+
+
+def _check(grid: Grid, head_layer, full: Runs, partial: Tensor, tile: Tensor, bank: Tensor):
+    """Kernels trust a table: what it is made of must lie within the grid and the bank."""
+    layers = max(head_layer, default=-1) + 1
+    _, column = grid.split(full.begin)
+    sound = {
+        "head_layer": sorted(set(head_layer)) == list(range(layers)) and layers > 0,
+        "full": _ascends(torch.stack(tuple(full), dim=1).flatten(), grid.layer * layers)
+        and bool((column + full.end - full.begin <= grid.nk).all()),
+        "partial": _ascends(partial, grid.layer * layers)
+        and bool((grid.split(partial)[1] < grid.nk).all())
+        and not bool(full.contains(partial).any()),
+        "partial_tile": tile.shape == partial.shape
+        and bool(((tile >= 0) & (tile < len(bank))).all()),
+        "bank": bank.dtype == torch.int32 and bank.shape[1:] == (grid.bq, tiles.words(grid.bk)),
+    }
+    for name, is_sound in sound.items():
+        if not is_sound:
+            raise ValueError(f"{name} of the saved mask makes no sense")
+
+
+def _ascends(numbers: Tensor, limit: int) -> bool:
+    """Whether these are different integers from 0 to `limit`, in order."""
+    inside = numbers.dtype == torch.int64 and bool(((numbers >= 0) & (numbers <= limit)).all())
+    return inside and bool((numbers.diff() > 0).all())

@@ -1,0 +1,121 @@
+"""The arguments of the public functions, checked before anything is computed."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from masks import BlockMask, Pattern, full
+
+FULL = full()
+PRECISIONS = ("ieee", "tf32")
+
+
+def checked_tensors(
+    query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(query, key, value), cast if autocast says so."""
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value)
+    if key_lengths is not None:
+        _check_key_lengths(key_lengths, query)
+    return query, key, value
+
+
+def checked_options(
+    scale: float | None, dropout_p: float, precision: str
+) -> tuple[float | None, float, str]:
+    return _checked_scale(scale), _checked_dropout(dropout_p), _checked_precision(precision)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, as torch's own attention takes them."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"query, key and value must be tensors, got {type(tensor).__name__}")
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise ValueError(
+                f"{name} must be (batch, heads, seq, head_dim) with nothing empty, got "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} "
+                f"on {tensor.device}"
+            )
+    if not query.dtype.is_floating_point:
+        raise TypeError(f"query must be of a floating-point dtype, got {query.dtype}")
+    if key.shape != value.shape:
+        raise ValueError(
+            f"value must have the shape of key, {tuple(key.shape)}, got {tuple(value.shape)}"
+        )
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"key must share batch and head_dim with query {tuple(query.shape)}, got "
+            f"{tuple(key.shape)}"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"key heads must divide the {query.shape[1]} query heads, got {key.shape[1]}"
+        )
+
+
+def _check_key_lengths(lengths: Tensor, query: Tensor) -> None:
+    if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"key_lengths must be an int32 or int64 tensor, got "
+            f"{getattr(lengths, 'dtype', lengths)!r}"
+        )
+    devices = (query.device, torch.device("cpu"))
+    if lengths.shape != query.shape[:1] or lengths.device not in devices:
+        raise ValueError(
+            f"key_lengths must be ({query.shape[0]},) on {query.device} or the CPU, got "
+            f"{tuple(lengths.shape)} on {lengths.device}"
+        )
+
+
+def checked_mask(mask: Pattern | BlockMask | None) -> Pattern | BlockMask:
+    if mask is None:
+        return FULL
+    if not isinstance(mask, (Pattern, BlockMask)):
+        raise TypeError(f"mask must be a Pattern, a BlockMask or None, got {type(mask).__name__}")
+    return mask
+
+
+def _checked_scale(scale: float | None) -> float | None:
+    if scale is None:
+        return None
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    return float(scale)
+
+
+def _checked_dropout(dropout_p: float) -> float:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    return float(dropout_p)
+
+
+def _checked_precision(precision: str) -> str:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    return precision
+
+
+def checked_seed(seed: int | None) -> Tensor:
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device="cpu")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
+    return torch.tensor(seed, device="cpu")

@@ -1,0 +1,140 @@
+"""One attention call: from its tensors and options to the backend that runs it, with its table."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from masks import BlockMask, Pattern
+from masks.lookup_table import LookupTable
+from sparseflash.backends import Backend, select
+from sparseflash.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything about a call but its floating-point tensors."""
+
+    spec: AttentionSpec
+    backend: Backend
+    table: LookupTable
+    key_lengths: Tensor | None
+    seed: int
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse)"""
+        with _without_autocast(query.device.type):
+            return self.backend.forward(
+                query, key, value, self.table, self.key_lengths, self.seed, self.spec
+            )
+
+    def backward(
+        self,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        saved: tuple[Tensor, ...],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """(grad_query, grad_key, grad_value), None where needs says no.
+
+        saved: query, key, value, out, lse
+        """
+        if grad_out is None:
+            grad_out = torch.zeros_like(saved[3])
+        with _without_autocast(grad_out.device.type):
+            return self.backend.backward(
+                *(grad_out, grad_lse, *saved),
+                *(self.table, self.key_lengths, self.seed, self.spec, needs),
+            )
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    mask: Pattern | BlockMask,
+    key_lengths: Tensor | None,
+    seed: int,
+    scale: float | None,
+    dropout_p: float,
+    precision: str,
+    backend: str,
+) -> Call:
+    """The call of checked tensors and options.
+
+    Raises ValueError for a mask of another shape and for key_lengths out of range, and what
+    `select` raises.
+    """
+    mask = block_mask(mask, query, key)
+    if key_lengths is not None:
+        key_lengths = _in_range(key_lengths, key.shape[2], query.device)
+    padded = key_lengths is not None
+    spec = spec_of(query, key, mask, padded, scale, dropout_p, precision)
+    return Call(spec, select(backend, spec), mask.table(query.device), key_lengths, seed)
+
+
+def spec_of(
+    query: Tensor,
+    key: Tensor,
+    mask: BlockMask,
+    has_key_lengths: bool,
+    scale: float | None,
+    dropout_p: float,
+    precision: str,
+) -> AttentionSpec:
+    """The facts of a call of checked arguments."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, k_len = key.shape[1:3]
+    return AttentionSpec(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        k_len=k_len,
+        head_dim=head_dim,
+        dtype=query.dtype,
+        device=query.device,
+        block_size=mask.block_size,
+        mask_heads=mask.num_heads,
+        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        dropout_p=dropout_p,
+        has_key_lengths=has_key_lengths,
+        precision=precision,
+    )
+
+
+def block_mask(mask: Pattern | BlockMask, query: Tensor, key: Tensor) -> BlockMask:
+    """The mask of a call; a pattern is compiled in blocks of its own size.
+
+    Raises ValueError for a mask of other lengths or heads.
+    """
+    heads, q_len, k_len = query.shape[1], query.shape[2], key.shape[2]
+    if isinstance(mask, Pattern):
+        mask = _compiled(mask, q_len, k_len, query.device)
+    if mask.seq_len != (q_len, k_len):
+        raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
+    if mask.num_heads not in (1, heads):
+        raise ValueError(f"mask must have 1 or {heads} heads, got {mask.num_heads}")
+    return mask
+
+
+@lru_cache(maxsize=128)
+def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
+    return pattern((q_len, k_len), device=device)
+
+
+def _in_range(lengths: Tensor, k_len: int, device: torch.device) -> Tensor:
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        lengths = lengths.clamp(0, k_len)
+    elif bool(((lengths < 0) | (lengths > k_len)).any()):
+        raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
+    return lengths.to(device, torch.int32)
+
+
+def _without_autocast(device_type: str):
+    """Backends choose the dtype of their products themselves."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

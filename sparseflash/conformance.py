@@ -1,0 +1,140 @@
+"""Every backend of this machine against float64."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import masks
+from sparseflash.attention import attention
+from sparseflash.backends import BACKENDS
+from sparseflash.call import block_mask, spec_of
+from sparseflash.testing import check_attention, make_inputs
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = (32, 64, 80, 128, 256)
+BLOCK_SIZES = ((64, 64), (128, 128), (32, 64), (128, 64))
+LENGTHS = (260, 200)
+PATTERNS = (
+    masks.full(),
+    masks.causal(align="bottom-right"),
+    masks.local(40, align="top-left"),
+    masks.butterfly(),
+    masks.random(0.4) - masks.global_tokens(40),  # some queries have no key
+    masks.pattern(lambda q, k: (q * k) % 5 == 1),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is checked with every pattern, forward and backward."""
+
+    backend: str
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    block_size: tuple[int, int]
+    dropout_p: float
+    padded: bool
+
+    def inputs(self):
+        return make_inputs(
+            *(2, 2, *LENGTHS, self.head_dim),
+            kv_heads=1,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def why_not(self) -> list[str]:
+        """The backend's reasons against this case."""
+        query, key, _, _ = self.inputs()
+        mask = block_mask(PATTERNS[0](LENGTHS, self.block_size, self.device), query, key)
+        spec = spec_of(query, key, mask, self.padded, None, self.dropout_p, "ieee")
+        (backend,) = (b for b in BACKENDS if b.name == self.backend)
+        return backend.why_not(spec)
+
+    def run(self, pattern: masks.Pattern) -> None:
+        """Raises AssertionError where a result errs by more than the error budget."""
+        query, key, value, grad_out = self.inputs()
+        mask = pattern(LENGTHS, self.block_size, self.device)
+        options = {}
+        if self.padded:
+            options["key_lengths"] = torch.tensor([0, LENGTHS[1] - 70], device=self.device)
+        if self.dropout_p:
+            options |= {"dropout_p": self.dropout_p, "seed": 1}
+
+        def attend(query, key, value):
+            chosen = {"mask": mask, "backend": self.backend}
+            return attention(query, key, value, return_lse=True, **chosen, **options)
+
+        check_attention(attend, query, key, value, mask, grad_out=grad_out, **options)
+
+
+def selfcheck(console: Console | None = None) -> int:
+    """Compares every backend of this machine with float64, out, lse and gradients, in a minute.
+
+    Over dtypes, head dims, block sizes and patterns, with dropout and padded keys; an error counts
+    when it is more than about twice what materialised attention in the same dtype makes.
+
+    Prints a table and returns the number of checks that failed, 1 when there was none to make.
+    """
+    console = console or Console()
+    table = Table("backend", "device", "dtype", "head dim", "block", "options", "result")
+    to_check = list(cases())
+    failures = int(not to_check)
+    for case in track(to_check, "selfcheck", console=console, transient=True):
+        found = [f"{p}: {why}" for p in PATTERNS if (why := _failure(partial(case.run, p)))]
+        failures += len(found)
+        options = ["dropout"] * (case.dropout_p > 0) + ["padded keys"] * case.padded
+        table.add_row(
+            *(case.backend, case.device, str(case.dtype).removeprefix("torch.")),
+            *(str(case.head_dim), str(case.block_size), ", ".join(options)),
+            "\n".join(found) or "[green]ok",
+        )
+    console.print(table)
+    for name, reasons in unavailable().items():
+        console.print(f"{name} is not checked: {'; '.join(reasons)}")
+    console.print(f"{failures} failures" if failures else "all within the error budget")
+    return failures
+
+
+def cases() -> Iterator[Case]:
+    """Those that the backends of this machine can serve."""
+    for backend in BACKENDS:
+        for device in _devices():
+            combinations = [(dtype, dim) for dtype in DTYPES for dim in HEAD_DIMS]
+            for i, (dtype, head_dim) in enumerate(combinations):
+                # Every block size and option meets every dtype, in as few cases as there are.
+                block_size = BLOCK_SIZES[i % len(BLOCK_SIZES)]
+                dropout_p, padded = 0.2 * (i % 3 == 1), i % 3 == 2
+                case = Case(backend.name, device, dtype, head_dim, block_size, dropout_p, padded)
+                if not case.why_not():
+                    yield case
+
+
+def unavailable() -> dict[str, list[str]]:
+    """The backends that serve no case, with their reasons on the first device."""
+    served = {case.backend for case in cases()}
+    first = partial(Case, device=_devices()[0], dtype=torch.float16, head_dim=64)
+    return {
+        b.name: first(b.name, block_size=(128, 128), dropout_p=0.0, padded=False).why_not()
+        for b in BACKENDS
+        if b.name not in served
+    }
+
+
+def _devices() -> list[str]:
+    return ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+
+
+def _failure(check: Callable[[], None]) -> str:
+    """What went wrong in a check, if anything."""
+    try:
+        check()
+    except Exception as error:  # a kernel may fail in any way, and the others are to be checked
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,199 @@
+"""Hugging Face transformers: `register(pattern)` makes models attend by a pattern.
+
+A model's mask function is called once per forward pass, before its layers: it makes the block
+masks of the batch, which transformers hands to the attention of every layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+import masks
+from masks import BlockMask, Pattern
+from sparseflash.attention import attention
+
+_UNSUPPORTED = ("softcap", "position_bias", "s_aux")
+
+
+def register(
+    pattern: Pattern | str | None = None, name: str = "blocksparse", *, backend: str = "auto"
+) -> None:
+    """Registers `name` as an attention implementation: model.set_attn_implementation(name).
+
+    What a model attends by its own mask (causal, sliding, padding) and by the pattern is attended.
+
+    pattern: a Pattern, its text as masks.parse reads it, or None for the one that the model's
+        configuration records: config.sparse_pattern = masks.to_json(pattern). Positions are those
+        of the padded sequence. In a step of generation the queries are the last ones of a sequence
+        of the length so far.
+    name: must not contain "flash", which transformers takes for its own kernels.
+
+    Padding after all tokens costs nothing; other padding takes one call for each kind of it in the
+    batch. Calls raise ValueError for soft-capped scores, position biases and attention sinks.
+    """
+    if "flash" in name:
+        raise ValueError(f'name must not contain "flash", got {name!r}')
+    pattern = masks.parse(pattern) if isinstance(pattern, str) else pattern
+    AttentionMaskInterface.register(name, partial(_mask_of_batch, pattern))
+    AttentionInterface.register(name, partial(_attend, pattern, backend))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchMask:
+    """The masks of a batch: of `members`, batch indices, masks[i] serves those of members[i].
+
+    key_lengths is that of sparseflash.attention, for all of them.
+    """
+
+    masks: list[BlockMask]
+    members: list[Tensor]
+    key_lengths: Tensor | None = None
+
+
+def _mask_of_batch(
+    pattern: Pattern | None,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    *,
+    device: torch.device,
+    config: Any = None,
+    **_options,
+) -> BatchMask:
+    """A mask function as transformers calls it; attention_mask is bool (batch, tokens), False at
+    padding.
+    """
+    pattern = _pattern_of(pattern, config)
+    span = (int(q_offset), q_length, kv_offset, kv_length, torch.device(device))
+    if mask_function is causal_mask_function:
+        found = [_span(_causal(pattern), *span)] * batch_size
+    elif mask_function is bidirectional_mask_function:
+        found = [_span(pattern, *span)] * batch_size
+    else:
+        functions = (partial(mask_function, torch.tensor(i)) for i in range(batch_size))
+        found = [_span.__wrapped__(pattern & _pattern_of_pairs(f), *span) for f in functions]
+    if attention_mask is None:
+        return _grouped(found)
+    allowed = _fitted(attention_mask, kv_offset, kv_length)
+    lengths = allowed.sum(1).cpu()
+    if bool((allowed.cpu() == (torch.arange(kv_length) < lengths[:, None])).all()):
+        return _grouped(found, lengths)
+    return _grouped([m & _of_keys(m, row) for m, row in zip(found, allowed, strict=True)])
+
+
+def _attend(
+    pattern: Pattern | None,
+    backend: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BatchMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: (out (batch, seq, heads, head_dim), no weights)."""
+    for name in _UNSUPPORTED:
+        if options.get(name) is not None:
+            raise ValueError(f"blocksparse attention takes no {name}, got {options[name]}")
+    call = partial(attention, scale=scaling, dropout_p=dropout, backend=backend)
+    if attention_mask is None:
+        own = _pattern_of(pattern, getattr(module, "config", None))
+        causal = options.get("is_causal", getattr(module, "is_causal", False))
+        out = call(query, key, value, _causal(own) if causal else own)
+    elif isinstance(attention_mask, BatchMask):
+        out = _attend_batch(call, query, key, value, attention_mask)
+    else:
+        raise ValueError(
+            f"attention_mask must be 2-dimensional or None, got {tuple(attention_mask.shape)}"
+        )
+    return rearrange(out, "b h n d -> b n h d").contiguous(), None
+
+
+def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, mask: BatchMask):
+    if len(mask.masks) == 1:
+        return call(query, key, value, mask.masks[0], key_lengths=mask.key_lengths)
+    out = torch.empty_like(query)
+    for block_mask, member in zip(mask.masks, mask.members, strict=True):
+        lengths = None if mask.key_lengths is None else mask.key_lengths[member]
+        part = call(query[member], key[member], value[member], block_mask, key_lengths=lengths)
+        out = out.index_copy(0, member, part)
+    return out
+
+
+def _pattern_of(pattern: Pattern | None, config: Any) -> Pattern:
+    if pattern is not None:
+        return pattern
+    text = getattr(config, "sparse_pattern", None)
+    if text is None:
+        raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
+    return masks.from_json(text)
+
+
+@lru_cache(maxsize=32)
+def _causal(pattern: Pattern) -> Pattern:
+    return pattern & masks.causal()
+
+
+@lru_cache(maxsize=256)
+def _span(
+    pattern: Pattern,
+    q_offset: int,
+    q_length: int,
+    kv_offset: int,
+    kv_length: int,
+    device: torch.device,
+) -> BlockMask:
+    """The queries and keys of one call out of those of the whole sequence."""
+    q_end, k_end = q_offset + q_length, kv_offset + kv_length
+    square = pattern(max(q_end, k_end), device=device)
+    mask = square.crop(q_end, k_end).rows(q_offset, q_end)
+    return mask if kv_offset == 0 else mask.T.rows(kv_offset, k_end).T
+
+
+def _pattern_of_pairs(attends_pair: Callable) -> Pattern:
+    """The pairs for which transformers' function of (head, query, key) holds."""
+    by_key = torch.vmap(attends_pair, in_dims=(None, None, 0))
+    by_query = torch.vmap(by_key, in_dims=(None, 0, None))
+
+    @masks.pattern
+    def model(q: Tensor, k: Tensor) -> Tensor:
+        return by_query(torch.tensor(0), q.flatten(), k.flatten())
+
+    return model
+
+
+def _fitted(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
+    """bool (batch, kv_length): padding for the keys of the call; keys that it does not know of are
+    none yet.
+    """
+    missing = max(0, kv_offset + kv_length - attention_mask.shape[1])
+    padded = nn.functional.pad(attention_mask.bool(), (0, missing))
+    return padded[:, kv_offset : kv_offset + kv_length]
+
+
+def _of_keys(like: BlockMask, allowed: Tensor) -> BlockMask:
+    """Every query attends the keys of `allowed`, bool (k_len,)."""
+    pattern = masks.pattern(lambda q, k: allowed[k].expand(len(q), -1))
+    return pattern(like.seq_len, like.block_size, like.device)
+
+
+def _grouped(found: list[BlockMask], key_lengths: Tensor | None = None) -> BatchMask:
+    """Equal masks of several batch elements made one."""
+    members: dict[BlockMask, list[int]] = {}
+    for element, mask in enumerate(found):
+        members.setdefault(mask, []).append(element)
+    indices = [torch.tensor(m, device=found[0].device) for m in members.values()]
+    return BatchMask(list(members), indices, key_lengths)

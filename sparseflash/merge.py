@@ -1,0 +1,53 @@
+"""Attention over parts of the keys, put together."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from the (out, lse) over each of them.
+
+    lse = log sum_i exp(lse_i),    O = sum_i exp(lse_i - lse) O_i
+
+    outs: each (..., q_len, head_dim) of one dtype; lses: each (..., q_len), natural logarithms,
+        float32 or wider. A query without a key in any set gets out 0, lse -inf and zero gradients.
+
+    Returns (out, lse) like one of each, computed in the dtype of the lses. Exact up to rounding,
+    in any order and grouping; differentiable, any number of times.
+    Raises TypeError or ValueError naming the argument.
+    Source: Rabe, Staats, "Self-attention does not need O(n^2) memory", 2021.
+    """
+    _check(outs, lses)
+    lse = torch.stack(list(lses))
+    empty = (lse == -math.inf).all(dim=0)
+    lse = lse.masked_fill(empty, 0.0)
+    # Not exp(lse - merged): of a large lse the logarithm loses digits that the weights would miss.
+    weights = torch.softmax(lse, dim=0).masked_fill(empty, 0.0).unsqueeze(-1)
+    out = (weights * torch.stack(list(outs))).sum(dim=0)
+    merged = torch.logsumexp(lse, dim=0).masked_fill(empty, -math.inf)
+    return out.to(outs[0].dtype), merged
+
+
+def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(
+            f"outs and lses must be as many, at least 1, got {len(outs)}, {len(lses)}"
+        )
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+                got = getattr(tensor, "dtype", type(tensor).__name__)
+                raise TypeError(f"{name} must be floating-point tensors, got {got}")
+            facts = tensor.shape, tensor.dtype, tensor.device
+            if facts != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
+                raise ValueError(f"{name} must share shape, dtype and device, got {facts} too")
+    if lses[0].dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lses must be float32 or float64, got {lses[0].dtype}")
+    if outs[0].shape[:-1] != lses[0].shape or outs[0].device != lses[0].device:
+        raise ValueError(
+            f"lses must be {tuple(outs[0].shape[:-1])} on {outs[0].device} like outs, got "
+            f"{tuple(lses[0].shape)} on {lses[0].device}"
+        )

@@ -1,0 +1,186 @@
+"""Multi-head attention with a sparsity pattern."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import masks
+from masks import BlockMask, Pattern
+from sparseflash.attention import attention
+from sparseflash.nn.cache import KeyValueCache
+from sparseflash.nn.rotary import Rotary
+
+
+class SparseAttention(nn.Module):
+    """Multi-head attention whose pattern is part of the module.
+
+    q, k, v = x W_q, m W_k, m W_v (m is x in self-attention);  y = attention(q, k, v, pattern) W_o
+
+    pattern: a Pattern, its text as masks.parse reads it, a sequence of those with one for each
+        head, or None for all pairs. Compiled once per length and device; see Pattern.in_blocks.
+    kv_heads: heads of keys and values, num_heads by default, which they must divide.
+    rotary: turns queries and keys; in self-attention only.
+
+    Parameters have the names and the layout of torch.nn.MultiheadAttention, whose state dict loads
+    when kv_heads is num_heads. Tensors are (batch, seq, embed_dim).
+    Raises ValueError for dimensions that do not divide and for patterns that do not fit the heads.
+    """
+
+    batch_first = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: Pattern | str | Sequence[Pattern | str] | None = None,
+        *,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        rotary: Rotary | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        if embed_dim % num_heads or num_heads % kv_heads:
+            raise ValueError(
+                f"num_heads must divide embed_dim {embed_dim} and be a multiple of kv_heads "
+                f"{kv_heads}, got {num_heads}"
+            )
+        self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.pattern = _pattern(pattern, num_heads)
+        self.dropout, self.backend, self.rotary = dropout, backend, rotary
+        rows = (num_heads + 2 * kv_heads) * self.head_dim
+        self.in_proj_weight = nn.Parameter(
+            torch.empty(rows, embed_dim, device=device, dtype=dtype)
+        )
+        self.in_proj_bias = (
+            nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        )
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: nn.MultiheadAttention,
+        pattern: Pattern | str | Sequence[Pattern | str] | None = None,
+    ) -> "SparseAttention":
+        """The same attention with a pattern: weights, dropout, device and dtype of `module`.
+
+        Tensors are (batch, seq, embed_dim) whatever batch_first says there.
+        Raises ValueError for keys or values of other dimensions, bias_kv and zero attention.
+        """
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("module must have no kdim, vdim, add_bias_kv or add_zero_attn")
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            pattern,
+            dropout=module.dropout,
+            bias=module.in_proj_bias is not None,
+            device=module.in_proj_weight.device,
+            dtype=module.in_proj_weight.dtype,
+        )
+        made.load_state_dict(module.state_dict())
+        return made
+
+    def reset_parameters(self) -> None:
+        """Fresh weights, as torch.nn.MultiheadAttention draws them."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        key_lengths: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Attention of x to itself, or to memory; both (batch, seq, embed_dim).
+
+        key_lengths: as in sparseflash.attention.
+        cache: x holds the tokens after those that were seen, and attends both. Their mask is that
+            of the pattern at the cache's max_len.
+        Raises ValueError for memory with a cache or rotary embedding, and what attention raises.
+        """
+        if memory is not None and (cache is not None or self.rotary is not None):
+            raise ValueError("memory must be None with a cache or a rotary embedding")
+        query, key, value = self._projected(x, memory)
+        mask = self.pattern
+        if self.rotary is not None:
+            offset = 0 if cache is None else cache.length
+            query, key = self.rotary(query, offset), self.rotary(key, offset)
+        if cache is not None:
+            begin = cache.length
+            key, value = cache.append(key, value)
+            if mask is not None:
+                mask = _rows(mask, cache.max_len, begin, cache.length, x.device)
+        out = attention(
+            query,
+            key,
+            value,
+            mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            key_lengths=key_lengths,
+            backend=self.backend,
+        )
+        return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, {self.pattern}, kv_heads={self.kv_heads}"
+
+    def _projected(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(query, key, value), (batch, heads, seq, head_dim)"""
+        if memory is None:
+            heads = _heads(linear(x, self.in_proj_weight, self.in_proj_bias), self.head_dim)
+            query, key, value = heads.split([self.num_heads, self.kv_heads, self.kv_heads], dim=1)
+            return query, key, value
+        sizes = [self.embed_dim, 2 * self.kv_heads * self.head_dim]
+        weights = self.in_proj_weight.split(sizes)
+        biases = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        query, both = (
+            _heads(linear(tokens, weight, bias), self.head_dim)
+            for tokens, weight, bias in zip((x, memory), weights, biases, strict=True)
+        )
+        key, value = both.chunk(2, dim=1)
+        return query, key, value
+
+
+def _heads(projected: Tensor, head_dim: int) -> Tensor:
+    return rearrange(projected, "b n (h d) -> b h n d", d=head_dim)
+
+
+def _pattern(
+    pattern: Pattern | str | Sequence[Pattern | str] | None, num_heads: int
+) -> Pattern | None:
+    if pattern is None or isinstance(pattern, Pattern):
+        return pattern
+    if isinstance(pattern, str):
+        return masks.parse(pattern)
+    if len(pattern) != num_heads:
+        raise ValueError(f"pattern must be one, or {num_heads} of them, got {len(pattern)}")
+    parsed = {p: masks.parse(p) for p in set(pattern) if isinstance(p, str)}
+    return masks.stack([p if isinstance(p, Pattern) else parsed[p] for p in pattern])
+
+
+@lru_cache(maxsize=32)
+def _square(pattern: Pattern, length: int, device: torch.device) -> BlockMask:
+    return pattern(length, device=device)
+
+
+@lru_cache(maxsize=128)
+def _rows(pattern: Pattern, length: int, begin: int, end: int, device: torch.device) -> BlockMask:
+    """The mask of queries `begin` to `end` and of the keys before `end`."""
+    return _square(pattern, length, device).crop(end, end).rows(begin, end)

@@ -1,0 +1,50 @@
+"""The keys and values of the tokens that were seen."""
+
+import torch
+from torch import Tensor
+
+
+class KeyValueCache:
+    """Room for the keys and values of max_len tokens, (batch, kv_heads, max_len, head_dim).
+
+    One for each layer and batch of sequences; for inference, without gradients.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
+        shape = (batch, kv_heads, max_len, head_dim)
+        self._keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+        self.length = 0
+
+    @property
+    def max_len(self) -> int:
+        return self._keys.shape[2]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the tokens of key and value, and returns those of all tokens so far.
+
+        Raises ValueError when there is no room, or for tensors of other shapes.
+        """
+        batch, kv_heads, _, head_dim = self._keys.shape
+        end = self.length + key.shape[2]
+        if (*key.shape[:2], key.shape[3]) != (batch, kv_heads, head_dim):
+            raise ValueError(
+                f"key must be ({batch}, {kv_heads}, tokens, {head_dim}), got {tuple(key.shape)}"
+            )
+        if end > self.max_len:
+            raise ValueError(f"cache holds {self.max_len} tokens, got {end}")
+        for kept, new in ((self._keys, key), (self._values, value)):
+            kept[:, :, self.length : end] = new.detach()
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.length = 0

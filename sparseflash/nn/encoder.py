@@ -1,0 +1,96 @@
+"""A layer of a Transformer encoder."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from masks import Pattern
+from sparseflash.nn.attention import SparseAttention
+
+
+class SparseEncoderLayer(nn.Module):
+    """torch.nn.TransformerEncoderLayer with a sparsity pattern, batch first.
+
+    x = norm1(x + attention(x)),  x = norm2(x + feedforward(x)); with norm_first the norms come
+    before attention and feedforward.
+
+    pattern: as in SparseAttention; other arguments and the names of the parameters are torch's:
+    its state dict loads, and torch.nn.TransformerEncoder(layer, n, enable_nested_tensor=False)
+    stacks it.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Callable[[Tensor], Tensor] = relu,
+        layer_norm_eps: float = 1e-5,
+        norm_first: bool = False,
+        bias: bool = True,
+        *,
+        pattern: Pattern | str | Sequence[Pattern | str] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention_options,
+    ):
+        super().__init__()
+        placed = {"device": device, "dtype": dtype}
+        self.self_attn = SparseAttention(
+            d_model, nhead, pattern, dropout=dropout, bias=bias, **placed, **attention_options
+        )
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, **placed)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **placed)
+        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **placed)
+        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **placed)
+        self.dropout = nn.Dropout(dropout)
+        self.dropout1 = nn.Dropout(dropout)
+        self.dropout2 = nn.Dropout(dropout)
+        self.activation, self.norm_first = activation, norm_first
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """src: (batch, seq, d_model); src_key_padding_mask: bool (batch, seq), True at padding,
+        which must come after all other tokens. src_mask and is_causal are torch's and must say
+        nothing: the pattern is the mask.
+        """
+        if src_mask is not None or is_causal:
+            raise ValueError("src_mask must be None and is_causal False: the pattern is the mask")
+        lengths = None if src_key_padding_mask is None else lengths_of(src_key_padding_mask)
+        if self.norm_first:
+            src = src + self._attend(self.norm1(src), lengths)
+            return src + self._feed_forward(self.norm2(src))
+        src = self.norm1(src + self._attend(src, lengths))
+        return self.norm2(src + self._feed_forward(src))
+
+    def _attend(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return self.dropout1(self.self_attn(x, key_lengths=lengths))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+
+
+def lengths_of(padding: Tensor) -> Tensor:
+    """int32 (batch,): tokens before the padding, bool (batch, seq), True at padding.
+
+    TransformerEncoder makes a float mask of it, -inf at padding, which is read too.
+    Raises ValueError where a token comes after padding.
+    """
+    padded = padding if padding.dtype == torch.bool else padding == -torch.inf
+    lengths = (~padded).sum(1)
+    token = torch.arange(padded.shape[1], device=padded.device)
+    in_order = ((token >= lengths[:, None]) == padded).all()
+    message = "src_key_padding_mask must have no token after padding"
+    if torch.compiler.is_compiling():
+        torch.ops.aten._assert_async.msg(in_order, message)
+    elif not in_order:
+        raise ValueError(message)
+    return lengths.int()

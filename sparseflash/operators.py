@@ -1,0 +1,154 @@
+"""The operators `sparseflash::attention` and `sparseflash::attention_backward`.
+
+torch.compile, torch.export, torch.func and dispatch modes see attention as these two; an eager
+call skips them, because their dispatch would double its host time. A graph holds the handle of its
+mask. A pattern is compiled when the graph runs, at the lengths it runs with, so a graph serves
+every sequence length.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from masks import BlockMask, Pattern
+from masks.handle import find
+from sparseflash.autograd import refuse_second_derivative
+from sparseflash.call import Call, prepare
+
+_of_graphs: dict[str, Pattern | BlockMask] = {}
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether somebody besides autograd watches a call with this tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+    )
+
+
+@torch.library.custom_op("sparseflash::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: str,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    precision: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of checked arguments.
+
+    mask: the handle of a Pattern or BlockMask; seed: int64 () on the CPU, None without dropout.
+    """
+    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend)
+    out, lse = call.forward(query, key, value)
+    return _laid_out_like(out, query), lse
+
+
+@torch.library.custom_op("sparseflash::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: str,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    precision: str,
+    backend: str,
+    needs: list[bool],
+) -> list[Tensor]:
+    """The gradients of those of (query, key, value) that `needs` names."""
+    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend)
+    grads = call.backward(grad_out, grad_lse, (query, key, value, out, lse), tuple(needs))
+    inputs = (query, key, value)
+    return [_laid_out_like(g, x) for g, x in zip(grads, inputs, strict=True) if g is not None]
+
+
+def _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend) -> Call:
+    seed = 0 if seed is None else int(seed)
+    return prepare(query, key, find(mask), key_lengths, seed, scale, dropout_p, precision, backend)
+
+
+def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
+    """With the strides that a graph was promised."""
+    promised = torch.empty_like(like, device="meta").stride()
+    return result if result.stride() == promised else torch.empty_like(like).copy_(result)
+
+
+@attention.register_fake
+def _(query, key, value, mask, key_lengths, seed, scale, dropout_p, precision, backend):
+    _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+
+
+@attention_backward.register_fake
+def _(grad_out, grad_lse, query, key, value, out, lse, *call_and_needs):
+    needs = call_and_needs[-1]
+    return [torch.empty_like(x) for x, n in zip((query, key, value), needs, strict=True) if n]
+
+
+def _save(ctx, inputs, output):
+    query, key, value, mask, key_lengths, seed, *options = inputs
+    ctx.save_for_backward(query, key, value, *output, key_lengths, seed)
+    ctx.mask, ctx.options = mask, options
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_out, grad_lse):
+    nothing = [None] * 10
+    if grad_out is None and grad_lse is None:
+        return tuple(nothing)
+    *saved, key_lengths, seed = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    grads = iter(
+        attention_backward(
+            grad_out, grad_lse, *saved, ctx.mask, key_lengths, seed, *ctx.options, needs
+        )
+    )
+    return *(next(grads) if needed else None for needed in needs), *nothing[3:]
+
+
+attention.register_autograd(_differentiate, setup_context=_save)
+
+
+attention_backward.register_autograd(refuse_second_derivative)
+
+
+@attention.register_vmap
+def _(info, in_dims, *arguments):
+    return _folded(attention, arguments[7], info, in_dims, arguments), (0, 0)
+
+
+@attention_backward.register_vmap
+def _(info, in_dims, *arguments):
+    grads = _folded(attention_backward, arguments[11], info, in_dims, arguments)
+    return grads, [0] * len(grads)
+
+
+def _folded(operator, dropout_p, info, in_dims, arguments):
+    """The results of an operator with the mapped dimension made part of the batch."""
+    if dropout_p > 0:
+        raise NotImplementedError(f"dropout_p must be 0 under torch.func.vmap, got {dropout_p}")
+    folded = (
+        _into_batch(x, dim, info.batch_size) if isinstance(x, Tensor) else x
+        for x, dim in zip(arguments, in_dims, strict=True)
+    )
+    results = operator(*folded)
+    return type(results)(x.unflatten(0, (info.batch_size, -1)) for x in results)
+
+
+def _into_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)

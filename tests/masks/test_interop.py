@@ -1,0 +1,120 @@
+"""Round trips through the masks of other libraries."""
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+import masks
+from masks import interop
+
+MASKS = {
+    "full": masks.full(),
+    "causal": masks.causal(align="bottom-right"),
+    "holes": masks.random(0.3) - masks.global_tokens(40),
+    "custom": masks.pattern(lambda q, k: (q * k) % 5 < 2),
+    "heads": masks.stack([masks.butterfly(), masks.local(9, align="top-left"), masks.butterfly()]),
+}
+SHAPES = [((64, 64), 16), ((70, 101), (16, 32)), ((130, 70), (64, 16))]
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def shape(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_flex(name, shape):
+    mask = MASKS[name](*shape)
+    flex = interop.to_flex(mask)
+    assert interop.from_flex(flex) == mask
+    assert flex.shape == (1, mask.num_heads, *mask.seq_len)
+    blocks = mask.to_blocks().view(1, mask.num_heads, mask.grid.nq, mask.grid.nk)
+    assert torch.equal(flex.to_dense().bool(), blocks)
+    everywhere = flex_attention.create_mask(
+        flex.mask_mod, 1, mask.num_heads, *mask.seq_len, device="cpu"
+    )
+    assert torch.equal(everywhere[0], mask.to_dense().view(-1, *mask.seq_len))
+
+
+@pytest.mark.parametrize("shape", [(100, 100), (96, 200)])
+def test_flex_masks_made_by_torch(shape):
+    document = torch.arange(200) // 30
+
+    def mask_mod(b, h, q, k):
+        return (q >= k) & ((document[q] == document[k]) | (h == 1))
+
+    flex = flex_attention.create_block_mask(mask_mod, None, 2, *shape, "cpu", BLOCK_SIZE=32)
+    expected = flex_attention.create_mask(mask_mod, 1, 2, *shape, device="cpu")[0]
+    assert interop.from_flex(flex) == masks.BlockMask.from_dense(expected, 32)
+
+
+def test_flex_attention_takes_the_mask():
+    query, key, value = torch.randn(3, 2, 3, 100, 16).unbind()
+    mask = MASKS["heads"](100, 32)
+    with pytest.warns(UserWarning, match="without torch.compile"):
+        out = flex_attention.flex_attention(query, key, value, block_mask=interop.to_flex(mask))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask.to_dense()
+    )
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_block_lists(name, shape):
+    pattern = MASKS[name]
+    mask = pattern(*shape)
+    lists = interop.to_block_lists(mask)
+    assert interop.from_block_lists(lists, shape[0], pattern) == mask
+    by_key = interop.to_block_lists(mask, by_key=True)
+    turned = by_key._replace(block_size=mask.T.block_size)
+    whole = masks.full()
+    assert torch.equal(
+        interop.from_block_lists(turned, mask.T.seq_len, whole).to_blocks(), mask.T.to_blocks()
+    )
+    assert by_key.block_size == lists.block_size == mask.block_size
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_bsr, torch.sparse_csr])
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "heads"])
+def test_torch_sparse(name, layout, shape):
+    mask = MASKS[name](*shape)
+    matrix = interop.to_torch(mask, layout)
+    q_len, k_len = mask.seq_len
+    assert torch.equal(matrix.to_dense()[:q_len, :k_len], mask.to_dense())
+    assert interop.from_torch(matrix, mask.block_size).crop(q_len, k_len) == mask
+    if layout == torch.sparse_csr:
+        assert matrix.values().all()
+        coo = mask.to_dense().float().to_sparse_coo()
+        assert interop.from_torch(coo, mask.block_size) == mask
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: interop.from_flex(
+                flex_attention.create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 32, 32, "cpu")
+            ),
+            "mask must be of one batch element, got 2",
+        ),
+        (
+            lambda: interop.from_block_lists(
+                interop.to_block_lists(masks.causal()(64, 16)), (64, 64)
+            ),
+            "need a pattern",
+        ),
+        (
+            lambda: interop.from_block_lists(
+                interop.to_block_lists(masks.full()(64, 16)), (80, 64)
+            ),
+            "lists must have 5 block rows",
+        ),
+        (lambda: interop.to_torch(masks.full()(64, 16), torch.sparse_coo), "layout must be"),
+        (lambda: interop.to_torch(MASKS["heads"](64, 16)), "one head, got 3"),
+        (lambda: interop.from_torch(torch.ones(3, 3)), "matrix must be sparse_bsr"),
+    ],
+)
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,51 @@
+"""Runs of integers against Python's sets."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from masks.intervals import Runs, combine, concatenate, empty, from_points
+
+CPU = torch.device("cpu")
+sets = st.sets(st.integers(0, 40))
+
+
+def runs_of(integers) -> Runs:
+    return from_points(torch.tensor(sorted(integers), dtype=torch.int64))
+
+
+@given(sets)
+def test_points_make_the_fewest_runs(integers):
+    runs = runs_of(integers)
+    assert runs.expand().tolist() == sorted(integers)
+    assert runs.size() == len(integers)
+    assert bool((runs.begin[1:] > runs.end[:-1]).all())
+
+
+@given(sets, sets)
+def test_algebra_is_that_of_sets(a, b):
+    one, two = runs_of(a), runs_of(b)
+    assert set(combine(lambda x, y: x & y, one, two).expand().tolist()) == a & b
+    assert set(combine(lambda x, y: x | y, one, two).expand().tolist()) == a | b
+    assert set(combine(lambda x, y: x & ~y, one, two).expand().tolist()) == a - b
+    assert set(combine(lambda x, y: x ^ y, one, two).expand().tolist()) == a ^ b
+
+
+@given(sets, st.lists(st.integers(-2, 45), max_size=20))
+def test_contains(integers, points):
+    found = runs_of(integers).contains(torch.tensor(points, dtype=torch.int64))
+    assert found.tolist() == [point in integers for point in points]
+
+
+@given(sets, sets)
+def test_sets_that_follow_one_another(a, b):
+    later = runs_of(b).shift(100)
+    both = concatenate([runs_of(a), later])
+    assert both.expand().tolist() == [*sorted(a), *(100 + n for n in sorted(b))]
+    assert both.between(100, 200).expand().tolist() == later.expand().tolist()
+
+
+def test_runs_that_hold_nothing():
+    assert empty(CPU).size() == 0
+    backwards = Runs(torch.tensor([3, 7]), torch.tensor([3, 9])).nonempty()
+    assert backwards.expand().tolist() == [7, 8]

@@ -1,0 +1,110 @@
+"""What is saved comes back, and nothing else does."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import masks
+
+PATTERNS = [
+    masks.full(),
+    masks.causal(align="bottom-right"),
+    masks.local((21, 4), align="top-left"),
+    masks.strided(2, window=3, align="top-left"),
+    masks.dilated(3, 4, align="top-left"),
+    masks.global_tokens((0, 3, 40)),
+    masks.random(1 / 3, seed=5),
+    masks.documents(torch.tensor([30, 40]), (40, 61), masks.causal(align="top-left")),
+    masks.tree([-1, *range(69)], prefix_len=31),
+    masks.bigbird(num_random=1),
+    ~(masks.butterfly(2) & masks.causal(align="top-left")) - masks.random(0.2) ^ masks.full(),
+    masks.butterfly().in_blocks(64),
+    masks.stack([masks.butterfly(), masks.full() | masks.random(0.5)]),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_patterns(pattern, tmp_path):
+    masks.save(pattern, tmp_path / "pattern")
+    loaded = masks.load(tmp_path / "pattern")
+    again = masks.from_json(masks.to_json(pattern))
+    built = pattern((70, 101), 16)
+    for other in (loaded, again):
+        assert isinstance(other, masks.Pattern)
+        assert (other.name, other.block_size) == (pattern.name, pattern.block_size)
+        assert other((70, 101), 16) == built
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("block_size", [16, (32, 64)])
+def test_masks(pattern, block_size, tmp_path):
+    mask = pattern((70, 101), block_size)
+    masks.save(mask, tmp_path / "mask")
+    loaded = masks.load(tmp_path / "mask")
+    assert isinstance(loaded, masks.BlockMask)
+    assert loaded == mask
+    assert (loaded.seq_len, loaded.block_size) == (mask.seq_len, mask.block_size)
+    assert torch.equal(loaded.table().by_key.bounds, mask.table().by_key.bounds)
+
+
+def test_longformer_is_its_own_recipe():
+    text = masks.to_json(masks.longformer(5, 2))
+    assert json.loads(text)["pattern"] == {"longformer": {"window": 5, "num_global": 2}}
+
+
+def test_a_pattern_of_a_function_is_not_saved(tmp_path):
+    @masks.pattern
+    def butterfly(q, k):
+        return q >= k
+
+    with pytest.raises(ValueError, match="butterfly is made of a function"):
+        masks.save(masks.full() & butterfly, tmp_path / "pattern")
+    masks.save(butterfly(64, 16), tmp_path / "mask")
+    assert masks.load(tmp_path / "mask") == masks.causal()(64, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version": 2, "pattern": {"full": {}}}', "version 1, got 2"),
+        ('{"version": 1}', "text holds no pattern"),
+        ('{"version": 1, "pattern": {"eval": {"x": 1}}}', "unknown pattern 'eval'"),
+        ("[]", "version 1, got None"),
+        ("full()", "Expecting value"),
+    ],
+)
+def test_other_texts_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        masks.from_json(text)
+
+
+def test_other_files_are_refused(tmp_path):
+    save_file({"weight": torch.ones(3)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match="holds no mask"):
+        masks.load(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("full", lambda t: t["full_end"].add_(100)),
+        ("full", lambda t: t["full_begin"].sub_(5)),
+        ("partial", lambda t: t["partial"].add_(1000)),
+        ("partial", lambda t: t["partial"].copy_(t["partial"].flip(0))),
+        ("partial_tile", lambda t: t["partial_tile"].add_(1000)),
+        ("bank", lambda t: t.update(bank=t["bank"][:, 1:].contiguous())),
+    ],
+)
+def test_files_that_would_lead_kernels_astray_are_refused(name, change, tmp_path):
+    mask = (masks.causal() | masks.random(0.5))(100, 16)
+    masks.save(mask, tmp_path / "mask")
+    tensors = load_file(tmp_path / "mask")
+    with safe_open(tmp_path / "mask", framework="pt") as file:
+        header = file.metadata()
+    change(tensors)
+    save_file(tensors, tmp_path / "mask", metadata=header)
+    with pytest.raises(ValueError, match=f"^{name} of the saved mask"):
+        masks.load(tmp_path / "mask")

@@ -1,0 +1,169 @@
+"""Modules against torch's own, with the same weights and the mask written down."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+
+import masks
+from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer
+
+EMBED, HEADS, LENGTH = 32, 4, 50
+PATTERN = masks.local(7) & masks.causal()
+
+
+def blocked(pattern=PATTERN, length=LENGTH):
+    """torch's mask of a pattern, where True means that a pair does not attend."""
+    return ~pattern(length).to_dense()
+
+
+def torch_attention(**options):
+    return nn.MultiheadAttention(EMBED, HEADS, batch_first=True, **options)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_of_torch(bias):
+    theirs = torch_attention(bias=bias)
+    ours = SparseAttention.from_torch(theirs, PATTERN)
+    x = torch.randn(2, LENGTH, EMBED)
+    expected, _ = theirs(x, x, x, attn_mask=blocked(), need_weights=False)
+    torch.testing.assert_close(ours(x), expected)
+    memory = torch.randn(2, 33, EMBED)
+    ours.pattern = None
+    expected, _ = theirs(x, memory, memory, need_weights=False)
+    torch.testing.assert_close(ours(x, memory), expected)
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_fresh_weights_are_drawn_as_torch_draws_them():
+    torch.manual_seed(3)
+    theirs = torch_attention()
+    torch.manual_seed(3)
+    ours = SparseAttention(EMBED, HEADS)
+    for name, weight in theirs.state_dict().items():
+        if "out_proj" not in name:
+            assert torch.equal(ours.state_dict()[name], weight)
+
+
+def test_patterns_by_name_and_of_each_head():
+    x = torch.randn(1, LENGTH, EMBED)
+    text = "local(7) & causal()"
+    module = SparseAttention(EMBED, HEADS, text)
+    heads = SparseAttention(EMBED, HEADS, [text, PATTERN, text, "butterfly"])
+    heads.load_state_dict(module.state_dict())
+    assert heads.pattern(LENGTH).num_layers == 2
+    module.pattern = masks.stack([PATTERN, PATTERN, PATTERN, masks.butterfly()])
+    torch.testing.assert_close(heads(x), module(x))
+    assert "local(7)" in repr(heads)
+
+
+def test_grouped_heads_gradients_and_dropout():
+    module = SparseAttention(EMBED, HEADS, PATTERN, kv_heads=2, dropout=0.5, bias=False)
+    x = torch.randn(2, LENGTH, EMBED)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+    module(x, key_lengths=torch.tensor([30, 50])).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("pattern", [PATTERN, masks.butterfly() & masks.causal(), None])
+def test_a_cache_gives_what_the_whole_sequence_gives(pattern, rotary):
+    pattern = None if pattern is None else pattern.in_blocks(16)
+    rotary = Rotary(EMBED // HEADS) if rotary else None
+    module = SparseAttention(EMBED, HEADS, pattern, kv_heads=2, rotary=rotary)
+    x = torch.randn(2, LENGTH, EMBED)
+    cache = KeyValueCache(2, 2, LENGTH, EMBED // HEADS)
+    expected = module(x)
+    if pattern is None:  # the last token is the only one that sees the same keys
+        expected = expected[:, -1:]
+    steps = [x[:, :30], x[:, 30:31], x[:, 31:49], x[:, 49:]]
+    result = torch.cat([module(step, cache=cache) for step in steps], dim=1)
+    torch.testing.assert_close(result[:, -expected.shape[1] :], expected)
+    with pytest.raises(ValueError, match="cache holds 50 tokens, got 51"):
+        module(x[:, :1], cache=cache)
+    cache.reset()
+    torch.testing.assert_close(module(steps[0], cache=cache), result[:, :30])
+
+
+def test_rotary_scores_depend_on_the_distance():
+    rotary = Rotary(16, base=100.0)
+    query, key = torch.randn(2, 1, 1, 1, 16).unbind()
+    near = [float((rotary(query, t + 3) * rotary(key, t)).sum()) for t in (0, 5, 1000)]
+    assert near == pytest.approx([near[0]] * 3, abs=1e-3)
+    assert torch.equal(rotary(query, 0), query)
+    assert rotary(query.half(), 2).dtype == torch.float16
+    torch.testing.assert_close(rotary(query, 7).norm(), query.norm())
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_layer_is_that_of_torch(norm_first):
+    options = {"dim_feedforward": 48, "norm_first": norm_first}
+    theirs = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True, **options).eval()
+    ours = SparseEncoderLayer(EMBED, HEADS, pattern=PATTERN, **options).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, LENGTH, EMBED)
+    padding = torch.arange(LENGTH) >= torch.tensor([[40], [50]])
+    expected = theirs(x, src_mask=blocked(), src_key_padding_mask=padding)
+    torch.testing.assert_close(ours(x, src_key_padding_mask=padding), expected)
+
+    encoder = nn.TransformerEncoder(ours, 2, enable_nested_tensor=False)
+    expected = nn.TransformerEncoder(theirs, 2, enable_nested_tensor=False)(
+        x, mask=blocked(), src_key_padding_mask=padding
+    )
+    torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), expected)
+
+
+def test_encoder_layer_compiles_whole_for_every_length():
+    torch._dynamo.reset()
+    layer = SparseEncoderLayer(EMBED, HEADS, 48, dropout=0.0, pattern=PATTERN)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for length in (20, 30, 45):
+        x = torch.randn(2, length, EMBED)
+        padding = torch.arange(length) >= torch.tensor([[15], [length]])
+        torch.testing.assert_close(
+            compiled(x, src_key_padding_mask=padding), layer(x, src_key_padding_mask=padding)
+        )
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+def test_copies_share_their_pattern():
+    module = SparseAttention(EMBED, HEADS, PATTERN)
+    assert copy.deepcopy(module).pattern is PATTERN
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: SparseAttention(30, 4), "num_heads must divide"),
+        (lambda: SparseAttention(32, 4, kv_heads=3), "multiple of kv_heads 3"),
+        (lambda: SparseAttention(32, 4, [PATTERN]), "pattern must be one, or 4"),
+        (lambda: SparseAttention.from_torch(torch_attention(kdim=5)), "no kdim"),
+        (lambda: Rotary(7), "head_dim must be even"),
+        (
+            lambda: SparseAttention(32, 4)(
+                torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), cache=KeyValueCache(1, 4, 5, 8)
+            ),
+            "memory must be None",
+        ),
+        (lambda: KeyValueCache(1, 4, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8)), "key must be"),
+        (
+            lambda: SparseEncoderLayer(32, 4)(torch.zeros(1, 2, 32), is_causal=True),
+            "is_causal False",
+        ),
+        (
+            lambda: SparseEncoderLayer(32, 4)(
+                torch.zeros(1, 2, 32), src_key_padding_mask=torch.tensor([[True, False]])
+            ),
+            "no token after padding",
+        ),
+    ],
+)
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,49 @@
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import sparseflash
+from sparseflash import __main__, backends, conformance
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(conformance, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(conformance, "HEAD_DIMS", (32, 64, 80))
+    monkeypatch.setattr(conformance, "PATTERNS", conformance.PATTERNS[4:])
+    monkeypatch.setattr(conformance, "BACKENDS", backends.BACKENDS[:1])
+    monkeypatch.setattr(conformance, "_devices", lambda: ["cpu"])
+
+
+def run() -> tuple[int, str]:
+    """What selfcheck returns, and what it prints."""
+    output = io.StringIO()
+    return sparseflash.selfcheck(Console(file=output, width=200)), output.getvalue()
+
+
+def test_a_right_backend_passes():
+    failures, output = run()
+    assert failures == 0
+    assert "all within the error budget" in output
+
+
+def test_a_wrong_backend_fails(monkeypatch):
+    wrong = replace(backends.BACKENDS[0], forward=lambda *a: [1.01 * x for x in cpu.forward(*a)])
+    cpu = backends.BACKENDS[0]
+    monkeypatch.setattr("sparseflash.call.select", lambda name, spec: wrong)
+    result = CliRunner().invoke(__main__.app, ["selfcheck"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "error" in result.output
+    assert "6 failures" in result.output
+
+
+def test_nothing_checked_is_a_failure(monkeypatch):
+    nothing = replace(backends.BACKENDS[0], name="nothing", why_not=lambda spec: ["it is a stub"])
+    monkeypatch.setattr(conformance, "BACKENDS", (nothing,))
+    failures, output = run()
+    assert failures == 1
+    assert "nothing is not checked: it is a stub" in output

@@ -1,0 +1,181 @@
+"""Tiny models of transformers against torch's attention with the same mask written down."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import masks
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import and_masks, sdpa_mask  # noqa: E402
+
+from sparseflash import huggingface  # noqa: E402
+
+SIZES = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PATTERN = masks.pattern(lambda q, k: ((q - k).abs() < 6) | (k % 7 == 0))
+
+
+def bert():
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, **SIZES
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def gpt2(**options):
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, **SIZES, **options)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(**options):
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        **SIZES,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+MODELS = {"bert": bert, "gpt2": gpt2, "llama": llama}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """`blocksparse`, and `dense`, which is torch's attention with the same mask."""
+
+    def dense_mask(mask_function, **options):
+        both = and_masks(mask_function, lambda b, h, q, k: ((q - k).abs() < 6) | (k % 7 == 0))
+        skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return sdpa_mask(mask_function=both, **(options | skip))
+
+    AttentionInterface.register("dense", sdpa_attention_forward)
+    AttentionMaskInterface.register("dense", dense_mask)
+    huggingface.register(PATTERN)
+
+
+def outputs(model, implementation, ids, **options):
+    """Logits, and the gradients of all parameters for the loss over tokens that are no padding."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    padding = options.get("attention_mask", torch.ones_like(ids))
+    labels = torch.where(padding.bool(), ids, -100)
+    result = model(ids, labels=labels, **options)
+    result.loss.backward()
+    logits = result.logits[padding.bool()]
+    return logits, *(p.grad.clone() for p in model.parameters() if p.grad is not None)
+
+
+def compare(model, ids, **options):
+    ours, expected = (outputs(model, name, ids, **options) for name in ("blocksparse", "dense"))
+    for result, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(result, other, atol=2e-5, rtol=1e-4)
+    return ours[0]
+
+
+def tokens(batch=3, length=40):
+    return torch.randint(3, 61, (batch, length))
+
+
+def padded(lengths, length=40, side="right"):
+    """attention_mask of sequences with so many tokens."""
+    token = torch.arange(length)
+    token = token if side == "right" else token.flip(0)
+    return (token < torch.tensor(lengths)[:, None]).long()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_backward(name):
+    model = MODELS[name]().eval()
+    logits = compare(model, tokens())
+    model.set_attn_implementation("sdpa")
+    assert not torch.allclose(model(tokens()).logits.flatten(0, 1), logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_is_honoured(name, side):
+    compare(MODELS[name]().eval(), tokens(), attention_mask=padded([40, 23, 31], side=side))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation(name, side):
+    model = MODELS[name]().eval()
+    lengths = [20, 20, 20] if side == "right" else [20, 9, 14]
+    ids, padding = tokens(length=20), padded(lengths, 20, side)
+    results = []
+    for implementation in ("blocksparse", "dense"):
+        model.set_attn_implementation(implementation)
+        results.append(
+            model.generate(
+                ids,
+                attention_mask=padding,
+                max_new_tokens=12,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                eos_token_id=None,
+            )
+        )
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    torch.testing.assert_close(
+        torch.stack(results[0].logits), torch.stack(results[1].logits), atol=2e-5, rtol=1e-4
+    )
+
+
+def test_packed_sequences():
+    positions = torch.cat([torch.arange(13), torch.arange(27)])[None]
+    compare(llama().eval(), tokens(batch=1), position_ids=positions)
+
+
+def test_a_sliding_window_of_the_model():
+    config = transformers.MistralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, sliding_window=4, **SIZES,
+    )  # fmt: skip
+    compare(transformers.MistralForCausalLM(config).eval(), tokens(batch=2))
+
+
+def test_the_configuration_records_the_pattern():
+    pattern = masks.local(5) | masks.strided(2)
+    huggingface.register(None, "blocksparse_recorded")
+    huggingface.register("local(5) | strided(2)", "blocksparse_by_name")
+    model = gpt2(sparse_pattern=masks.to_json(pattern)).eval()
+    ids = tokens()
+    results = []
+    for name in ("blocksparse_recorded", "blocksparse_by_name"):
+        model.set_attn_implementation(name)
+        results.append(model(ids).logits)
+    assert torch.equal(*results)
+    model.config.sparse_pattern = None
+    model.set_attn_implementation("blocksparse_recorded")
+    with pytest.raises(ValueError, match=r"config.sparse_pattern must be set"):
+        model(ids)
+
+
+def test_dropout_in_training():
+    model = gpt2(attn_pdrop=0.5, embd_pdrop=0.0, resid_pdrop=0.0).train()
+    model.set_attn_implementation("blocksparse")
+    ids = tokens()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_what_is_not_supported_is_refused():
+    with pytest.raises(ValueError, match="must not contain"):
+        huggingface.register(PATTERN, "my_flash")
+    model = llama().eval()
+    model.set_attn_implementation("blocksparse")
+    with pytest.raises(ValueError, match="attention_mask must be 2-dimensional"):
+        model(tokens(batch=1), attention_mask=torch.zeros(1, 1, 40, 40))
+    attend = partial(huggingface._attend, PATTERN, "auto", torch.nn.Module())
+    tensors = torch.zeros(3, 1, 2, 8, 4).unbind()
+    with pytest.raises(ValueError, match="takes no softcap"):
+        attend(*tensors, None, softcap=30.0)

@@ -1,0 +1,85 @@
+"""Merging attention over disjoint keys against attention over all of them."""
+
+import pytest
+import torch
+
+import sparseflash
+from masks import BlockMask
+from sparseflash import merge_attention
+from sparseflash.reference import standard_attention
+from sparseflash.testing import check_attention, make_inputs
+
+
+def parts_of_keys(parts=3, empty_queries=5):
+    """Disjoint masks (q_len, k_len) and their union; the first queries have no key in any."""
+    owner = torch.randint(-1, parts, (40, 70))
+    owner[:empty_queries] = -1
+    owner[empty_queries : 2 * empty_queries] = 0
+    return [owner == part for part in range(parts)], owner >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_merged_parts_equal_the_whole(dtype):
+    query, key, value, _ = make_inputs(2, 2, 40, 70, 16, dtype=dtype)
+    parts, whole = parts_of_keys()
+
+    def attend(q, k, v):
+        outs, lses = zip(
+            *(
+                sparseflash.attention(q, k, v, BlockMask.from_dense(part, 16), return_lse=True)
+                for part in parts
+            ),
+            strict=True,
+        )
+        return merge_attention(outs, lses)
+
+    results = check_attention(attend, query, key, value, whole)
+    assert (results["out"][:, :, :5] == 0).all()
+    assert (results["dq"][:, :, :5] == 0).all()
+
+
+def test_any_grouping_gives_the_same():
+    query, key, value, _ = make_inputs(1, 2, 40, 70, 8, dtype=torch.float64)
+    parts, whole = parts_of_keys()
+    a, b, c = (standard_attention(query, key, value, part) for part in parts)
+    merge = lambda *some: merge_attention(*zip(*some, strict=True))  # noqa: E731
+    expected = standard_attention(query, key, value, whole)
+    for merged in (merge(a, b, c), merge(merge(a, b), c), merge(c, merge(b, a))):
+        for x, y in zip(merged, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_gradients_to_the_second_order():
+    outs = torch.randn(3, 2, 4, 3, dtype=torch.float64)
+    lses = torch.randn(3, 2, 4, dtype=torch.float64)
+    lses[0, 0, 0] = -torch.inf
+    finite = lses[:, :, 1:].clone()
+    merge = lambda o, lse: merge_attention(o.unbind(), lse.unbind())  # noqa: E731
+    inputs = (outs[:, :, 1:].clone().requires_grad_(), finite.requires_grad_())
+    assert torch.autograd.gradcheck(merge, inputs)
+    assert torch.autograd.gradgradcheck(merge, inputs)
+    (grad,) = torch.autograd.grad(merge(outs, lses.requires_grad_())[0].sum(), lses)
+    assert grad[0, 0, 0] == 0
+
+
+def test_huge_and_equal_logits():
+    outs, lses = torch.tensor([[[1.0]], [[3.0]]]), torch.tensor([[1e4], [1e4]])
+    out, lse = merge_attention(outs.unbind(), lses.unbind())
+    assert out.item() == 2
+    torch.testing.assert_close(lse.item(), 1e4 + torch.log(torch.tensor(2.0)).item())
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "message"),
+    [
+        ([], [], "at least 1"),
+        ([torch.zeros(2, 3)], [], "as many"),
+        ([torch.zeros(2, 3)], [torch.zeros(3)], "lses must be"),
+        ([torch.zeros(2, 3), torch.zeros(1, 3)], 2 * [torch.zeros(2)], "outs must share"),
+        ([torch.zeros(2, 3)], [torch.zeros(2).half()], "lses must be float32"),
+        ([torch.zeros(2, 3).int()], [torch.zeros(2)], "outs must be floating-point"),
+    ],
+)
+def test_bad_input_names_the_argument(outs, lses, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        merge_attention(outs, lses)

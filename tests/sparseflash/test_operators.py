@@ -1,0 +1,214 @@
+"""Attention inside torch's own machinery: compile, export, func, autocast, checkpointing."""
+
+from functools import partial
+from shutil import which
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import masks
+import sparseflash
+from sparseflash import operators
+from sparseflash.reference import standard_attention
+from sparseflash.testing import make_inputs
+
+HAS_GPU = torch.cuda.is_available()
+BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
+DEVICE = "cuda" if HAS_GPU else "cpu"
+PATTERN = masks.local(20, align="top-left")
+
+
+def inputs(*lengths, device=DEVICE, **options):
+    tensors = make_inputs(2, 2, *(lengths or (40, 50)), 16, device=device, **options)[:3]
+    return [x.requires_grad_() for x in tensors]
+
+
+def with_gradients(attend, tensors):
+    out, lse = attend(*tensors)
+    return out, lse, *torch.autograd.grad((out.float() ** 2).sum() + lse.sum(), tensors)
+
+
+def same(results, expected):
+    for result, other in zip(results, expected, strict=True):
+        assert torch.equal(result, other)
+
+
+@pytest.fixture
+def compile_counter():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    yield counter
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("backend", "strides"),
+    [("triton", "bshd"), *((next(iter(BACKENDS)), s) for s in ("contiguous", "bshd", "expanded"))],
+)
+def test_compiled_whole_and_for_every_length(backend, strides, compile_counter):
+    attend = partial(sparseflash.attention, mask=PATTERN, return_lse=True, backend=backend)
+    compiled = torch.compile(attend, backend=compile_counter, fullgraph=True)
+    for lengths in ((20, 50), (28, 33), (17, 65)):
+        tensors = inputs(*lengths, device=BACKENDS[backend], strides=strides)
+        same(with_gradients(compiled, tensors), with_gradients(attend, tensors))
+    assert compile_counter.frame_count == 2  # static lengths, then dynamic ones
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.skipif(not which("g++"), reason="torch's compiler needs g++")
+def test_compiled_with_the_default_compiler():
+    torch._dynamo.reset()
+
+    def attend(q, k, v):
+        out, lse = sparseflash.attention(q.sin(), k, v, PATTERN, return_lse=True)
+        return out.transpose(1, 2).flatten(2) * 2, lse
+
+    compiled = torch.compile(attend, fullgraph=True)
+    for result, expected in zip(
+        with_gradients(compiled, inputs()), with_gradients(attend, inputs()), strict=True
+    ):
+        torch.testing.assert_close(result, expected)
+    torch._dynamo.reset()
+
+
+def test_a_graph_is_of_one_mask(compile_counter):
+    attend = partial(sparseflash.attention, return_lse=True)
+    compiled = torch.compile(attend, backend=compile_counter, fullgraph=True)
+    tensors = inputs(40, 40)
+    for mask in (masks.causal(), masks.butterfly(), masks.causal()(40, 16, DEVICE), None):
+        same(compiled(*tensors, mask), attend(*tensors, mask))
+
+
+def test_options_in_a_graph(compile_counter):
+    lengths = torch.tensor([11, 50], device=DEVICE)
+    options = {"key_lengths": lengths, "dropout_p": 0.3, "seed": -5, "scale": 0.5}
+    attend = partial(sparseflash.attention, mask=PATTERN, return_lse=True, **options)
+    compiled = torch.compile(attend, backend=compile_counter, fullgraph=True)
+    same(with_gradients(compiled, inputs()), with_gradients(attend, inputs()))
+
+
+def test_a_graph_draws_a_new_dropout_mask_at_every_call(compile_counter):
+    attend = partial(sparseflash.attention, mask=PATTERN, dropout_p=0.5)
+    compiled = torch.compile(attend, backend=compile_counter, fullgraph=True)
+    tensors = inputs()
+    assert not torch.equal(compiled(*tensors), compiled(*tensors))
+
+
+@pytest.mark.parametrize("strides", ["contiguous", "bshd"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(backend, strides):
+    tensors = inputs(16, 20, device=BACKENDS[backend], strides=strides)
+    lengths = torch.tensor([16, 20], device=BACKENDS[backend], dtype=torch.int32)
+    mask, seed = PATTERN((16, 20), 16), torch.tensor(3)
+    for options in (
+        (mask.handle, None, None, None, 0.0, "ieee", backend),
+        (mask.handle, lengths, seed, 0.3, 0.2, "tf32", backend),
+    ):
+        torch.library.opcheck(operators.attention, (*tensors, *options))
+
+
+class Module(torch.nn.Module):
+    def forward(self, query, key, value):
+        return sparseflash.attention(query, key, value, PATTERN)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_for_every_length(strict):
+    queries, keys = torch.export.Dim("queries", min=8), torch.export.Dim("keys", min=8)
+    dynamic = ({2: queries}, {2: keys}, {2: keys})
+    exported = torch.export.export(
+        Module(), tuple(inputs(40, 50)), dynamic_shapes=dynamic, strict=strict
+    )
+    tensors = inputs(130, 77)
+    assert torch.equal(exported.module()(*tensors), Module()(*tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_autocast_casts_as_torch_does(dtype):
+    if HAS_GPU and dtype == torch.float64:
+        pytest.skip("no backend for float64 on the GPU")
+    tensors = inputs(40, 40, dtype=dtype)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, lse = sparseflash.attention(*tensors, backend=next(iter(BACKENDS)), return_lse=True)
+        expected = scaled_dot_product_attention(*tensors)
+        grads = torch.autograd.grad(out.double().sum(), tensors)
+    assert out.dtype == expected.dtype
+    assert [g.dtype for g in grads] == [dtype] * 3
+    low = [x.to(out.dtype) for x in tensors]
+    same((out, lse), sparseflash.attention(*low, backend=next(iter(BACKENDS)), return_lse=True))
+
+
+def test_autocast_in_a_graph(compile_counter):
+    compiled = torch.compile(sparseflash.attention, backend=compile_counter, fullgraph=True)
+    tensors = inputs()
+    with torch.autocast(DEVICE, torch.float16):
+        same([compiled(*tensors, PATTERN)], [sparseflash.attention(*tensors, PATTERN)])
+
+
+def selective():
+    def policy(context, operator, *args, **kwargs):
+        save = operator == torch.ops.sparseflash.attention.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": selective}], ids=["full", "selective"])
+def test_checkpointing(options):
+    attend = partial(sparseflash.attention, mask=PATTERN, dropout_p=0.4, return_lse=True)
+    tensors = inputs()
+    torch.manual_seed(1)
+    expected = with_gradients(attend, tensors)
+    torch.manual_seed(1)
+    result = with_gradients(
+        lambda *x: checkpoint(attend, *x, use_reentrant=False, **options), tensors
+    )
+    same(result, expected)
+
+
+def test_vmap_is_a_larger_batch():
+    query, key, value = (torch.randn(3, 2, 2, 40, 16, device=DEVICE) for _ in range(3))
+    attend = partial(sparseflash.attention, mask=PATTERN)
+    mapped = torch.func.vmap(attend, in_dims=(0, None, 1))(query, key[0], value.transpose(0, 1))
+    same(mapped, [attend(q, key[0], v) for q, v in zip(query, value, strict=True)])
+
+
+def test_vmap_under_autograd():
+    def loss(attend, tensors):
+        return torch.autograd.grad(attend(*tensors).square().sum(), tensors)
+
+    attend = partial(sparseflash.attention, mask=PATTERN)
+    tensors = [torch.randn(3, 2, 2, 40, 16, device=DEVICE).requires_grad_() for _ in range(3)]
+    batches = [x.flatten(0, 1) for x in tensors]
+    expected = [x.unflatten(0, (3, 2)) for x in loss(attend, batches)]
+    same(loss(torch.func.vmap(attend), tensors), expected)
+
+
+def test_vmap_does_not_draw_dropout():
+    tensors = torch.randn(3, 3, 2, 2, 40, 16, device=DEVICE)
+    attend = partial(sparseflash.attention, dropout_p=0.2, seed=1)
+    with pytest.raises(NotImplementedError, match="dropout_p must be 0"):
+        torch.func.vmap(attend)(*tensors)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_second_derivatives_are_refused(traced, monkeypatch):
+    monkeypatch.setattr(operators, "is_traced", lambda tensor: traced)
+    tensors = inputs()
+    out = sparseflash.attention(*tensors)
+    grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(grads[0].sum(), tensors)
+
+
+def test_the_reference_has_second_derivatives():
+    tensors = [x[:1, :1, :6, :2].double() for x in inputs()]
+    mask = masks.causal()(6, 16).to(DEVICE)
+    assert torch.autograd.gradgradcheck(lambda *x: standard_attention(*x, mask)[0], tensors)

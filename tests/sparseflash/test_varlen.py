@@ -1,0 +1,83 @@
+"""Packed sequences against attention within each document."""
+
+import pytest
+import torch
+
+import masks
+import sparseflash
+from sparseflash.testing import check_attention, make_inputs
+
+HAS_GPU = torch.cuda.is_available()
+BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
+
+PATTERNS = {
+    "all": None,
+    "causal": masks.causal(align="bottom-right"),
+    "butterfly": masks.butterfly(),
+    "custom": masks.pattern(lambda q, k: (q * k) % 5 < 2),
+}
+
+
+def cumulative(lengths, device="cpu", dtype=torch.int32):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_have_the_pattern_at_their_own_length(backend, name):
+    q_lengths, k_lengths = [5, 60, 33], [9, 40, 55]
+    device = BACKENDS[backend]
+    query, key, value, _ = make_inputs(1, 4, 98, 104, 16, kv_heads=2, device=device)
+    dense = torch.zeros(98, 104, dtype=torch.bool)
+    start_q = start_k = 0
+    for q_len, k_len in zip(q_lengths, k_lengths, strict=True):
+        mask = (PATTERNS[name] or masks.full())((q_len, k_len))
+        dense[start_q : start_q + q_len, start_k : start_k + k_len] = mask.to_dense()
+        start_q, start_k = start_q + q_len, start_k + k_len
+
+    def attend(q, k, v):
+        out, lse = sparseflash.attention_varlen(
+            *(x[0].transpose(0, 1) for x in (q, k, v)),
+            cumulative(q_lengths, device),
+            cumulative(k_lengths, device, torch.int64),
+            PATTERNS[name],
+            return_lse=True,
+            backend=backend,
+        )
+        return out.transpose(0, 1)[None], lse[None]
+
+    check_attention(attend, query, key, value, dense)
+
+
+def test_a_document_without_keys_and_one_without_queries():
+    query, key, value = torch.randn(10, 2, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    out, lse = sparseflash.attention_varlen(
+        query, key, value, cumulative([4, 0, 6]), cumulative([0, 3, 4]), return_lse=True
+    )
+    assert out.shape == (10, 2, 8)
+    assert lse.shape == (2, 10)
+    assert (out[:4] == 0).all()
+    assert (lse[:, :4] == -torch.inf).all()
+    alone = sparseflash.attention(
+        *(x.transpose(0, 1)[None] for x in (query[4:], key[3:], value[3:]))
+    )
+    torch.testing.assert_close(out[4:], alone[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(1, 2, 8, 4)}, "query must be a tensor"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, "cu_seqlens_q must ascend from 0 to 8"),
+        ({"cu_seqlens_q": torch.tensor([1, 3, 8])}, "cu_seqlens_q must ascend from 0 to 8"),
+        ({"cu_seqlens_k": torch.tensor([0, 6, 3, 8])}, "cu_seqlens_k must ascend"),
+        ({"cu_seqlens_k": torch.tensor([0, 8])}, "cu_seqlens_k must be of 2 documents"),
+        ({"cu_seqlens_k": torch.tensor([0.0, 8.0])}, "cu_seqlens_k must be an int32"),
+        ({"cu_seqlens_k": torch.tensor([0])}, r"cu_seqlens_k must be \(documents"),
+    ],
+)
+def test_bad_input_names_the_argument(change, message):
+    arguments = dict(zip(("query", "key", "value"), torch.zeros(3, 8, 2, 4), strict=True))
+    arguments |= {"cu_seqlens_q": torch.tensor([0, 3, 8]), "cu_seqlens_k": torch.tensor([0, 4, 8])}
+    with pytest.raises((TypeError, ValueError), match=message):
+        sparseflash.attention_varlen(**(arguments | change))
