@@ -15,6 +15,7 @@ from sparseflash.spec import AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
+FAST_HEAD_DIMS = (128,)
 BLOCK_SIZE = (128, 128)
 CAPABILITY = (9, 0)
 
@@ -38,6 +39,13 @@ def why_not(spec: AttentionSpec) -> list[str]:
     if spec.dropout_p:
         reasons.append(f"dropout_p is {spec.dropout_p}, needs 0: the kernels have no dropout")
     return reasons
+
+
+def pass_over(spec: AttentionSpec) -> list[str]:
+    """The reasons for which "auto" should look for another backend; empty when this is faster."""
+    if spec.head_dim not in FAST_HEAD_DIMS:
+        return [f"head_dim is {spec.head_dim}, at which others are as fast"]
+    return []
 
 
 @lru_cache(maxsize=64)

@@ -55,7 +55,7 @@ class Call(NamedTuple):
     """What all partitions of a kernel know of a call.
 
     key_lengths: of the batch elements, or None
-    counter:     of tiles that programs have taken, or None; `turns` tells both groups of `consume`
+    counter:     of tiles that programs have taken, or None; turns: the ring that announces them
     """
 
     table: Table
@@ -96,11 +96,7 @@ def ring(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """STAGES buffers for the tiles of a descriptor, each emptied by CONSUMERS partitions."""
     shape: gl.constexpr = [STAGES] + descriptor.block_type.shape  # noqa: RUF005 (no star in Gluon)
     buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
-    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(filled.index(stage), count=1)
-        mbarrier.init(emptied.index(stage), count=CONSUMERS)
+    filled, emptied = barriers(STAGES, CONSUMERS)
     return Ring(buffers, filled, emptied)
 
 
@@ -110,12 +106,19 @@ def number_ring():
     buffers = gl.allocate_shared_memory(
         gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    filled = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(filled.index(turn), count=1)
-        mbarrier.init(emptied.index(turn), count=2)
+    filled, emptied = barriers(TURNS, 2)
     return Ring(buffers, filled, emptied)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """For each buffer of a ring one that says it is filled, and one that says it is emptied."""
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(filled.index(stage), count=1)
+        mbarrier.init(emptied.index(stage), count=CONSUMERS)
+    return filled, emptied
 
 
 @gluon.jit

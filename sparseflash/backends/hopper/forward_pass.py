@@ -109,18 +109,9 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
             )
         query_stage, query_phase = device.advance(query_stage, query_phase, QUERY_STAGES)
         stage, phase = device.load_keys(
-            keys,
-            values,
-            key_ring,
-            value_ring,
-            call,
-            batch,
-            head // GROUP,
-            walk,
-            stage,
-            phase,
-            STAGES,
-        )
+            keys, values, key_ring, value_ring, call, batch, head // GROUP, walk,
+            stage, phase, STAGES,
+        )  # fmt: skip
         tile = following
 
 

@@ -130,6 +130,8 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
         mbarrier.wait(value_ring.filled.index(buffer), key_phase)
         for member in range(GROUP):
             walk = device.walk_queries(call, batch, kv_head * GROUP + member, row)
+            # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
+            # keys only in front of the first, which a row without partial blocks jumps over.
             for i in range(0, 2 * (walk.partials + walk.fulls)):
                 if MASKED and i < 2 * walk.partials:
                     dk, dv = step(

@@ -65,18 +65,9 @@ def produce(queries, grad_outs, keys, values, rings, call, GROUP: gl.constexpr,
             device.fill(grad_out_ring, grad_outs, batch, head, token, part, query_phase)
         query_phase = query_phase ^ 1
         stage, phase = device.load_keys(
-            keys,
-            values,
-            key_ring,
-            value_ring,
-            call,
-            batch,
-            head // GROUP,
-            walk,
-            stage,
-            phase,
-            STAGES,
-        )
+            keys, values, key_ring, value_ring, call, batch, head // GROUP, walk,
+            stage, phase, STAGES,
+        )  # fmt: skip
         tile = following
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparseflash.backends import hopper
+from sparseflash.backends import BACKENDS, hopper, select
 from sparseflash.spec import AttentionSpec
 
 SPEC = AttentionSpec(
@@ -40,6 +40,16 @@ def test_says_what_came_and_what_is_allowed(change, words):
     assert all(word in reason for word in words)
 
 
+def test_auto_passes_over_head_dims_that_are_no_faster(monkeypatch):
+    select.cache_clear()
+    backends = [replace(b, why_not=lambda spec: []) for b in BACKENDS if b.name != "cpu"]
+    monkeypatch.setattr("sparseflash.backends.BACKENDS", backends)
+    wide = replace(SPEC, head_dim=128)
+    assert [select("auto", spec).name for spec in (SPEC, wide)] == ["triton", "hopper"]
+    assert select("hopper", SPEC).name == "hopper"
+    select.cache_clear()
+
+
 def test_refuses_other_architectures(monkeypatch):
     monkeypatch.setattr(hopper, "_capability", lambda device: (10, 0))
     (reason,) = hopper.why_not(SPEC)
@@ -57,7 +67,7 @@ def test_imports_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from sparseflash.backends import hopper
+from sparseflash.backends import BACKENDS, hopper, select
 from sparseflash.spec import AttentionSpec
 device = torch.device("cuda")
 spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 0.0, False)
