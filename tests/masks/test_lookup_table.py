@@ -55,6 +55,14 @@ def test_both_directions_hold_the_mask(name, seq_len, block_size):
         assert int(dense.sum()) == int(expected.sum()), "a bit outside the sequence is set"
 
 
+@pytest.mark.parametrize("block_size", [(16, 16), (32, 16), (16, 64)])
+def test_the_bank_by_key_holds_the_transposed_tiles(block_size):
+    for pattern in PATTERNS.values():
+        table = pattern((100, 75), block_size).table()
+        by_query = tiles.unpack(table.bank, block_size[1])
+        assert torch.equal(tiles.unpack(table.bank_by_key, block_size[0]), by_query.mT)
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_order_puts_heavy_rows_first(name):
     rows = PATTERNS[name]((300, 300), 16).table().by_query

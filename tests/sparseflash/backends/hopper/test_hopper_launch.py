@@ -1,0 +1,66 @@
+"""What the host makes of tensors and tables before a Hopper kernel starts."""
+
+import pytest
+import torch
+
+import masks
+from sparseflash.backends.hopper import launch
+from sparseflash.spec import AttentionSpec
+from sparseflash.testing import STRIDES, make_inputs
+
+SPEC = AttentionSpec(
+    *(3, 4, 2, 1024, 1024, 64, torch.bfloat16, torch.device("cpu")),
+    *((128, 128), 1, 0.125, 0.0, False),
+)
+
+
+@pytest.fixture(autouse=True)
+def multiprocessors(monkeypatch):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 10)
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
+    query, *_ = make_inputs(2, 3, 40, 40, 64, dtype=torch.float16, strides=strides)
+    addressed = launch.addressable(query)
+    assert torch.equal(addressed, query)
+    assert (addressed is query) == (strides in ("contiguous", "bshd"))
+    descriptor = launch.tiles_of(addressed, 64)
+    assert descriptor.block_shape == [1, 1, 64, 64]
+    assert descriptor.strides == list(addressed.stride())
+
+
+def test_strides_of_single_entries_do_not_matter():
+    query = torch.zeros(1, 1, 40, 64, dtype=torch.float16).as_strided(
+        (1, 1, 40, 64), (3, 5, 64, 1)
+    )
+    assert launch.addressable(query) is query
+    assert launch.tiles_of(query, 64).strides[:2] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "counted", "together"),
+    [
+        (masks.full(), False, 1),
+        (masks.strided(2), False, 1),
+        (masks.causal(), True, 1),
+        (masks.pattern(lambda q, k: (q // 128 == 3) | (k < 100)), True, 12),
+        (masks.global_tokens(1) - masks.full(), False, 1),
+    ],
+)
+def test_uneven_rows_are_counted_out_and_very_heavy_ones_come_first(pattern, counted, together):
+    table = pattern(1024, block_size=128).table()
+    (counter, *sizes), grid = launch.schedule(SPEC, table.by_query, SPEC.heads)
+    assert (counter is not None) == counted
+    assert sizes == [4, 1024, 1024, 1, 8, 3 * 4 * 8, together]
+    assert grid == (10,)
+
+
+def test_padded_keys_become_zero():
+    key = torch.full((2, 1, 5, 8), torch.nan)
+    lengths = torch.tensor([2, 5])
+    assert launch.unpadded(key, None) is key
+    zeroed = launch.unpadded(key, lengths)
+    assert zeroed[0, :, 2:].count_nonzero() == 0
+    assert zeroed[0, :, :2].isnan().all()
+    assert zeroed[1].isnan().all()
