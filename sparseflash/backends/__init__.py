@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sparseflash.backends import cpu, portable
+from sparseflash.backends import cpu, hopper, portable
 from sparseflash.spec import AttentionSpec
 
 
@@ -23,6 +23,8 @@ class Backend:
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
         None.
     describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
+    pass_over(spec): the reasons for which "auto" looks for another backend although this one can
+        serve a call; empty when it is the fastest.
     """
 
     name: str
@@ -30,11 +32,17 @@ class Backend:
     forward: Callable
     backward: Callable
     describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
+    pass_over: Callable[[AttentionSpec], list[str]] = lambda spec: []
+
+    def reasons(self, name: str, spec: AttentionSpec) -> list[str]:
+        """Why it is not the backend of a call that asks for the one called `name`."""
+        return self.why_not(spec) or (self.pass_over(spec) if name == "auto" else [])
 
 
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (
     Backend("cpu", cpu.why_not, cpu.forward, cpu.backward),
+    Backend("hopper", hopper.why_not, hopper.forward, hopper.backward, pass_over=hopper.pass_over),
     Backend("triton", portable.why_not, portable.forward, portable.backward, portable.describe),
 )
 
@@ -56,9 +64,9 @@ def select(name: str, spec: AttentionSpec) -> Backend:
     reasons = {}
     for backend in BACKENDS:
         if name in ("auto", backend.name):
-            why_not = backend.why_not(spec)
-            if not why_not:
+            against = backend.reasons(name, spec)
+            if not against:
                 return backend
-            reasons[backend.name] = why_not
+            reasons[backend.name] = against
     listing = "\n".join(f"  {b}: {'; '.join(why)}" for b, why in reasons.items())
     raise BackendError(f"no backend can serve this call ({spec}):\n{listing}")
