@@ -1,31 +1,85 @@
 """A stand-in for sparseflash.backends.hopper.gluon_shim that runs the kernels on the CPU.
 
-It is unkind where the hardware may be: the partitions of a kernel run as threads; a copy into
-shared memory first destroys what was there and lands later; a product reads its operands when it
-is waited for, and a store its buffer. So a buffer that is handed on too early, or read before it
-is filled, gives wrong numbers, and a barrier that is missed a deadlock, which is reported with
-what every partition waits for. It cannot see a missing fence.
+It is unkind where the hardware may be, and the same at every run. The partitions of a program
+take turns: who has to wait for a barrier, or arrives at one, lets all others go first that can. A
+copy into shared memory destroys what was there at once and lands when somebody waits for it; a
+product reads its operands when it is waited for, and a store its buffer. So a buffer that is
+handed on too early, or read before it is filled, gives wrong numbers, and a barrier that is missed
+a deadlock, which is reported with what every partition waits for. It cannot see a missing fence.
 """
 
-import random
 import threading
-import time
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-PATIENCE = 5.0  # seconds without any progress that make a deadlock
-LATENCY = 0.002  # seconds that a copy takes at most
-DAWDLING = 0.0  # seconds that a partition rests after it arrives at a barrier
-
-_changed = threading.Condition()
 _partition = threading.local()
 _program = SimpleNamespace()
 
 
 class Failure(Exception):
-    """What a partition that waits for another is told when that one failed."""
+    """A protocol is broken."""
+
+
+class Partitions:
+    """The partitions of a program, each a thread, of which one runs at a time."""
+
+    def __init__(self, work):
+        self.changed = threading.Condition()
+        self.waits = {number: (lambda: True, "to begin") for number in range(len(work))}
+        self.running = 0
+        self.failure: Exception | None = None
+        self.threads = [
+            threading.Thread(target=self.run, args=(number, *entry), daemon=True)
+            for number, entry in enumerate(work)
+        ]
+
+    def join(self):
+        for thread in self.threads:
+            thread.start()
+        for thread in self.threads:
+            thread.join()
+        if self.failure:
+            raise self.failure
+
+    def run(self, number, function, arguments):
+        _partition.number, _partition.products, _partition.stores = number, [], []
+        try:
+            self.await_turn()
+            function(*arguments)
+            if _partition.products or _partition.stores:
+                raise Failure("products or stores are left in flight")
+        except Exception as error:
+            self.failure = self.failure or error
+        with self.changed:
+            self.waits.pop(number, None)
+            self.pass_on()
+
+    def wait(self, reached, what):
+        """Lets all others that can go on go first, and goes on when `reached()`."""
+        self.waits[_partition.number] = (reached, what)
+        with self.changed:
+            self.pass_on()
+        self.await_turn()
+
+    def await_turn(self):
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure or self.running == _partition.number)
+            if self.failure:
+                raise self.failure
+            del self.waits[_partition.number]
+
+    def pass_on(self):
+        """The turn goes to the next partition, round and round, that can go on."""
+        following = sorted(self.waits, key=lambda number: (number <= _partition.number, number))
+        able = [number for number in following if self.waits[number][0]()]
+        if able:
+            self.running = able[0]
+        elif self.waits and not self.failure:
+            what = {number: what for number, (_, what) in self.waits.items()}
+            self.failure = Failure(f"deadlock, partitions wait for {what}")
+        self.changed.notify_all()
 
 
 class Number(float):
@@ -57,17 +111,31 @@ class Barrier:
 
     def __init__(self):
         self.count = self.pending = self.bytes = self.phase = 0
+        self.copies = []
 
     def change(self, arrivals=0, announced=0):
-        with _changed:
-            self.pending -= arrivals
-            self.bytes += announced
-            if self.pending < 0:
-                raise Failure("more arrivals at a barrier than it counts")
-            if self.pending == self.bytes == 0:
-                self.phase, self.pending = self.phase ^ 1, self.count
-            _changed.notify_all()
-        time.sleep(DAWDLING)  # so that who waits for this goes first
+        self.pending -= arrivals
+        self.bytes += announced
+        if self.pending < 0 or self.bytes < 0:
+            raise Failure("more arrivals or bytes at a barrier than it counts")
+        if self.pending == self.bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+    def arrive(self, count, pred=True):
+        if pred:
+            self.change(arrivals=count)
+            _program.partitions.wait(lambda: True, "its turn")
+
+    def wait(self, phase):
+        self.land()
+        while self.phase == phase:
+            what = f"barrier {id(self)}, parity {phase}"
+            _program.partitions.wait(lambda: self.copies or self.phase != phase, what)
+            self.land()
+
+    def land(self):
+        while self.copies:
+            self.copies.pop(0)()
 
 
 class Buffer:
@@ -153,32 +221,16 @@ def warpgroup_mma_wait(pendings, deps):
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _reporting(function):
-    """The function of a thread, whose failure becomes that of the program."""
-
-    def reporting(*arguments):
-        try:
-            function(*arguments)
-        except Exception as error:
-            with _changed:
-                _program.failures.append(error)
-                _changed.notify_all()
-
-    return reporting
-
-
 def load_tile(descriptor, start, barrier, buffer):
     buffer.tensor.fill_(torch.nan)
 
-    @_reporting
     def land():
-        time.sleep(random.random() * LATENCY)
         part, place = descriptor.window(start)
         buffer.tensor.zero_()
         buffer.tensor[place] = part
         barrier.change(announced=-descriptor.block_type.nbytes)
 
-    threading.Thread(target=land, daemon=True).start()
+    barrier.copies.append(land)
 
 
 def store_tile(descriptor, start, buffer):
@@ -196,28 +248,15 @@ def fence_async_shared():
     pass
 
 
-def _wait_until(reached, what: str):
-    with _changed:
-        _program.waiting[threading.current_thread().name] = what
-        while not reached():
-            if _program.failures or not _changed.wait(timeout=PATIENCE):
-                raise Failure(f"deadlock: {_program.waiting}")
-        del _program.waiting[threading.current_thread().name]
-
-
 def _init(barrier, count):
     barrier.count = barrier.pending = count
-
-
-def _wait(barrier, phase):
-    _wait_until(lambda: barrier.phase != phase, f"barrier {id(barrier)}, parity {phase}")
 
 
 mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: None,
     init=_init,
-    wait=_wait,
-    arrive=lambda barrier, count, pred=True: barrier.change(arrivals=count if pred else 0),
+    wait=Barrier.wait,
+    arrive=Barrier.arrive,
     expect=lambda barrier, nbytes: barrier.change(arrivals=1, announced=nbytes),
 )
 
@@ -242,30 +281,14 @@ def _store(pointer, value, mask=True):
 
 
 def _atomic_add(pointer, value, sem):
-    with _changed:
-        old = pointer.entries[pointer.offset].clone()
-        pointer.entries[pointer.offset] += value
+    old = pointer.entries[pointer.offset].clone()
+    pointer.entries[pointer.offset] += value
     return old
 
 
 def _warp_specialize(partitions, warps, registers):
-    @_reporting
-    def run(function, arguments):
-        _partition.products, _partition.stores = [], []
-        function(*arguments)
-        if _partition.products or _partition.stores:
-            raise Failure("products or stores are left in flight")
-
-    threads = [
-        threading.Thread(target=run, args=work, name=f"{number} {work[0].__name__}", daemon=True)
-        for number, work in enumerate(partitions)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if _program.failures:
-        raise _program.failures[0]
+    _program.partitions = Partitions(partitions)
+    _program.partitions.join()
 
 
 class Kernel:
@@ -282,7 +305,6 @@ class Kernel:
             pointers = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
             for number in range(*grid):
                 _program.__dict__.update(number=number, programs=grid[0])
-                _program.__dict__.update(failures=[], waiting={})
                 self.function(*pointers, **constants)
 
         return launch
