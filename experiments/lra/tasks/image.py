@@ -24,6 +24,7 @@ TRUSTED = {
 class ImageTask(Task):
     """cifar-10-batches-py/; a tenth of the training set, by hash, is for validation."""
 
+    name = "image"
     shape = Shape(seq_len=SIDE * SIDE, vocabulary=256, classes=10, side=SIDE)
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:

@@ -46,6 +46,7 @@ class ListOps(Task):
     sizes: samples of train, validation and test; seed: of the generator.
     """
 
+    name = "listops"
     shape = Shape(seq_len=2048, vocabulary=FIRST + len(SYMBOLS), classes=10)
 
     def __init__(

@@ -44,6 +44,7 @@ class Pathfinder(Task):
         seed: int = 0,
         skip_corrupt: bool = False,
     ):
+        self.name = f"pathfinder{side}-{difficulty}"
         self.shape = Shape(seq_len=side * side, vocabulary=256, classes=2, side=side)
         self.side, self.difficulty, self.source = side, difficulty, source
         self.sizes, self.seed, self.skip_corrupt = sizes, seed, skip_corrupt
@@ -63,7 +64,7 @@ class Pathfinder(Task):
         return FreshImages(self.side, DIFFICULTIES[self.difficulty], split, self.seed, count)
 
     def _stored(self, data_root: Path, split: str, fresh: "FreshImages") -> "PackedImages":
-        name = f"pathfinder{self.side}-{self.difficulty}-seed{self.seed}-{split}-{len(fresh)}"
+        name = f"{self.name}-seed{self.seed}-{split}-{len(fresh)}"
         facts = {"generator": 1, "images": name}
         return PackedImages(stored(data_root / name, facts, fresh.pack))
 
@@ -73,7 +74,7 @@ class Pathfinder(Task):
             raise MissingData(source, "unpack lra_release.gz of google-research/long-range-arena")
         packed = PackedImages(
             stored(
-                data_root / f"pathfinder{self.side}-{self.difficulty}-released",
+                data_root / f"{self.name}-released",
                 {"source": str(source.relative_to(data_root)), "skip_corrupt": self.skip_corrupt},
                 lambda allocate: pack_released(source, self.side, self.skip_corrupt, allocate),
             )

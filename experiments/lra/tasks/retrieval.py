@@ -33,6 +33,7 @@ class Retrieval(Task):
     """tsv_data/new_aan_pairs.{train,eval,test}.tsv, read in place: only where each line begins is
     kept in memory."""
 
+    name = "retrieval"
     shape = Shape(seq_len=4096, vocabulary=BYTES, classes=2, documents=2)
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:

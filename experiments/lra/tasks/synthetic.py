@@ -13,7 +13,7 @@ class Synthetic(Task):
     """Random samples in the shape of another task, every sequence at its full length."""
 
     def __init__(self, like: Task, size: int = 1024):
-        self.shape, self.size = like.shape, size
+        self.name, self.shape, self.size = f"synthetic {like.name}", like.shape, size
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         return {split: Noise(self.shape, self.size, n) for n, split in enumerate(SPLITS)}

@@ -44,8 +44,9 @@ class Samples(Protocol):
 
 
 class Task(ABC):
-    """One task of the arena: its shape, and its samples under a folder of data."""
+    """One task of the arena: its name, its shape, and its samples under a folder of data."""
 
+    name: str
     shape: Shape
 
     @abstractmethod

@@ -25,6 +25,7 @@ class Text(Task):
         arena's papers did; otherwise a tenth of the training set is held out.
     """
 
+    name = "text"
     shape = Shape(seq_len=4096, vocabulary=BYTES, classes=2)
 
     def __init__(self, validate_on_test: bool = False):
