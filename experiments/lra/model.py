@@ -229,7 +229,7 @@ class Classifier(nn.Module):
         self.hidden = nn.Linear(features, config.feedforward)
         self.answer = nn.Linear(config.feedforward, shape.classes)
 
-    def forward(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         x, lengths = self.encoder(
             ids.flatten(0, 1), None if lengths is None else lengths.flatten()
         )

@@ -65,6 +65,10 @@ class Batch(NamedTuple):
     lengths: Tensor | None
     labels: Tensor
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.ids,) if self.lengths is None else (self.ids, self.lengths)
+
 
 class MissingData(FileNotFoundError):
     """A published file is not where it should be."""

@@ -1,0 +1,127 @@
+"""Training and testing from the command line.
+
+    python -m experiments.lra fit --preset nystromformer/listops --model.encoder.attention flash
+    python -m experiments.lra fit --preset nystromformer/listops --ckpt_path runs/.../last.ckpt
+    python -m experiments.lra test --preset nystromformer/listops --ckpt_path runs/.../best.ckpt
+
+A preset is a file of presets/, after the common.yaml of its folders; every value of it can be
+given on the command line, as --help lists them.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.cli import LightningCLI
+from rich.console import Console
+from rich.table import Table
+
+from experiments.lra.callbacks import StuckAtChance
+from experiments.lra.data import ArenaData
+from experiments.lra.floors import floors
+from experiments.lra.learner import Learner
+
+PRESETS = Path(__file__).parent / "presets"
+COMMON = "common.yaml"
+
+
+class ArenaCLI(LightningCLI):
+    """Lightning's command line, with one task for data and model, and a test after each run."""
+
+    def add_arguments_to_parser(self, parser) -> None:
+        parser.link_arguments("data.task", "model.task", apply_on="instantiate")
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.link_arguments("seed_everything", "model.seed")
+
+    def after_fit(self) -> None:
+        checkpoint = self.trainer.checkpoint_callback
+        best = getattr(checkpoint, "best_model_path", "") or None
+        if self._stuck():
+            self._report({"stuck": True})
+        else:
+            self.trainer.test(
+                self.model, datamodule=self.datamodule, ckpt_path=best, weights_only=True
+            )
+            self.after_test()
+
+    def after_test(self) -> None:
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self._report({"stuck": False} | metrics)
+
+    def _stuck(self) -> bool:
+        return any(
+            isinstance(callback, StuckAtChance) and callback.stuck
+            for callback in vars(self.trainer)["callbacks"]
+        )
+
+    def _report(self, metrics: dict) -> None:
+        if not self.trainer.is_global_zero:
+            return
+        task = self.datamodule.task
+        result = {
+            "task": task.name,
+            "attention": self.model.classifier.encoder.config.attention,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "seed": self.model.seed,
+            "steps": self.trainer.global_step,
+            **metrics,
+            "floors": floors(task),
+        }
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        show(result)
+
+
+def show(result: dict) -> None:
+    """Prints an accuracy with its floors."""
+    if result["stuck"]:
+        Console().print(f"{result['task']}: stuck at chance, stopped at step {result['steps']}")
+        return
+    accuracy, error = result["test/accuracy"], result["test/standard_error"]
+    table = Table("", "%", "standard errors below", title=f"{result['task']}, test")
+    table.add_row("accuracy", f"{100 * accuracy:.2f} ± {100 * error:.2f}", "")
+    for name, floor in {"class prior": result["test/class_prior"], **result["floors"]}.items():
+        table.add_row(name, f"{100 * floor:.2f}", f"{(accuracy - floor) / max(error, 1e-9):+.1f}")
+    Console().print(table)
+
+
+def preset_files(name: str) -> list[Path]:
+    """The files of a preset such as "nystromformer/listops". Raises ValueError with the known."""
+    known = sorted(
+        str(path.relative_to(PRESETS).with_suffix(""))
+        for path in PRESETS.rglob("*.yaml")
+        if path.name != COMMON
+    )
+    if name not in known:
+        raise ValueError(f"unknown preset {name!r}; known: {', '.join(known)}")
+    path = PRESETS / f"{name}.yaml"
+    commons = [folder / COMMON for folder in (PRESETS, path.parent)]
+    return [common for common in commons if common.exists()] + [path]
+
+
+def with_presets(arguments: list[str]) -> list[str]:
+    """The arguments, each `--preset name` replaced by `--config file` for its files."""
+    expanded = []
+    given = iter(arguments)
+    for argument in given:
+        if argument == "--preset":
+            files = preset_files(next(given, ""))
+            expanded += [part for path in files for part in ("--config", str(path))]
+        else:
+            expanded.append(argument)
+    return expanded
+
+
+def main() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        sys.argv[1:] = with_presets(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    ArenaCLI(Learner, ArenaData, seed_everything_default=0, save_config_kwargs={"overwrite": True})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The arena's speed table: time and memory of a training step for every attention.
+
+    python -m experiments.lra.speed
+
+Five tasks at the sizes of the Nystromformer protocol, which the FlashAttention paper's Table 3
+follows: forward, backward and optimizer of a whole model, on random samples of full length, in
+bfloat16 autocast, without dropout of probabilities. Each step is timed as called from Python and as
+a CUDA graph: steps of this size wait for their launches.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import cross_entropy
+
+from experiments.environment import device_name, environment
+from experiments.lra.attend import NAMED
+from experiments.lra.model import Classifier, EncoderConfig
+from experiments.lra.tasks import ImageTask, ListOps, Pathfinder, Retrieval, Shape, Text
+from experiments.memory import METHOD, peak_bytes
+from experiments.timing import Clock, Timing, time_call
+
+RESULTS = Path(__file__).parents[1] / "results"
+BUDGET_MS = 300
+# Samples of a step, as published.
+BATCH = {"listops": 32, "text": 32, "retrieval": 32, "image": 256, "pathfinder32-hard": 256}
+SHAPES: dict[str, Shape] = {
+    task.name: task.shape for task in (ListOps(), Text(), Retrieval(), ImageTask(), Pathfinder())
+}
+PROTOCOL = EncoderConfig(attention_dropout=0.0)
+DENSE = ("standard", "sdpa", "flash")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An attention, and the block size that its pattern is compiled with."""
+
+    attention: str
+    block_size: int = 128
+
+    @property
+    def label(self) -> str:
+        known = self.attention in NAMED
+        return self.attention if known else f"{self.attention} of {self.block_size}"
+
+
+CONTENDERS = (
+    *(Contender(name) for name in DENSE),
+    *(Contender("butterfly()", size) for size in (64, 128)),
+    Contender("butterfly(2)", 128),
+    *(Contender("local(64)", size) for size in (64, 128)),
+    Contender("longformer(64, 64)", 64),
+    Contender("bigbird(3, 1, 1)", 64),
+    Contender("linear"),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement: a training step of a task with an attention. clock: see timing.Clock."""
+
+    task: str
+    attention: str
+    block_size: int
+    seq_len: int
+    batch: int
+    clock: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    peak_bytes: int
+
+    @property
+    def label(self) -> str:
+        return Contender(self.attention, self.block_size).label
+
+
+def main(
+    tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(BATCH),
+    scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
+    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+) -> None:
+    """Measures training steps of every attention on every task."""
+    console = Console(width=132)
+    if unknown := [name for name in tasks.split(",") if name not in BATCH]:
+        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(BATCH)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    steps, failed = [], []
+    for task in tasks.split(","):
+        for contender in CONTENDERS:
+            try:
+                steps += measure(task, contender, max(1, BATCH[task] // scale), device)
+            except torch.OutOfMemoryError:
+                failed.append([task, contender.label, "out of memory"])
+        console.print(table_of(task, [s for s in steps if s.task == task]))
+    record = environment(device) | {
+        "memory": METHOD[device.type],
+        "model": asdict(PROTOCOL),
+        "steps": [asdict(step) for step in steps],
+        "failed": failed,
+        "geometric_mean_speedup": means(steps),
+    }
+    name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    path = output / f"lra-speed-{name if device.type == 'cuda' else 'cpu'}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(table_of_means(record["geometric_mean_speedup"]))
+    console.print(f"wrote {path}")
+
+
+def measure(task: str, contender: Contender, batch: int, device: torch.device) -> list[Step]:
+    """The step by every clock of the device."""
+    clocks = (Clock.EVENTS, Clock.GRAPH) if device.type == "cuda" else (Clock.CPU,)
+    step = training_step(SHAPES[task], contender, batch, device)
+    step()
+    peak = peak_bytes(step, device)
+    found = []
+    for clock in clocks:
+        timing: Timing = time_call(lambda: step, clock, BUDGET_MS)
+        found.append(
+            Step(
+                task=task,
+                attention=contender.attention,
+                block_size=contender.block_size,
+                seq_len=SHAPES[task].seq_len,
+                batch=batch,
+                clock=clock.value,
+                median_ms=timing.median_ms,
+                low_ms=timing.low_ms,
+                high_ms=timing.high_ms,
+                peak_bytes=peak,
+            )
+        )
+    return found
+
+
+def training_step(
+    shape: Shape, contender: Contender, batch: int, device: torch.device
+) -> Callable[[], None]:
+    """Forward, backward and optimizer on one random batch of sequences of full length."""
+    torch.manual_seed(0)
+    config = replace(PROTOCOL, attention=contender.attention, block_size=contender.block_size)
+    model = Classifier(config, shape).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, capturable=device.type == "cuda")
+    ids = torch.randint(1, shape.vocabulary, (batch, shape.documents, shape.seq_len)).to(device)
+    labels = torch.randint(shape.classes, (batch,)).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            loss = cross_entropy(model(ids), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def speedups(steps: list[Step]) -> dict[tuple[str, str], dict[str, float]]:
+    """By clock and label: for each task, how many times faster than standard attention."""
+    standard = {(s.task, s.clock): s.median_ms for s in steps if s.attention == "standard"}
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for step in steps:
+        if (step.task, step.clock) in standard:
+            ratio = standard[step.task, step.clock] / step.median_ms
+            found.setdefault((step.clock, step.label), {})[step.task] = ratio
+    return found
+
+
+def means(steps: list[Step]) -> dict[str, dict[str, float]]:
+    """By clock: the geometric mean over tasks of each attention that ran on all of them."""
+    tasks = {step.task for step in steps}
+    found: dict[str, dict[str, float]] = {}
+    for (clock, label), ratios in speedups(steps).items():
+        if ratios.keys() == tasks:
+            found.setdefault(clock, {})[label] = exp(fmean(map(log, ratios.values())))
+    return found
+
+
+def table_of(task: str, steps: list[Step]) -> Table:
+    ratios = speedups(steps)
+    table = Table(title=f"{task}: batch {steps[0].batch}, N = {steps[0].seq_len}")
+    for column in ("attention", "clock", "ms", "speed-up", "peak MiB"):
+        table.add_column(column, justify="left" if column in ("attention", "clock") else "right")
+    for step in steps:
+        ratio = ratios.get((step.clock, step.label), {}).get(task)
+        table.add_row(
+            step.label,
+            step.clock,
+            f"{step.median_ms:.2f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            f"{step.peak_bytes / 2**20:.0f}",
+        )
+    return table
+
+
+def table_of_means(geometric_means: dict[str, dict[str, float]]) -> Table:
+    table = Table("attention", *geometric_means, title="geometric mean of speed-ups over tasks")
+    for label in next(iter(geometric_means.values()), {}):
+        cells = (f"{by_label[label]:.2f}" for by_label in geometric_means.values())
+        table.add_row(label, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
