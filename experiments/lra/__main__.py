@@ -17,7 +17,8 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from rich.table import Table
 
-from experiments.lra.callbacks import StuckAtChance
+from experiments.environment import environment
+from experiments.lra.callbacks import Curve, StuckAtChance
 from experiments.lra.data import ArenaData
 from experiments.lra.floors import floors
 from experiments.lra.learner import Learner
@@ -50,12 +51,14 @@ class ArenaCLI(LightningCLI):
         self._report({"stuck": False} | metrics)
 
     def _stuck(self) -> bool:
-        return any(
-            isinstance(callback, StuckAtChance) and callback.stuck
-            for callback in vars(self.trainer)["callbacks"]
-        )
+        return any(callback.stuck for callback in self._callbacks(StuckAtChance))
+
+    def _callbacks(self, kind: type) -> list:
+        return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _report(self, metrics: dict) -> None:
+        # Every process takes part in agreeing on the folder.
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         if not self.trainer.is_global_zero:
             return
         task = self.datamodule.task
@@ -67,8 +70,9 @@ class ArenaCLI(LightningCLI):
             "steps": self.trainer.global_step,
             **metrics,
             "floors": floors(task),
+            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
+            "environment": environment(self.model.device),
         }
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         show(result)

@@ -1,4 +1,4 @@
-"""What happens around training steps: a bar with an end, and runs that are given up."""
+"""What happens around training steps: a bar with an end, a curve, runs that are given up."""
 
 from math import sqrt
 
@@ -54,3 +54,22 @@ class StuckAtChance(Callback):
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.stuck, self._accuracies = state_dict["stuck"], state_dict["accuracies"]
+
+
+class Curve(Callback):
+    """Keeps [step, accuracy, loss] of every validation."""
+
+    def __init__(self):
+        self.points: list[list[float]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Learner) -> None:
+        if not trainer.sanity_checking:
+            measured = trainer.callback_metrics
+            names = ("validation/accuracy", "validation/loss")
+            self.points.append([trainer.global_step, *(float(measured[name]) for name in names)])
+
+    def state_dict(self) -> dict:
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.points = state_dict["points"]

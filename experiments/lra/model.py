@@ -9,6 +9,7 @@ from torch.nn.functional import dropout, gelu, pad, relu
 
 from experiments.lra.attend import NAMED, Attend, attend_by
 from experiments.lra.grid import order_of
+from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
 
 Expressions = str | list[str | list[str]]
@@ -22,8 +23,8 @@ class EncoderConfig:
     """What an encoder is made of; presets/ holds the published ones.
 
     attention:  for all layers, or a list with one for each layer. Each is "standard", "flash",
-        "sdpa", "linear" or a pattern such as "local(128) | global_tokens(16)"; or a list of
-        patterns, one for each head
+        "sdpa", "linear"; a pattern such as "local(128) | global_tokens(16)"; a list of patterns,
+        one for each head; or "nystromformer", "performer", "linformer" of other packages
     block_size: side of the patterns' blocks, in tokens
     positions:  "learned" and "sinusoidal" are added to the embeddings; "rotary" turns queries and
         keys by their place in the sequence, "axial" by the row and the column of their pixel: the
@@ -65,8 +66,9 @@ class Encoder(nn.Module):
         self.extra_id = shape.vocabulary
         self.embedding = nn.Embedding(shape.vocabulary + 1, config.dim)
         self.positions = Positions(config, shape, self.order)
+        tokens = shape.seq_len + self.cls
         self.layers = nn.ModuleList(
-            Layer(config, attend_by(expression, config.block_size)) for expression in expressions
+            Layer(config, attention_of(config, expression, tokens)) for expression in expressions
         )
         self.norm = nn.LayerNorm(config.dim)
 
@@ -106,6 +108,9 @@ def _check(config: EncoderConfig, shape: Shape, expressions: list[str | list[str
         raise ValueError(
             f"positions 'axial' need a head dim divisible by 4, got {config.dim // config.heads}"
         )
+    packaged = [e for e in expressions if isinstance(e, str) and e in PACKAGED]
+    if packaged and config.positions in ("rotary", "axial"):
+        raise ValueError(f"positions {config.positions!r} do not go with {packaged[0]!r}")
     if config.mask_black:
         if shape.side is None:
             raise ValueError("mask_black is for images, this task is text")
@@ -176,33 +181,61 @@ def frequencies(place: Tensor, count: int, base: float) -> Tensor:
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x))."""
 
-    def __init__(self, config: EncoderConfig, attend: Attend):
+    def __init__(self, config: EncoderConfig, attention: nn.Module):
         super().__init__()
-        self.config, self.attend = config, attend
+        self.dropout = config.dropout
         self.norm_attention = nn.LayerNorm(config.dim)
-        self.query_key_value = nn.Linear(config.dim, 3 * config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
+        self.attention = attention
         self.norm_feedforward = nn.LayerNorm(config.dim)
         self.widen = nn.Linear(config.dim, config.feedforward)
         self.narrow = nn.Linear(config.feedforward, config.dim)
 
     def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
-        x = x + self._dropped(self._attention(self.norm_attention(x), turns, lengths))
+        x = x + self._dropped(self.attention(self.norm_attention(x), turns, lengths))
         wide = self._dropped(gelu(self.widen(self.norm_feedforward(x))))
         return x + self._dropped(self.narrow(wide))
 
-    def _attention(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
+    def _dropped(self, x: Tensor) -> Tensor:
+        return dropout(x, self.dropout, self.training)
+
+
+class SelfAttention(nn.Module):
+    """Projections around an attend."""
+
+    def __init__(self, config: EncoderConfig, attend: Attend):
+        super().__init__()
+        self.attend, self.heads, self.dropout = attend, config.heads, config.attention_dropout
+        self.query_key_value = nn.Linear(config.dim, 3 * config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
         batch, tokens, dim = x.shape
-        projected = self.query_key_value(x).view(batch, tokens, 3, self.config.heads, -1)
+        projected = self.query_key_value(x).view(batch, tokens, 3, self.heads, -1)
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind()
         if turns is not None:
             query, key = turn(query, turns), turn(key, turns)
-        p = self.config.attention_dropout if self.training else 0.0
+        p = self.dropout if self.training else 0.0
         attended = self.attend(query, key, value, lengths, p)
         return self.out(attended.transpose(1, 2).reshape(batch, tokens, dim))
 
-    def _dropped(self, x: Tensor) -> Tensor:
-        return dropout(x, self.config.dropout, self.training)
+
+class PackagedAttention(nn.Module):
+    """A layer of another package, which knows padding but no turns."""
+
+    def __init__(self, config: EncoderConfig, name: str, tokens: int):
+        super().__init__()
+        self.layer = PACKAGED[name](config.dim, config.heads, tokens)
+
+    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
+        if lengths is None:
+            return self.layer(x, None)
+        return self.layer(x, torch.arange(x.shape[1], device=x.device) < lengths[:, None])
+
+
+def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int) -> nn.Module:
+    if isinstance(expression, str) and expression in PACKAGED:
+        return PackagedAttention(config, expression, tokens)
+    return SelfAttention(config, attend_by(expression, config.block_size))
 
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
