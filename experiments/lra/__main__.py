@@ -38,25 +38,25 @@ class ArenaCLI(LightningCLI):
     def after_fit(self) -> None:
         checkpoint = self.trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "") or None
-        if self._stuck():
-            self._report({"stuck": True})
-        else:
+        # Testing reads the best checkpoint, which knows no more than the run did when it was made.
+        run = {
+            "stuck": any(callback.stuck for callback in self._callbacks(StuckAtChance)),
+            "steps": self.trainer.global_step,
+            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
+        }
+        if not run["stuck"]:
             self.trainer.test(
                 self.model, datamodule=self.datamodule, ckpt_path=best, weights_only=True
             )
-            self.after_test()
+        self._report(run)
 
     def after_test(self) -> None:
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        self._report({"stuck": False} | metrics)
-
-    def _stuck(self) -> bool:
-        return any(callback.stuck for callback in self._callbacks(StuckAtChance))
+        self._report({"stuck": False, "steps": self.trainer.global_step})
 
     def _callbacks(self, kind: type) -> list:
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _report(self, metrics: dict) -> None:
+    def _report(self, run: dict) -> None:
         # Every process takes part in agreeing on the folder.
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         if not self.trainer.is_global_zero:
@@ -67,10 +67,9 @@ class ArenaCLI(LightningCLI):
             "attention": self.model.classifier.encoder.config.attention,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "seed": self.model.seed,
-            "steps": self.trainer.global_step,
-            **metrics,
+            **run,
+            **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "floors": floors(task),
-            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
             "environment": environment(self.model.device),
         }
         folder.mkdir(parents=True, exist_ok=True)

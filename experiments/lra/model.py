@@ -32,6 +32,7 @@ class EncoderConfig:
     pool:       "mean" or "max" over all tokens but padding; "mean_padded" divides the sum by the
         padded length, as published code does; "cls" reads a token put in front
     order:      of pixels: "raster", or "tiles" of tile = rows, columns: a prior of the plane
+    embedding_std: of the random embeddings of ids and places at the start
     mask_black: take pixels of value 0 for padding, as `ids != 0` in published code does
     """
 
@@ -47,6 +48,7 @@ class EncoderConfig:
     attention_dropout: float = 0.1
     order: Literal["raster", "tiles"] = "raster"
     tile: tuple[int, int] = (8, 16)
+    embedding_std: float = 0.02
     mask_black: bool = False
 
 
@@ -71,6 +73,9 @@ class Encoder(nn.Module):
             Layer(config, attention_of(config, expression, tokens)) for expression in expressions
         )
         self.norm = nn.LayerNorm(config.dim)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=config.embedding_std)
 
     def forward(self, ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.order is not None:
