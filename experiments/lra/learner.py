@@ -54,8 +54,8 @@ class Learner(L.LightningModule):
 
     init_from: a checkpoint whose weights to start from. Learned positions of a smaller image are
         repeated over the larger one, as the FlashAttention paper did for Path-X.
-    cuda_graph: replay the classifier's passes as CUDA graphs: models of the arena's size wait for
-        their launches.
+    passes: "compiled" has torch.compile fuse all but our kernels, "cuda_graph" replays the passes
+        of the classifier, which spares small models the wait for launches.
     seed: of the random numbers of a step, which are functions of seed, step and process.
     """
 
@@ -66,11 +66,11 @@ class Learner(L.LightningModule):
         optimizer: OptimizerConfig,
         objective: ObjectiveConfig,
         init_from: Path | None = None,
-        cuda_graph: bool = False,
+        passes: Literal["eager", "compiled", "cuda_graph"] = "eager",
         seed: int = 0,
     ):
         super().__init__()
-        self.cuda_graph = cuda_graph
+        self.passes = passes
         self.task, self.optimizer, self.objective, self.seed = task, optimizer, objective, seed
         self.classifier = Classifier(encoder, task.shape)
         # What guesses hidden tokens.
@@ -80,19 +80,19 @@ class Learner(L.LightningModule):
         self.confusion = MulticlassConfusionMatrix(classes)
         if init_from is not None:
             start_from(self, init_from)
+        if passes == "compiled":
+            self.classifier.compile(dynamic=False)
 
     def on_train_start(self) -> None:
-        if self.cuda_graph:
+        if self.passes == "cuda_graph":
             self._capture()
 
     def _capture(self) -> None:
         """Replaces the classifier's training passes by graphs of them."""
         if self.device.type != "cuda" or self.trainer.world_size > 1:
-            raise ValueError(
-                f"cuda_graph needs one CUDA device, got {self.trainer.world_size} of {self.device}"
-            )
+            raise ValueError("passes 'cuda_graph' need one CUDA device")
         if self.classifier.encoder.config.attention_dropout:
-            raise ValueError("cuda_graph needs attention_dropout 0: a graph would freeze its seed")
+            raise ValueError("passes 'cuda_graph' need attention_dropout 0: its seed would freeze")
         assert self.trainer.train_dataloader is not None
         batch = next(iter(self.trainer.train_dataloader))
         inputs = tuple(part.to(self.device) for part in batch.inputs)

@@ -27,11 +27,9 @@ def main(
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
 ) -> None:
     """Trains with several seeds and reports mean, deviation and stuck runs."""
-    results = [
-        result
-        for seed in range(seeds)
-        for result in until_unstuck(seed, restarts, output, arguments)
-    ]
+    results = []
+    for seed in range(seeds):
+        results += until_unstuck(seed, restarts, output, arguments)
     summary = summary_of(results)
     (output / "runs.json").write_text(json.dumps(summary | {"runs": results}, indent=1) + "\n")
     Console().print(summary)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -33,12 +33,18 @@ from experiments.timing import Clock, Timing, time_call
 
 RESULTS = Path(__file__).parents[1] / "results"
 BUDGET_MS = 200
-# Samples of a step, as published.
-BATCH = {"listops": 32, "text": 32, "retrieval": 32, "image": 256, "pathfinder32-hard": 256}
-SHAPES: dict[str, Shape] = {
-    task.name: task.shape for task in (ListOps(), Text(), Retrieval(), ImageTask(), Pathfinder())
-}
 PROTOCOL = EncoderConfig(attention_dropout=0.0)
+# The model of presets/curriculum, whose images are taken in tiles.
+CURRICULUM = EncoderConfig(
+    layers=6,
+    dim=128,
+    feedforward=512,
+    positions="axial",
+    pool="max",
+    order="tiles",
+    dropout=0.0,
+    attention_dropout=0.0,
+)
 DENSE = ("standard", "sdpa", "flash")
 
 
@@ -68,6 +74,34 @@ CONTENDERS = (
 
 
 @dataclass(frozen=True)
+class Case:
+    """A task at the size that it is measured at: model, samples of a step, attentions."""
+
+    shape: Shape
+    batch: int
+    model: EncoderConfig = PROTOCOL
+    contenders: tuple[Contender, ...] = CONTENDERS
+
+
+def _path(side: Literal[128, 256], batch: int) -> Case:
+    # Standard attention would need more memory than any GPU has.
+    sparse = f"neighborhood2d({side // 16}, 1) | butterfly() | global_tokens(256)"
+    contenders = (Contender("sdpa"), Contender("flash"), Contender(sparse))
+    return Case(Pathfinder(side).shape, batch, CURRICULUM, contenders)
+
+
+# Batches as published; the last two have none that is.
+ARENA = {
+    "listops": Case(ListOps.shape, 32),
+    "text": Case(Text.shape, 32),
+    "retrieval": Case(Retrieval.shape, 32),
+    "image": Case(ImageTask.shape, 256),
+    "pathfinder": Case(Pathfinder().shape, 256),
+}
+CASES = ARENA | {"path-x": _path(128, 32), "path-256": _path(256, 4)}
+
+
+@dataclass(frozen=True)
 class Step:
     """One measurement: a training step of a task with an attention. clock: see timing.Clock."""
 
@@ -88,41 +122,51 @@ class Step:
 
 
 def main(
-    tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(BATCH),
+    tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(ARENA),
+    only: Annotated[list[str] | None, typer.Option(help="attentions, all by default")] = None,
     scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
+    compiled: Annotated[bool, typer.Option(help="by torch.compile, but for our kernels")] = False,
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
     """Measures training steps of every attention on every task."""
     console = Console(width=132)
-    if unknown := [name for name in tasks.split(",") if name not in BATCH]:
-        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(BATCH)}")
+    if unknown := [name for name in tasks.split(",") if name not in CASES]:
+        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(CASES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     steps, failed = [], []
     for task in tasks.split(","):
-        for contender in CONTENDERS:
+        case = replace(CASES[task], batch=max(1, CASES[task].batch // scale))
+        for contender in chosen(case.contenders, only):
             try:
-                steps += measure(task, contender, max(1, BATCH[task] // scale), device)
+                steps += measure(task, case, contender, compiled, device)
             except (torch.OutOfMemoryError, ImportError) as error:
                 failed.append([task, contender.label, str(error).splitlines()[0]])
         console.print(table_of(task, [s for s in steps if s.task == task]))
     record = environment(device) | {
         "memory": METHOD[device.type],
-        "model": asdict(PROTOCOL),
+        "compiled": compiled,
+        "models": {task: asdict(CASES[task].model) for task in tasks.split(",")},
         "steps": [asdict(step) for step in steps],
         "failed": failed,
         "geometric_mean_speedup": means(steps),
     }
-    name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    path = output / f"lra-speed-{name if device.type == 'cuda' else 'cpu'}.json"
+    name = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", device_name(device).lower())
+    path = output / f"lra-speed-{name}{'-compiled' if compiled else ''}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table_of_means(record["geometric_mean_speedup"]))
     console.print(f"wrote {path}")
 
 
-def measure(task: str, contender: Contender, batch: int, device: torch.device) -> list[Step]:
+def chosen(contenders: tuple[Contender, ...], only: list[str] | None) -> list[Contender]:
+    return [contender for contender in contenders if not only or contender.attention in only]
+
+
+def measure(
+    task: str, case: Case, contender: Contender, compiled: bool, device: torch.device
+) -> list[Step]:
     """The step by every clock of the device."""
     clocks = (Clock.EVENTS, Clock.GRAPH) if device.type == "cuda" else (Clock.CPU,)
-    step = training_step(SHAPES[task], contender, batch, device)
+    step = training_step(case, contender, compiled, device)
     step()
     peak = peak_bytes(step, device)
     found = []
@@ -133,8 +177,8 @@ def measure(task: str, contender: Contender, batch: int, device: torch.device) -
                 task=task,
                 attention=contender.attention,
                 block_size=contender.block_size,
-                seq_len=SHAPES[task].seq_len,
-                batch=batch,
+                seq_len=case.shape.seq_len,
+                batch=case.batch,
                 clock=clock.value,
                 median_ms=timing.median_ms,
                 low_ms=timing.low_ms,
@@ -146,15 +190,19 @@ def measure(task: str, contender: Contender, batch: int, device: torch.device) -
 
 
 def training_step(
-    shape: Shape, contender: Contender, batch: int, device: torch.device
+    case: Case, contender: Contender, compiled: bool, device: torch.device
 ) -> Callable[[], None]:
     """Forward, backward and optimizer on one random batch of sequences of full length."""
     torch.manual_seed(0)
-    config = replace(PROTOCOL, attention=contender.attention, block_size=contender.block_size)
+    shape = case.shape
+    config = replace(case.model, attention=contender.attention, block_size=contender.block_size)
     model = Classifier(config, shape).to(device)
+    if compiled:
+        model.compile(dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, capturable=device.type == "cuda")
-    ids = torch.randint(1, shape.vocabulary, (batch, shape.documents, shape.seq_len)).to(device)
-    labels = torch.randint(shape.classes, (batch,)).to(device)
+    size = (case.batch, shape.documents, shape.seq_len)
+    ids = torch.randint(1, shape.vocabulary, size).to(device)
+    labels = torch.randint(shape.classes, (case.batch,)).to(device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -190,7 +238,7 @@ def means(steps: list[Step]) -> dict[str, dict[str, float]]:
 def table_of(task: str, steps: list[Step]) -> Table:
     ratios = speedups(steps)
     table = Table(title=f"{task}: batch {steps[0].batch}, N = {steps[0].seq_len}")
-    for column in ("attention", "clock", "ms", "speed-up", "peak MiB"):
+    for column in ("attention", "clock", "ms", "samples/s", "speed-up", "peak MiB"):
         table.add_column(column, justify="left" if column in ("attention", "clock") else "right")
     for step in steps:
         ratio = ratios.get((step.clock, step.label), {}).get(task)
@@ -198,6 +246,7 @@ def table_of(task: str, steps: list[Step]) -> Table:
             step.label,
             step.clock,
             f"{step.median_ms:.2f}",
+            f"{1e3 * step.batch / step.median_ms:.0f}",
             "" if ratio is None else f"{ratio:.2f}",
             f"{step.peak_bytes / 2**20:.0f}",
         )

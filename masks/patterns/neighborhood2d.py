@@ -3,12 +3,13 @@ import torch
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
-from masks.pattern import Pattern
+from masks.pattern import Pattern, builtin
 
 
+@builtin
 def neighborhood2d(columns: int, radius: int) -> Pattern:
-    """Blocks as points of a plane: block i attends j where both their rows and their columns are at
-    most `radius` apart.
+    """Blocks as points of a plane: block i attends j where both their rows and their columns are
+    at most `radius` apart.
 
     columns: blocks in a row of the plane, so that block i stands in row i // columns and column
     i % columns; radius: in blocks. For images whose pixels are taken patch by patch, a patch to a

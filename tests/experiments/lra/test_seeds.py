@@ -13,11 +13,8 @@ def runs(monkeypatch, tmp_path):
         seed = int(command[command.index("--seed_everything") + 1])
         folder = tmp_path / f"seed{seed}" / "version_0"
         folder.mkdir(parents=True)
-        result = {
-            "stuck": seed < 1000 and seed != 1,
-            "seed": seed,
-            "test/accuracy": 0.5 + seed / 1e4,
-        }
+        stuck = seed < 1000 and seed != 1
+        result = {"stuck": stuck, "seed": seed, "test/accuracy": 0.5 + seed / 1e4}
         (folder / "result.json").write_text(json.dumps(result))
 
     monkeypatch.setattr(seeds.subprocess, "run", run)
