@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.environment import environment
+from experiments.lra import presets
 from experiments.lra.callbacks import Curve, StuckAtChance
+from experiments.lra.causal import moved_discs
 from experiments.lra.data import ArenaData
 from experiments.lra.floors import floors
 from experiments.lra.learner import Learner
-
-PRESETS = Path(__file__).parent / "presets"
-COMMON = "common.yaml"
+from experiments.lra.tasks import Pathfinder
 
 
 class ArenaCLI(LightningCLI):
@@ -53,6 +53,12 @@ class ArenaCLI(LightningCLI):
     def after_test(self) -> None:
         self._report({"stuck": False, "steps": self.trainer.global_step})
 
+    def _moved_discs(self, run: dict) -> dict[str, float]:
+        task = self.datamodule.task
+        if run["stuck"] or not isinstance(task, Pathfinder):
+            return {}
+        return moved_discs(self.model.classifier, task)
+
     def _callbacks(self, kind: type) -> list:
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -70,6 +76,7 @@ class ArenaCLI(LightningCLI):
             **run,
             **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "floors": floors(task),
+            "moved discs": self._moved_discs(run),
             "environment": environment(self.model.device),
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,21 +94,9 @@ def show(result: dict) -> None:
     table.add_row("accuracy", f"{100 * accuracy:.2f} ± {100 * error:.2f}", "")
     for name, floor in {"class prior": result["test/class_prior"], **result["floors"]}.items():
         table.add_row(name, f"{100 * floor:.2f}", f"{(accuracy - floor) / max(error, 1e-9):+.1f}")
+    for name, part in result["moved discs"].items():
+        table.add_row(f"a disc moved: {name}", f"{100 * part:.2f}", "")
     Console().print(table)
-
-
-def preset_files(name: str) -> list[Path]:
-    """The files of a preset such as "nystromformer/listops". Raises ValueError with the known."""
-    known = sorted(
-        str(path.relative_to(PRESETS).with_suffix(""))
-        for path in PRESETS.rglob("*.yaml")
-        if path.name != COMMON
-    )
-    if name not in known:
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(known)}")
-    path = PRESETS / f"{name}.yaml"
-    commons = [folder / COMMON for folder in (PRESETS, path.parent)]
-    return [common for common in commons if common.exists()] + [path]
 
 
 def with_presets(arguments: list[str]) -> list[str]:
@@ -110,7 +105,7 @@ def with_presets(arguments: list[str]) -> list[str]:
     given = iter(arguments)
     for argument in given:
         if argument == "--preset":
-            files = preset_files(next(given, ""))
+            files = presets.files_of(next(given, ""))
             expanded += [part for path in files for part in ("--config", str(path))]
         else:
             expanded.append(argument)

@@ -1,6 +1,8 @@
 """The arena's speed table: time and memory of a training step for every attention.
 
     python -m experiments.lra.speed
+    python -m experiments.lra.speed --name path --tasks path-x,path-256
+    python -m experiments.lra.speed --name compiled --compiled --only standard --only flash
 
 Five tasks at the sizes of the Nystromformer protocol, which the FlashAttention paper's Table 3
 follows: forward, backward and optimizer of a whole model, on random samples of full length, in
@@ -15,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
@@ -24,27 +26,16 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 from experiments.environment import device_name, environment
+from experiments.lra import presets
 from experiments.lra.attend import NAMED
 from experiments.lra.model import Classifier, EncoderConfig
 from experiments.lra.packaged import PACKAGED
-from experiments.lra.tasks import ImageTask, ListOps, Pathfinder, Retrieval, Shape, Text
+from experiments.lra.tasks import Shape
 from experiments.memory import METHOD, peak_bytes
 from experiments.timing import Clock, Timing, time_call
 
 RESULTS = Path(__file__).parents[1] / "results"
 BUDGET_MS = 200
-PROTOCOL = EncoderConfig(attention_dropout=0.0)
-# The model of presets/curriculum, whose images are taken in tiles.
-CURRICULUM = EncoderConfig(
-    layers=6,
-    dim=128,
-    feedforward=512,
-    positions="axial",
-    pool="max",
-    order="tiles",
-    dropout=0.0,
-    attention_dropout=0.0,
-)
 DENSE = ("standard", "sdpa", "flash")
 
 
@@ -73,32 +64,30 @@ CONTENDERS = (
 )
 
 
+TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+ARENA = {task: f"nystromformer/{task}" for task in TASKS}
+PATH = {task: f"curriculum/{task}" for task in ("path-x", "path-256")}
+
+
 @dataclass(frozen=True)
 class Case:
-    """A task at the size that it is measured at: model, samples of a step, attentions."""
+    """A preset's model, samples of a step and shape of samples, and who is measured on it."""
 
     shape: Shape
     batch: int
-    model: EncoderConfig = PROTOCOL
-    contenders: tuple[Contender, ...] = CONTENDERS
+    model: EncoderConfig
+    contenders: tuple[Contender, ...]
 
 
-def _path(side: Literal[128, 256], batch: int) -> Case:
-    # Standard attention would need more memory than any GPU has.
-    sparse = f"neighborhood2d({side // 16}, 1) | butterfly() | global_tokens(256)"
-    contenders = (Contender("sdpa"), Contender("flash"), Contender(sparse))
-    return Case(Pathfinder(side).shape, batch, CURRICULUM, contenders)
-
-
-# Batches as published; the last two have none that is.
-ARENA = {
-    "listops": Case(ListOps.shape, 32),
-    "text": Case(Text.shape, 32),
-    "retrieval": Case(Retrieval.shape, 32),
-    "image": Case(ImageTask.shape, 256),
-    "pathfinder": Case(Pathfinder().shape, 256),
-}
-CASES = ARENA | {"path-x": _path(128, 32), "path-256": _path(256, 4)}
+def case_of(task: str) -> Case:
+    values = presets.read((ARENA | PATH)[task])
+    encoder = values["model"]["encoder"] | {"attention_dropout": 0.0}
+    contenders = CONTENDERS
+    if task in PATH:
+        # Standard attention would need more memory than any GPU has.
+        contenders = (Contender("sdpa"), Contender("flash"), Contender(encoder["attention"]))
+    shape, batch = presets.task_of(values).shape, values["data"]["batch_size"]
+    return Case(shape, batch, EncoderConfig(**encoder), contenders)
 
 
 @dataclass(frozen=True)
@@ -126,32 +115,34 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="attentions, all by default")] = None,
     scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
     compiled: Annotated[bool, typer.Option(help="by torch.compile, but for our kernels")] = False,
+    name: Annotated[str, typer.Option(help="of the table, in the name of its file")] = "arena",
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
     """Measures training steps of every attention on every task."""
     console = Console(width=132)
-    if unknown := [name for name in tasks.split(",") if name not in CASES]:
-        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(CASES)}")
+    if unknown := [name for name in tasks.split(",") if name not in ARENA | PATH]:
+        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(ARENA | PATH)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     steps, failed = [], []
     for task in tasks.split(","):
-        case = replace(CASES[task], batch=max(1, CASES[task].batch // scale))
+        case = case_of(task)
+        case = replace(case, batch=max(1, case.batch // scale))
         for contender in chosen(case.contenders, only):
             try:
                 steps += measure(task, case, contender, compiled, device)
             except (torch.OutOfMemoryError, ImportError) as error:
                 failed.append([task, contender.label, str(error).splitlines()[0]])
-        console.print(table_of(task, [s for s in steps if s.task == task]))
+        console.print(table_of(task, case, [s for s in steps if s.task == task]))
     record = environment(device) | {
         "memory": METHOD[device.type],
         "compiled": compiled,
-        "models": {task: asdict(CASES[task].model) for task in tasks.split(",")},
+        "models": {task: asdict(case_of(task).model) for task in tasks.split(",")},
         "steps": [asdict(step) for step in steps],
         "failed": failed,
         "geometric_mean_speedup": means(steps),
     }
-    name = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", device_name(device).lower())
-    path = output / f"lra-speed-{name}{'-compiled' if compiled else ''}.json"
+    machine = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", device_name(device).lower())
+    path = output / f"lra-{name}-{machine}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table_of_means(record["geometric_mean_speedup"]))
     console.print(f"wrote {path}")
@@ -235,9 +226,9 @@ def means(steps: list[Step]) -> dict[str, dict[str, float]]:
     return found
 
 
-def table_of(task: str, steps: list[Step]) -> Table:
+def table_of(task: str, case: Case, steps: list[Step]) -> Table:
     ratios = speedups(steps)
-    table = Table(title=f"{task}: batch {steps[0].batch}, N = {steps[0].seq_len}")
+    table = Table(title=f"{task}: batch {case.batch}, N = {case.shape.seq_len}")
     for column in ("attention", "clock", "ms", "samples/s", "speed-up", "peak MiB"):
         table.add_column(column, justify="left" if column in ("attention", "clock") else "right")
     for step in steps:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
 from experiments.lra import __main__ as command
+from experiments.lra import presets
 from experiments.lra.callbacks import StuckAtChance
 from experiments.lra.data import ArenaData, StepBatches
 from experiments.lra.learner import (
@@ -202,17 +203,10 @@ def test_accuracy_comes_with_error_and_prior():
 
 def test_unknown_presets_list_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown preset 'x'; known: .*nystromformer/listops"):
-        command.preset_files("x")
+        presets.files_of("x")
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        str(path.relative_to(command.PRESETS).with_suffix(""))
-        for path in command.PRESETS.rglob("*.yaml")
-        if path.name != command.COMMON
-    ],
-)
+@pytest.mark.parametrize("preset", presets.names())
 def test_presets_are_read(preset, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lra", "fit", "--preset", preset, "--print_config"])
     with pytest.raises(SystemExit) as end:
