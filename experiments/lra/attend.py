@@ -6,8 +6,6 @@ masked.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,15 +34,14 @@ def attend_by(expression: str | Sequence[str], block_size: int = 128) -> Attend:
 
 
 def by_pattern(pattern: masks.Pattern, block_size: int) -> Attend:
-    compiled = cache(lambda seq_len, device: pattern(seq_len, block_size, device))
+    pattern = pattern.in_blocks(block_size)
 
     def attend(query, key, value, lengths, dropout_p):
-        mask = compiled(query.shape[2], query.device)
         return sparseflash.attention(
-            query, key, value, mask, dropout_p=dropout_p, key_lengths=lengths
+            query, key, value, pattern, dropout_p=dropout_p, key_lengths=lengths
         )
 
-    return cast(Attend, torch.compiler.disable(attend))
+    return attend
 
 
 def standard(query, key, value, lengths, dropout_p):

@@ -11,6 +11,7 @@ from experiments.lra.attend import NAMED, Attend, attend_by
 from experiments.lra.grid import order_of
 from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
+from sparseflash.nn.rotary import turned
 
 Expressions = str | list[str | list[str]]
 
@@ -218,7 +219,7 @@ class SelfAttention(nn.Module):
         projected = self.query_key_value(x).view(batch, tokens, 3, self.heads, -1)
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind()
         if turns is not None:
-            query, key = turn(query, turns), turn(key, turns)
+            query, key = turned(query, turns), turned(key, turns)
         p = self.dropout if self.training else 0.0
         attended = self.attend(query, key, value, lengths, p)
         return self.out(attended.transpose(1, 2).reshape(batch, tokens, dim))
@@ -241,16 +242,6 @@ def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int
     if isinstance(expression, str) and expression in PACKAGED:
         return PackagedAttention(config, expression, tokens)
     return SelfAttention(config, attend_by(expression, config.block_size))
-
-
-def turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns each pair (x_i, x_{i + head_dim / 2}) by an angle.
-
-    Source: Su et al. 2021, RoFormer.
-    """
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 class Classifier(nn.Module):

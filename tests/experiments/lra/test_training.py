@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import lightning as L
 import numpy as np
@@ -79,6 +80,7 @@ def fit(
     ckpt_path=None,
     seed=0,
     every=2,
+    accelerator="cpu",
     **options,
 ):
     task = task or Majority()
@@ -94,7 +96,7 @@ def fit(
     losses = next((c for c in callbacks if isinstance(c, Losses)), Losses())
     last = ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         max_steps=steps,
         val_check_interval=2 * every,
         check_val_every_n_epoch=None,
@@ -149,6 +151,22 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
     resumed = fit(tmp_path / "killed", *averages(), ckpt_path=last)[3]
     assert list(resumed) == list(range(7, 13))
     assert {**killed.values, **resumed} == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("passes", ["compiled", "cuda_graph"])
+def test_other_passes_have_the_losses_of_eager_ones(tmp_path, passes):
+    encoder = replace(ENCODER, dropout=0.0, attention_dropout=0.0)
+    eager, other = (
+        fit(tmp_path / kind, accelerator="gpu", encoder=encoder, passes=kind)[3]
+        for kind in ("eager", passes)
+    )
+    assert other == pytest.approx(eager, rel=1e-3)
+
+
+def test_graphs_are_refused_where_they_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="passes 'cuda_graph' need one CUDA device"):
+        fit(tmp_path, passes="cuda_graph")
 
 
 def test_a_run_that_guesses_is_stopped(tmp_path):
