@@ -10,6 +10,7 @@ given on the command line, as --help lists them.
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -18,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.environment import environment
-from experiments.lra import presets
+from experiments.lra import presets, tasks
 from experiments.lra.callbacks import Curve, StuckAtChance
 from experiments.lra.causal import moved_discs
 from experiments.lra.data import ArenaData
 from experiments.lra.floors import floors
-from experiments.lra.learner import Learner
-from experiments.lra.tasks import Pathfinder
+from experiments.lra.learner import Learner, read_checkpoint
+from experiments.lra.tasks import Pathfinder, Task
 
 
 class ArenaCLI(LightningCLI):
@@ -34,6 +35,12 @@ class ArenaCLI(LightningCLI):
         parser.link_arguments("data.task", "model.task", apply_on="instantiate")
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
+
+    def before_fit(self) -> None:
+        if path := self.config[str(self.subcommand)].ckpt_path:
+            read_checkpoint(Path(path))
+
+    before_test = before_fit
 
     def after_fit(self) -> None:
         checkpoint = self.trainer.checkpoint_callback
@@ -112,9 +119,22 @@ def with_presets(arguments: list[str]) -> list[str]:
     return expanded
 
 
+def check_task(arguments: list[str]) -> None:
+    """Raises ValueError with the known tasks for a bare name that is none of them."""
+    known = [name for name, found in vars(tasks).items() if _is_task(found)]
+    for option, value in pairwise(arguments):
+        if option == "--data.task" and value.isidentifier() and value not in known:
+            raise ValueError(f"unknown task {value!r}; known: {', '.join(known)}")
+
+
+def _is_task(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Task) and found is not Task
+
+
 def main() -> None:
     torch.set_float32_matmul_precision("high")
     try:
+        check_task(sys.argv)
         sys.argv[1:] = with_presets(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")

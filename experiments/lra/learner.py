@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Literal
 
 import lightning as L
@@ -200,12 +201,20 @@ def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LR
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else after(step))
 
 
+def read_checkpoint(path: Path) -> dict:
+    """The contents of a checkpoint; nothing in it is run. Raises ValueError naming the file."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+
+
 def start_from(learner: Learner, path: Path) -> None:
     """Loads weights; learned positions are fitted, the guesser of hidden tokens may be new or old.
 
     Raises ValueError for a checkpoint of another model.
     """
-    weights = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    weights = read_checkpoint(path)["state_dict"]
     own = learner.state_dict()
     name = "classifier.encoder.positions.learned.weight"
     if name in weights and name in own:

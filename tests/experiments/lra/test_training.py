@@ -1,4 +1,5 @@
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from experiments.lra.learner import (
     ObjectiveConfig,
     OptimizerConfig,
     accuracy_of,
+    read_checkpoint,
     repeated_over_grid,
 )
 from experiments.lra.model import EncoderConfig
@@ -200,6 +202,22 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
             ObjectiveConfig(),
             init_from=start,
         )
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no checkpoint", pickle.dumps(pytest.fail, protocol=2)]
+)
+def test_a_broken_checkpoint_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "last.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_unknown_tasks_list_the_known_ones():
+    command.check_task(["fit", "--data.task", "ListOps"])
+    with pytest.raises(ValueError, match="unknown task 'Foo'; known: ImageTask, ListOps, Path"):
+        command.check_task(["fit", "--data.task", "Foo"])
 
 
 def test_positions_of_a_small_image_are_repeated_over_a_larger_one():
