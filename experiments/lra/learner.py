@@ -71,6 +71,8 @@ class Learner(L.LightningModule):
         seed: int = 0,
     ):
         super().__init__()
+        if encoder.mask_black and objective.pixels:
+            raise ValueError("mask_black does not go with objective.pixels: black is guessed too")
         self.passes = passes
         self.task, self.optimizer, self.objective, self.seed = task, optimizer, objective, seed
         self.classifier = Classifier(encoder, task.shape)

@@ -187,6 +187,16 @@ def test_hidden_tokens_are_guessed_without_labels(tmp_path):
     assert losses[40] < losses[1]
 
 
+def test_black_pixels_cannot_be_both_masked_and_guessed():
+    with pytest.raises(ValueError, match=r"mask_black does not go with objective\.pixels"):
+        Learner(
+            Majority(),
+            EncoderConfig(mask_black=True),
+            OptimizerConfig(),
+            ObjectiveConfig(pixels=1),
+        )
+
+
 def test_training_starts_from_pre_trained_weights(tmp_path):
     fit(tmp_path / "before", steps=2, objective=ObjectiveConfig(pixels=1))
     start = tmp_path / "before" / "last.ckpt"
