@@ -77,7 +77,7 @@ def listops_floors(samples: int, seed: int = 1) -> dict[str, float]:
     return dict(zip(names, (right / held_out).round(4).tolist(), strict=True))
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True)
 def read(ids, levels, guesses):
     """The value of an expression to a reader that guesses every list `levels` below the root."""
     operators = np.zeros(MAX_DEPTH, np.int64)

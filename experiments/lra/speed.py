@@ -99,6 +99,7 @@ class Step:
     block_size: int
     seq_len: int
     batch: int
+    parameters: int
     clock: str
     median_ms: float
     low_ms: float
@@ -157,7 +158,12 @@ def measure(
 ) -> list[Step]:
     """The step by every clock of the device."""
     clocks = (Clock.EVENTS, Clock.GRAPH) if device.type == "cuda" else (Clock.CPU,)
-    step = training_step(case, contender, compiled, device)
+    torch.manual_seed(0)
+    config = replace(case.model, attention=contender.attention, block_size=contender.block_size)
+    model = Classifier(config, case.shape).to(device)
+    if compiled:
+        model.compile(dynamic=False)
+    step = training_step(model, case, device)
     step()
     peak = peak_bytes(step, device)
     found = []
@@ -170,6 +176,7 @@ def measure(
                 block_size=contender.block_size,
                 seq_len=case.shape.seq_len,
                 batch=case.batch,
+                parameters=sum(parameter.numel() for parameter in model.parameters()),
                 clock=clock.value,
                 median_ms=timing.median_ms,
                 low_ms=timing.low_ms,
@@ -180,16 +187,9 @@ def measure(
     return found
 
 
-def training_step(
-    case: Case, contender: Contender, compiled: bool, device: torch.device
-) -> Callable[[], None]:
+def training_step(model: Classifier, case: Case, device: torch.device) -> Callable[[], None]:
     """Forward, backward and optimizer on one random batch of sequences of full length."""
-    torch.manual_seed(0)
     shape = case.shape
-    config = replace(case.model, attention=contender.attention, block_size=contender.block_size)
-    model = Classifier(config, shape).to(device)
-    if compiled:
-        model.compile(dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, capturable=device.type == "cuda")
     size = (case.batch, shape.documents, shape.seq_len)
     ids = torch.randint(1, shape.vocabulary, size).to(device)

@@ -1,5 +1,6 @@
 """Random numbers that are functions of what they are for: the same on every machine, process and
-numpy version.
+numpy version. Generated data are functions of what is written here: a change makes other data, and
+numba's cache of what calls it must be deleted.
 
 Source: Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
 """

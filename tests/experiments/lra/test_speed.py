@@ -8,7 +8,7 @@ from experiments.lra.speed import Step
 
 
 def step(task, attention, clock, median_ms):
-    return Step(task, attention, 128, 1024, 4, clock, median_ms, median_ms, median_ms, 1)
+    return Step(task, attention, 128, 1024, 4, 9, clock, median_ms, median_ms, median_ms, 1)
 
 
 def test_means_are_geometric_and_over_all_tasks():
@@ -32,6 +32,8 @@ def test_table_is_measured_and_kept(tmp_path, capsys):
     record = json.loads((tmp_path / "lra-small-cpu.json").read_text())
     assert {s["attention"] for s in record["steps"]} == {"standard", "butterfly()", "linear"}
     assert all(s["median_ms"] > 0 and s["batch"] == 1 for s in record["steps"])
+    # Attentions without parameters of their own are compared in the same model.
+    assert len({s["parameters"] for s in record["steps"]}) == 1
     assert record["geometric_mean_speedup"]["cpu"]["standard"] == 1
     assert "butterfly() of 64" in capsys.readouterr().out
 
