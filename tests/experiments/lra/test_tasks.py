@@ -141,6 +141,7 @@ class TestPathfinder:
             before, after = images.draw(i), images.draw(i, moved=True)
             assert before.label == 1 - after.label
             assert np.array_equal(before.discs[0], after.discs[0])
+            assert not np.array_equal(before.discs[1], after.discs[1])
             assert (before.image != after.image).mean() < 0.1
 
     @pytest.mark.parametrize("side", [64, 128, 256])
