@@ -2,6 +2,7 @@
 
 from sparseflash.attention import attention
 from sparseflash.backends import BackendError
+from sparseflash.bias import alibi, relative_bias
 from sparseflash.conformance import selfcheck
 from sparseflash.explanation import explain
 from sparseflash.merge import merge_attention
@@ -9,9 +10,11 @@ from sparseflash.varlen import attention_varlen
 
 __all__ = [
     "BackendError",
+    "alibi",
     "attention",
     "attention_varlen",
     "explain",
     "merge_attention",
+    "relative_bias",
     "selfcheck",
 ]

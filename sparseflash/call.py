@@ -23,12 +23,14 @@ class Call:
     table: LookupTable
     key_lengths: Tensor | None
     seed: int
+    bias: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse)"""
         with _without_autocast(query.device.type):
             return self.backend.forward(
-                query, key, value, self.table, self.key_lengths, self.seed, self.spec
+                *(query, key, value, self.table, self.key_lengths, self.seed, self.spec),
+                **self._bias(),
             )
 
     def backward(
@@ -38,17 +40,24 @@ class Call:
         saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
-        """(grad_query, grad_key, grad_value), None where needs says no.
+        """The gradients of query, key, value and bias, None where needs says no.
 
         saved: query, key, value, out, lse
         """
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
+        if self.bias is None:
+            needs = needs[:3]
         with _without_autocast(grad_out.device.type):
-            return self.backend.backward(
+            grads = self.backend.backward(
                 *(grad_out, grad_lse, *saved),
                 *(self.table, self.key_lengths, self.seed, self.spec, needs),
+                **self._bias(),
             )
+        return grads if self.bias is not None else (*grads, None)
+
+    def _bias(self) -> dict[str, Tensor]:
+        return {} if self.bias is None else {"bias": self.bias}
 
 
 def prepare(
@@ -58,9 +67,12 @@ def prepare(
     key_lengths: Tensor | None,
     seed: int,
     scale: float | None,
+    softcap: float,
     dropout_p: float,
     precision: str,
     backend: str,
+    bias: Tensor | None,
+    differentiates_bias: bool,
 ) -> Call:
     """The call of checked tensors and options.
 
@@ -71,8 +83,10 @@ def prepare(
     if key_lengths is not None:
         key_lengths = _in_range(key_lengths, key.shape[2], query.device)
     padded = key_lengths is not None
-    spec = spec_of(query, key, mask, padded, scale, dropout_p, precision)
-    return Call(spec, select(backend, spec), mask.table(query.device), key_lengths, seed)
+    options = (scale, softcap, dropout_p, precision, bias is not None, differentiates_bias)
+    spec = spec_of(query, key, mask, padded, *options)
+    table = mask.table(query.device)
+    return Call(spec, select(backend, spec), table, key_lengths, seed, bias)
 
 
 def spec_of(
@@ -81,8 +95,11 @@ def spec_of(
     mask: BlockMask,
     has_key_lengths: bool,
     scale: float | None,
+    softcap: float,
     dropout_p: float,
     precision: str,
+    bias: bool = False,
+    differentiates_bias: bool = False,
 ) -> AttentionSpec:
     """The facts of a call of checked arguments."""
     batch, heads, q_len, head_dim = query.shape
@@ -102,6 +119,9 @@ def spec_of(
         dropout_p=dropout_p,
         has_key_lengths=has_key_lengths,
         precision=precision,
+        softcap=softcap,
+        bias=bias,
+        differentiates_bias=differentiates_bias,
     )
 
 

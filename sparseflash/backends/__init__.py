@@ -16,12 +16,14 @@ class Backend:
     """One way to compute attention.
 
     why_not(spec): the reasons for which this backend cannot serve a call; empty when it can.
+    extras: those of AttentionSpec.extras that it knows; with a bias its functions get it as well,
+        bias=float32 (1 or heads, q_len + k_len - 1), contiguous.
     forward(query, key, value, table, key_lengths, seed, spec) -> (out, lse):
         out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads,
         q_len), contiguous.
     backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
-        None.
+        None. With a bias, needs and the results have a fourth entry for it.
     describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
     """
 
@@ -30,12 +32,31 @@ class Backend:
     forward: Callable
     backward: Callable
     describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
+    extras: frozenset[str] = frozenset()
+
+    def reasons(self, spec: AttentionSpec) -> list[str]:
+        """Why this backend cannot serve a call; empty when it can."""
+        unknown = sorted(spec.extras - self.extras)
+        return [f"takes no {name}" for name in unknown] + self.why_not(spec)
 
 
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (
-    Backend("cpu", cpu.why_not, cpu.forward, cpu.backward),
-    Backend("triton", portable.why_not, portable.forward, portable.backward, portable.describe),
+    Backend(
+        "cpu",
+        cpu.why_not,
+        cpu.forward,
+        cpu.backward,
+        extras=frozenset({"softcap", "bias", "gradient of bias"}),
+    ),
+    Backend(
+        "triton",
+        portable.why_not,
+        portable.forward,
+        portable.backward,
+        portable.describe,
+        frozenset({"softcap", "bias"}),
+    ),
 )
 
 
@@ -56,7 +77,7 @@ def select(name: str, spec: AttentionSpec) -> Backend:
     reasons = {}
     for backend in BACKENDS:
         if name in ("auto", backend.name):
-            why_not = backend.why_not(spec)
+            why_not = backend.reasons(spec)
             if not why_not:
                 return backend
             reasons[backend.name] = why_not

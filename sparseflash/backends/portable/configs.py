@@ -231,6 +231,8 @@ def plan(
     head_dim: int,
     block_size: tuple[int, int],
     dropout: bool,
+    softcap: bool,
+    bias: bool,
     precision: str,
     tma: bool,
 ) -> Plan:
@@ -239,8 +241,13 @@ def plan(
     config = FORCED.get(which, found)
     if dropout:
         config = with_room_for_dropout(config, which, head_dim)
+    if bias:
+        # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
+        # memory for every stage.
+        config = replace(config, warps=max(8, config.warps), stages=1, registers=None)
     constants = {
         "DROPOUT": dropout,
+        "SOFTCAP": softcap,
         "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),
@@ -249,7 +256,7 @@ def plan(
         "BM": config.bm,
         "BN": config.bn,
         # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
-        "MASK_STAGES": max(2, config.stages - 1),
+        "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
         "num_warps": config.warps,
         "num_stages": config.stages,
         "maxnreg": config.registers,
