@@ -111,13 +111,15 @@ def fading_memory(window: int) -> Pattern:
     A query sees the last `window` tokens, of the `window` tokens before those every second group
     of 64, of the 2 window before those every fourth, and so on.
     """
+    return masks.pattern(fading(window))
 
-    @masks.pattern
-    def fading(q, k):
-        octave = ((q - k).clamp(min=1) / window).log2().ceil().clamp(min=0).long()
-        return (q >= k) & (k // 64 % 2**octave == 0)
 
-    return fading
+def fading(window: int | torch.Tensor) -> Predicate:
+    def attends(q, k):
+        octave = ((q - k).clamp(min=1) / window).log2().ceil().clamp(min=0).int()
+        return (q >= k) & (k // 64 % (1 << octave) == 0)
+
+    return attends
 
 
 def _butterfly_members(size: Size, densities: Sequence[float]) -> list[Member]:
@@ -166,7 +168,7 @@ FAMILIES = {
         ),
         Family("strided", _strided_members),
         Family("random", _random_members),
-        swept("fading_memory", fading_memory),
+        swept("fading_memory", fading_memory, predicate=fading),
     )
 }
 

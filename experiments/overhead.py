@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import masks
 import sparseflash
+from experiments.cli import RESULTS, slug
 from experiments.environment import environment
-from experiments.speedup import RESULTS, slug
 from masks import BlockMask
 from sparseflash.backends import select
 from sparseflash.spec import AttentionSpec

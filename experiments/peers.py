@@ -16,23 +16,22 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparseflash
 from experiments.check import Attend
 from masks import BlockMask
-from masks.lookup_table import LookupTable
+from masks.interop import to_block_lists, to_flex
 
 Predicate = Callable[[Tensor, Tensor], Tensor]
 
-# A bank of tiles of a new size is a new shape to torch.compile; padded, nearly all masks share
-# one.
-BANK_TILES = 256
 RECOMPILE_LIMIT = 64
 
 
 class Peer(StrEnum):
-    """sdpa: torch's choice · flash, cudnn: that backend of scaled_dot_product_attention · flex:
-    FlexAttention, compiled · standard: attention with materialised scores."""
+    """sdpa: torch's choice · flash, cudnn: that backend of scaled_dot_product_attention · flash4:
+    FlashAttention-4, where it is installed · flex: FlexAttention, compiled · standard: attention
+    with materialised scores."""
 
     SDPA = "sdpa"
     FLASH = "flash"
     CUDNN = "cudnn"
+    FLASH4 = "flash4"
     FLEX = "flex"
     STANDARD = "standard"
 
@@ -41,9 +40,14 @@ DEVICES = {
     Peer.SDPA: ("cpu", "cuda"),
     Peer.FLASH: ("cuda",),
     Peer.CUDNN: ("cuda",),
+    Peer.FLASH4: ("cuda",),
     Peer.FLEX: ("cuda",),
     Peer.STANDARD: ("cpu", "cuda"),
 }
+
+
+class PeerError(RuntimeError):
+    """A peer cannot compute a problem here."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,18 @@ class Problem:
     predicate: Predicate | None = None
 
 
-def attend_sparseflash(problem: Problem) -> Attend:
-    return lambda query, key, value: sparseflash.attention(query, key, value, problem.mask)
+def attend_sparseflash(problem: Problem, backend: str = "auto") -> Attend:
+    return lambda query, key, value: sparseflash.attention(
+        query, key, value, problem.mask, backend=backend
+    )
 
 
-def attend_peer(peer: Peer, problem: Problem, device: torch.device) -> Attend:
+def attend_peer(peer: Peer, problem: Problem) -> Attend:
     """The peer on this mask. Raises ValueError for a dense peer and a mask it does not know."""
     if peer is Peer.FLEX:
-        return attend_flex(flex_mask(problem, device))
+        return attend_flex(flex_mask(problem))
+    if peer is Peer.FLASH4:
+        return attend_flash4(problem)
     if problem.dense is None:
         raise ValueError(f"{peer} computes full and causal masks only")
     causal = problem.dense == "causal"
@@ -99,6 +107,43 @@ def attend_standard(causal: bool) -> Attend:
     return attend
 
 
+def attend_flash4(problem: Problem) -> Attend:
+    """FlashAttention-4 on (batch, seq, heads, dim) tensors, here seen as ours are.
+
+    Raises PeerError where it is not installed, and for masks with partial blocks, whose elements
+    it takes as code of its own language.
+    """
+    try:
+        from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise PeerError(f"FlashAttention-4 is not installed: {error}") from None
+    options = {"causal": problem.dense == "causal"}
+    if problem.dense is None:
+        options |= flash4_blocks(problem.mask)
+
+    def attend(query, key, value):
+        out, _ = flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), **options)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def flash4_blocks(mask: BlockMask) -> dict:
+    """The blocks of a mask as FlashAttention-4's arguments, by query and by key."""
+    from flash_attn.cute.block_sparsity import (  # pyright: ignore[reportMissingImports]
+        BlockSparseTensorsTorch,
+    )
+
+    if mask.partial_blocks:
+        raise PeerError("FlashAttention-4 is given no masks with partial blocks")
+    names = ("block_sparse_tensors", "block_sparse_tensors_bwd")
+    lists = (to_block_lists(mask), to_block_lists(mask, by_key=True))
+    return {
+        name: BlockSparseTensorsTorch(**blocks._asdict())
+        for name, blocks in zip(names, lists, strict=True)
+    }
+
+
 def attend_flex(block_mask: flex.BlockMask) -> Attend:
     compiled = _compiled_flex()
     return lambda query, key, value: compiled(query, key, value, block_mask=block_mask)
@@ -115,73 +160,17 @@ def _compiled_flex():
     return torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
 
 
-def flex_mask(problem: Problem, device: torch.device) -> flex.BlockMask:
-    """Exactly the same mask for FlexAttention: full blocks, and the pairs of partial ones."""
-    table = problem.mask.table(device)
-    bounds = table.by_query.bounds[table.head_layer.long()]
-    full_start, full_count, partial_start, partial_count = bounds.unbind(-1)
-    columns = -(-table.seq_len[1] // table.block_size[1])
+def flex_mask(problem: Problem) -> flex.BlockMask:
+    """Exactly the same mask for FlexAttention: full blocks, and the pairs of partial ones.
+
+    Without partial blocks it compiles no code for them; a predicate is faster than looking up.
+    """
+    mask, predicate = problem.mask, problem.predicate
+    if mask.partial_blocks and predicate is None:
+        return to_flex(mask)
     return flex.BlockMask.from_kv_blocks(
-        partial_count[None],
-        _rows(table.by_query.partial_index, partial_start, partial_count, columns)[None],
-        full_count[None],
-        _rows(table.by_query.full_index, full_start, full_count, columns)[None],
-        BLOCK_SIZE=table.block_size,
-        mask_mod=_mask_mod(problem, table, bounds),
-        seq_lengths=table.seq_len,
+        *to_block_lists(mask)[:4],
+        BLOCK_SIZE=mask.block_size,
+        mask_mod=predicate and (lambda batch, head, q, k: predicate(q, k)),
+        seq_lengths=mask.seq_len,
     )
-
-
-def _mask_mod(problem: Problem, table: LookupTable, bounds: Tensor):
-    """What FlexAttention asks about the pairs of partial blocks.
-
-    None where there are none, so that it compiles no code for them.
-    """
-    if not bool(bounds[..., 3].any()):
-        return None
-    if (predicate := problem.predicate) is None:
-        return _looked_up(table, bounds)
-    return lambda batch, head, q, k: predicate(q, k)
-
-
-def _looked_up(table: LookupTable, bounds: Tensor):
-    """A mask_mod that reads every pair of a mask from a bank of tiles.
-
-    FlexAttention asks it for partial blocks alone when compiled, and for all pairs when not.
-    """
-    bq, bk = table.block_size
-    tile_of = _tile_of(table, bounds)
-    empty_and_full = torch.stack(
-        [torch.zeros_like(table.bank[0]), -torch.ones_like(table.bank[0])]
-    )
-    padding = table.bank.new_zeros(-(len(table.bank) + 2) % BANK_TILES, *table.bank.shape[1:])
-    bank = torch.cat([empty_and_full, table.bank, padding])
-    shared = table.mask_heads == 1
-
-    def mask_mod(batch, head, q, k):
-        block = tile_of[0 if shared else head, q // bq, k // bk]
-        word = bank[block, q % bq, (k % bk) // 32]
-        return (word >> (k % bk % 32)) & 1 == 1
-
-    return mask_mod
-
-
-def _tile_of(table: LookupTable, bounds: Tensor) -> Tensor:
-    """int32 (mask heads, rows, columns): 0 for an empty block, 1 for a full one, 2 + tile for a
-    partial one."""
-    full_start, full_count, partial_start, partial_count = bounds.unbind(-1)
-    rows, columns = table.by_query, -(-table.seq_len[1] // table.block_size[1])
-    # Entries past the end of a row's list go to one more column, which is cut off.
-    full = _rows(rows.full_index, full_start, full_count, columns, padding=columns)
-    partial = _rows(rows.partial_index, partial_start, partial_count, columns, padding=columns)
-    tile = _rows(rows.partial_tile, partial_start, partial_count, columns) + 2
-    tile_of = tile.new_zeros(*bounds.shape[:2], columns + 1)
-    tile_of.scatter_(-1, full.long(), 1).scatter_(-1, partial.long(), tile)
-    return tile_of[..., :columns].contiguous()
-
-
-def _rows(index: Tensor, start: Tensor, count: Tensor, width: int, padding: int = 0) -> Tensor:
-    """index[start : start + count] of each row, filled up to `width` columns with `padding`."""
-    place = torch.arange(width, device=index.device)
-    taken = index[(start[..., None] + place).clamp(max=len(index) - 1).long()]
-    return torch.where(place < count[..., None], taken, padding)

@@ -24,22 +24,28 @@ STYLES: dict[str, Any] = {
     "flex": "--",
     "cudnn": "-.",
     "flash": ":",
+    "flash4": (0, (5, 1)),
     "sdpa": "-.",
-    "standard": ":",
+    "standard": (0, (3, 1, 1, 1, 1, 1)),
 }
 NAMES = {
     "flex": "FlexAttention",
     "cudnn": "cuDNN",
-    "flash": "FlashAttention",
+    "flash": "FlashAttention-2",
+    "flash4": "FlashAttention-4",
     "sdpa": "torch SDPA",
     "standard": "materialised scores",
 }
 
 
+LENGTH_SWEEPS = ("length", "memory")
+
+
 def draw(record: Record, stem: Path) -> list[Path]:
-    """Writes the pictures that the rows allow: stem-speedup-N.png, -time.png, -memory.png."""
+    """Writes the pictures that the rows allow: stem-speedup-N.png, -time.png, -memory.png, and
+    bars of a suite."""
     density = [r for r in record.rows if r.sweep == "density"]
-    length = [r for r in record.rows if r.sweep == "length"]
+    length = [r for r in record.rows if r.sweep in LENGTH_SWEEPS]
     figures = {
         f"speedup-{seq_len}": _speedup([r for r in density if r.seq_len == seq_len])
         for seq_len in sorted({r.seq_len for r in density})
@@ -49,6 +55,8 @@ def draw(record: Record, stem: Path) -> list[Path]:
         figures["memory"] = _against_length(
             length, lambda r: r.peak_bytes / 2**20, "Peak memory", "MiB beyond the inputs"
         )
+    for suite in {r.sweep for r in record.rows} - {"density", *LENGTH_SWEEPS}:
+        figures[suite] = _bars([r for r in record.rows if r.sweep == suite], record)
     paths = []
     for name, figure in figures.items():
         figure.text(
@@ -93,6 +101,36 @@ def _speedup(rows: list[Row]) -> Figure:
     next(iter(axes.values())).set_ylabel("times faster")
     _legend(panels, rows, families)
     return panels
+
+
+def _bars(rows: list[Row], record: Record) -> Figure:
+    """Useful TFLOP/s of every contender on every case, under the roof of a matrix product."""
+    directions = list(dict.fromkeys(r.direction for r in rows))
+    contenders = list(dict.fromkeys(r.contender for r in rows))
+    cases = list(dict.fromkeys(_case(r) for r in rows))
+    width = max(7.0, 0.22 * len(cases) * len(contenders))
+    figure, axes = plt.subplots(
+        len(directions), 1, figsize=(width, 3.2 * len(directions)), sharex=True, squeeze=False
+    )
+    bar = 0.8 / len(contenders)
+    for direction, ax in zip(directions, axes.flat, strict=True):
+        for i, contender in enumerate(contenders):
+            own = [r for r in rows if (r.direction, r.contender) == (direction, contender)]
+            places = [cases.index(_case(r)) + i * bar for r in own]
+            label = NAMES.get(contender, contender)
+            ax.bar(places, [r.tflops for r in own], bar, color=COLOURS[i], label=label)
+        if roof := record.roofs.get("matrix_product_tflops"):
+            ax.axhline(roof, color="#444444", linewidth=1, linestyle=":")
+        ax.set(title=direction, ylabel="useful TFLOP/s")
+    middle = [i + 0.4 - bar / 2 for i in range(len(cases))]
+    axes.flat[-1].set_xticks(middle, cases, rotation=60, ha="right", fontsize=7)
+    axes.flat[0].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    return figure
+
+
+def _case(row: Row) -> str:
+    return f"{row.pattern}, N {row.seq_len}, d {row.head_dim}, blocks of {row.block_size}"
 
 
 def _against_length(
@@ -162,15 +200,17 @@ def _look(contender: str, family: str, families: dict[str, int]) -> dict:
 def _level(ax: Axes, height: float, contender: str) -> None:
     ax.axhline(height, color="#444444", linewidth=1, linestyle=STYLES.get(contender, "-"))
     label = f"{NAMES.get(contender, contender)} dense"
+    below = contender == "flash"  # the slowest: the level of FlexAttention lies above it
     ax.annotate(
         label,
         (1, height),
-        (-3, 3),
+        (-3, -3 if below else 3),
         xycoords=("axes fraction", "data"),
         textcoords="offset points",
         fontsize=7,
         color="#444444",
         ha="right",
+        va="top" if below else "bottom",
     )
 
 

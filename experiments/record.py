@@ -8,6 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 BACKWARD_FLOPS = 2.5
+OURS = "sparseflash"
+
+
+def is_ours(contender: str) -> bool:
+    return contender.split(":")[0] == OURS
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class Row:
     """One measurement.
 
     sweep:      "density" (patterns at one length) or "length" (one pattern at many lengths)
-    contender:  "sparseflash" or the name of a peer
+    contender:  OURS, OURS:backend, or the name of a peer
     direction:  "forward" or "backward"
     peak_bytes: most memory alive during the pass, beyond the inputs; of a backward pass, with its
     forward
@@ -49,18 +54,20 @@ class Row:
     @property
     def group(self) -> tuple:
         """What rows must share to be compared with one another."""
-        return self.sweep, self.batch, self.heads, self.seq_len, self.direction
+        size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
+        return (self.sweep, *size, self.direction)
 
 
 @dataclass
 class Record:
-    """settings: what was asked for; skipped: [contender, pattern, reason] of peers; drift: the
-    factor between two times of the first case, measured first and last."""
+    """settings: what was asked for; roofs: see roofs.py; skipped: [contender, pattern, reason] of
+    peers; drift: the factor between two times of the first case, measured first and last."""
 
     environment: dict
     settings: dict
     rows: list[Row] = field(default_factory=list)
     skipped: list[list[str]] = field(default_factory=list)
+    roofs: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     drift: float | None = None
     complete: bool = False
@@ -107,7 +114,7 @@ def relative(row: Row, rows: Iterable[Row]) -> dict[str, float | None]:
 def dense_peer(group: tuple, rows: Iterable[Row]) -> Row | None:
     """The fastest peer without a mask in a group."""
     dense = [
-        r for r in rows if r.group == group and r.family == "full" and r.contender != "sparseflash"
+        r for r in rows if r.group == group and r.family == "full" and not is_ours(r.contender)
     ]
     return min(dense, key=lambda r: r.median_ms, default=None)
 
@@ -118,7 +125,7 @@ def crossovers(rows: list[Row]) -> list[dict]:
     lines = {}
     for row in rows:
         sparse = row.sweep == "density" and row.family not in ("full", "causal")
-        if sparse and row.contender == "sparseflash" and (full := full_row(row, rows)):
+        if sparse and row.contender == OURS and (full := full_row(row, rows)):
             lines.setdefault((full, row.family), []).append(row)
     return [
         _crossovers_of(line, full, dense_peer(full.group, rows))

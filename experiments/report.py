@@ -1,16 +1,43 @@
-"""A record as tables in the terminal."""
+"""A record as tables.
 
+    python -m experiments.report experiments/results/speedup-nvidia-h200.json
+
+prints the tables of a record, draws its pictures anew beside it, and prints the table of the
+README.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from experiments.record import Record, Row, crossovers, relative
+from experiments.plots import draw
+from experiments.record import OURS, Record, Row, crossovers, is_ours, relative
 
 DRIFT_LIMIT = 1.15
+SHOWN_SPARSITY = 16  # 1 / s of the masks that the README shows
+# A narrower terminal wraps lines; a table fitted to it would cut digits off.
+TABLE_WIDTH = 132
 COLUMNS = (
     "pattern", "density", "blocks/row", "kernels", "ms", "±%", "TFLOP/s", "speed-up", "ideal",
     "retention", "peak MiB"
 )  # fmt: skip
+
+
+def main(
+    path: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A record, JSON.")],
+) -> None:
+    """Prints the tables of a record and draws its pictures."""
+    record, console = Record.load(path), Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    show(record, console)
+    for written in draw(record, path.with_suffix("")):
+        console.print(f"wrote {written}", highlight=False)
+    print(markdown(record))
 
 
 def show(record: Record, console: Console) -> None:
@@ -19,6 +46,9 @@ def show(record: Record, console: Console) -> None:
         console.print(_table([r for r in record.rows if r.group == group], record.rows))
     if found := crossovers(record.rows):
         console.print(_crossover_table(found))
+    if record.roofs:
+        roofs = ", ".join(f"{name} {roof:.4g}" for name, roof in record.roofs.items())
+        console.print(f"Roofs in the same run: {roofs}", highlight=False)
     if record.drift and record.drift > DRIFT_LIMIT:
         console.print(
             f"[yellow]The machine was not quiet:[/] the first case, measured once more, took"
@@ -33,7 +63,7 @@ def show(record: Record, console: Console) -> None:
 def _table(rows: list[Row], everything: list[Row]) -> Table:
     first = rows[0]
     size = f"N = {first.seq_len:,}, batch {first.batch}, {first.heads} heads of {first.head_dim}"
-    table = _plain_table(f"{first.direction}, {size}")
+    table = plain_table(f"{first.direction}, {size}")
     for column in COLUMNS:
         justify = "left" if column in ("pattern", "kernels") else "right"
         table.add_column(column, justify=justify, no_wrap=True)
@@ -41,7 +71,7 @@ def _table(rows: list[Row], everything: list[Row]) -> Table:
         repeated = before is not None and before.pattern == row.pattern
         table.add_row(
             *_cells(row, everything, repeated),
-            style=None if row.contender == "sparseflash" else "dim",
+            style=None if is_ours(row.contender) else "dim",
         )
     return table
 
@@ -65,7 +95,7 @@ def _cells(row: Row, everything: list[Row], repeated: bool) -> list[str]:
 
 
 def _crossover_table(found: list[dict]) -> Table:
-    table = _plain_table("Sparse beats dense up to density")
+    table = plain_table("Sparse beats dense up to density")
     for column in ("N", "pass", "pattern", "our full mask", "best dense peer"):
         table.add_column(column)
     for entry in found:
@@ -85,7 +115,45 @@ def _limit(density: float | None) -> str:
     return "at none measured" if density is None else f"{density:.3f}"
 
 
-def _plain_table(title: str) -> Table:
+def markdown(record: Record) -> str:
+    """The full mask and, of every family, the mask of a density next to 1/16, at the longest
+    sequences of the sweep over densities: a table for the README."""
+    sweep = [r for r in record.rows if r.sweep == "density" and r.family != "causal"]
+    longest = max(r.seq_len for r in sweep)
+    rows = [r for r in sweep if r.seq_len == longest]
+    ours = [r for r in rows if r.contender == OURS and r.direction == "forward"]
+    lines = [
+        "| pattern | density s | forward, ms | faster than full | than FlexAttention "
+        "| backward, ms | faster than full | than FlexAttention |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for family in dict.fromkeys(r.family for r in ours):
+        near = min(
+            (r for r in ours if r.family == family),
+            key=lambda r: abs(math.log(r.density * SHOWN_SPARSITY)),
+        )
+        figures = [
+            figure
+            for direction in ("forward", "backward")
+            for figure in _markdown_figures(near.pattern, direction, rows)
+        ]
+        lines.append(f"| `{near.pattern}` | {near.density:.4g} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def _markdown_figures(pattern: str, direction: str, rows: list[Row]) -> list[str]:
+    by_contender = {
+        r.contender: r for r in rows if (r.pattern, r.direction) == (pattern, direction)
+    }
+    row, flex = by_contender[OURS], by_contender.get("flex")
+    return [
+        f"{row.median_ms:.3g}",
+        _optional(relative(row, rows)["speedup"], "{:.2f}x"),
+        _optional(flex and flex.median_ms / row.median_ms, "{:.2f}x"),
+    ]
+
+
+def plain_table(title: str) -> Table:
     return Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
     )
@@ -93,3 +161,7 @@ def _plain_table(title: str) -> Table:
 
 def _optional(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import Tensor
 
 import masks
+from experiments.cli import RESULTS, BlockSize, Dtype, numbers, slug
 from experiments.environment import environment
-from experiments.speedup import RESULTS, BlockSize, Dtype, numbers, slug
-from experiments.sweep import DTYPES
+from experiments.measure import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
 from sparseflash.backends import portable

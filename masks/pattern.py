@@ -2,12 +2,14 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
+from numpy import ndarray
+from torch import Tensor
 
 from masks import block_mask
 from masks.block_mask import BlockMask
@@ -23,8 +25,9 @@ class Pattern(Handled):
     """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a
     BlockMask.
 
-    recipe says how it was made, where that can be told: the pattern can be saved then. block_size
-    is the one it is compiled with unless another is asked for; see in_blocks.
+    recipe says how it was made, where that can be told: the pattern can be saved then, and equals
+    every pattern made the same way. block_size is the one it is compiled with unless another is
+    asked for; see in_blocks.
 
     `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
     """
@@ -81,8 +84,27 @@ class Pattern(Handled):
         size = _common_block_size([self, other])
         return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)), recipe, size)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @cached_property
+    def _identity(self) -> Hashable:
+        return self.handle if self.recipe is None else (_frozen(self.recipe), self.block_size)
+
     def __repr__(self) -> str:
         return self.name
+
+
+def _frozen(value: Any) -> Hashable:
+    """A recipe or a part of one as a value that can be hashed."""
+    if isinstance(value, Recipe):
+        return value.maker, *((name, _frozen(part)) for name, part in value.arguments.items())
+    if isinstance(value, (Tensor, ndarray)):
+        return _frozen(value.tolist())
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple, range)) else value
 
 
 class Recipe(NamedTuple):

@@ -102,8 +102,26 @@ def spec_of(
     differentiates_bias: bool = False,
 ) -> AttentionSpec:
     """The facts of a call of checked arguments."""
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, k_len = key.shape[1:3]
+    tensors = (query.shape, key.shape, query.dtype, query.device)
+    options = (has_key_lengths, scale, dropout_p, precision)
+    return _spec(*tensors, mask.block_size, mask.num_heads, *options)
+
+
+@lru_cache(maxsize=4096)
+def _spec(
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: tuple[int, int],
+    mask_heads: int,
+    has_key_lengths: bool,
+    scale: float | None,
+    dropout_p: float,
+    precision: str,
+) -> AttentionSpec:
+    batch, heads, q_len, head_dim = query_shape
+    kv_heads, k_len = key_shape[1:3]
     return AttentionSpec(
         batch=batch,
         heads=heads,
@@ -111,10 +129,10 @@ def spec_of(
         q_len=q_len,
         k_len=k_len,
         head_dim=head_dim,
-        dtype=query.dtype,
-        device=query.device,
-        block_size=mask.block_size,
-        mask_heads=mask.num_heads,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        mask_heads=mask_heads,
         scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         dropout_p=dropout_p,
         has_key_lengths=has_key_lengths,

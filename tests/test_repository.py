@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.record import Record
+from experiments.report import markdown
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 README = ROOT / "README.md"
@@ -58,3 +61,8 @@ def test_ci_runs_the_test_command_of_the_readme():
     script = (ROOT / ".ci/run").read_text()
     command = script.strip().splitlines()[-1]
     assert any(command in block for block in readme_code("bash"))
+
+
+def test_the_table_of_the_readme_is_that_of_the_record():
+    record = Record.load(ROOT / "experiments/results/speedup-nvidia-h200.json")
+    assert markdown(record) in README.read_text()

@@ -30,8 +30,9 @@ def test_fading_memory_is_what_its_docstring_says(window):
         assert dense[q, k].item() == (k <= q and k // 64 % every == 0), (q, k)
 
 
-def test_local_predicate_is_its_mask():
-    (member,), _ = FAMILIES["local"].choose(SIZE, (0.25,))
+@pytest.mark.parametrize("family", ["local", "fading_memory"])
+def test_what_flex_attention_is_told_is_the_mask(family):
+    (member,), _ = FAMILIES[family].choose(SIZE, (0.25,))
     token = torch.arange(SIZE.seq_len)
     dense = member.problem.mask.to_dense().reshape(SIZE.seq_len, SIZE.seq_len)
     assert torch.equal(dense, member.problem.predicate(token[:, None], token))

@@ -1,10 +1,20 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 import masks
 from experiments.check import check
-from experiments.peers import Peer, Problem, attend_peer, attend_sdpa, attend_standard, flex_mask
+from experiments.peers import (
+    Peer,
+    PeerError,
+    Problem,
+    attend_peer,
+    attend_sdpa,
+    attend_standard,
+    flex_mask,
+)
 
 N = 300
 CPU = torch.device("cpu")
@@ -33,7 +43,7 @@ def inputs():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
 def test_flex_gets_exactly_the_same_mask(problem, inputs):
-    block_mask = flex_mask(problem, CPU)
+    block_mask = flex_mask(problem)
     check(
         lambda *t: flex_attention(*t, block_mask=block_mask), inputs, problem.mask, "flex", False
     )
@@ -41,15 +51,27 @@ def test_flex_gets_exactly_the_same_mask(problem, inputs):
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
 def test_flex_visits_exactly_the_same_blocks(problem):
-    blocks = flex_mask(problem, CPU).to_dense().bool()[0]
+    blocks = flex_mask(problem).to_dense().bool()[0]
     assert torch.equal(blocks, problem.mask.to_blocks().reshape(blocks.shape))
 
 
 def test_full_blocks_stay_full_for_flex():
-    block_mask = flex_mask(PROBLEMS["ragged causal"], CPU)
-    # Of five block rows the last, which the end of the sequence cuts, has partial blocks only.
-    assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 0]]]
-    assert block_mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 5]]]
+    block_mask = flex_mask(PROBLEMS["ragged causal"])
+    assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4]]]
+    assert block_mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1]]]
+
+
+def test_flex_compiles_no_mask_where_all_blocks_are_full():
+    assert (
+        flex_mask(Problem(masks.full()(256))).mask_mod
+        is flex_mask(Problem(masks.strided(2)(256))).mask_mod
+    )
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="FlashAttention is installed")
+def test_a_peer_that_is_not_installed_says_so():
+    with pytest.raises(PeerError, match="not installed"):
+        attend_peer(Peer.FLASH4, PROBLEMS["full"])
 
 
 @pytest.mark.parametrize("attend", [attend_sdpa, lambda _, causal: attend_standard(causal)])
@@ -62,4 +84,4 @@ def test_dense_peers_compute_the_dense_masks(attend, dense, inputs):
 
 def test_a_dense_peer_refuses_a_sparse_mask():
     with pytest.raises(ValueError, match="full and causal masks only"):
-        attend_peer(Peer.SDPA, PROBLEMS["local"], CPU)
+        attend_peer(Peer.SDPA, PROBLEMS["local"])

@@ -5,9 +5,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from experiments import measure as measurement
 from experiments import sweep
 from experiments.check import CheckError
-from experiments.speedup import INTERRUPTED, main
+from experiments.cli import INTERRUPTED
+from experiments.speedup import main
 
 app = typer.Typer()
 app.command()(main)
@@ -49,7 +51,7 @@ def test_a_run_writes_every_row_and_the_pictures(tmp_path):
 
 
 def test_an_interrupted_run_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch):
-    whole = sweep.measure
+    whole = measurement.measure
     measured = []
 
     def interrupted(case, contender, settings):
@@ -58,14 +60,14 @@ def test_an_interrupted_run_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch)
         measured.append((contender, str(case)))
         return whole(case, contender, settings)
 
-    monkeypatch.setattr(sweep, "measure", interrupted)
+    monkeypatch.setattr(measurement, "measure", interrupted)
     result, record = measure(tmp_path)
     assert result.exit_code == INTERRUPTED
     assert "Interrupted" in result.output
     assert not record["complete"]
     assert len(record["rows"]) == 6
 
-    monkeypatch.setattr(sweep, "measure", whole)
+    monkeypatch.setattr(measurement, "measure", whole)
     result, resumed = measure(tmp_path, "--resume")
     assert result.exit_code == 0, result.output
     assert resumed["complete"]
@@ -95,7 +97,7 @@ def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
         if what.startswith("sparseflash on random"):
             raise CheckError(f"{what}, out: error 1")
 
-    monkeypatch.setattr(sweep, "check", wrong)
+    monkeypatch.setattr(measurement, "check", wrong)
     result, record = measure(tmp_path)
     assert result.exit_code == 1
     assert "sparseflash on random(0.5) at N = 256" in result.output
@@ -103,10 +105,10 @@ def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
 
 
 def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
-    def refused(peer, problem, device):
+    def refused(peer, problem):
         raise RuntimeError("no such kernel\nat all")
 
-    monkeypatch.setattr(sweep, "attend_peer", refused)
+    monkeypatch.setattr(measurement, "attend_peer", refused)
     result, record = measure(tmp_path)
     assert result.exit_code == 0, result.output
     assert ["sdpa", "full at N = 256", "no such kernel"] in record["skipped"]

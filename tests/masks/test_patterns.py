@@ -250,3 +250,35 @@ def test_parse_reads_a_file(tmp_path):
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        masks.full,
+        lambda: masks.local((3, 4), align="top-left") & masks.causal(),
+        lambda: ~masks.global_tokens([0, 5]) | masks.random(0.3, seed=4),
+        lambda: masks.documents(torch.tensor([3, 4])),
+        lambda: masks.stack([masks.full(), masks.causal()]).in_blocks(32),
+    ],
+)
+def test_patterns_made_the_same_way_are_equal(make):
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make().in_blocks(64) != make()
+
+
+def test_patterns_made_otherwise_differ():
+    different = [
+        masks.causal(),
+        masks.causal(align="top-left"),
+        masks.local(3),
+        masks.local((3, 0)),
+        masks.local(3) & masks.causal(),
+        masks.causal() & masks.local(3),
+        masks.documents([3, 4]),
+        masks.documents([4, 3]),
+        masks.pattern(lambda q, k: q == k),
+        masks.pattern(lambda q, k: q == k),
+    ]
+    assert len(set(different)) == len(different)

@@ -5,6 +5,7 @@ import torch
 
 import masks
 import sparseflash
+from sparseflash.call import _compiled
 from sparseflash.reference import memory_efficient_attention, standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -165,9 +166,10 @@ def test_keys_that_a_query_does_not_see_change_no_bit_of_it(backend, block_size)
 def test_lengths_on_the_host_and_in_a_graph():
     query, key, value, _ = make_inputs(2, 2, 60, 60, 16, device="cuda")
     lengths = torch.tensor([25, 60])
+    mask = masks.causal()(60, device="cuda")
 
     def run(lengths):
-        return sparseflash.attention(query, key, value, masks.causal(), key_lengths=lengths)
+        return sparseflash.attention(query, key, value, mask, key_lengths=lengths)
 
     expected = run(lengths)
     there = lengths.cuda()
@@ -178,6 +180,14 @@ def test_lengths_on_the_host_and_in_a_graph():
     there[0] = 30
     graph.replay()
     assert torch.equal(captured, run(torch.tensor([30, 60])))
+
+
+def test_a_pattern_made_anew_is_not_compiled_again():
+    query, key, value, _ = make_inputs(1, 1, 40, 40, 8)
+    sparseflash.attention(query, key, value, masks.local(7) & masks.causal())
+    before = _compiled.cache_info().misses
+    sparseflash.attention(query, key, value, masks.local(7) & masks.causal())
+    assert _compiled.cache_info().misses == before
 
 
 def test_gradcheck_in_float64():

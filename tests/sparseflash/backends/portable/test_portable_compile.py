@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 ROOT = Path(__file__).parents[4]
 ARCHITECTURES = (80, 90)
-STACK_LIMIT = 640  # bytes per thread
+STACK_LIMIT = 512  # bytes per thread
 
 
 def start(what: str, architecture: int) -> subprocess.Popen:

@@ -1,0 +1,51 @@
+"""Two records of the same cases, before and after."""
+
+import math
+
+from rich.table import Table
+
+from experiments.record import Record, Row
+from experiments.report import plain_table
+
+NOISE = 0.03  # part of a time that two runs of the same code may differ by
+
+
+def compare(before: Record, after: Record) -> Table:
+    """Times of the rows that both records hold, and their geometric mean for each contender.
+
+    Raises ValueError where they hold no row in common.
+    """
+    earlier = {_key(row): row for row in before.rows}
+    pairs = [(earlier[_key(row)], row) for row in after.rows if _key(row) in earlier]
+    if not pairs:
+        raise ValueError("the records have no case in common")
+    table = plain_table(f"{_origin(before)} to {_origin(after)}")
+    for column in ("case", "pass", "kernels"):
+        table.add_column(column)
+    for column in ("before, ms", "after, ms", "faster"):
+        table.add_column(column, justify="right")
+    for old, new in pairs:
+        table.add_row(*_cells(old, new))
+    for contender in dict.fromkeys(row.contender for row in after.rows):
+        ratios = [o.median_ms / n.median_ms for o, n in pairs if n.contender == contender]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            table.add_row("geometric mean", "", contender, "", "", f"{mean:.3f}x")
+    return table
+
+
+def _key(row: Row) -> tuple:
+    return row.contender, row.family, row.pattern, row.group
+
+
+def _cells(old: Row, new: Row) -> list[str]:
+    ratio = old.median_ms / new.median_ms
+    style = "green" if ratio > 1 + NOISE else "red" if ratio < 1 - NOISE else "dim"
+    case = f"{new.pattern}, N = {new.seq_len:,}, {new.heads} heads of {new.head_dim}"
+    times = (f"{old.median_ms:.4g}", f"{new.median_ms:.4g}")
+    return [case, new.direction, new.contender, *times, f"[{style}]{ratio:.3f}x[/]"]
+
+
+def _origin(record: Record) -> str:
+    commit = record.environment["git"]["commit"] or "unknown"
+    return f"{commit[:10]} on {record.environment['device']}"

@@ -1,0 +1,183 @@
+"""Measures cases: every contender is checked, timed, and its memory taken."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments import memory
+from experiments.check import Attend, check
+from experiments.families import Member
+from experiments.peers import Peer, Problem, attend_peer, attend_sparseflash
+from experiments.record import Record, Row, is_ours
+from experiments.timing import Clock, time_call
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Method:
+    """How cases are measured. budget_ms: time spent on each median."""
+
+    device: str
+    dtype: str
+    directions: tuple[str, ...]
+    clock: str
+    budget_ms: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mask on one problem size, and who is measured on it: peers, and our backends as
+    "sparseflash" (the one that attention chooses) or "sparseflash:name"."""
+
+    sweep: str
+    family: str
+    member: Member
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    block_size: int
+    contenders: tuple[str, ...]
+
+    @property
+    def group(self) -> tuple:
+        """That of its rows, less the direction."""
+        size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
+        return self.sweep, *size
+
+    def __str__(self) -> str:
+        return f"{self.member.label} at N = {self.seq_len}"
+
+
+def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
+    """Checks a contender on a case, then times each pass and takes its peak memory."""
+    device, dtype = torch.device(method.device), DTYPES[method.dtype]
+    inputs, grad_out = random_problem(case, case.head_dim, dtype, device, method.seed)
+    attend = contestant(contender, case.member.problem)
+    mask = case.member.problem.mask
+    check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in method.directions)
+    for direction in method.directions:
+        prepare = (
+            forward_pass(attend, inputs)
+            if direction == "forward"
+            else backward_pass(attend, inputs, grad_out)
+        )
+        timing = time_call(prepare, Clock(method.clock), method.budget_ms)
+        yield Row(
+            sweep=case.sweep,
+            contender=contender,
+            family=case.family,
+            pattern=case.member.label,
+            batch=case.batch,
+            heads=case.heads,
+            seq_len=case.seq_len,
+            head_dim=case.head_dim,
+            block_size=case.block_size,
+            density=mask.density,
+            blocks_per_row=mask.density * -(-case.seq_len // case.block_size),
+            direction=direction,
+            **asdict(timing),
+            peak_bytes=memory.peak_bytes(lambda prepare=prepare: prepare()(), device),
+        )
+
+
+def contestant(contender: str, problem: Problem) -> Attend:
+    if is_ours(contender):
+        _, _, backend = contender.partition(":")
+        return attend_sparseflash(problem, backend or "auto")
+    return attend_peer(Peer(contender), problem)
+
+
+def random_problem(case: Case, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int):
+    """(query, key, value), requiring gradients, and a gradient of the output.
+
+    Standard normal: a GPU computes faster on zeros than on data.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (case.batch, case.heads, case.seq_len, head_dim)
+    *inputs, grad_out = (
+        torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4)
+    )
+    return [t.requires_grad_() for t in inputs], grad_out
+
+
+def forward_pass(attend: Attend, inputs):
+    return lambda: lambda: attend(*inputs)
+
+
+def backward_pass(attend: Attend, inputs, grad_out):
+    def prepare():
+        out = attend(*inputs)
+        return lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+
+    return prepare
+
+
+def run(
+    plan: Callable[[Callable[[str], None]], Iterator[Case]],
+    method: Method,
+    record: Record,
+    path: Path,
+    console: Console,
+) -> None:
+    """Measures what the record does not hold yet of the cases of `plan(say)`, and saves it after
+    every contender."""
+    torch.manual_seed(method.seed)
+    begin = time.perf_counter() - record.seconds
+    record.skipped.clear()
+    known = {(r.contender, r.family, r.pattern, r.group[:-1]) for r in record.rows}
+    with progress_bar(console) as progress:
+        task = progress.add_task("compiling masks", total=None)
+        cases = list(plan(lambda text: progress.console.print(f"[yellow]{text}[/]")))
+        progress.update(task, total=sum(len(case.contenders) for case in cases))
+        for case in cases:
+            for contender in case.contenders:
+                progress.update(task, description=f"{contender} on {case}")
+                if (contender, case.family, case.member.label, case.group) not in known:
+                    _measure_into(record, case, contender, method)
+                    record.seconds = time.perf_counter() - begin
+                    record.save(path)
+                progress.advance(task)
+        progress.update(task, description="the first case again")
+        record.drift = measure_drift(record, cases[0], method)
+    record.complete = True
+    record.save(path)
+
+
+def measure_drift(record: Record, first: Case, method: Method) -> float:
+    """The factor by which the time of the first contender on the first case, our full mask, has
+    changed since it was first measured.
+
+    All speed-ups are ratios to that first time: where it does not hold, they do not either.
+    """
+    again = {row.direction: row.median_ms for row in measure(first, first.contenders[0], method)}
+    before = {row.direction: row.median_ms for row in record.rows[: len(again)]}
+    ratios = [again[direction] / before[direction] for direction in again]
+    return max(max(ratio, 1 / ratio) for ratio in ratios)
+
+
+def _measure_into(record: Record, case: Case, contender: str, method: Method) -> None:
+    """A peer that cannot run is written down with its reason; sparseflash has to run."""
+    try:
+        record.rows += list(measure(case, contender, method))
+    except RuntimeError as error:
+        if is_ours(contender):
+            raise
+        record.skipped.append([contender, str(case), str(error).strip().splitlines()[0]])
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=console)

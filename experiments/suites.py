@@ -1,0 +1,133 @@
+"""The named suites of the benchmark: what each of them measures, and whom it compares with."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+import masks
+from experiments.families import CAUSAL, FULL, Single, Size
+from experiments.measure import Case
+from experiments.peers import Peer
+from masks import Pattern
+
+TOKENS = 32_768
+MODELS = ((16, 128), (32, 64))  # (heads, head dim)
+BLOCK = 128
+# Long Range Arena: (batch, heads, seq_len, head dim); the last is Path-X.
+LRA = (
+    (64, 2, 1024, 32),
+    (64, 2, 4096, 32),
+    (64, 8, 1024, 64),
+    (32, 8, 4096, 64),
+    (32, 2, 16384, 64),
+)
+LONGEST_MATERIALISED = 4096
+GROWTH = (1024, 4096, 16_384, 65_536, 262_144)
+LONGEST_DENSE = 65_536
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths in tokens."""
+
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+
+    def case(self, suite: str, family: Single, block_size: int, who: tuple[str, ...]) -> Case:
+        size = Size(self.seq_len, block_size, torch.device("cuda"))
+        (member,), _ = family.choose(size, ())
+        return Case(
+            sweep=suite,
+            family=family.name,
+            member=member,
+            batch=self.batch,
+            heads=self.heads,
+            seq_len=self.seq_len,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            contenders=who,
+        )
+
+
+def dense(ours: tuple[str, ...]) -> Iterator[Case]:
+    """Full and causal masks, 32,768 tokens in all, against every dense peer."""
+    for heads, head_dim in MODELS:
+        for seq_len in (2048, 8192, 32_768):
+            shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
+            for family in (FULL, CAUSAL):
+                who = (*ours, Peer.FLASH, Peer.CUDNN, Peer.FLASH4, Peer.FLEX)
+                yield shape.case("dense", family, BLOCK, who)
+
+
+def sparse(ours: tuple[str, ...]) -> Iterator[Case]:
+    """Masks of full blocks, which every block-sparse peer computes too."""
+    for heads, head_dim in MODELS:
+        for seq_len in (16_384, 32_768):
+            shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
+            who = (*ours, Peer.FLASH4, Peer.FLEX)
+            for name, pattern in of_full_blocks(seq_len, BLOCK).items():
+                yield shape.case("sparse", Single(name, pattern), BLOCK, who)
+
+
+def small_blocks(ours: tuple[str, ...]) -> Iterator[Case]:
+    """Masks of full blocks of 128, 64, 32 and 16 tokens a side."""
+    shape = Shape(2, 16, 16_384, 128)
+    for side in (128, 64, 32, 16):
+        patterns = of_full_blocks(shape.seq_len, side)
+        for name in ("full", "random 1/16", "butterfly", "band"):
+            family = Single(name, patterns[name])
+            yield shape.case("small-blocks", family, side, ours)
+
+
+def lra(ours: tuple[str, ...]) -> Iterator[Case]:
+    """The sizes of Long Range Arena: many short sequences of small heads."""
+    for sizes in LRA:
+        shape = Shape(*sizes)
+        materialised = (Peer.STANDARD,) if shape.seq_len <= LONGEST_MATERIALISED else ()
+        who = (*ours, Peer.FLASH, Peer.CUDNN, *materialised)
+        yield shape.case("lra", FULL, BLOCK, who)
+        for name in ("butterfly", "random 1/4", "band"):
+            pattern = of_full_blocks(shape.seq_len, BLOCK)[name]
+            yield shape.case("lra", Single(name, pattern), BLOCK, (*ours, Peer.FLEX))
+
+
+def memory(ours: tuple[str, ...]) -> Iterator[Case]:
+    """One sequence that grows, and the memory that it takes."""
+    for seq_len in GROWTH:
+        shape = Shape(1, 16, seq_len, 128)
+        materialised = (Peer.STANDARD,) if seq_len <= LONGEST_MATERIALISED else ()
+        if seq_len <= LONGEST_DENSE:
+            who = (*ours, Peer.FLASH, Peer.CUDNN, *materialised)
+            yield shape.case("memory", FULL, BLOCK, who)
+        for name in ("butterfly", "band"):
+            pattern = of_full_blocks(seq_len, BLOCK)[name]
+            yield shape.case("memory", Single(name, pattern), BLOCK, ours)
+
+
+def of_full_blocks(seq_len: int, side: int) -> dict[str, Pattern]:
+    """Patterns without partial blocks; random ones hold the diagonal, bands reach 512 tokens."""
+    diagonal, reach = masks.strided(seq_len // side), 512 // side
+    band = masks.block_pattern(lambda i, j: (i - j).abs() <= reach)
+    edges = masks.block_pattern(lambda i, j: (i < max(1, reach // 4)) | (j < max(1, reach // 4)))
+    return {
+        "full": masks.full(),
+        "random 1/4": masks.random(1 / 4) | diagonal,
+        "random 1/16": masks.random(1 / 16) | diagonal,
+        "random 1/32": masks.random(1 / 32) | diagonal,
+        "butterfly": masks.butterfly(),
+        "band": band,
+        "band and edges": band | edges,
+        "strided": masks.strided(8),
+    }
+
+
+SUITES: dict[str, Callable[[tuple[str, ...]], Iterator[Case]]] = {
+    "dense": dense,
+    "sparse": sparse,
+    "small-blocks": small_blocks,
+    "lra": lra,
+    "memory": memory,
+}

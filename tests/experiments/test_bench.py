@@ -1,0 +1,105 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from test_record import ENVIRONMENT, FULL, PEER
+from typer.testing import CliRunner
+
+from experiments import suites
+from experiments.bench import main, parse_backends, parse_suites, planned
+from experiments.compare import compare
+from experiments.families import Single
+from experiments.measure import Case
+from experiments.record import Record
+from experiments.suites import SUITES, Shape, of_full_blocks
+
+app = typer.Typer()
+app.command()(main)
+
+
+@pytest.mark.parametrize("side", [16, 64, 128])
+def test_patterns_of_the_suites_have_no_partial_blocks(side):
+    for name, pattern in of_full_blocks(1024, side).items():
+        mask = pattern(1024, side)
+        assert mask.partial_blocks == 0, name
+        assert 0 < mask.density <= 1, name
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """Suites whose masks are compiled for one short sequence on the CPU."""
+
+    def case(self: Shape, suite: str, family: Single, block_size: int, who: tuple[str, ...]):
+        size = suites.Size(1024, block_size, torch.device("cpu"))
+        (member,), _ = family.choose(size, ())
+        sizes = (self.batch, self.heads, self.seq_len, self.head_dim, block_size)
+        return Case(suite, family.name, member, *sizes, who)
+
+    monkeypatch.setattr(Shape, "case", case)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_measures_ours_first_and_no_case_twice(suite):
+    cases = list(planned(suite, ("sparseflash", "sparseflash:triton"), None, print))
+    assert all(case.contenders[:2] == ("sparseflash", "sparseflash:triton") for case in cases)
+    assert cases[0].family == "full"
+    keys = [(case.group, case.family) for case in cases]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_only_the_chosen_peers_are_measured():
+    cases = list(planned("dense", ("sparseflash",), ("cudnn",), print))
+    assert {case.contenders for case in cases} == {("sparseflash", "cudnn")}
+
+
+def test_names_are_checked():
+    assert parse_suites(None) == list(SUITES)
+    assert parse_backends("auto, triton") == ("sparseflash", "sparseflash:triton")
+    with pytest.raises(typer.BadParameter, match="unknown suite 'dens'; known: dense"):
+        parse_suites(["dens"])
+    with pytest.raises(typer.BadParameter, match="unknown backend 'cuda'; known: auto, cpu"):
+        parse_backends("cuda")
+
+
+def save(rows, path: Path) -> Path:
+    Record(ENVIRONMENT, {"seed": 0}, list(rows), roofs={"copy": 4.0}).save(path)
+    return path
+
+
+def test_two_records_are_compared_row_by_row(tmp_path):
+    before = save([FULL, PEER], tmp_path / "before.json")
+    after = save([replace(FULL, median_ms=4.0), PEER], tmp_path / "after.json")
+    result = CliRunner().invoke(app, ["--compare", str(before), str(after)])
+    assert result.exit_code == 0, result.output
+    assert "2.000x" in result.output
+    assert "1.000x" in result.output
+
+
+def test_records_of_other_cases_are_not_compared():
+    one = Record(ENVIRONMENT, {}, [FULL])
+    other = Record(ENVIRONMENT, {}, [replace(FULL, head_dim=128)])
+    with pytest.raises(ValueError, match="no case in common"):
+        compare(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so():
+    result = CliRunner().invoke(app, ["dense"])
+    assert result.exit_code == 2
+    assert "CUDA" in result.output
+
+
+@pytest.mark.gpu
+def test_a_suite_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(suites, "LRA", suites.LRA[:1])
+    result = CliRunner().invoke(app, ["lra", "--output", str(tmp_path), "--budget-ms", "2"])
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("*.json")
+    record = Record.load(path)
+    assert record.roofs["matrix_product_tflops"] > 0
+    assert record.skipped == []
+    assert len(list(tmp_path.glob("*.png"))) == 1
