@@ -103,7 +103,7 @@ def spec_of(
 ) -> AttentionSpec:
     """The facts of a call of checked arguments."""
     tensors = (query.shape, key.shape, query.dtype, query.device)
-    options = (has_key_lengths, scale, dropout_p, precision)
+    options = (has_key_lengths, scale, softcap, dropout_p, precision, bias, differentiates_bias)
     return _spec(*tensors, mask.block_size, mask.num_heads, *options)
 
 
@@ -117,8 +117,11 @@ def _spec(
     mask_heads: int,
     has_key_lengths: bool,
     scale: float | None,
+    softcap: float,
     dropout_p: float,
     precision: str,
+    bias: bool,
+    differentiates_bias: bool,
 ) -> AttentionSpec:
     batch, heads, q_len, head_dim = query_shape
     kv_heads, k_len = key_shape[1:3]

@@ -103,9 +103,9 @@ class Problem:
         factor = self._spec.scale * (1 / cap if cap else LOG2E)
         scores, slope = self.product("scores", query, key.mT, factor), None
         if cap:
-            scores.tanh_()
-            slope = 1 - scores.square() if slopes else None
-            scores.mul_(cap * LOG2E)
+            # 1 - tanh^2, but without the cancellation where the cap is reached.
+            slope = scores.cosh().pow_(-2) if slopes else None
+            scores.tanh_().mul_(cap * LOG2E)
         if self._bias is not None:
             scores.add_(self._bias.flatten()[self.places(self._bias, part)], alpha=LOG2E)
         if self._tile_bias is not None:

@@ -258,8 +258,7 @@ def modified(
     """
     slopes = 1.0
     if SOFTCAP:
-        capped = tanh(products * (scale2 * LN2 / cap))
-        slopes = 1.0 - capped * capped
+        capped, slopes = tanh(products * (scale2 * LN2 / cap))
         scores = capped * (cap * LOG2E)
     else:
         scores = products * scale2
@@ -275,13 +274,14 @@ def modified(
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent to a rounding or two: near 0, where digits cancel, by its series."""
+    """(tanh x, its derivative) to a rounding or two: by its series near 0, where it cancels."""
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     far = (1.0 - decay) / (1.0 + decay)
     square = x * x
     series = -17 / 315 + square * (62 / 2835)
     series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * series))
-    return tl.where(tl.abs(x) < 0.3, x * series, tl.where(x < 0.0, -far, far))
+    value = tl.where(tl.abs(x) < 0.3, x * series, tl.where(x < 0.0, -far, far))
+    return value, 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
 
 
 @triton.jit
