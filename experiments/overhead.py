@@ -29,8 +29,7 @@ import sparseflash
 from experiments.cli import RESULTS, slug
 from experiments.environment import environment
 from masks import BlockMask
-from sparseflash.backends import select
-from sparseflash.spec import AttentionSpec
+from sparseflash.call import prepare
 
 LIMIT_US = 60
 REPEATS = 50
@@ -102,28 +101,11 @@ def bare_passes(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mask: BlockMask
 ) -> tuple[Call, Call]:
     """The backend's forward and backward with all that a call prepares prepared."""
-    batch, heads, seq_len, head_dim = query.shape
-    spec = AttentionSpec(
-        batch=batch,
-        heads=heads,
-        kv_heads=heads,
-        q_len=seq_len,
-        k_len=seq_len,
-        head_dim=head_dim,
-        dtype=query.dtype,
-        device=query.device,
-        block_size=mask.block_size,
-        mask_heads=1,
-        scale=head_dim**-0.5,
-        dropout_p=0.0,
-        has_key_lengths=False,
-    )
-    backend = select("auto", spec)
-    rest = (mask.table(query.device), None, 0, spec)
-    saved = (query, key, value, *backend.forward(query, key, value, *rest))
+    call = prepare(query, key, mask)
+    saved = (query, key, value, *call.forward(query, key, value))
     return (
-        lambda: backend.forward(query, key, value, *rest),
-        lambda: backend.backward(grad_out, None, *saved, *rest, (True, True, True)),
+        lambda: call.forward(query, key, value),
+        lambda: call.backward(grad_out, None, saved, (True, True, True)),
     )
 
 

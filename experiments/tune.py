@@ -33,10 +33,9 @@ from experiments.environment import environment
 from experiments.measure import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
-from sparseflash.backends import portable
 from sparseflash.backends.portable import configs, launch
 from sparseflash.backends.portable.configs import Config
-from sparseflash.spec import AttentionSpec
+from sparseflash.call import prepare
 
 NEEDS = {"dq": (True, False, False), "dkdv": (False, True, True)}
 SIDES = (16, 32, 64, 128)
@@ -72,23 +71,6 @@ class Problem:
         shape = (self.batch, self.heads, self.seq_len, self.head_dim)
         options = {"dtype": DTYPES[self.dtype], "device": "cuda", "generator": generator}
         return [torch.randn(shape, **options) for _ in range(4)]
-
-    def spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            batch=self.batch,
-            heads=self.heads,
-            kv_heads=self.heads,
-            q_len=self.seq_len,
-            k_len=self.seq_len,
-            head_dim=self.head_dim,
-            dtype=DTYPES[self.dtype],
-            device=torch.device("cuda", torch.cuda.current_device()),
-            block_size=(self.block_size, self.block_size),
-            mask_heads=1,
-            scale=self.head_dim**-0.5,
-            dropout_p=0.0,
-            has_key_lengths=False,
-        )
 
     def masks(self) -> dict[str, BlockMask]:
         patterns = {"1": masks.full(), "1/16": masks.random(1 / 16, seed=0)}
@@ -128,15 +110,15 @@ def main(
 
 def fitting(which: str, problem: Problem) -> Iterator[Config]:
     """Every configuration whose tiles divide the block and fit the device."""
-    spec = problem.spec()
-    architecture, memory = configs.limits(spec.device)
+    architecture, memory = configs.limits(torch.device("cuda"))
+    dtype, block = DTYPES[problem.dtype], problem.block_size
     axes = itertools.product(SIDES, SIDES, WARPS, STAGES, (True, False), REGISTERS)
     for config in itertools.starmap(Config, axes):
         if (
-            configs.divides(config, spec.block_size)
-            and PARTS * min(config.bm, config.bn) >= problem.block_size
-            and configs.shared_memory(config, which, spec.dtype, spec.head_dim) <= memory
-            and sensible(which, config, spec.head_dim)
+            configs.divides(config, (block, block))
+            and PARTS * min(config.bm, config.bn) >= block
+            and configs.shared_memory(config, which, dtype, problem.head_dim) <= memory
+            and sensible(which, config, problem.head_dim)
             and (architecture >= 90 or not config.tma)
         ):
             yield config
@@ -188,15 +170,11 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
 def runner(which: str, problem: Problem, mask: BlockMask):
     """The pass alone, as a function of nothing."""
     query, key, value, grad_out = problem.tensors()
-    table, spec = mask.table(query.device), problem.spec()
-
-    def forward():
-        return portable.forward(query, key, value, table, None, 0, spec)
-
+    call = prepare(query, key, mask, backend="triton")
     if which == "forward":
-        return forward
-    saved = (query, key, value, *forward())
-    return lambda: portable.backward(grad_out, None, *saved, table, None, 0, spec, NEEDS[which])
+        return lambda: call.forward(query, key, value)
+    saved = (query, key, value, *call.forward(query, key, value))
+    return lambda: call.backward(grad_out, None, saved, NEEDS[which])
 
 
 def agree(result: Iterable, expected: Iterable, what: str) -> None:

@@ -24,7 +24,6 @@ def row(density, median_ms, **changes):
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(configs, "limits", lambda device: H200)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 @pytest.mark.usefixtures("hopper")
