@@ -275,13 +275,15 @@ def modified(
 @triton.jit
 def tanh(x):
     """(tanh x, its derivative) to a rounding or two: by its series near 0, where it cancels."""
-    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    size = tl.abs(x)
+    decay = tl.exp2(size * (-2.0 * LOG2E))
     far = (1.0 - decay) / (1.0 + decay)
-    square = x * x
+    near = tl.minimum(size, 0.3)
+    square = near * near
     series = -17 / 315 + square * (62 / 2835)
     series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * series))
-    value = tl.where(tl.abs(x) < 0.3, x * series, tl.where(x < 0.0, -far, far))
-    return value, 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    value = tl.where(size < 0.3, near * series, far)
+    return tl.where(x < 0.0, -value, value), 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
 
 
 @triton.jit
