@@ -262,18 +262,36 @@ class BlockMask(Handled):
     def rows(self, begin: int, end: int) -> "BlockMask":
         """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
 
-        Looks at all (end - begin) * k_len pairs of every distinct mask.
+        Within a block, `begin` takes a look at all (end - begin) * k_len pairs of every distinct
+        mask.
         """
         g = self.grid
         if not 0 <= begin < end <= g.q_len:
             raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
-        if begin == 0:
-            return self.crop(end, g.k_len)
+        if begin % g.bq == 0:
+            return self.crop(end, g.k_len)._from_row(begin // g.bq)
 
         def strip(layer: int, queries: slice) -> Tensor:
             return self._pairs(layer, begin + queries.start, begin + queries.stop)
 
         return from_strips(replace(g, q_len=end - begin), strip, self.head_layer)
+
+    def _from_row(self, first: int) -> "BlockMask":
+        """The mask from a block row on."""
+        g = self.grid
+        rest = replace(g, q_len=g.q_len - first * g.bq)
+
+        def renumbered(number: Tensor) -> tuple[Tensor, Tensor]:
+            row, column = g.split(number)
+            row = row // g.nq * rest.nq + row % g.nq - first
+            return rest.number(row, column), number // g.line % g.nq >= first
+
+        begin, keep = renumbered(self.full.begin)
+        length = (self.full.end - self.full.begin)[keep]
+        full = Runs(begin[keep], begin[keep] + length)
+        number, keep = renumbered(self.partial)
+        tile = self.partial_tile[keep]
+        return assemble(rest, self.head_layer, full, number[keep], self.bank, tile)
 
     def _pairs(self, layer: int, begin: int, end: int) -> Tensor:
         """bool (end - begin, k_len): the pairs of these queries in one layer."""

@@ -5,6 +5,7 @@ from sparseflash.backends import BackendError
 from sparseflash.bias import alibi, relative_bias
 from sparseflash.conformance import selfcheck
 from sparseflash.explanation import explain
+from sparseflash.mass import block_mass
 from sparseflash.merge import merge_attention
 from sparseflash.varlen import attention_varlen
 
@@ -13,6 +14,7 @@ __all__ = [
     "alibi",
     "attention",
     "attention_varlen",
+    "block_mass",
     "explain",
     "merge_attention",
     "relative_bias",
