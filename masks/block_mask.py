@@ -69,6 +69,39 @@ class BlockMask(Handled):
         return cls.of_full(grid, from_points(grid.number(row, column)), head_layer)
 
     @classmethod
+    def from_topk(
+        cls,
+        scores: Tensor,
+        k: int,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "BlockMask":
+        """In every row the k full blocks of the highest scores, (nq, nk) or (heads, nq, nk); fewer
+        where fewer scores are above -inf.
+
+        seq_len is as in from_blocks. Raises ValueError for k below 1.
+        """
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        best, column = scores.topk(min(k, scores.shape[-1]), dim=-1)
+        blocks = torch.zeros_like(scores, dtype=torch.bool)
+        return cls.from_blocks(blocks.scatter_(-1, column, best > -np.inf), block_size, seq_len)
+
+    @classmethod
+    def from_threshold(
+        cls,
+        scores: Tensor,
+        threshold: float,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "BlockMask":
+        """The full blocks whose scores, (nq, nk) or (heads, nq, nk), are above the threshold.
+
+        seq_len is as in from_blocks.
+        """
+        return cls.from_blocks(scores > threshold, block_size, seq_len)
+
+    @classmethod
     def from_dense(cls, dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a bool (Nq, Nk) or (heads, Nq, Nk) tensor, exactly."""
         dense = _bool_matrix("dense", dense)
