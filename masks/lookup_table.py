@@ -1,13 +1,18 @@
 """The lookup table: a compiled mask in the form that kernels read."""
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from masks import tiles
+
 # Kernels fetch the index of the next block while they work on this one: every list ends in so many
 # readable entries.
 PREFETCH = 2
+# A tile takes 32 times its size while it is transposed.
+TILES_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +79,17 @@ class LookupTable:
     @property
     def mask_heads(self) -> int:
         return self.head_layer.shape[0]
+
+    @cached_property
+    def bank_by_key(self) -> Tensor:
+        """int32 (tiles, bk, ceil(bq / 32)): the bank with a row for each key; made when first
+        asked for.
+        """
+        transposed = [
+            tiles.pack(tiles.unpack(part, self.block_size[1]).mT)
+            for part in self.bank.split(TILES_AT_ONCE)
+        ]
+        return torch.cat(transposed)
 
     @property
     def nbytes(self) -> int:

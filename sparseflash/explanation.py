@@ -37,7 +37,7 @@ class Explanation:
     density:       s, non-zero blocks over all blocks
     backend:       the one that would run it, None when none can
     configuration: of its passes
-    why_not:       the reasons of every backend that cannot
+    why_not:       the reasons of every backend that cannot, or that "auto" passes over
     measured:      this mask on that backend; full: the mask of all pairs there; dense: torch's own
         attention of all pairs, None where torch has none for these tensors
     """
@@ -109,7 +109,7 @@ def explain(
     options = checked_options(scale, softcap, dropout_p, precision)
     found = block_mask(checked_mask(mask), query, key)
     spec = spec_of(query, key, found, key_lengths is not None, *options, bias is not None)
-    why_not = {b.name: reasons for b in BACKENDS if (reasons := b.reasons(spec))}
+    why_not = {b.name: reasons for b in BACKENDS if (reasons := b.reasons(backend, spec))}
     try:
         chosen = select(backend, spec)
     except BackendError:

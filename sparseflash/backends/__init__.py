@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sparseflash.backends import cpu, portable
+from sparseflash.backends import cpu, hopper, portable
 from sparseflash.spec import AttentionSpec
 
 
@@ -25,6 +25,8 @@ class Backend:
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
         None. With a bias, needs and the results have a fourth entry for it.
     describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
+    pass_over(spec): the reasons for which "auto" looks for another backend although this one can
+        serve a call; empty when it is the fastest.
     """
 
     name: str
@@ -32,12 +34,14 @@ class Backend:
     forward: Callable
     backward: Callable
     describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
+    pass_over: Callable[[AttentionSpec], list[str]] = lambda spec: []
     extras: frozenset[str] = frozenset()
 
-    def reasons(self, spec: AttentionSpec) -> list[str]:
-        """Why this backend cannot serve a call; empty when it can."""
-        unknown = sorted(spec.extras - self.extras)
-        return [f"takes no {name}" for name in unknown] + self.why_not(spec)
+    def reasons(self, name: str, spec: AttentionSpec) -> list[str]:
+        """Why it is not the backend of a call that asks for the one called `name`."""
+        unknown = [f"takes no {extra}" for extra in sorted(spec.extras - self.extras)]
+        against = unknown + self.why_not(spec)
+        return against or (self.pass_over(spec) if name == "auto" else [])
 
 
 # Fastest first for the device it serves: "auto" takes the first that can.
@@ -49,13 +53,14 @@ BACKENDS = (
         cpu.backward,
         extras=frozenset({"softcap", "bias", "gradient of bias"}),
     ),
+    Backend("hopper", hopper.why_not, hopper.forward, hopper.backward, pass_over=hopper.pass_over),
     Backend(
         "triton",
         portable.why_not,
         portable.forward,
         portable.backward,
         portable.describe,
-        frozenset({"softcap", "bias"}),
+        extras=frozenset({"softcap", "bias"}),
     ),
 )
 
@@ -77,9 +82,9 @@ def select(name: str, spec: AttentionSpec) -> Backend:
     reasons = {}
     for backend in BACKENDS:
         if name in ("auto", backend.name):
-            why_not = backend.reasons(spec)
-            if not why_not:
+            against = backend.reasons(name, spec)
+            if not against:
                 return backend
-            reasons[backend.name] = why_not
+            reasons[backend.name] = against
     listing = "\n".join(f"  {b}: {'; '.join(why)}" for b, why in reasons.items())
     raise BackendError(f"no backend can serve this call ({spec}):\n{listing}")

@@ -244,7 +244,7 @@ def test_a_seed_repeats_and_the_generator_moves_on():
         ({"key_lengths": torch.tensor([1, 2])}, r"key_lengths must be \(1,\)"),
         ({"key_lengths": torch.tensor([1.0])}, "key_lengths must be an int32"),
         ({"precision": "high"}, r"precision must be one of \('ieee', 'tf32'\), got 'high'"),
-        ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'triton'\]"),
+        ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'hopper', 'triton'\]"),
         ({"seed": 2.0, "dropout_p": 0.1}, "seed must be an int"),
     ],
 )

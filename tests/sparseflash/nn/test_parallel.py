@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparseflash.nn import SparseEncoderLayer
@@ -30,11 +31,11 @@ def process(rank: int, store: str) -> None:
     batch = torch.randn(2 * PROCESSES, 50, 32)
     expected = step(copy.deepcopy(layer), batch)
     own = batch[rank::PROCESSES]
-    replicated = step(DistributedDataParallel(copy.deepcopy(layer)), own).module
-    mesh = dist.init_device_mesh("cpu", (PROCESSES,))
+    replicated = dict(step(DistributedDataParallel(copy.deepcopy(layer)), own).named_parameters())
+    mesh = init_device_mesh("cpu", (PROCESSES,))
     sharded = step(fully_shard(copy.deepcopy(layer), mesh=mesh), own)
     for name, weight in expected.named_parameters():
-        torch.testing.assert_close(replicated.get_parameter(name), weight)
+        torch.testing.assert_close(replicated[f"module.{name}"], weight)
         shards = sharded.get_parameter(name)
         assert isinstance(shards, DTensor)
         torch.testing.assert_close(shards.full_tensor(), weight)
@@ -43,4 +44,4 @@ def process(rank: int, store: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_step_like_one(tmp_path):
-    mp.spawn(process, (str(tmp_path / "store"),), nprocs=PROCESSES)
+    spawn(process, (str(tmp_path / "store"),), nprocs=PROCESSES)

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a GPU that need not be there, and prints JSON lines about them.
 
-A script, to be run with TRITON_INTERPRET unset:
+A script for compile_only.start:
     python compile_kernels.py variants ARCHITECTURE    what the compiler made of all that ships
     python compile_kernels.py calls ARCHITECTURE       kernels compiled by calls of many lengths
     python compile_kernels.py products ARCHITECTURE    whether float32 products are in TF32
@@ -10,60 +10,20 @@ A script, to be run with TRITON_INTERPRET unset:
 import itertools
 import json
 import math
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction, driver
+from compile_only import SHARED_MEMORY, compile_instead_of_launching, compiled, stack_bytes
 
 from masks.block_mask import BlockMask
 from sparseflash.backends.portable import backward_pass, configs, forward_pass, launch
 from sparseflash.spec import AttentionSpec
 
-SHARED_MEMORY = {80: 166912, 90: 232448}
 KERNELS = {
     "forward": forward_pass.forward_kernel,
     "dq": backward_pass.query_gradient_kernel,
     "dkdv": backward_pass.key_value_gradient_kernel,
 }
-
-
-class CompileOnlyDriver:
-    """The driver of a device that compiles and never launches."""
-
-    def __init__(self, architecture: int):
-        memory = {"max_shared_mem": SHARED_MEMORY[architecture]}
-        self.target = GPUTarget("cuda", architecture, 32)
-        self.utils = SimpleNamespace(get_device_properties=lambda device: memory)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-def compile_instead_of_launching(architecture: int) -> None:
-    """Lets every launch compile its kernel for the architecture, and do no more."""
-    driver.set_active(CompileOnlyDriver(architecture))
-    configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
-
-    def compile_only(kernel, grid):
-        return lambda *arguments, **constants: kernel.run(
-            *arguments, grid=grid, warmup=True, **constants
-        )
-
-    JITFunction.__getitem__ = compile_only  # pyright: ignore[reportAttributeAccessIssue]
-    launch._COMPILED = Kernels()
 
 
 class Kernels(dict):
@@ -98,12 +58,6 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
         lse = torch.empty(query.shape[:3])
         needs = (which == "dq", which == "dkdv", which == "dkdv")
         backward_pass.backward(query, None, query, key, key, query, lse, *call, needs, bias)
-
-
-def compiled(which: str) -> list:
-    """The kernels of one pass that were compiled so far."""
-    cache, *_ = KERNELS[which].device_caches[0]
-    return list(cache.values())
 
 
 def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
@@ -142,7 +96,7 @@ def report_variants(architecture: int):
         mask = causal(2 * side, (side, side))
         with launch.forced(config, which):
             call(which, query, mask, **(options | tensors))
-        (kernel,) = compiled(which)
+        (kernel,) = compiled(KERNELS[which])
         yield {
             "variant": f"{which} {dtype} d{head_dim} {config} {options}",
             "shared": kernel.metadata.shared,
@@ -152,17 +106,6 @@ def report_variants(architecture: int):
             "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
             "wants_warpgroups": dtype != torch.float32 and min(config.bm, config.bn) >= 64,
         }
-
-
-def stack_bytes(cubin: bytes) -> int:
-    """Bytes of stack per thread: what the compiler could not keep in registers."""
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(cuobjdump), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 def report_calls(architecture: int):
@@ -181,7 +124,7 @@ def report_calls(architecture: int):
                     query = torch.empty(batch, 2, seq_len, head_dim, dtype=torch.float16)
                     for which in configs.PASSES:
                         call(which, query, mask)
-        yield {which: len(compiled(which)) for which in configs.PASSES}
+        yield {which: len(compiled(KERNELS[which])) for which in configs.PASSES}
 
 
 def report_products(architecture: int):
@@ -191,7 +134,7 @@ def report_products(architecture: int):
         query = torch.empty(1, 1, 64, 32)
         for which in configs.PASSES:
             call(which, query, causal(64, (64, 64)), precision=precision)
-        ptx = {which: compiled(which)[0].asm["ptx"] for which in configs.PASSES}
+        ptx = {which: compiled(KERNELS[which])[0].asm["ptx"] for which in configs.PASSES}
         yield {which: ".tf32" in text for which, text in ptx.items()}
 
 
@@ -226,5 +169,7 @@ def report_layouts(architecture: int):
 if __name__ == "__main__":
     what, architecture = sys.argv[1], int(sys.argv[2])
     compile_instead_of_launching(architecture)
+    configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
+    launch._COMPILED = Kernels()
     for report in globals()[f"report_{what}"](architecture):
         print(json.dumps(report), flush=True)

@@ -1,0 +1,95 @@
+"""The backward pass: dQ by query rows, then dK and dV by key columns.
+
+    P  = exp2(scale * log2(e) * Q K^T - log2(e) * LSE)
+    dS = P * (dO V^T - delta)
+    dQ = scale dS K,    dK = scale dS^T Q,    dV = P^T dO
+
+P is computed anew, tile by tile, by both kernels. Neither adds to memory that another program
+writes, so the same inputs give the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+from masks.lookup_table import LookupTable
+from sparseflash.backends.hopper import launch
+from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
+from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
+from sparseflash.backends.hopper.row_terms import row_terms
+from sparseflash.spec import AttentionSpec
+
+# Buffers of keys and values for dQ; of queries and dO, and of keys and values, for dK and dV.
+QUERY_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 2}}
+KEY_STAGES = {64: {"STAGES": 6, "KEY_STAGES": 2}, 128: {"STAGES": 3, "KEY_STAGES": 2}}
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    spec: AttentionSpec,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.Backend."""
+    needs_query, needs_key, needs_value = needs
+    query, grad_out, out = (
+        launch.addressable(query),
+        launch.addressable(grad_out),
+        launch.addressable(out),
+    )
+    key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
+    grad_query = grad_key = grad_value = None
+    with launch.on_device(query.device):
+        terms = row_terms(grad_out, out, lse, grad_lse)
+        call = (query, grad_out, key, value, terms, table, key_lengths, spec)
+        if needs_query:
+            grad_query = _query_gradient(*call)
+        if needs_key or needs_value:
+            grad_key, grad_value = _key_value_gradient(*call)
+    return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
+
+
+def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, spec) -> Tensor:
+    grad_query = torch.empty_like(query)
+    rows = table.by_query
+    order, grid = launch.schedule(spec, rows, spec.heads)
+    query_gradient_kernel[grid](
+        *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
+        *(launch.tiles_of(x, BLOCK.value) for x in (key, value)),
+        launch.tiles_of(grad_query, PART.value),
+        terms,
+        *launch.table_arguments(rows, table.bank, table),
+        key_lengths,
+        *order,
+        launch.scale2(spec),
+        **launch.constants(spec, rows),
+        **QUERY_STAGES[spec.head_dim],
+    )
+    return grad_query
+
+
+def _key_value_gradient(
+    query, grad_out, key, value, terms, table, key_lengths, spec
+) -> tuple[Tensor, Tensor]:
+    grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+    rows = table.by_key
+    order, grid = launch.schedule(spec, rows, spec.kv_heads)
+    key_value_gradient_kernel[grid](
+        *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
+        launch.terms_of(terms, PART.value),
+        *(launch.tiles_of(x, PART.value) for x in (key, value, grad_key, grad_value)),
+        *launch.table_arguments(rows, table.bank_by_key, table),
+        key_lengths,
+        *order,
+        launch.scale2(spec),
+        **launch.constants(spec, rows),
+        **KEY_STAGES[spec.head_dim],
+    )
+    return grad_key, grad_value

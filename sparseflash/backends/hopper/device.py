@@ -1,0 +1,371 @@
+"""Device functions of all kernels: rings of buffers, walks over the table, element masks."""
+
+from typing import NamedTuple
+
+from sparseflash.backends.hopper.gluon_shim import gl, gluon, load_tile, mbarrier
+
+BLOCK = gl.constexpr(128)  # tokens along both sides of a block of the mask
+WORDS = gl.constexpr(4)  # of a row of a tile of the bank
+PART = gl.constexpr(64)  # tokens that a group of four warps owns
+TURNS = gl.constexpr(4)  # how far the order of tiles is announced ahead
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+NEG_INF = gl.constexpr(float("-inf"))
+
+
+class Table(NamedTuple):
+    """One direction of a masks.LookupTable; the rows of its bank are those of the direction."""
+
+    bounds: gl.tensor
+    full_index: gl.tensor
+    partial_index: gl.tensor
+    partial_tile: gl.tensor
+    order: gl.tensor
+    bank: gl.tensor
+    head_layer: gl.tensor
+
+
+class Sizes(NamedTuple):
+    """Run-time integers.
+
+    heads:    query heads
+    rows:     block rows of a layer in the direction of the kernel
+    tiles:    block rows of all heads, of queries or of keys
+    together: heads whose rows are taken together, the heaviest of all of them first
+    """
+
+    heads: gl.tensor
+    q_len: gl.tensor
+    k_len: gl.tensor
+    mask_heads: gl.tensor
+    rows: gl.tensor
+    tiles: gl.tensor
+    together: gl.tensor
+
+
+class Ring(NamedTuple):
+    """Buffers in shared memory that one partition fills and others empty, in turn."""
+
+    buffers: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor
+    emptied: gl.shared_memory_descriptor
+
+
+class Call(NamedTuple):
+    """What all partitions of a kernel know of a call.
+
+    key_lengths: of the batch elements, or None
+    counter:     of tiles that programs have taken, or None; turns: the ring that announces them
+    """
+
+    table: Table
+    sizes: Sizes
+    key_lengths: gl.tensor
+    counter: gl.tensor
+    turns: Ring
+    scale2: gl.tensor
+
+
+class Walk(NamedTuple):
+    """The blocks of one row: partial ones, then the full one that the key length cuts (`cuts` is
+    0 or 1), then full ones. length: keys of the batch element.
+    """
+
+    length: gl.tensor
+    partial_start: gl.tensor
+    partials: gl.tensor
+    cuts: gl.tensor
+    full_start: gl.tensor
+    fulls: gl.tensor
+
+
+def unspecialized(*pointers: str) -> dict[str, list[str]]:
+    """Arguments of gluon.jit for a kernel with a table, sizes and more `pointers`.
+
+    It would be compiled anew whenever an integer turns to 1 or gains or loses a factor of 16, or a
+    pointer its alignment.
+    """
+    return {
+        "do_not_specialize": [*Sizes._fields],
+        "do_not_specialize_on_alignment": [*Table._fields, *pointers],
+    }
+
+
+@gluon.jit
+def ring(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """STAGES buffers for the tiles of a descriptor, each emptied by CONSUMERS partitions."""
+    shape: gl.constexpr = [STAGES] + descriptor.block_type.shape  # noqa: RUF005 (no star in Gluon)
+    buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+    filled, emptied = barriers(STAGES, CONSUMERS)
+    return Ring(buffers, filled, emptied)
+
+
+@gluon.jit
+def number_ring():
+    """A ring of single numbers that `produce` tells both groups of `consume`."""
+    buffers = gl.allocate_shared_memory(
+        gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    filled, emptied = barriers(TURNS, 2)
+    return Ring(buffers, filled, emptied)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """For each buffer of a ring one that says it is filled, and one that says it is emptied."""
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(filled.index(stage), count=1)
+        mbarrier.init(emptied.index(stage), count=CONSUMERS)
+    return filled, emptied
+
+
+@gluon.jit
+def announce_next(call, tile, turn, phase):
+    """The tile of this program after `tile`, for `produce`; and the turn after that.
+
+    The first tile of a program is that of its number. Where all rows weigh the same the others
+    follow at the distance of the number of programs. Where they do not, there is a counter that
+    hands out tiles as programs ask.
+    """
+    following = tile + gl.num_programs(0)
+    if call.counter is not None:
+        following = gl.num_programs(0) + gl.atomic_add(call.counter, 1, sem="relaxed")
+        mbarrier.wait(call.turns.emptied.index(turn), phase)
+        number = gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        call.turns.buffers.index(turn).store(number)
+        mbarrier.arrive(call.turns.filled.index(turn), count=1)
+        turn, phase = advance(turn, phase, TURNS)
+    return following, turn, phase
+
+
+@gluon.jit
+def hear_next(call, tile, turn, phase):
+    """announce_next's tile, for `consume`."""
+    following = tile + gl.num_programs(0)
+    if call.counter is not None:
+        mbarrier.wait(call.turns.filled.index(turn), phase)
+        number = call.turns.buffers.index(turn).load(gl.BlockedLayout([1], [32], [4], [0]))
+        following = gl.max(number, axis=0)
+        release(call.turns, turn)
+        turn, phase = advance(turn, phase, TURNS)
+    return following, turn, phase
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next buffer of a ring, and the parity of its barriers on this lap."""
+    stage = stage + 1
+    if stage == STAGES:
+        stage = 0
+        phase = phase ^ 1
+    return stage, phase
+
+
+@gluon.jit
+def fill(ring, descriptor, batch, head, token, stage, phase):
+    """Loads the tile of a head that starts at `token` as soon as the buffer is empty.
+
+    What lies past the sequence becomes zero.
+    """
+    filled = ring.filled.index(stage)
+    mbarrier.wait(ring.emptied.index(stage), phase)
+    mbarrier.expect(filled, descriptor.block_type.nbytes)
+    load_tile(descriptor, [batch, head, token, 0], filled, ring.buffers.index(stage))
+
+
+@gluon.jit
+def matrix(ring, stage):
+    """A buffer as a matrix (tokens, dims)."""
+    buffer = ring.buffers.index(stage)
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def load_keys(keys, values, key_ring, value_ring, call, batch, kv_head, walk, stage, phase,
+              STAGES: gl.constexpr):  # fmt: skip
+    """Loads the keys and values of all blocks of a row of queries, in the order of the walk."""
+    table = call.table
+    stage, phase = load_blocks(
+        keys, values, key_ring, value_ring, batch, kv_head,
+        table.partial_index, walk.partial_start, walk.partials, stage, phase, STAGES,
+    )  # fmt: skip
+    if call.key_lengths is not None:
+        stage, phase = load_blocks(
+            keys, values, key_ring, value_ring, batch, kv_head,
+            table.full_index, walk.full_start + walk.fulls, walk.cuts, stage, phase, STAGES,
+        )  # fmt: skip
+    return load_blocks(
+        keys, values, key_ring, value_ring, batch, kv_head,
+        table.full_index, walk.full_start, walk.fulls, stage, phase, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_blocks(keys, values, key_ring, value_ring, batch, head, index, start, count,
+                stage, phase, STAGES: gl.constexpr):  # fmt: skip
+    """Loads the keys and values of listed blocks; the index is read one block ahead."""
+    block = gl.load(index + start)
+    for i in range(start, start + count):
+        ahead = gl.load(index + i + 1)
+        fill(key_ring, keys, batch, head, block * BLOCK, stage, phase)
+        fill(value_ring, values, batch, head, block * BLOCK, stage, phase)
+        stage, phase = advance(stage, phase, STAGES)
+        block = ahead
+    return stage, phase
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """The layout of a product (PART, columns) of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def operand(matrix, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """A product in registers as the left operand of another, of layout LAYOUT."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    return gl.convert_layout(matrix.to(DTYPE), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def release(ring, stage):
+    """Hands a buffer back to the partition that fills it."""
+    mbarrier.arrive(ring.emptied.index(stage), count=1)
+
+
+@gluon.jit
+def locate(call, tile, SHARE: gl.constexpr):
+    """(batch index, head, block row) of a tile.
+
+    SHARE: 1 where tiles are counted over query heads; the query heads of a key head where they
+    are counted over key heads.
+    """
+    table, sizes = call.table, call.sizes
+    heads = sizes.heads // SHARE
+    wave = sizes.together * sizes.rows
+    first = tile // wave * sizes.together
+    together = gl.minimum(sizes.together, sizes.tiles // sizes.rows - first)
+    pair = first + tile % wave % together
+    rank = tile % wave // together
+    batch = pair // heads
+    head = pair % heads
+    layer = gl.load(table.head_layer + head * SHARE % sizes.mask_heads)
+    return batch, head, gl.load(table.order + layer * sizes.rows + rank)
+
+
+@gluon.jit
+def key_length(call, batch):
+    """How many keys a batch element has."""
+    length = call.sizes.k_len
+    if call.key_lengths is not None:
+        length = gl.load(call.key_lengths + batch)
+    return length
+
+
+@gluon.jit
+def walk_row(call, batch, head, row):
+    """All blocks of a block row of a query head."""
+    table, sizes = call.table, call.sizes
+    layer = gl.load(table.head_layer + head % sizes.mask_heads)
+    entry = table.bounds + (layer * sizes.rows + row) * 4
+    full_start, fulls = gl.load(entry), gl.load(entry + 1)
+    partial_start, partials = gl.load(entry + 2), gl.load(entry + 3)
+    return Walk(key_length(call, batch), partial_start, partials, fulls * 0, full_start, fulls)
+
+
+@gluon.jit
+def walk_keys(call, batch, head, row):
+    """The blocks of a row of queries that hold keys of the batch element."""
+    walk = walk_row(call, batch, head, row)
+    if call.key_lengths is not None:
+        length, start, full_start = walk.length, walk.partial_start, walk.full_start
+        reached = gl.cdiv(length, BLOCK)
+        partials = count_below(call.table.partial_index, start, walk.partials, reached)
+        fulls = count_below(call.table.full_index, full_start, walk.fulls, length // BLOCK)
+        upto = count_below(call.table.full_index, full_start, walk.fulls, reached)
+        walk = Walk(length, start, partials, upto - fulls, full_start, fulls)
+    return walk
+
+
+@gluon.jit
+def walk_queries(call, batch, head, row):
+    """The blocks of a row of keys: none if the batch element has none of its keys."""
+    walk = walk_row(call, batch, head, row)
+    if call.key_lengths is not None:
+        inside = row * BLOCK < walk.length
+        partials = gl.where(inside, walk.partials, 0)
+        fulls = gl.where(inside, walk.fulls, 0)
+        walk = Walk(walk.length, walk.partial_start, partials, walk.cuts, walk.full_start, fulls)
+    return walk
+
+
+@gluon.jit
+def count_below(index, start, count, limit):
+    """How many of the ascending entries index[start : start + count] are below `limit`."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(index + start + middle) < limit:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@gluon.jit
+def mask_words(table, entry, first_row, first_word, COLUMNS: gl.constexpr,
+               LAYOUT: gl.constexpr):  # fmt: skip
+    """The bits of a partial block: for each of PART rows from `first_row` of the block on, the
+    words of COLUMNS columns, 64 or 128, from `first_word` on. LAYOUT is that of the scores.
+    """
+    tile = gl.load(table.partial_tile + entry).to(gl.int64)
+    rows = first_row + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
+    words = table.bank + (tile * BLOCK + rows) * WORDS + first_word
+    loaded = (gl.load(words), gl.load(words + 1))
+    if COLUMNS == BLOCK:
+        loaded = (loaded[0], loaded[1], gl.load(words + 2), gl.load(words + 3))
+    return loaded
+
+
+@gluon.jit
+def key_mask_words(call, walk, i, first_row, LAYOUT: gl.constexpr):
+    """mask_words of the i-th block of a row of queries, with the bits of keys past `length` 0."""
+    table = call.table
+    words = mask_words(table, walk.partial_start + i, first_row, 0, BLOCK, LAYOUT)
+    if call.key_lengths is not None:
+        is_partial = i < walk.partials
+        every = gl.where(is_partial, 0, -1)
+        partial = gl.load(table.partial_index + walk.partial_start + i)
+        cut = gl.load(table.full_index + walk.full_start + walk.fulls)
+        keys = walk.length - gl.where(is_partial, partial, cut) * BLOCK
+        words = (
+            (words[0] | every) & low_bits(keys),
+            (words[1] | every) & low_bits(keys - 32),
+            (words[2] | every) & low_bits(keys - 64),
+            (words[3] | every) & low_bits(keys - 96),
+        )
+    return words
+
+
+@gluon.jit
+def low_bits(count):
+    """A word whose lowest `count` bits are set; none for negative counts, all for large ones."""
+    some = (1 << gl.minimum(gl.maximum(count, 0), 31)) - 1
+    return gl.where(count >= 32, -1, some)
+
+
+@gluon.jit
+def attended(words, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Element mask (rows, COLUMNS) out of the bits of mask_words.
+
+    A thread's columns differ in their lowest bit and in multiples of 8: split there, one shift
+    serves all of its bits in a word, and the compiler knows the bit that is left to test.
+    """
+    columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    word = gl.expand_dims(words[0], 1) >> (columns & 6)
+    for i in gl.static_range(1, COLUMNS // 32):
+        word = gl.where(columns // 32 == i, gl.expand_dims(words[i], 1) >> (columns & 6), word)
+    return (word & (1 << (columns & 25))) != 0

@@ -1,0 +1,149 @@
+"""The kernel of dQ: query rows, as in the forward pass, with three products for each block.
+
+S = Q K^T and dP = dO V^T give dS = P * (dP - delta), which stays in registers as the left operand
+of dQ += dS K. That product runs on while the next block's begin.
+"""
+
+from sparseflash.backends.hopper import device
+from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.gluon_shim import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_tile,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit(**device.unspecialized("terms", "key_lengths", "counter"))
+def query_gradient_kernel(
+    queries, grad_outs, keys, values, grad_queries, terms,
+    bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
+    heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
+    sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
+    rings = (
+        device.ring(queries, 2, 1),
+        device.ring(grad_outs, 2, 1),
+        device.ring(keys, STAGES, 2),
+        device.ring(values, STAGES, 2),
+    )
+    call = device.Call(table, sizes, key_lengths, counter, device.number_ring(), scale2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (grad_queries, terms, rings, call, 0, MASKED, STAGES)),
+            (consume, (grad_queries, terms, rings, call, 1, MASKED, STAGES)),
+            (produce, (queries, grad_outs, keys, values, rings, call, GROUP, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce(queries, grad_outs, keys, values, rings, call, GROUP: gl.constexpr,
+            STAGES: gl.constexpr):  # fmt: skip
+    """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
+    query_ring, grad_out_ring, key_ring, value_ring = rings
+    stage, phase = 0, 1
+    query_phase = 1
+    turn, turn_phase = 0, 1
+    tile = gl.program_id(0)
+    while tile < call.sizes.tiles:
+        following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
+        batch, head, row = device.locate(call, tile, 1)
+        walk = device.walk_keys(call, batch, head, row)
+        for part in gl.static_range(2):
+            token = row * BLOCK + part * PART
+            device.fill(query_ring, queries, batch, head, token, part, query_phase)
+            device.fill(grad_out_ring, grad_outs, batch, head, token, part, query_phase)
+        query_phase = query_phase ^ 1
+        stage, phase = device.load_keys(
+            keys, values, key_ring, value_ring, call, batch, head // GROUP, walk,
+            stage, phase, STAGES,
+        )  # fmt: skip
+        tile = following
+
+
+@gluon.jit
+def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+            STAGES: gl.constexpr):  # fmt: skip
+    """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
+    query_ring, grad_out_ring, key_ring, value_ring = rings
+    DIMS: gl.constexpr = grad_queries.block_type.shape[3]
+    SCORES: gl.constexpr = device.product_layout(BLOCK)
+    GRAD: gl.constexpr = device.product_layout(DIMS)
+    query = device.matrix(query_ring, MEMBER)
+    grad_out = device.matrix(grad_out_ring, MEMBER)
+    offsets = MEMBER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, SCORES))
+    stage, phase = STAGES - 1, 1
+    query_phase = 0
+    turn, turn_phase = 0, 0
+    tile = gl.program_id(0)
+    while tile < call.sizes.tiles:
+        batch, head, row = device.locate(call, tile, 1)
+        walk = device.walk_keys(call, batch, head, row)
+        masked = walk.partials + walk.cuts
+        count = masked + walk.fulls
+        lse2_row = terms + (batch * call.sizes.heads + head).to(gl.int64) * 2 * (
+            call.sizes.rows * BLOCK
+        )
+        lse2 = gl.load(lse2_row + row * BLOCK + offsets)
+        delta = gl.load(lse2_row + (call.sizes.rows + row) * BLOCK + offsets)
+        dq = gl.zeros([PART, DIMS], gl.float32, GRAD)
+        mbarrier.wait(query_ring.filled.index(MEMBER), query_phase)
+        mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
+        if MASKED:
+            for i in range(0, masked):
+                dq, stage, phase = step(
+                    dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
+                    call, walk, MEMBER, True, STAGES, SCORES, GRAD,
+                )  # fmt: skip
+        for i in range(masked, count):
+            dq, stage, phase = step(
+                dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
+                call, walk, MEMBER, False, STAGES, SCORES, GRAD,
+            )  # fmt: skip
+        device.release(grad_out_ring, MEMBER)
+        # The last product that reads the queries is done: their buffer holds dQ on its way out.
+        query.store((dq * (call.scale2 * device.LN2)).to(grad_queries.dtype))
+        fence_async_shared()
+        token = row * BLOCK + MEMBER * PART
+        store_tile(grad_queries, [batch, head, token, 0], query_ring.buffers.index(MEMBER))
+        wait_for_stores(0)
+        device.release(query_ring, MEMBER)
+        query_phase = query_phase ^ 1
+        tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
+
+
+@gluon.jit
+def step(dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
+         call, walk, MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
+         SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
+    """dQ + dS K of block i."""
+    stage, phase = device.advance(stage, phase, STAGES)
+    if PARTIAL:
+        words = device.key_mask_words(call, walk, i, MEMBER * PART, SCORES)
+    key, value = device.matrix(key_ring, stage), device.matrix(value_ring, stage)
+    zeros = gl.zeros([PART, BLOCK], gl.float32, SCORES)
+    mbarrier.wait(key_ring.filled.index(stage), phase)
+    scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(value_ring.filled.index(stage), phase)
+    dp = warpgroup_mma(grad_out, value.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 1))
+    if PARTIAL:
+        p = gl.where(device.attended(words, BLOCK, SCORES), p, 0.0)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    device.release(value_ring, stage)
+    ds = device.operand(p * (dp - gl.expand_dims(delta, 1)), key.dtype, GRAD)
+    dq = warpgroup_mma(ds, key, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    device.release(key_ring, stage)
+    return dq, stage, phase

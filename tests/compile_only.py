@@ -1,0 +1,90 @@
+"""Kernels compiled for a GPU that need not be there, and what the compiler made of them.
+
+Scripts that compile run with TRITON_INTERPRET unset, so in a process of their own: `start` and
+`finish` run one that prints JSON lines. Inside it, `compile_instead_of_launching`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+SHARED_MEMORY = {80: 166912, 90: 232448}
+TESTS = Path(__file__).parent
+
+
+def start(script: Path, *arguments: str | int) -> subprocess.Popen:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = f"{TESTS.parent}{os.pathsep}{TESTS}"
+    command = [sys.executable, "-W", "ignore", str(script), *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen) -> list[dict]:
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return [json.loads(line) for line in out.splitlines()]
+
+
+class CompileOnlyDriver:
+    """The driver of a device that compiles and never launches."""
+
+    def __init__(self, architecture: int):
+        memory = {"max_shared_mem": SHARED_MEMORY[architecture]}
+        self.target = GPUTarget("cuda", architecture, 32)
+        self.utils = SimpleNamespace(get_device_properties=lambda device: memory)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_instead_of_launching(architecture: int) -> None:
+    """Lets every launch compile its kernel for the architecture, and do no more."""
+    driver.set_active(CompileOnlyDriver(architecture))
+
+    def compile_only(kernel, grid):
+        return lambda *arguments, **constants: kernel.run(
+            *arguments, grid=grid, warmup=True, **constants
+        )
+
+    JITFunction.__getitem__ = compile_only  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def compiled(kernel: JITFunction) -> list:
+    """What was compiled of a kernel so far."""
+    cache, *_ = kernel.device_caches[0]
+    return list(cache.values())
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack per thread: what the compiler could not keep in registers."""
+    return int(re.search(r"STACK:(\d+)", _inspect("cuobjdump", "--dump-resource-usage", cubin))[1])
+
+
+def machine_code(cubin: bytes) -> str:
+    return _inspect("nvdisasm", "-c", cubin)
+
+
+def _inspect(tool: str, option: str, cubin: bytes) -> str:
+    program = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(program), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

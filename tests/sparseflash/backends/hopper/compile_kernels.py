@@ -1,0 +1,95 @@
+"""Compiles the Hopper kernels without a GPU, and prints JSON lines about them.
+
+A script for compile_only.start:
+    python compile_kernels.py variants HEAD_DIM    what the compiler made of all that ships
+    python compile_kernels.py calls HEAD_DIM       kernels compiled by calls of many lengths
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+
+import torch
+from compile_only import compile_instead_of_launching, compiled, machine_code, stack_bytes
+from operands import unset_operands
+
+import masks
+from masks import BlockMask
+from sparseflash.backends import hopper
+from sparseflash.backends.hopper import forward_pass, key_value_gradient, launch, query_gradient
+from sparseflash.spec import AttentionSpec
+
+KERNELS = {
+    "forward": forward_pass.forward_kernel,
+    "dq": query_gradient.query_gradient_kernel,
+    "dkdv": key_value_gradient.key_value_gradient_kernel,
+}
+
+
+def call(
+    mask: BlockMask,
+    head_dim: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    kv_heads: int = 2,
+    key_lengths: torch.Tensor | None = None,
+) -> None:
+    """Both passes of one call."""
+    (q_len, k_len), heads = mask.seq_len, 2
+    query = torch.empty(batch, heads, q_len, head_dim, dtype=dtype)
+    key = torch.empty(batch, kv_heads, k_len, head_dim, dtype=dtype)
+    spec = AttentionSpec(
+        *(batch, heads, kv_heads, q_len, k_len, head_dim, dtype, query.device),
+        *(mask.block_size, mask.num_heads, 1.0, 0.0, key_lengths is not None),
+    )
+    call = (mask.table(), key_lengths, 0, spec)
+    out, lse = hopper.forward(query, key, key, *call)
+    hopper.backward(query, None, query, key, key, out, lse, *call, (True, True, True))
+
+
+def report_variants(head_dim: int):
+    """Full masks without all that is optional, and causal ones with it."""
+    lengths = torch.ones(1, dtype=torch.int32)
+    for name, pattern, options in (
+        ("full", masks.full(), {}),
+        ("causal", masks.causal(), {}),
+        (
+            "padded",
+            masks.causal(),
+            {"dtype": torch.float16, "kv_heads": 1, "key_lengths": lengths},
+        ),
+    ):
+        for kernel in KERNELS.values():
+            kernel.device_caches.clear()
+        call(pattern(512, block_size=128), head_dim, **options)
+        for which, kernel in KERNELS.items():
+            (made,) = compiled(kernel)
+            code = machine_code(made.asm["cubin"])
+            yield {
+                "which": which,
+                "mask": name,
+                "head_dim": head_dim,
+                "shared": made.metadata.shared,
+                "stack": stack_bytes(made.asm["cubin"]),
+                "products": code.count("HGMMA"),
+                "waits": code.count("WARPGROUP.DEPBAR"),
+                "unset": unset_operands(code),
+            }
+
+
+def report_calls(head_dim: int):
+    """Numbers of kernels after calls that differ in all that may change from call to call."""
+    for seq_len in (300, 1000, 2048):
+        for batch in (1, 3):
+            call(masks.causal()(seq_len, block_size=128), head_dim, batch=batch)
+    yield {which: len(compiled(kernel)) for which, kernel in KERNELS.items()}
+
+
+if __name__ == "__main__":
+    what, head_dim = sys.argv[1], int(sys.argv[2])
+    compile_instead_of_launching(90)
+    launch.on_device = lambda device: nullcontext()
+    launch.multiprocessors = lambda device: 132
+    for report in {"variants": report_variants, "calls": report_calls}[what](head_dim):
+        print(json.dumps(report), flush=True)

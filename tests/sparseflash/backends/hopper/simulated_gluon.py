@@ -1,0 +1,341 @@
+"""A stand-in for sparseflash.backends.hopper.gluon_shim that runs the kernels on the CPU.
+
+It is unkind where the hardware may be: the partitions of a kernel run as threads; a copy into
+shared memory first destroys what was there and lands later; a product reads its operands when it
+is waited for, and a store its buffer. So a buffer that is handed on too early, or read before it
+is filled, gives wrong numbers, and a barrier that is missed a deadlock, which is reported with
+what every partition waits for. It cannot see a missing fence.
+"""
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+PATIENCE = 5.0  # seconds without any progress that make a deadlock
+LATENCY = 0.002  # seconds that a copy takes at most
+DAWDLING = 0.0  # seconds that a partition rests after it arrives at a barrier
+
+_changed = threading.Condition()
+_partition = threading.local()
+_program = SimpleNamespace()
+
+
+class Failure(Exception):
+    """What a partition that waits for another is told when that one failed."""
+
+
+class Number(float):
+    @property
+    def value(self):
+        return self
+
+
+class Whole(int):
+    @property
+    def value(self):
+        return self
+
+
+def constexpr(value):
+    return {int: Whole, float: Number}.get(type(value), lambda same: same)(value)
+
+
+class Pointer:
+    def __init__(self, tensor: Tensor, offset=0):
+        self.entries, self.offset = tensor.detach().view(-1), offset
+
+    def __add__(self, offset):
+        return Pointer(self.entries, self.offset + offset)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all announced bytes have come."""
+
+    def __init__(self):
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def change(self, arrivals=0, announced=0):
+        with _changed:
+            self.pending -= arrivals
+            self.bytes += announced
+            if self.pending < 0:
+                raise Failure("more arrivals at a barrier than it counts")
+            if self.pending == self.bytes == 0:
+                self.phase, self.pending = self.phase ^ 1, self.count
+            _changed.notify_all()
+        time.sleep(DAWDLING)  # so that who waits for this goes first
+
+
+class Buffer:
+    """A view of shared memory; the buffers of barriers are lists."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    @property
+    def shape(self):
+        return list(self.tensor.shape)
+
+    @property
+    def dtype(self):
+        return self.tensor.dtype
+
+    def index(self, i):
+        if not 0 <= int(i) < len(self.tensor):
+            raise Failure(f"buffer {int(i)} of {len(self.tensor)}")
+        return Buffer(self.tensor[int(i)])
+
+    def reshape(self, shape):
+        return Buffer(self.tensor.view(shape))
+
+    def permute(self, order):
+        return Buffer(self.tensor.permute(order))
+
+    def load(self, layout):
+        return self.tensor.clone()
+
+    def store(self, value):
+        self.tensor.copy_(value)
+
+
+class Barriers(list):
+    def index(self, i):  # as of shared memory, not of a list
+        return self[int(i)]
+
+
+class TensorDescriptor:
+    def __init__(self, base, shape, strides, block_shape, layout):
+        self.base, self.dtype, self.layout = base.detach(), base.dtype, layout
+        size = torch.Size(block_shape).numel() * base.element_size()
+        self.block_type = SimpleNamespace(shape=block_shape, nbytes=size)
+
+    def window(self, start):
+        """The part of the tensor that a tile covers, and where it lies in the tile."""
+        inside = [
+            max(0, min(n, full - int(s)))
+            for s, n, full in zip(start, self.block_type.shape, self.base.shape, strict=True)
+        ]
+        part = tuple(slice(int(s), int(s) + n) for s, n in zip(start, inside, strict=True))
+        return self.base[part], tuple(slice(0, n) for n in inside)
+
+
+class Product:
+    """A warpgroup_mma in flight: its operands are read when it is waited for."""
+
+    def __init__(self, a, b, acc, use_acc):
+        self.operands, self.acc, self.use_acc, self.result = (a, b), acc, use_acc, None
+
+    def finish(self):
+        if self.result is None:
+            a, b = (x.tensor if isinstance(x, Buffer) else x for x in self.operands)
+            self.result = a.float() @ b.float()
+            if self.use_acc:
+                self.result += self.acc.finish() if isinstance(self.acc, Product) else self.acc
+        return self.result
+
+
+def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    product = Product(a, b, acc, use_acc)
+    _partition.products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(pendings, deps):
+    while len(_partition.products) > pendings:
+        _partition.products.pop(0).finish()
+    if any(isinstance(dep, Product) and dep.result is None for dep in deps):
+        raise Failure("a product is used that is still in flight")
+    results = [dep.result if isinstance(dep, Product) else dep for dep in deps]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _reporting(function):
+    """The function of a thread, whose failure becomes that of the program."""
+
+    def reporting(*arguments):
+        try:
+            function(*arguments)
+        except Exception as error:
+            with _changed:
+                _program.failures.append(error)
+                _changed.notify_all()
+
+    return reporting
+
+
+def load_tile(descriptor, start, barrier, buffer):
+    buffer.tensor.fill_(torch.nan)
+
+    @_reporting
+    def land():
+        time.sleep(random.random() * LATENCY)
+        part, place = descriptor.window(start)
+        buffer.tensor.zero_()
+        buffer.tensor[place] = part
+        barrier.change(announced=-descriptor.block_type.nbytes)
+
+    threading.Thread(target=land, daemon=True).start()
+
+
+def store_tile(descriptor, start, buffer):
+    _partition.stores.append((descriptor, start, buffer))
+
+
+def wait_for_stores(pendings):
+    while len(_partition.stores) > pendings:
+        descriptor, start, buffer = _partition.stores.pop(0)
+        part, place = descriptor.window(start)
+        part.copy_(buffer.tensor[place])
+
+
+def fence_async_shared():
+    pass
+
+
+def _wait_until(reached, what: str):
+    with _changed:
+        _program.waiting[threading.current_thread().name] = what
+        while not reached():
+            if _program.failures or not _changed.wait(timeout=PATIENCE):
+                raise Failure(f"deadlock: {_program.waiting}")
+        del _program.waiting[threading.current_thread().name]
+
+
+def _init(barrier, count):
+    barrier.count = barrier.pending = count
+
+
+def _wait(barrier, phase):
+    _wait_until(lambda: barrier.phase != phase, f"barrier {id(barrier)}, parity {phase}")
+
+
+mbarrier = SimpleNamespace(
+    MBarrierLayout=lambda: None,
+    init=_init,
+    wait=_wait,
+    arrive=lambda barrier, count, pred=True: barrier.change(arrivals=count if pred else 0),
+    expect=lambda barrier, nbytes: barrier.change(arrivals=1, announced=nbytes),
+)
+
+
+def _allocate(dtype, shape, layout):
+    if dtype == torch.int64:
+        return Barriers(Barrier() for _ in range(shape[0]))
+    return Buffer(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
+
+
+def _load(pointer, mask=True, other=0):
+    offset = torch.as_tensor(pointer.offset)
+    mask = torch.as_tensor(mask).expand(offset.shape)
+    found = pointer.entries[torch.where(mask, offset, 0)]
+    return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
+
+
+def _store(pointer, value, mask=True):
+    offset = torch.as_tensor(pointer.offset)
+    mask = torch.as_tensor(mask).expand(offset.shape)
+    pointer.entries[offset[mask]] = value.expand(offset.shape)[mask].to(pointer.entries.dtype)
+
+
+def _atomic_add(pointer, value, sem):
+    with _changed:
+        old = pointer.entries[pointer.offset].clone()
+        pointer.entries[pointer.offset] += value
+    return old
+
+
+def _warp_specialize(partitions, warps, registers):
+    @_reporting
+    def run(function, arguments):
+        _partition.products, _partition.stores = [], []
+        function(*arguments)
+        if _partition.products or _partition.stores:
+            raise Failure("products or stores are left in flight")
+
+    threads = [
+        threading.Thread(target=run, args=work, name=f"{number} {work[0].__name__}", daemon=True)
+        for number, work in enumerate(partitions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if _program.failures:
+        raise _program.failures[0]
+
+
+class Kernel:
+    """A jitted function: called by another, or launched with a grid."""
+
+    def __init__(self, function):
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, *arguments, **constants):
+        return self.function(*arguments, **constants)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, enable_fp_fusion, **constants):
+            pointers = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
+            for number in range(*grid):
+                _program.__dict__.update(number=number, programs=grid[0])
+                _program.__dict__.update(failures=[], waiting={})
+                self.function(*pointers, **constants)
+
+        return launch
+
+
+class SharedLayout:
+    def __init__(self, *_):
+        pass
+
+    @staticmethod
+    def get_default_for(shape, dtype):
+        return None
+
+
+def _jit(function=None, **settings):
+    return Kernel if function is None else Kernel(function)
+
+
+def _tensors(function):
+    return lambda *values: function(*map(torch.as_tensor, values))
+
+
+gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
+gl = SimpleNamespace(
+    constexpr=constexpr,
+    tensor=Tensor,
+    shared_memory_descriptor=Buffer,
+    **{
+        name: getattr(torch, name) for name in ("int32", "int64", "float32", "float16", "bfloat16")
+    },
+    **dict.fromkeys(("NVMMADistributedLayout", "SwizzledSharedLayout"), lambda *_: None),
+    **dict.fromkeys(("SliceLayout", "BlockedLayout"), lambda *_: None),
+    DotOperandLayout=lambda **_: None,
+    NVMMASharedLayout=SharedLayout,
+    program_id=lambda axis: torch.tensor(_program.number),
+    num_programs=lambda axis: _program.programs,
+    static_range=range,
+    warp_specialize=_warp_specialize,
+    allocate_shared_memory=_allocate,
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    arange=lambda start, end, layout: torch.arange(start, end),
+    zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+    full=lambda shape, value, dtype, layout: torch.zeros(shape, dtype=dtype) + value,
+    convert_layout=lambda tensor, layout, assert_trivial: tensor,
+    expand_dims=Tensor.unsqueeze,
+    maximum=_tensors(torch.maximum),
+    minimum=_tensors(torch.minimum),
+    where=_tensors(torch.where),
+    cdiv=lambda a, b: -(-a // b),
+    max=lambda tensor, axis: tensor.amax(axis),
+    sum=lambda tensor, axis: tensor.sum(axis),
+    exp2=torch.exp2,
+    log2=torch.log2,
+)

@@ -1,0 +1,144 @@
+"""The Hopper kernels against float64; they need a GPU that has them."""
+
+import pytest
+import torch
+
+import masks
+import sparseflash
+from sparseflash.backends.hopper import CAPABILITY, HEAD_DIMS
+from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0"),
+]
+DEVICE = torch.device("cuda", 0)
+
+PATTERNS = {
+    "full": masks.full(),
+    "causal": masks.causal(align="bottom-right"),
+    "local": masks.local((300, 70), align="top-left"),
+    "dilated": masks.dilated(3, 250, align="top-left"),
+    "butterfly": masks.butterfly(),
+    "blocks": masks.random(0.4),
+    "empty rows": masks.random(0.5) - masks.global_tokens(200),
+    "one heavy row": masks.pattern(lambda q, k: (q // 128 == 3) | (k < 100)),
+    "nothing": masks.global_tokens(1) - masks.full(),
+    "custom": masks.pattern(lambda q, k: (q * k) % 5 == 1),
+}
+
+
+def attend(query, key, value, mask, **options):
+    options |= {"return_lse": True, "backend": "hopper"}
+    return sparseflash.attention(query, key, value, mask, **options)
+
+
+def check(pattern, lengths, head_dim, *, batch=2, heads=2, kv_heads=None, **options):
+    kinds = {name: options.pop(name) for name in ("dtype", "strides") if name in options}
+    kinds = {"dtype": torch.bfloat16, "device": DEVICE} | kinds
+    inputs = make_inputs(batch, heads, *lengths, head_dim, kv_heads=kv_heads, **kinds)
+    mask = pattern(lengths, block_size=128, device=DEVICE)
+    if "key_lengths" in options:
+        options["key_lengths"] = torch.tensor(options["key_lengths"], device=DEVICE)
+
+    def attention(query, key, value):
+        with poisoned_empty():
+            return attend(query, key, value, mask, **options)
+
+    return check_attention(attention, *inputs[:3], mask, grad_out=inputs[3], **options)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(name, lengths, head_dim):
+    check(PATTERNS[name], lengths, head_dim)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_float16(head_dim):
+    check(PATTERNS["local"], (700, 900), head_dim, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_with_masks_of_their_own(kv_heads, head_dim):
+    names = ["causal", "blocks", "causal", "empty rows"]
+    pattern = masks.stack([PATTERNS[name] for name in names])
+    check(pattern, (500, 660), head_dim, heads=4, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ["full", "causal", "empty rows"])
+def test_padded_keys(name, head_dim):
+    check(PATTERNS[name], (500, 700), head_dim, batch=5, key_lengths=[0, 1, 384, 450, 700])
+
+
+def test_padded_keys_may_hold_anything():
+    query, key, value, grad = make_inputs(2, 2, 300, 500, 64, dtype=torch.bfloat16, device=DEVICE)
+    lengths = torch.tensor([250, 384], device=DEVICE)
+    padding = (torch.arange(500, device=DEVICE) >= lengths[:, None])[:, None, :, None]
+
+    def run(*inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse = attend(*leaves, masks.causal(align="top-left"), key_lengths=lengths)
+        return out, lse, *torch.autograd.grad(out, leaves, grad)
+
+    poisoned = [x.masked_fill(padding, torch.nan) for x in (key, value)]
+    results = run(query, key, value)
+    for result, same in zip(results, run(query, *poisoned), strict=True):
+        assert torch.equal(result, same)
+    for gradient in results[3:]:
+        assert gradient[padding.expand_as(gradient)].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_strides(strides):
+    check(PATTERNS["causal"], (500, 500), 128, strides=strides)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ["full", "causal", "blocks", "one heavy row"])
+def test_many_tiles_for_each_program(name, head_dim):
+    check(PATTERNS[name], (1500, 1500), head_dim, batch=4, heads=16, kv_heads=8)
+
+
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True)]
+)
+def test_only_the_gradients_that_are_needed(needs):
+    *inputs, grad = make_inputs(1, 2, 400, 560, 64, dtype=torch.float16, device=DEVICE)
+
+    def gradients(needs):
+        leaves = [x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True)]
+        attend(*leaves, PATTERNS["local"])[0].backward(grad)
+        return [x.grad for x in leaves]
+
+    for one, full, needed in zip(gradients(needs), gradients((True,) * 3), needs, strict=True):
+        assert torch.equal(one, full) if needed else one is None
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ["full", "causal", "blocks", "one heavy row"])
+def test_repeated_runs_give_the_same_bits(name, head_dim):
+    *inputs, grad = make_inputs(2, 16, 2048, 2048, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    mask = PATTERNS[name](2048, block_size=128, device=DEVICE)
+
+    def run():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse = attend(*leaves, mask)
+        return out, lse, *torch.autograd.grad(out, leaves, grad)
+
+    first = run()
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_large_scores_overflow_nothing():
+    inputs = make_inputs(1, 2, 300, 300, 64, dtype=torch.bfloat16, device=DEVICE, scale=30.0)
+    mask = PATTERNS["causal"]((300, 300), block_size=128, device=DEVICE)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out, lse = attend(*leaves, mask)
+    gradients = torch.autograd.grad(out, leaves, inputs[3])
+    assert all(x.isfinite().all() for x in (out, lse, *gradients))

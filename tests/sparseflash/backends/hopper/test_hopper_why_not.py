@@ -1,0 +1,76 @@
+"""Which calls the Hopper kernels refuse, and what they say."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparseflash.backends import BACKENDS, hopper, select
+from sparseflash.spec import AttentionSpec
+
+SPEC = AttentionSpec(
+    *(1, 2, 2, 256, 256, 64, torch.bfloat16, torch.device("cuda", 0)),
+    *((128, 128), 1, 0.125, 0.0, False),
+)
+
+
+@pytest.fixture(autouse=True)
+def capability(monkeypatch):
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+
+
+def test_serves_a_plain_call():
+    assert hopper.why_not(SPEC) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": torch.float32}, ["dtype", "torch.float32", "torch.bfloat16"]),
+        ({"head_dim": 96}, ["head_dim", "96", "(64, 128)"]),
+        ({"block_size": (128, 64)}, ["block_size", "(128, 64)", "(128, 128)"]),
+        ({"device": torch.device("cpu")}, ["device", "cpu", "cuda"]),
+        ({"dropout_p": 0.5}, ["dropout_p", "0.5"]),
+    ],
+)
+def test_says_what_came_and_what_is_allowed(change, words):
+    (reason,) = hopper.why_not(replace(SPEC, **change))
+    assert all(word in reason for word in words)
+
+
+def test_auto_passes_over_head_dims_that_are_no_faster(monkeypatch):
+    select.cache_clear()
+    backends = [replace(b, why_not=lambda spec: []) for b in BACKENDS if b.name != "cpu"]
+    monkeypatch.setattr("sparseflash.backends.BACKENDS", backends)
+    wide = replace(SPEC, head_dim=128)
+    assert [select("auto", spec).name for spec in (SPEC, wide)] == ["triton", "hopper"]
+    assert select("hopper", SPEC).name == "hopper"
+    select.cache_clear()
+
+
+def test_refuses_other_architectures(monkeypatch):
+    monkeypatch.setattr(hopper, "_capability", lambda device: (10, 0))
+    (reason,) = hopper.why_not(SPEC)
+    assert "10.0" in reason
+    assert "9.0" in reason
+
+
+def test_lists_every_reason():
+    change = {"dtype": torch.float64, "head_dim": 7, "block_size": (16, 16)}
+    assert len(hopper.why_not(replace(SPEC, **change))) == 3
+
+
+def test_imports_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from sparseflash.backends import BACKENDS, hopper, select
+from sparseflash.spec import AttentionSpec
+device = torch.device("cuda")
+spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 0.0, False)
+assert hopper.why_not(spec) == ["triton is not installed"]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
