@@ -22,7 +22,7 @@ from sparseflash.testing import make_inputs
 HAS_GPU = torch.cuda.is_available()
 BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
 DEVICE = "cuda" if HAS_GPU else "cpu"
-PATTERN = masks.local(20, align="top-left")
+PATTERN = masks.local(20, align="top-left").in_blocks(16)
 
 
 def inputs(*lengths, device=DEVICE, **options):

@@ -148,8 +148,10 @@ def accumulators(config: Config, which: str, head_dim: int) -> float:
     return (resident * dims + products * config.bm * config.bn) / (config.warps * 32)
 
 
-def with_room_for_dropout(config: Config, which: str, head_dim: int) -> Config:
-    """Random numbers take registers of their own: what would spill gets twice the threads."""
+def with_room(config: Config, which: str, head_dim: int) -> Config:
+    """Random numbers and soft caps take registers of their own: what would spill gets twice the
+    threads.
+    """
     warps = config.warps
     if accumulators(config, which, head_dim) > MOST_WITH_DROPOUT:
         warps *= 2
@@ -239,8 +241,11 @@ def plan(
     """The configuration of one pass, with the compile-time constants that follow from it."""
     found = choose(which, *limits(device), dtype, head_dim, block_size, tma)
     config = FORCED.get(which, found)
-    if dropout:
-        config = with_room_for_dropout(config, which, head_dim)
+    if softcap and which == "dkdv":
+        # Scores and the slopes of the cap are held side by side: a wider tile spills.
+        config = replace(config, bm=min(config.bm, 64), registers=None)
+    if dropout or softcap:
+        config = with_room(config, which, head_dim)
     if bias:
         # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
         # memory for every stage.
