@@ -68,7 +68,15 @@ def main(
         return
     if not torch.cuda.is_available():
         raise typer.BadParameter("the benchmark measures a CUDA device; there is none")
-    method = Method("cuda", dtype.value, passes.directions, clock.value, budget_ms, seed)
+    method = Method(
+        device="cuda",
+        dtype=dtype.value,
+        backend="auto",
+        directions=passes.directions,
+        clock=clock.value,
+        budget_ms=budget_ms,
+        seed=seed,
+    )
     ours, chosen = parse_backends(backends), parse_suites(suites)
     for suite in chosen:
         path = output / f"bench-{suite}-{slug('cuda')}.json"

@@ -21,10 +21,12 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Method:
-    """How cases are measured. budget_ms: time spent on each median."""
+    """How cases are measured. backend: what "sparseflash" stands for; budget_ms: time spent on
+    each median."""
 
     device: str
     dtype: str
+    backend: str
     directions: tuple[str, ...]
     clock: str
     budget_ms: float
@@ -34,7 +36,7 @@ class Method:
 @dataclass(frozen=True)
 class Case:
     """One mask on one problem size, and who is measured on it: peers, and our backends as
-    "sparseflash" (the one that attention chooses) or "sparseflash:name"."""
+    "sparseflash" or "sparseflash:name"."""
 
     sweep: str
     family: str
@@ -60,7 +62,7 @@ def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
     """Checks a contender on a case, then times each pass and takes its peak memory."""
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
     inputs, grad_out = random_problem(case, case.head_dim, dtype, device, method.seed)
-    attend = contestant(contender, case.member.problem)
+    attend = contestant(contender, case.member.problem, method.backend)
     mask = case.member.problem.mask
     check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in method.directions)
     for direction in method.directions:
@@ -88,10 +90,10 @@ def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
         )
 
 
-def contestant(contender: str, problem: Problem) -> Attend:
+def contestant(contender: str, problem: Problem, backend: str) -> Attend:
     if is_ours(contender):
-        _, _, backend = contender.partition(":")
-        return attend_sparseflash(problem, backend or "auto")
+        _, _, named = contender.partition(":")
+        return attend_sparseflash(problem, named or backend)
     return attend_peer(Peer(contender), problem)
 
 

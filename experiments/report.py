@@ -40,6 +40,27 @@ def main(
     print(markdown(record))
 
 
+def markdown(record: Record) -> str:
+    """The table of the README."""
+    return _of_sweep(record) if record.rows[0].sweep == "density" else _of_suite(record)
+
+
+def _of_suite(record: Record) -> str:
+    """Useful TFLOP/s of every contender on the cases of the first size."""
+    size = record.rows[0].group[:-1]
+    rows = [r for r in record.rows if r.group[:-1] == size]
+    pairs = dict.fromkeys((r.direction, r.contender) for r in rows)
+    columns = sorted(pairs, key=lambda pair: pair[0] == "backward")
+    names = [f"{direction}, {contender.split(':')[-1]}" for direction, contender in columns]
+    lines = [f"| pattern | density s | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for pattern in dict.fromkeys(r.pattern for r in rows):
+        found = {(r.direction, r.contender): r for r in rows if r.pattern == pattern}
+        cells = [f"{found[column].tflops:.0f}" if column in found else "" for column in columns]
+        density = next(iter(found.values())).density
+        lines.append(f"| {pattern} | {density:.3g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def show(record: Record, console: Console) -> None:
     """Prints a table for every length and pass, the crossovers, and the peers that did not run."""
     for group in dict.fromkeys(r.group for r in record.rows):
@@ -115,7 +136,7 @@ def _limit(density: float | None) -> str:
     return "at none measured" if density is None else f"{density:.3f}"
 
 
-def markdown(record: Record) -> str:
+def _of_sweep(record: Record) -> str:
     """The full mask and, of every family, the mask of a density next to 1/16, at the longest
     sequences of the sweep over densities: a table for the README."""
     sweep = [r for r in record.rows if r.sweep == "density" and r.family != "causal"]

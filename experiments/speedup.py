@@ -32,6 +32,7 @@ from experiments.families import FAMILIES
 from experiments.peers import DEVICES, Peer
 from experiments.sweep import COMMON, DEFAULTS, QUICK, Settings, plan
 from experiments.timing import Clock
+from sparseflash.backends import BACKENDS
 
 
 def option(text: str, setting: str | None = None, **keywords):
@@ -49,6 +50,9 @@ def listed(value) -> str:
 def main(
     device: Annotated[Device, option("auto takes the GPU where there is one.")] = Device.AUTO,
     dtype: Annotated[Dtype | None, option("Type of the inputs.", "dtype")] = None,
+    backend: Annotated[
+        str | None, option(f"Ours: auto, {', '.join(b.name for b in BACKENDS)}.", "backend")
+    ] = None,
     lengths: Annotated[
         tuple | None,
         option(
@@ -114,6 +118,7 @@ def main(
     kind = resolve(device)
     chosen = {
         "dtype": dtype,
+        "backend": backend,
         "lengths": lengths,
         "growth": growth,
         "batch": batch,
@@ -144,6 +149,11 @@ def main(
 
 def validate(settings: Settings) -> None:
     """Raises typer.BadParameter for settings that do not go together."""
+    known = ["auto", *(b.name for b in BACKENDS)]
+    if settings.backend not in known:
+        raise typer.BadParameter(
+            f"unknown --backend {settings.backend!r}; known: {', '.join(known)}"
+        )
     for peer in settings.peers:
         if settings.device not in DEVICES[Peer(peer)]:
             raise typer.BadParameter(

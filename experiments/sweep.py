@@ -71,6 +71,7 @@ DEFAULTS = {
     },
 }
 COMMON = {
+    "backend": "auto",
     "patterns": ("butterfly", "local", "strided", "random", "fading_memory"),
     "densities": (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32),
 }

@@ -63,6 +63,7 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert any(command in block for block in readme_code("bash"))
 
 
-def test_the_table_of_the_readme_is_that_of_the_record():
-    record = Record.load(ROOT / "experiments/results/speedup-nvidia-h200.json")
+@pytest.mark.parametrize("name", ["speedup-nvidia-h200", "bench-sparse-nvidia-h200"])
+def test_the_tables_of_the_readme_are_those_of_the_records(name):
+    record = Record.load(ROOT / f"experiments/results/{name}.json")
     assert markdown(record) in README.read_text()

@@ -10,6 +10,7 @@ from masks.patterns.documents import documents
 from masks.patterns.full import full
 from masks.patterns.global_tokens import global_tokens
 from masks.patterns.local import local
+from masks.patterns.neighborhood2d import neighborhood2d
 from masks.patterns.random import random
 from masks.patterns.strided import strided
 from masks.patterns.tree import tree
@@ -24,6 +25,7 @@ __all__ = [
     "global_tokens",
     "local",
     "longformer",
+    "neighborhood2d",
     "random",
     "strided",
     "tree",

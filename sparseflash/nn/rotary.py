@@ -28,10 +28,16 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         """x: (batch, heads, seq, head_dim), whose first token has the position `offset`."""
         position = torch.arange(offset, offset + x.shape[2], device=x.device)
-        angle = position[:, None] * self.frequencies.float()
-        cosine, sine = angle.cos(), angle.sin()
-        first, second = rearrange(x.float(), "b h n (half d) -> half b h n d", half=2)
-        turned = torch.cat(
-            [first * cosine - second * sine, second * cosine + first * sine], dim=-1
-        )
-        return turned.to(x.dtype)
+        return turned(x, position[:, None] * self.frequencies.float())
+
+
+def turned(x: Tensor, angle: Tensor) -> Tensor:
+    """x (..., seq, head_dim) with features i and i + head_dim / 2 turned as a pair by angle i.
+
+    angle: float32 (..., seq, head_dim / 2).
+    """
+    cosine, sine = angle.cos(), angle.sin()
+    first, second = rearrange(x.float(), "... (half d) -> half ... d", half=2)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(
+        x.dtype
+    )

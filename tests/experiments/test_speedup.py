@@ -128,6 +128,7 @@ def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
         (["--peers", "fa9"], "unknown peer"),
         (["--peers", "cudnn"], "runs on cuda only"),
         (["--clock", "graph"], "does not measure a cpu"),
+        (["--backend", "cuda"], "known: auto, cpu, hopper, triton"),
         (["--heads", "0"], "greater than or equal to 1"),
         (["--passes", "sideways"], "'both'"),
     ],

@@ -48,6 +48,10 @@ BLOCK_PATTERNS = [
     (masks.butterfly(), lambda i, j: (i ^ j) & ((i ^ j) - 1) == 0),
     (masks.butterfly(4), lambda i, j: ((i ^ j) == 0) | ((i ^ j) == 1) | ((i ^ j) == 2)),
     (masks.butterfly(1), lambda i, j: i == j),
+    (
+        masks.neighborhood2d(3, 1),
+        lambda i, j: ((i // 3 - j // 3).abs() <= 1) & ((i % 3 - j % 3).abs() <= 1),
+    ),
     (masks.bigbird(3, 2, 0), lambda i, j: ((i - j).abs() <= 1) | (i < 2) | (j < 2)),
 ]
 
@@ -237,6 +241,7 @@ def test_parse_reads_a_file(tmp_path):
             lambda: masks.pattern(lambda q, k: (q > 0)[:3])(64),
             "must return a tensor that broadcasts",
         ),
+        (lambda: masks.neighborhood2d(0, 1), "columns must be >= 1 .* got 0 and 1"),
         (lambda: masks.block_pattern(lambda i, j: 1)(64), "must return a bool tensor"),
         (
             lambda: masks.parse("butterflies()"),

@@ -1,0 +1,1 @@
+"""Long Range Arena and Path-X: tasks, floors, an encoder for any pattern, training, speed."""

@@ -1,0 +1,145 @@
+"""Training and testing from the command line.
+
+    python -m experiments.lra fit --preset nystromformer/listops --model.encoder.attention flash
+    python -m experiments.lra fit --preset nystromformer/listops --ckpt_path runs/.../last.ckpt
+    python -m experiments.lra test --preset nystromformer/listops --ckpt_path runs/.../best.ckpt
+
+A preset is a file of presets/, after the common.yaml of its folders; every value of it can be
+given on the command line, as --help lists them.
+"""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from lightning.pytorch.cli import LightningCLI
+from rich.console import Console
+from rich.table import Table
+
+from experiments.environment import environment
+from experiments.lra import presets, tasks
+from experiments.lra.callbacks import Curve, StuckAtChance
+from experiments.lra.causal import moved_discs
+from experiments.lra.data import ArenaData
+from experiments.lra.floors import floors
+from experiments.lra.learner import Learner, read_checkpoint
+from experiments.lra.tasks import Pathfinder, Task
+
+
+class ArenaCLI(LightningCLI):
+    """Lightning's command line, with one task for data and model, and a test after each run."""
+
+    def add_arguments_to_parser(self, parser) -> None:
+        parser.link_arguments("data.task", "model.task", apply_on="instantiate")
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.link_arguments("seed_everything", "model.seed")
+
+    def before_fit(self) -> None:
+        if path := self.config[str(self.subcommand)].ckpt_path:
+            read_checkpoint(Path(path))
+
+    before_test = before_fit
+
+    def after_fit(self) -> None:
+        checkpoint = self.trainer.checkpoint_callback
+        best = getattr(checkpoint, "best_model_path", "") or None
+        # Testing reads the best checkpoint, which knows no more than the run did when it was made.
+        run = {
+            "stuck": any(callback.stuck for callback in self._callbacks(StuckAtChance)),
+            "steps": self.trainer.global_step,
+            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
+        }
+        if not run["stuck"]:
+            self.trainer.test(
+                self.model, datamodule=self.datamodule, ckpt_path=best, weights_only=True
+            )
+        self._report(run)
+
+    def after_test(self) -> None:
+        self._report({"stuck": False, "steps": self.trainer.global_step})
+
+    def _moved_discs(self, run: dict) -> dict[str, float]:
+        task = self.datamodule.task
+        if run["stuck"] or not isinstance(task, Pathfinder):
+            return {}
+        return moved_discs(self.model.classifier, task)
+
+    def _callbacks(self, kind: type) -> list:
+        return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _report(self, run: dict) -> None:
+        # Every process takes part in agreeing on the folder.
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if not self.trainer.is_global_zero:
+            return
+        task = self.datamodule.task
+        result = {
+            "task": task.name,
+            "attention": self.model.classifier.encoder.config.attention,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "seed": self.model.seed,
+            **run,
+            **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
+            "floors": floors(task),
+            "moved discs": self._moved_discs(run),
+            "environment": environment(self.model.device),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        show(result)
+
+
+def show(result: dict) -> None:
+    """Prints an accuracy with its floors."""
+    if result["stuck"]:
+        Console().print(f"{result['task']}: stuck at chance, stopped at step {result['steps']}")
+        return
+    accuracy, error = result["test/accuracy"], result["test/standard_error"]
+    table = Table("", "%", "standard errors below", title=f"{result['task']}, test")
+    table.add_row("accuracy", f"{100 * accuracy:.2f} ± {100 * error:.2f}", "")
+    for name, floor in {"class prior": result["test/class_prior"], **result["floors"]}.items():
+        table.add_row(name, f"{100 * floor:.2f}", f"{(accuracy - floor) / max(error, 1e-9):+.1f}")
+    for name, part in result["moved discs"].items():
+        table.add_row(f"a disc moved: {name}", f"{100 * part:.2f}", "")
+    Console().print(table)
+
+
+def with_presets(arguments: list[str]) -> list[str]:
+    """The arguments, each `--preset name` replaced by `--config file` for its files."""
+    expanded = []
+    given = iter(arguments)
+    for argument in given:
+        if argument == "--preset":
+            files = presets.files_of(next(given, ""))
+            expanded += [part for path in files for part in ("--config", str(path))]
+        else:
+            expanded.append(argument)
+    return expanded
+
+
+def check_task(arguments: list[str]) -> None:
+    """Raises ValueError with the known tasks for a bare name that is none of them."""
+    known = [name for name, found in vars(tasks).items() if _is_task(found)]
+    for option, value in pairwise(arguments):
+        if option == "--data.task" and value.isidentifier() and value not in known:
+            raise ValueError(f"unknown task {value!r}; known: {', '.join(known)}")
+
+
+def _is_task(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Task) and found is not Task
+
+
+def main() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_task(sys.argv)
+        sys.argv[1:] = with_presets(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    ArenaCLI(Learner, ArenaData, seed_everything_default=0, save_config_kwargs={"overwrite": True})
+
+
+if __name__ == "__main__":
+    main()

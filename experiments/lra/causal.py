@@ -1,0 +1,38 @@
+"""Does a model of Pathfinder follow contours? Its answers must turn when a disc moves to the end
+of the other contour, and nothing else changes.
+"""
+
+import torch
+from torch import Tensor
+
+from experiments.lra.model import Classifier
+from experiments.lra.tasks import Pathfinder, collate
+
+IMAGES = 512
+BATCH = 32
+
+
+@torch.no_grad()
+def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dict[str, float]:
+    """Over `count` pairs of an image and the same with its second disc moved: parts of the pairs
+    that are answered differently, and that are answered rightly both times.
+
+    A model that guesses at random answers half of the pairs differently and a quarter rightly.
+    """
+    model.eval()
+    images = task.images("moved discs", count)
+    different = right = 0
+    for start in range(0, count, BATCH):
+        indices = range(start, min(start + BATCH, count))
+        drawn = [images.draw(i, moved) for i in indices for moved in (False, True)]
+        samples = [([drawing.image.reshape(-1)], drawing.label) for drawing in drawn]
+        batch = collate(task.shape, samples)
+        answers = _answers(model, batch.ids).view(-1, 2)
+        different += int((answers[:, 0] != answers[:, 1]).sum())
+        right += int((answers == batch.labels.view(-1, 2)).all(1).sum())
+    return {"different": different / count, "both right": right / count}
+
+
+def _answers(model: Classifier, ids: Tensor) -> Tensor:
+    device = next(model.parameters()).device
+    return model(ids.to(device)).argmax(-1).cpu()

@@ -1,0 +1,107 @@
+"""Batches for training: which samples a step reads is a function of seed and step alone."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+import lightning as L
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from experiments.lra.tasks import Samples, Task, collate
+from experiments.lra.tasks.hashing import shuffled, stream_of
+from experiments.lra.tasks.task import Subset
+
+
+class StepBatches(Sampler[list[int]]):
+    """Indices of batch `start`, `start` + 1, ... without end, for one of several processes.
+
+    The samples of all batches stand in one line: the training set in a new order for each time it
+    is gone through. More processes read the same batches, a part of each in each process.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, seed: int, start: int, rank: int, world_size: int
+    ):
+        if batch_size % world_size:
+            raise ValueError(
+                f"batch_size must be a multiple of the {world_size} processes, got {batch_size}"
+            )
+        self.samples, self.batch_size, self.seed, self.start = samples, batch_size, seed, start
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in count(self.start):
+            first = batch * self.batch_size
+            places = range(first + self.rank, first + self.batch_size, self.world_size)
+            yield [self._sample(place) for place in places]
+
+    def _sample(self, place: int) -> int:
+        times, position = divmod(place, self.samples)
+        return int(shuffled(position, self.samples, stream_of("order", self.seed, times)))
+
+
+class ArenaData(L.LightningDataModule):
+    """A task's samples in batches.
+
+    data_root:  where published files are, and where generated ones go
+    batch_size: samples of a step over all processes
+    workers:    processes that read or draw samples; 0 does so between steps
+    seed:       of the order of the training samples
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        data_root: Path = Path("data"),
+        batch_size: int = 32,
+        workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.task, self.data_root, self.batch_size = task, data_root, batch_size
+        self.workers, self.seed = workers, seed
+
+    def prepare_data(self) -> None:
+        self.task.splits(self.data_root)
+
+    def setup(self, stage: str) -> None:
+        self.samples = self.task.splits(self.data_root)
+
+    def train_dataloader(self) -> DataLoader:
+        trainer = self._trainer()
+        batches = StepBatches(
+            len(self.samples["train"]),
+            self.batch_size,
+            self.seed,
+            start=trainer.global_step * trainer.accumulate_grad_batches,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        return self._loader(self.samples["train"], batch_sampler=batches)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._evaluation("validation")
+
+    def test_dataloader(self) -> DataLoader:
+        return self._evaluation("test")
+
+    def _evaluation(self, split: str) -> DataLoader:
+        trainer, samples = self._trainer(), self.samples[split]
+        mine = Subset(samples, np.arange(trainer.global_rank, len(samples), trainer.world_size))
+        return self._loader(mine, batch_size=-(-self.batch_size // trainer.world_size))
+
+    def _loader(self, samples: Samples, **options) -> DataLoader:
+        return DataLoader(
+            cast(Dataset, samples),  # which asks for no more than Samples has
+            num_workers=self.workers,
+            collate_fn=partial(collate, self.task.shape),
+            pin_memory=self._trainer().strategy.root_device.type == "cuda",
+            **options,
+        )
+
+    def _trainer(self) -> L.Trainer:
+        assert self.trainer is not None, "a LightningDataModule gives loaders to its Trainer only"
+        return self.trainer

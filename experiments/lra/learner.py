@@ -1,0 +1,238 @@
+"""What is trained: the losses, the schedule, and what is reported beside the accuracy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import cos, pi, sqrt
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from experiments.lra.model import Classifier, EncoderConfig
+from experiments.lra.tasks import Batch, Task
+from experiments.lra.tasks.hashing import stream_of
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, and how its learning rate goes: up over warmup steps, then down to the last step.
+
+    schedule: "onecycle" falls linearly and moves beta1 the other way, as torch's OneCycleLR does;
+    "cosine" falls to 0; "rsqrt" falls by 1 / sqrt(step); "constant" stays.
+    """
+
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    schedule: Literal["onecycle", "cosine", "rsqrt", "constant"] = "onecycle"
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The loss: labels * cross-entropy of the label + pixels * cross-entropy of hidden tokens.
+
+    hidden: part of the tokens that are hidden; ink: weight of tokens other than 0, of which images
+    of contours have few. labels = 0 is pre-training without labels.
+    """
+
+    labels: float = 1.0
+    pixels: float = 0.0
+    hidden: float = 0.5
+    ink: float = 1.0
+
+
+class Learner(L.LightningModule):
+    """A classifier of a task's samples in training.
+
+    init_from: a checkpoint whose weights to start from. Learned positions of a smaller image are
+        repeated over the larger one, as the FlashAttention paper did for Path-X.
+    passes: "compiled" has torch.compile fuse all but our kernels, "cuda_graph" replays the passes
+        of the classifier, which spares small models the wait for launches.
+    seed: of the random numbers of a step, which are functions of seed, step and process.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        encoder: EncoderConfig,
+        optimizer: OptimizerConfig,
+        objective: ObjectiveConfig,
+        init_from: Path | None = None,
+        passes: Literal["eager", "compiled", "cuda_graph"] = "eager",
+        seed: int = 0,
+    ):
+        super().__init__()
+        if encoder.mask_black and objective.pixels:
+            raise ValueError("mask_black does not go with objective.pixels: black is guessed too")
+        self.passes = passes
+        self.task, self.optimizer, self.objective, self.seed = task, optimizer, objective, seed
+        self.classifier = Classifier(encoder, task.shape)
+        # What guesses hidden tokens.
+        self.restore = nn.Linear(encoder.dim, task.shape.vocabulary) if objective.pixels else None
+        classes = task.shape.classes
+        self.accuracy = MulticlassAccuracy(classes, average="micro")
+        self.confusion = MulticlassConfusionMatrix(classes)
+        if init_from is not None:
+            start_from(self, init_from)
+        if passes == "compiled":
+            self.classifier.compile(dynamic=False)
+
+    def on_train_start(self) -> None:
+        if self.passes == "cuda_graph":
+            self._capture()
+
+    def _capture(self) -> None:
+        """Replaces the classifier's training passes by graphs of them."""
+        if self.device.type != "cuda" or self.trainer.world_size > 1:
+            raise ValueError("passes 'cuda_graph' need one CUDA device")
+        if self.classifier.encoder.config.attention_dropout:
+            raise ValueError("passes 'cuda_graph' need attention_dropout 0: its seed would freeze")
+        assert self.trainer.train_dataloader is not None
+        batch = next(iter(self.trainer.train_dataloader))
+        inputs = tuple(part.to(self.device) for part in batch.inputs)
+        with self.trainer.precision_plugin.forward_context():
+            torch.cuda.make_graphed_callables(self.classifier, inputs)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        # Exact resumption needs no saved random state, on any number of processes.
+        stream = stream_of(
+            "step", self.seed, self.trainer.global_step, batch_idx, self.global_rank
+        )
+        torch.manual_seed(int(stream) >> 1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        loss = torch.zeros((), device=self.device)
+        right = None
+        if self.objective.labels:
+            logits = self.classifier(*batch.inputs)
+            loss = loss + self.objective.labels * cross_entropy(logits, batch.labels)
+            right = (logits.argmax(-1) == batch.labels).float().mean()
+            self.log("train/accuracy", right, prog_bar=True)
+        if self.restore is not None:
+            pixels = self.restoration_loss(batch)
+            loss = loss + self.objective.pixels * pixels
+            self.log("train/pixels", pixels, prog_bar=True)
+        self.log("train/loss", loss, prog_bar=True)
+        return {"loss": loss} if right is None else {"loss": loss, "accuracy": right.detach()}
+
+    def restoration_loss(self, batch: Batch) -> Tensor:
+        """Cross-entropy of hidden tokens, over all ids; ink counts more."""
+        assert self.restore is not None
+        encoder = self.classifier.encoder
+        ids = batch.ids.flatten(0, 1)
+        lengths = None if batch.lengths is None else batch.lengths.flatten()
+        hidden = torch.rand(ids.shape, device=ids.device) < self.objective.hidden
+        if lengths is not None:
+            hidden &= torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        features, _ = encoder(ids.masked_fill(hidden, encoder.extra_id), lengths)
+        features = features[:, features.shape[1] - ids.shape[1] :]  # without a CLS token
+        if encoder.order is not None:
+            ids, hidden = ids[:, encoder.order], hidden[:, encoder.order]
+        losses = cross_entropy(self.restore(features[hidden]), ids[hidden], reduction="none")
+        weights = torch.where(ids[hidden] > 0, self.objective.ink, 1.0)
+        return (losses * weights).sum() / weights.sum()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        logits = self.classifier(*batch.inputs)
+        self.accuracy(logits, batch.labels)
+        size = len(batch.labels)
+        self.log("validation/accuracy", self.accuracy, prog_bar=True, batch_size=size)
+        loss = cross_entropy(logits, batch.labels)
+        self.log("validation/loss", loss, sync_dist=True, batch_size=size)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.confusion(self.classifier(*batch.inputs), batch.labels)
+
+    def on_test_epoch_end(self) -> None:
+        for name, value in accuracy_of(self.confusion.compute()).items():
+            self.log(f"test/{name}", value)
+
+    def configure_optimizers(self):
+        config, steps = self.optimizer, int(self.trainer.max_steps)
+        optimizer = AdamW(
+            self.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        schedule = schedule_of(config, optimizer, steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def accuracy_of(confusion: Tensor) -> dict[str, float]:
+    """Accuracy, its standard error, and what always answering the most frequent class gives."""
+    total = float(confusion.sum())
+    accuracy = float(confusion.diagonal().sum()) / total
+    return {
+        "accuracy": accuracy,
+        "standard_error": sqrt(accuracy * (1 - accuracy) / total),
+        "class_prior": float(confusion.sum(1).max()) / total,
+        "samples": total,
+    }
+
+
+def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    if config.schedule == "onecycle":
+        return OneCycleLR(
+            optimizer,
+            config.learning_rate,
+            total_steps=steps + 1,
+            pct_start=config.warmup_steps / steps,
+            anneal_strategy="linear",
+        )
+    warmup = max(config.warmup_steps, 1)
+    fall: dict[str, Callable[[int], float]] = {
+        "cosine": lambda step: (1 + cos(pi * (step - warmup) / max(steps - warmup, 1))) / 2,
+        "rsqrt": lambda step: sqrt(warmup / step),
+        "constant": lambda step: 1.0,
+    }
+    after = fall[config.schedule]
+    return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else after(step))
+
+
+def read_checkpoint(path: Path) -> dict:
+    """The contents of a checkpoint; nothing in it is run. Raises ValueError naming the file."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+
+
+def start_from(learner: Learner, path: Path) -> None:
+    """Loads weights; learned positions are fitted, the guesser of hidden tokens may be new or old.
+
+    Raises ValueError for a checkpoint of another model.
+    """
+    weights = read_checkpoint(path)["state_dict"]
+    own = learner.state_dict()
+    name = "classifier.encoder.positions.learned.weight"
+    if name in weights and name in own:
+        weights[name] = repeated_over_grid(weights[name], own[name].shape[0])
+    try:
+        missing, unexpected = learner.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds another model: {error}") from error
+    if others := [key for key in (*missing, *unexpected) if not key.startswith("restore.")]:
+        raise ValueError(f"{path} holds another model: {others} are in one of the two only")
+
+
+def repeated_over_grid(positions: Tensor, tokens: int) -> Tensor:
+    """(side^2, dim) -> (tokens, dim), repeating the small grid over the larger one."""
+    small, large = (round(sqrt(n)) for n in (positions.shape[0], tokens))
+    if positions.shape[0] == tokens or small**2 != positions.shape[0] or large % small:
+        return positions
+    grid = positions.view(small, small, -1).repeat(large // small, large // small, 1)
+    return grid.flatten(0, 1)

@@ -1,0 +1,285 @@
+"""A pre-norm encoder with the options of the published configurations, and any attention."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, gelu, pad, relu
+
+from experiments.lra.attend import NAMED, Attend, attend_by
+from experiments.lra.grid import order_of
+from experiments.lra.packaged import PACKAGED
+from experiments.lra.tasks import Shape
+from sparseflash.nn.rotary import turned
+
+Expressions = str | list[str | list[str]]
+
+ROTARY_BASE = 10_000.0
+AXIAL_BASE = 100.0  # coordinates of pixels are small numbers
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """What an encoder is made of; presets/ holds the published ones.
+
+    attention:  for all layers, or a list with one for each layer. Each is "standard", "flash",
+        "sdpa", "linear"; a pattern such as "local(128) | global_tokens(16)"; a list of patterns,
+        one for each head; or "nystromformer", "performer", "linformer" of other packages
+    block_size: side of the patterns' blocks, in tokens
+    positions:  "learned" and "sinusoidal" are added to the embeddings; "rotary" turns queries and
+        keys by their place in the sequence, "axial" by the row and the column of their pixel: the
+        same in images of any size
+    pool:       "mean" or "max" over all tokens but padding; "mean_padded" divides the sum by the
+        padded length, as published code does; "cls" reads a token put in front
+    order:      of pixels: "raster", or "tiles" of tile = rows, columns: a prior of the plane
+    embedding_std: of the random embeddings of ids and places at the start
+    mask_black: take pixels of value 0 for padding, as `ids != 0` in published code does
+    """
+
+    attention: Expressions = "flash"
+    block_size: int = 128
+    layers: int = 2
+    dim: int = 64
+    heads: int = 2
+    feedforward: int = 128
+    positions: Literal["learned", "sinusoidal", "rotary", "axial", "none"] = "learned"
+    pool: Literal["mean", "mean_padded", "max", "cls"] = "mean"
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    order: Literal["raster", "tiles"] = "raster"
+    tile: tuple[int, int] = (8, 16)
+    embedding_std: float = 0.02
+    mask_black: bool = False
+
+
+class Encoder(nn.Module):
+    """ids (batch, seq_len) and lengths (batch,) or None -> features (batch, tokens, dim), and the
+    lengths of these; tokens is seq_len, and one more with a CLS token."""
+
+    order: Tensor | None
+
+    def __init__(self, config: EncoderConfig, shape: Shape):
+        super().__init__()
+        expressions = per_layer(config)
+        _check(config, shape, expressions)
+        self.config, self.cls = config, config.pool == "cls"
+        self.register_buffer("order", order_of(shape, config.order, config.tile), persistent=False)
+        # One id more than the task has: the CLS token, and what hides a masked one.
+        self.extra_id = shape.vocabulary
+        self.embedding = nn.Embedding(shape.vocabulary + 1, config.dim)
+        self.positions = Positions(config, shape, self.order)
+        tokens = shape.seq_len + self.cls
+        self.layers = nn.ModuleList(
+            Layer(config, attention_of(config, expression, tokens)) for expression in expressions
+        )
+        self.norm = nn.LayerNorm(config.dim)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=config.embedding_std)
+
+    def forward(self, ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.order is not None:
+            ids = ids[:, self.order]
+        if self.cls:
+            ids = pad(ids, (1, 0), value=self.extra_id)
+            lengths = None if lengths is None else lengths + 1
+        x, turns = self.positions(self.embedding(ids))
+        if self.config.mask_black:
+            x, turns, lengths = black_last(ids, x, turns)
+        x = dropout(x, self.config.dropout, self.training)
+        for layer in self.layers:
+            x = layer(x, turns, lengths)
+        return self.norm(x), lengths
+
+
+def per_layer(config: EncoderConfig) -> list[str | list[str]]:
+    """The attention of each layer. Raises ValueError for a list of another length."""
+    if isinstance(config.attention, str):
+        return [config.attention] * config.layers
+    if len(config.attention) != config.layers:
+        raise ValueError(
+            f"attention must be one expression, or one for each of {config.layers} layers, got "
+            f"{len(config.attention)}"
+        )
+    return config.attention
+
+
+def _check(config: EncoderConfig, shape: Shape, expressions: list[str | list[str]]) -> None:
+    if config.dim % config.heads:
+        raise ValueError(f"heads must divide dim {config.dim}, got {config.heads}")
+    if config.positions == "axial" and shape.side is None:
+        raise ValueError("positions 'axial' are for images, this task is text")
+    if config.positions == "axial" and config.dim // config.heads % 4:
+        raise ValueError(
+            f"positions 'axial' need a head dim divisible by 4, got {config.dim // config.heads}"
+        )
+    packaged = [e for e in expressions if isinstance(e, str) and e in PACKAGED]
+    if packaged and config.positions in ("rotary", "axial"):
+        raise ValueError(f"positions {config.positions!r} do not go with {packaged[0]!r}")
+    if config.mask_black:
+        if shape.side is None:
+            raise ValueError("mask_black is for images, this task is text")
+        # Masked pixels are moved to the end, and patterns are about places.
+        if any(not isinstance(e, str) or e not in NAMED for e in expressions):
+            raise ValueError(
+                f"mask_black goes with attention {sorted(NAMED)} only, got {expressions}"
+            )
+
+
+def black_last(ids: Tensor, x: Tensor, turns: Tensor | None):
+    """The same tokens with black pixels behind all others, and how many others there are.
+
+    Attention without a pattern does not ask where a token stands, so this is a mask of black keys.
+    """
+    black = ids == 0
+    order = black.to(torch.uint8).argsort(dim=1, stable=True)
+    x = x.gather(1, order[..., None].expand_as(x))
+    return x, None if turns is None else turns[order][:, None], (~black).sum(1)
+
+
+class Positions(nn.Module):
+    """embeddings (batch, tokens, dim) -> the same with what is added for their places, and the
+    angles, (tokens, head_dim / 2), by which queries and keys turn."""
+
+    place: Tensor
+    added: Tensor | None
+    turns: Tensor | None
+
+    def __init__(self, config: EncoderConfig, shape: Shape, order: Tensor | None):
+        super().__init__()
+        self.cls = config.pool == "cls"
+        place = torch.arange(shape.seq_len) if order is None else order
+        self.register_buffer("place", pad(place + self.cls, (int(self.cls), 0)), persistent=False)
+        self.learned = None
+        added = turns = None
+        tokens = shape.seq_len + self.cls
+        if config.positions == "learned":
+            self.learned = nn.Embedding(tokens, config.dim)
+        elif config.positions == "sinusoidal":
+            angles = frequencies(torch.arange(tokens), config.dim // 2, ROTARY_BASE)
+            added = torch.cat([angles.sin(), angles.cos()], -1)
+        elif config.positions == "rotary":
+            turns = frequencies(self.place, config.dim // config.heads // 2, ROTARY_BASE)
+        elif config.positions == "axial":
+            assert shape.side is not None
+            pairs = config.dim // config.heads // 4
+            row, column = place // shape.side, place % shape.side
+            angles = [frequencies(at, pairs, AXIAL_BASE) for at in (row, column)]
+            # The CLS token does not turn.
+            turns = pad(torch.cat(angles, -1), (0, 0, int(self.cls), 0))
+        self.register_buffer("added", added, persistent=False)
+        self.register_buffer("turns", turns, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.learned is not None:
+            x = x + self.learned(self.place)
+        elif self.added is not None:
+            x = x + self.added[self.place]
+        return x, self.turns
+
+
+def frequencies(place: Tensor, count: int, base: float) -> Tensor:
+    """place base^(-i / count) for i = 0..count-1: (places, count)."""
+    return place[:, None] * base ** (-torch.arange(count) / count)
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + feedforward(norm(x))."""
+
+    def __init__(self, config: EncoderConfig, attention: nn.Module):
+        super().__init__()
+        self.dropout = config.dropout
+        self.norm_attention = nn.LayerNorm(config.dim)
+        self.attention = attention
+        self.norm_feedforward = nn.LayerNorm(config.dim)
+        self.widen = nn.Linear(config.dim, config.feedforward)
+        self.narrow = nn.Linear(config.feedforward, config.dim)
+
+    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
+        x = x + self._dropped(self.attention(self.norm_attention(x), turns, lengths))
+        wide = self._dropped(gelu(self.widen(self.norm_feedforward(x))))
+        return x + self._dropped(self.narrow(wide))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return dropout(x, self.dropout, self.training)
+
+
+class SelfAttention(nn.Module):
+    """Projections around an attend."""
+
+    def __init__(self, config: EncoderConfig, attend: Attend):
+        super().__init__()
+        self.attend, self.heads, self.dropout = attend, config.heads, config.attention_dropout
+        self.query_key_value = nn.Linear(config.dim, 3 * config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
+        batch, tokens, dim = x.shape
+        projected = self.query_key_value(x).view(batch, tokens, 3, self.heads, -1)
+        query, key, value = projected.permute(2, 0, 3, 1, 4).unbind()
+        if turns is not None:
+            query, key = turned(query, turns), turned(key, turns)
+        p = self.dropout if self.training else 0.0
+        attended = self.attend(query, key, value, lengths, p)
+        return self.out(attended.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+class PackagedAttention(nn.Module):
+    """A layer of another package, which knows padding but no turns."""
+
+    def __init__(self, config: EncoderConfig, name: str, tokens: int):
+        super().__init__()
+        self.layer = PACKAGED[name](config.dim, config.heads, tokens)
+
+    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
+        if lengths is None:
+            return self.layer(x, None)
+        return self.layer(x, torch.arange(x.shape[1], device=x.device) < lengths[:, None])
+
+
+def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int) -> nn.Module:
+    if isinstance(expression, str) and expression in PACKAGED:
+        return PackagedAttention(config, expression, tokens)
+    return SelfAttention(config, attend_by(expression, config.block_size))
+
+
+class Classifier(nn.Module):
+    """ids (batch, documents, seq_len) and lengths (batch, documents) or None -> logits.
+
+    Two documents a, b are read by the same encoder and compared as [a, b, a b, a - b].
+    """
+
+    def __init__(self, config: EncoderConfig, shape: Shape):
+        super().__init__()
+        self.pool = config.pool
+        self.encoder = Encoder(config, shape)
+        features = config.dim * (1 if shape.documents == 1 else 4)
+        self.hidden = nn.Linear(features, config.feedforward)
+        self.answer = nn.Linear(config.feedforward, shape.classes)
+
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        x, lengths = self.encoder(
+            ids.flatten(0, 1), None if lengths is None else lengths.flatten()
+        )
+        pooled = pooled_by(self.pool, x, lengths).unflatten(0, ids.shape[:2])
+        if ids.shape[1] == 1:
+            return self.classify(pooled[:, 0])
+        a, b = pooled.unbind(1)
+        return self.classify(torch.cat([a, b, a * b, a - b], dim=-1))
+
+    def classify(self, features: Tensor) -> Tensor:
+        return self.answer(relu(self.hidden(features)))
+
+
+def pooled_by(pool: str, x: Tensor, lengths: Tensor | None) -> Tensor:
+    """(batch, tokens, dim) -> (batch, dim), see EncoderConfig.pool."""
+    if pool == "cls":
+        return x[:, 0]
+    if lengths is None:
+        return x.amax(1) if pool == "max" else x.mean(1)
+    padding = (torch.arange(x.shape[1], device=x.device) >= lengths[:, None])[..., None]
+    if pool == "max":
+        return x.masked_fill(padding, -torch.inf).amax(1)
+    divisor = lengths[:, None] if pool == "mean" else x.shape[1]
+    return x.masked_fill(padding, 0).sum(1) / divisor

@@ -1,0 +1,256 @@
+"""The arena's speed table: time and memory of a training step for every attention.
+
+    python -m experiments.lra.speed
+    python -m experiments.lra.speed --name path --tasks path-x,path-256
+    python -m experiments.lra.speed --name compiled --compiled --only standard --only flash
+
+Five tasks at the sizes of the Nystromformer protocol, which the FlashAttention paper's Table 3
+follows: forward, backward and optimizer of a whole model, on random samples of full length, in
+bfloat16 autocast, without dropout of probabilities. Each step is timed as called from Python and
+as a CUDA graph: steps of this size wait for their launches.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import cross_entropy
+
+from experiments.environment import device_name, environment
+from experiments.lra import presets
+from experiments.lra.attend import NAMED
+from experiments.lra.model import Classifier, EncoderConfig
+from experiments.lra.packaged import PACKAGED
+from experiments.lra.tasks import Shape
+from experiments.memory import METHOD, peak_bytes
+from experiments.timing import Clock, Timing, time_call
+
+RESULTS = Path(__file__).parents[1] / "results"
+BUDGET_MS = 200
+DENSE = ("standard", "sdpa", "flash")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An attention, and the block size that its pattern is compiled with."""
+
+    attention: str
+    block_size: int = 128
+
+    @property
+    def label(self) -> str:
+        known = self.attention in NAMED or self.attention in PACKAGED
+        return self.attention if known else f"{self.attention} of {self.block_size}"
+
+
+CONTENDERS = (
+    *(Contender(name) for name in DENSE),
+    *(Contender("butterfly()", size) for size in (64, 128)),
+    Contender("butterfly(2)", 128),
+    *(Contender("local(64)", size) for size in (64, 128)),
+    Contender("longformer(64, 64)", 64),
+    Contender("bigbird(3, 1, 1)", 64),
+    Contender("linear"),
+    *(Contender(name) for name in PACKAGED),
+)
+
+
+TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+ARENA = {task: f"nystromformer/{task}" for task in TASKS}
+PATH = {task: f"curriculum/{task}" for task in ("path-x", "path-256")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset's model, samples of a step and shape of samples, and who is measured on it."""
+
+    shape: Shape
+    batch: int
+    model: EncoderConfig
+    contenders: tuple[Contender, ...]
+
+
+def case_of(task: str) -> Case:
+    values = presets.read((ARENA | PATH)[task])
+    encoder = values["model"]["encoder"] | {"attention_dropout": 0.0}
+    contenders = CONTENDERS
+    if task in PATH:
+        # Standard attention would need more memory than any GPU has.
+        contenders = (Contender("sdpa"), Contender("flash"), Contender(encoder["attention"]))
+    shape, batch = presets.task_of(values).shape, values["data"]["batch_size"]
+    return Case(shape, batch, EncoderConfig(**encoder), contenders)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement: a training step of a task with an attention. clock: see timing.Clock."""
+
+    task: str
+    attention: str
+    block_size: int
+    seq_len: int
+    batch: int
+    parameters: int
+    clock: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    peak_bytes: int
+
+    @property
+    def label(self) -> str:
+        return Contender(self.attention, self.block_size).label
+
+
+def main(
+    tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(ARENA),
+    only: Annotated[list[str] | None, typer.Option(help="attentions, all by default")] = None,
+    scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
+    compiled: Annotated[bool, typer.Option(help="by torch.compile, but for our kernels")] = False,
+    name: Annotated[str, typer.Option(help="of the table, in the name of its file")] = "arena",
+    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+) -> None:
+    """Measures training steps of every attention on every task."""
+    console = Console(width=132)
+    if unknown := [name for name in tasks.split(",") if name not in ARENA | PATH]:
+        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(ARENA | PATH)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    steps, failed = [], []
+    for task in tasks.split(","):
+        case = case_of(task)
+        case = replace(case, batch=max(1, case.batch // scale))
+        for contender in chosen(case.contenders, only):
+            try:
+                steps += measure(task, case, contender, compiled, device)
+            except (torch.OutOfMemoryError, ImportError) as error:
+                failed.append([task, contender.label, str(error).splitlines()[0]])
+        console.print(table_of(task, case, [s for s in steps if s.task == task]))
+    record = environment(device) | {
+        "memory": METHOD[device.type],
+        "compiled": compiled,
+        "models": {task: asdict(case_of(task).model) for task in tasks.split(",")},
+        "steps": [asdict(step) for step in steps],
+        "failed": failed,
+        "geometric_mean_speedup": means(steps),
+    }
+    machine = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", device_name(device).lower())
+    path = output / f"lra-{name}-{machine}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(table_of_means(record["geometric_mean_speedup"]))
+    console.print(f"wrote {path}")
+
+
+def chosen(contenders: tuple[Contender, ...], only: list[str] | None) -> list[Contender]:
+    return [contender for contender in contenders if not only or contender.attention in only]
+
+
+def measure(
+    task: str, case: Case, contender: Contender, compiled: bool, device: torch.device
+) -> list[Step]:
+    """The step by every clock of the device."""
+    clocks = (Clock.EVENTS, Clock.GRAPH) if device.type == "cuda" else (Clock.CPU,)
+    torch.manual_seed(0)
+    config = replace(case.model, attention=contender.attention, block_size=contender.block_size)
+    model = Classifier(config, case.shape).to(device)
+    if compiled:
+        model.compile(dynamic=False)
+    step = training_step(model, case, device)
+    step()
+    peak = peak_bytes(step, device)
+    found = []
+    for clock in clocks:
+        timing: Timing = time_call(lambda: step, clock, BUDGET_MS)
+        found.append(
+            Step(
+                task=task,
+                attention=contender.attention,
+                block_size=contender.block_size,
+                seq_len=case.shape.seq_len,
+                batch=case.batch,
+                parameters=sum(parameter.numel() for parameter in model.parameters()),
+                clock=clock.value,
+                median_ms=timing.median_ms,
+                low_ms=timing.low_ms,
+                high_ms=timing.high_ms,
+                peak_bytes=peak,
+            )
+        )
+    return found
+
+
+def training_step(model: Classifier, case: Case, device: torch.device) -> Callable[[], None]:
+    """Forward, backward and optimizer on one random batch of sequences of full length."""
+    shape = case.shape
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, capturable=device.type == "cuda")
+    size = (case.batch, shape.documents, shape.seq_len)
+    ids = torch.randint(1, shape.vocabulary, size).to(device)
+    labels = torch.randint(shape.classes, (case.batch,)).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            loss = cross_entropy(model(ids), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def speedups(steps: list[Step]) -> dict[tuple[str, str], dict[str, float]]:
+    """By clock and label: for each task, how many times faster than standard attention."""
+    standard = {(s.task, s.clock): s.median_ms for s in steps if s.attention == "standard"}
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for step in steps:
+        if (step.task, step.clock) in standard:
+            ratio = standard[step.task, step.clock] / step.median_ms
+            found.setdefault((step.clock, step.label), {})[step.task] = ratio
+    return found
+
+
+def means(steps: list[Step]) -> dict[str, dict[str, float]]:
+    """By clock: the geometric mean over tasks of each attention that ran on all of them."""
+    tasks = {step.task for step in steps}
+    found: dict[str, dict[str, float]] = {}
+    for (clock, label), ratios in speedups(steps).items():
+        if ratios.keys() == tasks:
+            found.setdefault(clock, {})[label] = exp(fmean(map(log, ratios.values())))
+    return found
+
+
+def table_of(task: str, case: Case, steps: list[Step]) -> Table:
+    ratios = speedups(steps)
+    table = Table(title=f"{task}: batch {case.batch}, N = {case.shape.seq_len}")
+    for column in ("attention", "clock", "ms", "samples/s", "speed-up", "peak MiB"):
+        table.add_column(column, justify="left" if column in ("attention", "clock") else "right")
+    for step in steps:
+        ratio = ratios.get((step.clock, step.label), {}).get(task)
+        table.add_row(
+            step.label,
+            step.clock,
+            f"{step.median_ms:.2f}",
+            f"{1e3 * step.batch / step.median_ms:.0f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            f"{step.peak_bytes / 2**20:.0f}",
+        )
+    return table
+
+
+def table_of_means(geometric_means: dict[str, dict[str, float]]) -> Table:
+    table = Table("attention", *geometric_means, title="geometric mean of speed-ups over tasks")
+    for label in next(iter(geometric_means.values()), {}):
+        cells = (f"{by_label[label]:.2f}" for by_label in geometric_means.values())
+        table.add_row(label, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,25 @@
+"""The tasks of the Long Range Arena, one file each."""
+
+from experiments.lra.tasks.image import ImageTask
+from experiments.lra.tasks.listops import ListOps
+from experiments.lra.tasks.pathfinder import Pathfinder
+from experiments.lra.tasks.retrieval import Retrieval
+from experiments.lra.tasks.synthetic import Synthetic
+from experiments.lra.tasks.task import SPLITS, Batch, MissingData, Samples, Shape, Task, collate
+from experiments.lra.tasks.text import Text
+
+__all__ = [
+    "SPLITS",
+    "Batch",
+    "ImageTask",
+    "ListOps",
+    "MissingData",
+    "Pathfinder",
+    "Retrieval",
+    "Samples",
+    "Shape",
+    "Synthetic",
+    "Task",
+    "Text",
+    "collate",
+]

@@ -1,0 +1,94 @@
+"""Random numbers that are functions of what they are for: the same on every machine, process and
+numpy version. Generated data are functions of what is written here: a change makes other data, and
+numba's cache of what calls it must be deleted.
+
+Source: Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
+"""
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S11 = (np.uint64(bits) for bits in (27, 30, 31, 11))
+_ULP = 2.0**-53
+
+
+@numba.njit(nogil=True)
+def mix(x):
+    """A bijection of uint64 that turns consecutive numbers into random ones."""
+    x = (x ^ (x >> _S30)) * _MIX_1
+    x = (x ^ (x >> _S27)) * _MIX_2
+    return x ^ (x >> _S31)
+
+
+@numba.njit(nogil=True)
+def seed_of(stream, index):
+    """The seed of sample `index` of a stream; both uint64."""
+    return mix(mix(stream + _GAMMA) + (index + np.uint64(1)) * _GAMMA)
+
+
+@numba.njit(nogil=True)
+def uniform(state):
+    """The next number in [0, 1) of a generator whose state is one uint64 in an array."""
+    state[0] += _GAMMA
+    return (mix(state[0]) >> _S11) * _ULP
+
+
+@numba.njit(nogil=True)
+def below(state, n):
+    """The next integer in [0, n)."""
+    return int(uniform(state) * n)
+
+
+def stream_of(*names: str | int) -> np.uint64:
+    """The stream of random numbers that belongs to names, such as ("listops", 0, "train")."""
+    text = "/".join(map(str, names)).encode()
+    stream = np.uint64(0)
+    for byte in text:
+        stream = np.uint64(seed_of(stream, np.uint64(byte)))
+    return stream
+
+
+def split_by_hash(n: int, sizes: Sequence[int], *names: str | int) -> list[np.ndarray]:
+    """0..n-1 cut into parts of the given sizes by the hash of each index, ascending in a part.
+
+    Raises ValueError when the sizes do not sum to n.
+    """
+    if sum(sizes) != n:
+        raise ValueError(f"sizes must sum to the {n} samples, got {list(sizes)}")
+    order = np.argsort(_hashes(stream_of(*names), n), kind="stable")
+    parts = np.split(order, np.cumsum(sizes)[:-1])
+    return [np.sort(part) for part in parts]
+
+
+@numba.njit(nogil=True)
+def _hashes(stream, n):
+    hashes = np.empty(n, np.uint64)
+    for i in range(n):
+        hashes[i] = seed_of(stream, np.uint64(i))
+    return hashes
+
+
+@numba.njit(nogil=True, cache=True)
+def shuffled(position, n, stream):
+    """Which of 0..n-1 stands at a position of the order that belongs to a stream: a bijection.
+
+    A Feistel network on the smallest even number of bits that holds n, walked until it lands below
+    n: random access to a permutation that takes no memory.
+    """
+    half = np.uint64(1)
+    while np.uint64(1) << (half + half) < np.uint64(n):
+        half += np.uint64(1)
+    low = (np.uint64(1) << half) - np.uint64(1)
+    x = np.uint64(position)
+    while True:
+        left, right = x >> half, x & low
+        for turn in range(4):
+            left, right = right, left ^ (seed_of(stream + np.uint64(turn), right) & low)
+        x = (left << half) | right
+        if x < np.uint64(n):
+            return x

@@ -1,0 +1,183 @@
+"""Pathfinder: do the two discs lie on one contour? 32 is the arena's Pathfinder, 128 is Path-X."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from os import cpu_count
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+from rich.progress import track
+
+from experiments.lra.tasks.hashing import split_by_hash, stream_of
+from experiments.lra.tasks.snakes import DIFFICULTIES, Drawing, draw
+from experiments.lra.tasks.store import Allocate, Arrays, stored
+from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
+
+# Images of the training split when each is drawn afresh: more than any run will see.
+ENDLESS = 10**9
+FOLDERS = {
+    "easy": "curv_baseline",
+    "intermediate": "curv_contour_length_9",
+    "hard": "curv_contour_length_14",
+}
+NPY_MAGIC = b"\x93NUMPY"
+
+
+class Pathfinder(Task):
+    """Images by the published algorithm, or the released ones.
+
+    side: 32, 64, 128 or 256 pixels; difficulty: length of the marked contours (the arena: hard).
+    source: "fresh" draws every image when it is asked for, with no end of training images;
+        "stored" draws `sizes` images once; "released" packs the published pathfinder<side>/.
+    sizes: samples of train, validation and test; seed: of the generator.
+    skip_corrupt: leave out (and count) released images that cannot be read, instead of stopping.
+    """
+
+    def __init__(
+        self,
+        side: Literal[32, 64, 128, 256] = 32,
+        difficulty: Literal["easy", "intermediate", "hard"] = "hard",
+        source: Literal["fresh", "stored", "released"] = "fresh",
+        sizes: tuple[int, int, int] = (160_000, 20_000, 20_000),
+        seed: int = 0,
+        skip_corrupt: bool = False,
+    ):
+        self.name = f"pathfinder{side}-{difficulty}"
+        self.shape = Shape(seq_len=side * side, vocabulary=256, classes=2, side=side)
+        self.side, self.difficulty, self.source = side, difficulty, source
+        self.sizes, self.seed, self.skip_corrupt = sizes, seed, skip_corrupt
+
+    def splits(self, data_root: Path) -> Mapping[str, Samples]:
+        if self.source == "released":
+            return self._released(data_root)
+        fresh = {
+            split: self.images(split, size) for split, size in zip(SPLITS, self.sizes, strict=True)
+        }
+        if self.source == "stored":
+            return {split: self._stored(data_root, split, fresh[split]) for split in SPLITS}
+        return fresh | {"train": self.images("train", ENDLESS)}
+
+    def images(self, split: str, count: int) -> "FreshImages":
+        """Images 0 to count - 1 of a split, drawn when they are asked for."""
+        return FreshImages(self.side, DIFFICULTIES[self.difficulty], split, self.seed, count)
+
+    def _stored(self, data_root: Path, split: str, fresh: "FreshImages") -> "PackedImages":
+        name = f"{self.name}-seed{self.seed}-{split}-{len(fresh)}"
+        facts = {"generator": 1, "images": name}
+        return PackedImages(stored(data_root / name, facts, fresh.pack))
+
+    def _released(self, data_root: Path) -> Mapping[str, Samples]:
+        source = data_root / f"pathfinder{self.side}" / FOLDERS[self.difficulty]
+        if not source.exists():
+            raise MissingData(source, "unpack lra_release.gz of google-research/long-range-arena")
+        packed = PackedImages(
+            stored(
+                data_root / f"{self.name}-released",
+                {"source": str(source.relative_to(data_root)), "skip_corrupt": self.skip_corrupt},
+                lambda allocate: pack_released(source, self.side, self.skip_corrupt, allocate),
+            )
+        )
+        held_out = len(packed) // 10
+        sizes = (len(packed) - 2 * held_out, held_out, held_out)
+        parts = split_by_hash(len(packed), sizes, "pathfinder")
+        return {split: Subset(packed, part) for split, part in zip(SPLITS, parts, strict=True)}
+
+
+class FreshImages:
+    """Images that are functions of split, seed and index."""
+
+    def __init__(self, side: int, segments: int, split: str, seed: int, count: int):
+        self.side, self.segments, self.count = side, segments, count
+        self.stream = stream_of("pathfinder", side, segments, seed, split)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        drawing = self.draw(index)
+        return [drawing.image.reshape(-1)], drawing.label
+
+    def draw(self, index: int, moved: bool = False) -> Drawing:
+        return draw(self.side, self.segments, self.stream, index, moved)
+
+    def pack(self, allocate: Allocate) -> None:
+        """Draws all images into arrays, on every core."""
+        images = allocate("images", (self.count, self.side, self.side), np.uint8)
+        labels = allocate("labels", (self.count,), np.uint8)
+        discs = allocate("discs", (self.count, 2, 2), np.int16)
+
+        def fill(index: int) -> None:
+            images[index], labels[index], discs[index] = self.draw(index)
+
+        with ThreadPoolExecutor(cpu_count()) as pool:
+            done = pool.map(fill, range(self.count))
+            for _ in track(done, "drawing Pathfinder", self.count, transient=True):
+                pass
+
+
+class PackedImages:
+    """Images in one array."""
+
+    def __init__(self, arrays: Arrays):
+        self.images, self.labels = arrays["images"], arrays["labels"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return [np.asarray(self.images[index]).reshape(-1)], int(self.labels[index])
+
+
+def pack_released(source: Path, side: int, skip_corrupt: bool, allocate: Allocate) -> None:
+    """Packs imgs/<batch>/*.png with the labels of metadata/<batch>.npy; empty files are left out.
+
+    Raises ValueError naming the first image that cannot be read, unless skip_corrupt.
+    """
+    entries = [
+        (source / folder / name, label)
+        for batch in sorted((source / "metadata").glob("*.npy"), key=lambda path: int(path.stem))
+        for folder, name, label in read_metadata(batch)
+    ]
+    images = allocate("images", (len(entries), side, side), np.uint8)
+    labels = []
+    for path, label in track(entries, f"packing {source}", transient=True):
+        try:
+            images[len(labels)] = _read_image(path, side)
+        except (OSError, ValueError) as error:
+            # One file of the release has no bytes: easy/imgs/0/sample_172.png of size 32.
+            if not skip_corrupt and path.stat().st_size > 0:
+                raise ValueError(f"{path} cannot be read: {error}") from error
+        else:
+            labels.append(label)
+    print(f"{source}: {len(labels)} images packed, {len(entries) - len(labels)} left out")
+    allocate("labels", (len(labels),), np.uint8)[:] = labels
+
+
+def _read_image(path: Path, side: int) -> np.ndarray:
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("L"))
+    if pixels.shape != (side, side):
+        raise ValueError(f"must be {side} x {side} pixels, got {pixels.shape}")
+    return pixels
+
+
+def read_metadata(path: Path) -> list[tuple[str, str, int]]:
+    """(folder, file, label) of each image of a batch.
+
+    The release holds text under the name .npy, the generator writes real npy files; columns 0, 1
+    and 3 of both. Raises ValueError naming file and row.
+    """
+    content = path.read_bytes()
+    if content.startswith(NPY_MAGIC):
+        rows = np.load(path, allow_pickle=False).tolist()
+    else:
+        rows = [line.split() for line in content.decode().splitlines()]
+    entries = []
+    for number, row in enumerate(rows, 1):
+        try:
+            entries.append((row[0], row[1], int(row[3])))
+        except (IndexError, ValueError) as error:
+            raise ValueError(f"{path}, row {number}: cannot be read: {row}") from error
+    return entries

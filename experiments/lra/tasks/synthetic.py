@@ -1,0 +1,34 @@
+"""Stand-ins of a task's shape for measurements of speed: random ids and labels, no task at all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.lra.tasks.task import SPLITS, Sample, Samples, Shape, Task
+
+
+class Synthetic(Task):
+    """Random samples in the shape of another task, every sequence at its full length."""
+
+    def __init__(self, like: Task, size: int = 1024):
+        self.name, self.shape, self.size = f"synthetic {like.name}", like.shape, size
+
+    def splits(self, data_root: Path) -> Mapping[str, Samples]:
+        return {split: Noise(self.shape, self.size, n) for n, split in enumerate(SPLITS)}
+
+
+@dataclass(frozen=True)
+class Noise:
+    shape: Shape
+    size: int
+    stream: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        random = np.random.default_rng([self.stream, index])
+        ids = random.integers(1, self.shape.vocabulary, (self.shape.documents, self.shape.seq_len))
+        return list(ids), int(random.integers(self.shape.classes))

@@ -1,0 +1,67 @@
+"""Text: the sentiment of an IMDb review, read byte by byte."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from experiments.lra.tasks.hashing import split_by_hash
+from experiments.lra.tasks.task import (
+    BYTES,
+    MissingData,
+    Sample,
+    Samples,
+    Shape,
+    Subset,
+    Task,
+    bytes_to_ids,
+)
+
+SENTIMENTS = ("neg", "pos")
+
+
+class Text(Task):
+    """aclImdb/{train,test}/{pos,neg}/*.txt.
+
+    validate_on_test: take the test set for validation and train on all of the training set, as the
+        arena's papers did; otherwise a tenth of the training set is held out.
+    """
+
+    name = "text"
+    shape = Shape(seq_len=4096, vocabulary=BYTES, classes=2)
+
+    def __init__(self, validate_on_test: bool = False):
+        self.validate_on_test = validate_on_test
+
+    def splits(self, data_root: Path) -> Mapping[str, Samples]:
+        train, test = (Reviews(data_root / "aclImdb" / part) for part in ("train", "test"))
+        if self.validate_on_test:
+            return {"train": train, "validation": test, "test": test}
+        held_out = len(train) // 10
+        kept, validation = split_by_hash(len(train), (len(train) - held_out, held_out), "text")
+        return {
+            "train": Subset(train, kept),
+            "validation": Subset(train, validation),
+            "test": test,
+        }
+
+
+class Reviews:
+    """The reviews of a folder, in the order of their names."""
+
+    def __init__(self, folder: Path):
+        self.files = [
+            (path, label)
+            for label, sentiment in enumerate(SENTIMENTS)
+            for path in sorted((folder / sentiment).glob("*.txt"))
+        ]
+        if not self.files:
+            raise MissingData(
+                folder / "{pos,neg}",
+                "unpack https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
+            )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, label = self.files[index]
+        return [bytes_to_ids(path.read_bytes())], label

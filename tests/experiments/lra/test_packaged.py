@@ -1,0 +1,38 @@
+import sys
+
+import pytest
+import torch
+
+from experiments.lra.model import Encoder, EncoderConfig
+from experiments.lra.packaged import PACKAGED
+from experiments.lra.tasks import Shape
+
+MODULES = {
+    "nystromformer": "nystrom_attention",
+    "performer": "performer_pytorch",
+    "linformer": "linformer",
+}
+
+
+@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp")
+@pytest.mark.parametrize("name", PACKAGED)
+def test_layers_of_other_packages_take_the_place_of_attention(name):
+    pytest.importorskip(MODULES[name], reason="an optional extra, lra-peers")
+    config = EncoderConfig(attention=[name, "flash"], dim=16, feedforward=32, dropout=0.0)
+    encoder = Encoder(config, Shape(seq_len=256, vocabulary=20, classes=2)).eval()
+    features, _ = encoder(torch.randint(1, 20, (2, 256)), torch.tensor([256, 100]))
+    assert features.shape == (2, 256, 16)
+    assert features.isfinite().all()
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "linformer", None)
+    with pytest.raises(ImportError, match=r"linformer is not installed: pip install .*lra-peers"):
+        PACKAGED["linformer"](16, 2, 64)
+
+
+def test_layers_without_turns_refuse_rotary_positions():
+    config = EncoderConfig(attention="linformer", positions="rotary")
+    with pytest.raises(ValueError, match="positions 'rotary' do not go with 'linformer'"):
+        Encoder(config, Shape(seq_len=64, vocabulary=20, classes=2))

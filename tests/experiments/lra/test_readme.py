@@ -1,0 +1,31 @@
+"""The figures of the room's page are those of the records."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.lra import floors, speed
+
+PAGE = (Path(speed.__file__).parent / "README.md").read_text().splitlines()
+MEANS = json.loads((speed.RESULTS / "lra-arena-nvidia-h200.json").read_text())[
+    "geometric_mean_speedup"
+]["graph"]
+FLOORS = json.loads(floors.RESULTS.read_text())["floors"]
+
+
+def row(name: str) -> list[str]:
+    (found,) = (line for line in PAGE if line.startswith(f"| {name}"))
+    return [cell.strip() for cell in found.split("|")[2:-1]]
+
+
+@pytest.mark.parametrize("attention", [name for name in MEANS if name != "standard"])
+def test_speed_ups(attention):
+    assert row(f"{attention} |")[-2] == f"{MEANS[attention]:.2f}"
+
+
+def test_floors():
+    assert row("root operator only")[0] == f"{100 * FLOORS['listops']['root operator only']:.1f}"
+    for name in ("distance of the discs", "coordinates of the discs"):
+        measured = [FLOORS[f"pathfinder{side}-hard"][name] for side in floors.SIDES]
+        assert row(name)[1:] == [f"{100 * value:.1f}" for value in measured]

@@ -1,0 +1,60 @@
+import json
+
+import pytest
+import typer
+
+from experiments.lra import speed
+from experiments.lra.speed import Step
+
+
+def step(task, attention, clock, median_ms):
+    return Step(task, attention, 128, 1024, 4, 9, clock, median_ms, median_ms, median_ms, 1)
+
+
+def test_means_are_geometric_and_over_all_tasks():
+    steps = [
+        *(step("a", name, "cpu", ms) for name, ms in (("standard", 8.0), ("flash", 4.0))),
+        *(step("b", name, "cpu", ms) for name, ms in (("standard", 8.0), ("flash", 1.0))),
+        step("a", "linear", "cpu", 1.0),
+    ]
+    assert speed.means(steps)["cpu"] == pytest.approx({"standard": 1.0, "flash": 4.0})
+
+
+def test_table_is_measured_and_kept(tmp_path, capsys):
+    speed.main(
+        tasks="image",
+        only=["standard", "butterfly()", "linear"],
+        scale=256,
+        compiled=False,
+        name="small",
+        output=tmp_path,
+    )
+    record = json.loads((tmp_path / "lra-small-cpu.json").read_text())
+    assert {s["attention"] for s in record["steps"]} == {"standard", "butterfly()", "linear"}
+    assert all(s["median_ms"] > 0 and s["batch"] == 1 for s in record["steps"])
+    # Attentions without parameters of their own are compared in the same model.
+    assert len({s["parameters"] for s in record["steps"]}) == 1
+    assert record["geometric_mean_speedup"]["cpu"]["standard"] == 1
+    assert "butterfly() of 64" in capsys.readouterr().out
+
+
+def test_unknown_tasks_list_the_known_ones():
+    with pytest.raises(typer.BadParameter, match=r"unknown task 'x'; known: listops, .*path-256"):
+        speed.main(tasks="x")
+
+
+def test_cases_are_those_of_the_presets():
+    case = speed.case_of("path-x")
+    assert (case.shape.seq_len, case.model.layers, case.model.order) == (128 * 128, 6, "tiles")
+    assert case.contenders[-1].attention.startswith("neighborhood2d(8, 1)")
+    assert speed.case_of("image").batch == 256
+
+
+def test_what_cannot_run_is_recorded(tmp_path, monkeypatch):
+    def measure(*arguments):
+        raise ImportError("no package")
+
+    monkeypatch.setattr(speed, "measure", measure)
+    speed.main(tasks="image", only=["linear"], scale=256, name="none", output=tmp_path)
+    record = json.loads((tmp_path / "lra-none-cpu.json").read_text())
+    assert record["failed"] == [["image", "linear", "no package"]]

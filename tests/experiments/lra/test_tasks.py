@@ -1,0 +1,299 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from experiments.lra.tasks import (
+    SPLITS,
+    ImageTask,
+    ListOps,
+    MissingData,
+    Pathfinder,
+    Retrieval,
+    Synthetic,
+    Text,
+    collate,
+    listops,
+    pathfinder,
+    store,
+)
+from experiments.lra.tasks.hashing import shuffled, split_by_hash, stream_of
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 257])
+def test_shuffled_is_a_permutation(n):
+    order = [int(shuffled(i, n, stream_of("a"))) for i in range(n)]
+    assert sorted(order) == list(range(n))
+    assert n < 10 or order != list(range(n))
+
+
+def test_split_by_hash_keeps_every_index_once():
+    parts = split_by_hash(100, (80, 10, 10), "a")
+    assert [len(part) for part in parts] == [80, 10, 10]
+    assert sorted(np.concatenate(parts)) == list(range(100))
+    with pytest.raises(ValueError, match="sizes must sum to the 100 samples"):
+        split_by_hash(100, (80, 10), "a")
+
+
+class TestStore:
+    def generate(self, allocate):
+        allocate("x", (3,), np.uint8)[:] = [1, 2, 3]
+
+    def test_generates_once(self, tmp_path):
+        folder = tmp_path / "data"
+        store.stored(folder, {"a": 1}, self.generate)
+        again = store.stored(folder, {"a": 1}, lambda allocate: pytest.fail("generated again"))
+        assert again["x"].tolist() == [1, 2, 3]
+        store.verify(folder)
+
+    def test_a_killed_generator_leaves_nothing(self, tmp_path):
+        def killed(allocate):
+            self.generate(allocate)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            store.stored(tmp_path / "data", {}, killed)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_other_facts_and_changed_contents_are_refused(self, tmp_path):
+        folder = tmp_path / "data"
+        store.stored(folder, {"a": 1}, self.generate)
+        with pytest.raises(ValueError, match=r"holds .*'a': 1.*, not .*'a': 2"):
+            store.stored(folder, {"a": 2}, self.generate)
+        np.save(folder / "x.npy", np.array([1, 2, 4], np.uint8))
+        with pytest.raises(ValueError, match=r"x\.npy is not what was generated"):
+            store.verify(folder)
+
+
+class TestListOps:
+    def test_expressions_have_the_published_statistics(self):
+        arrays = listops.generate(4000, seed=0)
+        lengths = np.diff(arrays["offsets"])
+        assert lengths.min() > 500
+        assert lengths.max() < 2000
+        assert lengths.mean() == pytest.approx(1035, abs=25)
+        share = np.bincount(arrays["labels"], minlength=10) / 4000
+        assert share.max() == pytest.approx(0.174, abs=0.02)
+
+    def test_samples_do_not_depend_on_how_many_are_made(self):
+        few, many = (listops.Expressions(listops.generate(n, seed=3)) for n in (2, 1001))
+        assert np.array_equal(few[1][0][0], many[1][0][0])
+
+    def test_values_are_those_of_a_plain_reader(self):
+        expressions = listops.Expressions(listops.generate(20, seed=1))
+        for i in range(20):
+            (ids,), label = expressions[i]
+            symbols = listops.to_source(ids).replace("(", "").replace(")", "").split()
+            assert plain_value(iter(symbols)) == label
+
+    def test_published_file_is_read(self, tmp_path):
+        folder = tmp_path / "listops-1000"
+        folder.mkdir()
+        for name in listops.PUBLISHED.values():
+            source = "( ( ( [MAX 4 ) ( ( ( [SM 7 ) 8 ) ] ) ) ] )"
+            (folder / name).write_text(f"Source\tTarget\n{source}\t5\n")
+        (ids,), label = ListOps("published").splits(tmp_path)["test"][0]
+        assert [listops.SYMBOLS[i - listops.FIRST] for i in ids] == ["[MAX", *"4", "[SM", *"78XX"]
+        assert label == 5
+        assert listops.to_source(ids) == source
+
+    def test_a_bad_row_is_named(self, tmp_path):
+        path = tmp_path / "basic_test.tsv"
+        path.write_text("Source\tTarget\n( [MAX 1 ] )\t1\n( [AVG 1 ] )\t1\n")
+        with pytest.raises(ValueError, match=r"basic_test\.tsv, line 3: cannot be read"):
+            listops.read_tsv(path)
+
+
+def plain_value(symbols):
+    """The value of an expression without parentheses, read by recursion; None at a "]"."""
+    symbol = next(symbols)
+    if symbol.isdigit() or symbol == "]":
+        return int(symbol) if symbol.isdigit() else None
+    values = list(iter(lambda: plain_value(symbols), None))
+    if symbol == "[SM":
+        return sum(values) % 10
+    return {"[MIN": min, "[MAX": max, "[MED": lambda v: int(np.median(v))}[symbol](values)
+
+
+class TestPathfinder:
+    def test_an_image_is_a_function_of_split_seed_and_index(self):
+        images = Pathfinder().images("train", 10)
+        again, other = Pathfinder().images("train", 20), Pathfinder().images("test", 10)
+        assert np.array_equal(images[3][0][0], again[3][0][0])
+        assert not np.array_equal(images[3][0][0], other[3][0][0])
+
+    def test_images_have_the_published_statistics(self):
+        drawings = [Pathfinder().images("train", 10**6).draw(i) for i in range(1500)]
+        labels = np.array([d.label for d in drawings])
+        ink = np.array([(d.image > 0).mean() for d in drawings])
+        apart = np.array([np.linalg.norm(d.discs[0] - d.discs[1]) for d in drawings])
+        assert labels.mean() == pytest.approx(0.5, abs=0.05)
+        assert abs(ink[labels == 1].mean() - ink[labels == 0].mean()) < 0.01
+        assert ink.mean() == pytest.approx(0.45, abs=0.02)
+        # Discs of one contour are not much further apart than discs of two: distance says little.
+        assert abs(np.median(apart[labels == 1]) - np.median(apart[labels == 0])) < 2
+
+    def test_moving_a_disc_turns_the_label_and_little_else(self):
+        images = Pathfinder().images("test", 10)
+        for i in range(10):
+            before, after = images.draw(i), images.draw(i, moved=True)
+            assert before.label == 1 - after.label
+            assert np.array_equal(before.discs[0], after.discs[0])
+            assert not np.array_equal(before.discs[1], after.discs[1])
+            assert (before.image != after.image).mean() < 0.1
+
+    @pytest.mark.parametrize("side", [64, 128, 256])
+    def test_contours_of_every_size_stay_inside(self, side):
+        drawing = Pathfinder(side).images("train", 1).draw(0)
+        assert drawing.image.shape == (side, side)
+        assert drawing.image.max() == 255
+        assert drawing.discs.min() >= 0
+        assert drawing.discs.max() < side
+
+    def test_longer_contours_are_harder(self):
+        ink = [
+            np.mean([Pathfinder(32, d).images("train", 50).draw(i).image > 0 for i in range(50)])
+            for d in ("easy", "intermediate", "hard")
+        ]
+        assert ink == sorted(ink)
+
+    def test_stored_images_are_the_fresh_ones(self, tmp_path):
+        stored = Pathfinder(source="stored", sizes=(3, 2, 2)).splits(tmp_path)
+        fresh = Pathfinder(sizes=(3, 2, 2)).splits(tmp_path)
+        for split in SPLITS:
+            assert np.array_equal(stored[split][1][0][0], fresh[split][1][0][0])
+
+    @pytest.mark.parametrize("real_npy", [False, True])
+    def test_released_folders_are_read(self, tmp_path, real_npy):
+        release(tmp_path, real_npy, count=20)
+        splits = Pathfinder(source="released").splits(tmp_path)
+        assert [len(splits[split]) for split in SPLITS] == [17, 1, 1]
+        (pixels,), label = splits["train"][0]
+        assert pixels.shape == (1024,)
+        assert label == pixels[0] % 2
+
+    def test_a_corrupt_image_is_named_or_skipped(self, tmp_path):
+        source = release(tmp_path, False, count=4)
+        (source / "imgs/0/sample_2.png").write_bytes(b"no image")
+        with pytest.raises(ValueError, match=r"sample_2\.png cannot be read"):
+            Pathfinder(source="released").splits(tmp_path)
+        splits = Pathfinder(source="released", skip_corrupt=True).splits(tmp_path)
+        assert sum(len(samples) for samples in splits.values()) == 2
+
+    def test_a_bad_row_of_metadata_is_named(self, tmp_path):
+        (tmp_path / "0.npy").write_text("imgs/0 sample_0.png 0 1\nimgs/0 sample_1.png\n")
+        with pytest.raises(ValueError, match=r"0\.npy, row 2: cannot be read"):
+            pathfinder.read_metadata(tmp_path / "0.npy")
+
+
+def release(root, real_npy, count):
+    """A release in small: image i is grey i, its label i mod 2; image 1 is an empty file."""
+    source = root / "pathfinder32" / "curv_contour_length_14"
+    (source / "imgs/0").mkdir(parents=True)
+    (source / "metadata").mkdir()
+    rows = [["imgs/0", f"sample_{i}.png", str(i), str(i % 2)] for i in range(count)]
+    for i in range(count):
+        pixels = np.full((32, 32), i, np.uint8)
+        Image.fromarray(pixels).save(source / f"imgs/0/sample_{i}.png")
+    (source / "imgs/0/sample_1.png").write_bytes(b"")
+    if real_npy:
+        np.save(source / "metadata/0.npy", np.array(rows))
+    else:
+        (source / "metadata/0.npy").write_text("\n".join(map(" ".join, rows)) + "\n")
+    return source
+
+
+def test_text_is_bytes_of_reviews(tmp_path):
+    for part in ("train", "test"):
+        for sentiment in ("neg", "pos"):
+            folder = tmp_path / "aclImdb" / part / sentiment
+            folder.mkdir(parents=True)
+            for n in range(10):
+                (folder / f"{n}_1.txt").write_text(f"{part} {sentiment}")
+    splits = Text().splits(tmp_path)
+    assert [len(splits[split]) for split in SPLITS] == [18, 2, 20]
+    (ids,), label = splits["test"][0]
+    assert bytes((ids - 1).astype(np.uint8)) == b"test neg"
+    assert label == 0
+    on_test = Text(validate_on_test=True).splits(tmp_path)
+    assert len(on_test["train"]) == 20
+    assert on_test["validation"] is on_test["test"]
+
+
+def test_retrieval_reads_pairs_in_place(tmp_path):
+    folder = tmp_path / "tsv_data"
+    folder.mkdir()
+    for part in ("train", "eval", "test"):
+        lines = [b'1.0\tA\tB\tone "text\tother', b"0.0\tC\tD\t" + b"x" * 5000 + b"\ty"]
+        (folder / f"new_aan_pairs.{part}.tsv").write_bytes(b"\n".join(lines) + b"\n")
+    pairs = Retrieval().splits(tmp_path)["validation"]
+    assert len(pairs) == 2
+    documents, label = pairs[0]
+    assert [bytes((ids - 1).astype(np.uint8)) for ids in documents] == [b'one "text', b"other"]
+    assert label == 1
+    assert len(pairs[1][0][0]) == 4000
+
+
+def test_a_bad_line_of_retrieval_is_named(tmp_path):
+    folder = tmp_path / "tsv_data"
+    folder.mkdir()
+    for part in ("train", "eval", "test"):
+        (folder / f"new_aan_pairs.{part}.tsv").write_bytes(b"1.0\tA\tB\tx\ty\nbroken\n")
+    with pytest.raises(ValueError, match=r"train\.tsv, line 2: must be 5 columns"):
+        Retrieval().splits(tmp_path)["train"][1]
+
+
+class TestImage:
+    def batches(self, root, data):
+        folder = root / "cifar-10-batches-py"
+        folder.mkdir()
+        for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+            (folder / name).write_bytes(pickle.dumps(data, protocol=2))
+
+    def test_published_batches_are_read_in_grey(self, tmp_path):
+        colours = np.zeros((4, 3072), np.uint8)
+        colours[:, :1024] = 200
+        self.batches(tmp_path, {b"data": colours, b"labels": [0, 1, 2, 3]})
+        splits = ImageTask().splits(tmp_path)
+        assert [len(splits[split]) for split in SPLITS] == [18, 2, 4]
+        (pixels,), label = splits["test"][2]
+        assert set(pixels) == {60}
+        assert label == 2
+
+    def test_a_file_that_would_run_something_is_refused(self, tmp_path):
+        self.batches(tmp_path, pytest.fail)
+        with pytest.raises(ValueError, match="data_batch_1 is no batch of CIFAR-10: it asks for"):
+            ImageTask().splits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "task", [Text(), Retrieval(), ImageTask(), ListOps("published"), Pathfinder(source="released")]
+)
+def test_missing_files_are_named(task, tmp_path):
+    with pytest.raises(MissingData, match=rf"{tmp_path}.* is missing: unpack .*data_root"):
+        task.splits(tmp_path)
+
+
+def test_collate_pads_and_cuts():
+    shape = Text.shape
+    batch = collate(shape, [([np.ones(5000, np.int16)], 1), ([np.ones(3, np.int16)], 0)])
+    assert batch.ids.shape == (2, 1, 4096)
+    assert batch.lengths.tolist() == [[4096], [3]]
+    assert batch.ids.sum() == 4096 + 3
+    assert batch.labels.tolist() == [1, 0]
+
+
+def test_images_have_no_lengths(tmp_path):
+    images = Pathfinder(sizes=(2, 2, 2)).splits(tmp_path)["test"]
+    batch = collate(Pathfinder().shape, [images[0], images[1]])
+    assert batch.lengths is None
+    assert batch.ids.dtype == torch.int64
+
+
+def test_stand_ins_have_the_shape_of_their_task(tmp_path):
+    samples = Synthetic(Retrieval()).splits(tmp_path)["train"]
+    documents, label = samples[0]
+    assert [len(ids) for ids in documents] == [4096, 4096]
+    assert 0 <= label < 2

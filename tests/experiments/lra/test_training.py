@@ -1,0 +1,286 @@
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+
+from experiments.lra import __main__ as command
+from experiments.lra import presets
+from experiments.lra.callbacks import StuckAtChance
+from experiments.lra.data import ArenaData, StepBatches
+from experiments.lra.learner import (
+    Learner,
+    ObjectiveConfig,
+    OptimizerConfig,
+    accuracy_of,
+    read_checkpoint,
+    repeated_over_grid,
+)
+from experiments.lra.model import EncoderConfig
+from experiments.lra.tasks import SPLITS, Shape, Task
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*is deprecated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Steps this small spend their time waiting for one another's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Majority(Task):
+    """Which symbol is more frequent? Learned in a few steps; `random` labels never."""
+
+    name = "majority"
+
+    def __init__(self, random: bool = False):
+        self.shape = Shape(seq_len=16, vocabulary=3, classes=2)
+        self.random = random
+
+    def splits(self, data_root):
+        return {split: self.samples(n) for n, split in enumerate(SPLITS)}
+
+    def samples(self, stream):
+        random = np.random.default_rng(stream)
+        ids = random.integers(1, 3, (96, 15))
+        labels = random.integers(2, size=96) if self.random else (ids == 2).sum(1) > 7
+        return [([row], int(label)) for row, label in zip(ids, labels, strict=True)]
+
+
+ENCODER = EncoderConfig(dim=16, feedforward=32, block_size=16, attention="local(4)")
+
+
+class Losses(Callback):
+    def __init__(self, killed_at: int | None = None):
+        self.values, self.killed_at = {}, killed_at
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.values[trainer.global_step] = float(outputs["loss"])
+        if trainer.global_step == self.killed_at:
+            raise SystemExit
+
+
+def fit(
+    folder,
+    *callbacks,
+    steps=12,
+    task=None,
+    objective=None,
+    ckpt_path=None,
+    seed=0,
+    every=2,
+    accelerator="cpu",
+    **options,
+):
+    task = task or Majority()
+    torch.manual_seed(seed)
+    learner = Learner(
+        task,
+        options.pop("encoder", ENCODER),
+        OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
+        objective or ObjectiveConfig(),
+        seed=seed,
+        **options,
+    )
+    losses = next((c for c in callbacks if isinstance(c, Losses)), Losses())
+    last = ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        max_steps=steps,
+        val_check_interval=2 * every,
+        check_val_every_n_epoch=None,
+        callbacks=[*{id(c): c for c in (*callbacks, losses, last)}.values()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+    )
+    data = ArenaData(task, folder, batch_size=8, seed=seed)
+    trainer.fit(learner, data, ckpt_path=ckpt_path, weights_only=True)
+    return trainer, learner, data, losses.values
+
+
+class TestStepBatches:
+    def test_every_sample_once_each_time_through(self):
+        batches = iter(StepBatches(10, 5, seed=0, start=0, rank=0, world_size=1))
+        first, second = (sorted(next(batches) + next(batches)) for _ in range(2))
+        assert first == second == list(range(10))
+
+    def test_starts_anywhere(self):
+        whole = iter(StepBatches(10, 4, seed=0, start=0, rank=0, world_size=1))
+        skipped = [next(whole) for _ in range(6)]
+        assert next(iter(StepBatches(10, 4, 0, start=5, rank=0, world_size=1))) == skipped[5]
+
+    def test_processes_share_a_batch(self):
+        whole = next(iter(StepBatches(10, 4, 0, 3, 0, 1)))
+        parts = [next(iter(StepBatches(10, 4, 0, 3, rank, 2))) for rank in range(2)]
+        assert sorted(parts[0] + parts[1]) == sorted(whole)
+        with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 processes"):
+            StepBatches(10, 4, 0, 0, 0, 3)
+
+
+def test_a_small_task_is_learned(tmp_path):
+    trainer, learner, data, _ = fit(tmp_path, steps=150, every=150)
+    (metrics,) = trainer.test(learner, data, verbose=False)
+    assert metrics["test/accuracy"] > 0.8
+    assert metrics["test/samples"] == 96
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
+    def averages():
+        return [EMAWeightAveraging(decay=0.9)] if ema else []
+
+    whole = fit(tmp_path / "whole", *averages())[3]
+    killed = Losses(killed_at=7)
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "killed", killed, *averages())
+    last = tmp_path / "killed" / "last.ckpt"
+    resumed = fit(tmp_path / "killed", *averages(), ckpt_path=last)[3]
+    assert list(resumed) == list(range(7, 13))
+    assert {**killed.values, **resumed} == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("passes", ["compiled", "cuda_graph"])
+def test_other_passes_have_the_losses_of_eager_ones(tmp_path, passes):
+    encoder = replace(ENCODER, dropout=0.0, attention_dropout=0.0)
+    eager, other = (
+        fit(tmp_path / kind, accelerator="gpu", encoder=encoder, passes=kind)[3]
+        for kind in ("eager", passes)
+    )
+    assert other == pytest.approx(eager, rel=1e-3)
+
+
+def test_graphs_are_refused_where_they_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="passes 'cuda_graph' need one CUDA device"):
+        fit(tmp_path, passes="cuda_graph")
+
+
+def test_a_run_that_guesses_is_stopped(tmp_path):
+    stuck = StuckAtChance(steps=20)
+    trainer, *_ = fit(tmp_path, stuck, steps=40, every=40, task=Majority(random=True))
+    assert stuck.stuck
+    assert trainer.global_step == 20
+    learning = StuckAtChance(steps=100)
+    fit(tmp_path, learning, steps=102, every=102)
+    assert not learning.stuck
+
+
+def test_hidden_tokens_are_guessed_without_labels(tmp_path):
+    objective = ObjectiveConfig(labels=0, pixels=1, hidden=0.3)
+    losses = fit(tmp_path, steps=40, every=40, objective=objective)[3]
+    assert losses[40] < losses[1]
+
+
+def test_black_pixels_cannot_be_both_masked_and_guessed():
+    with pytest.raises(ValueError, match=r"mask_black does not go with objective\.pixels"):
+        Learner(
+            Majority(),
+            EncoderConfig(mask_black=True),
+            OptimizerConfig(),
+            ObjectiveConfig(pixels=1),
+        )
+
+
+def test_training_starts_from_pre_trained_weights(tmp_path):
+    fit(tmp_path / "before", steps=2, objective=ObjectiveConfig(pixels=1))
+    start = tmp_path / "before" / "last.ckpt"
+    before = torch.load(start, weights_only=True)["state_dict"]
+    learner = Learner(Majority(), ENCODER, OptimizerConfig(), ObjectiveConfig(), init_from=start)
+    name = "classifier.encoder.embedding.weight"
+    assert torch.equal(learner.state_dict()[name], before[name])
+    with pytest.raises(ValueError, match=r"last\.ckpt holds another model"):
+        Learner(
+            Majority(),
+            EncoderConfig(dim=32),
+            OptimizerConfig(),
+            ObjectiveConfig(),
+            init_from=start,
+        )
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no checkpoint", pickle.dumps(pytest.fail, protocol=2)]
+)
+def test_a_broken_checkpoint_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "last.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_unknown_tasks_list_the_known_ones():
+    command.check_task(["fit", "--data.task", "ListOps"])
+    with pytest.raises(ValueError, match="unknown task 'Foo'; known: ImageTask, ListOps, Path"):
+        command.check_task(["fit", "--data.task", "Foo"])
+
+
+def test_positions_of_a_small_image_are_repeated_over_a_larger_one():
+    positions = torch.arange(4.0)[:, None]
+    assert repeated_over_grid(positions, 16).view(4, 4).tolist() == [
+        [0, 1, 0, 1],
+        [2, 3, 2, 3],
+        [0, 1, 0, 1],
+        [2, 3, 2, 3],
+    ]
+
+
+def test_accuracy_comes_with_error_and_prior():
+    result = accuracy_of(torch.tensor([[50, 10], [10, 30]]))
+    assert result == pytest.approx(
+        {"accuracy": 0.8, "standard_error": 0.04, "class_prior": 0.6, "samples": 100}
+    )
+
+
+def test_unknown_presets_list_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown preset 'x'; known: .*nystromformer/listops"):
+        presets.files_of("x")
+
+
+@pytest.mark.parametrize("preset", presets.names())
+def test_presets_are_read(preset, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lra", "fit", "--preset", preset, "--print_config"])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 0
+    assert "class_path: experiments.lra.tasks" in capsys.readouterr().out
+
+
+SMALL_RUN = """fit --preset nystromformer/pathfinder --data.task.sizes [8,8,8]
+    --data.batch_size 4 --trainer.max_steps 3 --trainer.val_check_interval 3
+    --trainer.precision 32-true --trainer.accelerator cpu --model.optimizer.warmup_steps 1
+    --model.encoder.dropout 0 --model.encoder.attention_dropout 0"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    results = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        more = ["--trainer.devices", str(processes), "--trainer.strategy", "ddp"]
+        run = [sys.executable, "-m", "experiments.lra", *SMALL_RUN.split(), *more]
+        run += ["--trainer.default_root_dir", folder, "--data.data_root", folder]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        (result,) = folder.rglob("result.json")
+        (checkpoint,) = folder.rglob("best.ckpt")
+        results.append((json.loads(result.read_text()), torch.load(checkpoint)["state_dict"]))
+    (one, weights_of_one), (two, weights_of_two) = results
+    assert one["test/samples"] == two["test/samples"] == 8
+    for name, weight in weights_of_one.items():
+        torch.testing.assert_close(weight, weights_of_two[name])
