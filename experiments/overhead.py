@@ -101,7 +101,7 @@ def bare_passes(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mask: BlockMask
 ) -> tuple[Call, Call]:
     """The backend's forward and backward with all that a call prepares prepared."""
-    call = prepare(query, key, mask, None, 0, None, 0.0, "ieee", "auto")
+    call = prepare(query, key, mask)
     saved = (query, key, value, *call.forward(query, key, value))
     return (
         lambda: call.forward(query, key, value),

@@ -170,7 +170,7 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
 def runner(which: str, problem: Problem, mask: BlockMask):
     """The pass alone, as a function of nothing."""
     query, key, value, grad_out = problem.tensors()
-    call = prepare(query, key, mask, None, 0, None, 0.0, "ieee", "triton")
+    call = prepare(query, key, mask, backend="triton")
     if which == "forward":
         return lambda: call.forward(query, key, value)
     saved = (query, key, value, *call.forward(query, key, value))

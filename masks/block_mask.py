@@ -69,6 +69,39 @@ class BlockMask(Handled):
         return cls.of_full(grid, from_points(grid.number(row, column)), head_layer)
 
     @classmethod
+    def from_topk(
+        cls,
+        scores: Tensor,
+        k: int,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "BlockMask":
+        """In every row the k full blocks of the highest scores, (nq, nk) or (heads, nq, nk); fewer
+        where fewer scores are above -inf.
+
+        seq_len is as in from_blocks. Raises ValueError for k below 1.
+        """
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        best, column = scores.topk(min(k, scores.shape[-1]), dim=-1)
+        blocks = torch.zeros_like(scores, dtype=torch.bool)
+        return cls.from_blocks(blocks.scatter_(-1, column, best > -np.inf), block_size, seq_len)
+
+    @classmethod
+    def from_threshold(
+        cls,
+        scores: Tensor,
+        threshold: float,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "BlockMask":
+        """The full blocks whose scores, (nq, nk) or (heads, nq, nk), are above the threshold.
+
+        seq_len is as in from_blocks.
+        """
+        return cls.from_blocks(scores > threshold, block_size, seq_len)
+
+    @classmethod
     def from_dense(cls, dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a bool (Nq, Nk) or (heads, Nq, Nk) tensor, exactly."""
         dense = _bool_matrix("dense", dense)
@@ -262,18 +295,36 @@ class BlockMask(Handled):
     def rows(self, begin: int, end: int) -> "BlockMask":
         """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
 
-        Looks at all (end - begin) * k_len pairs of every distinct mask.
+        Within a block, `begin` takes a look at all (end - begin) * k_len pairs of every distinct
+        mask.
         """
         g = self.grid
         if not 0 <= begin < end <= g.q_len:
             raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
-        if begin == 0:
-            return self.crop(end, g.k_len)
+        if begin % g.bq == 0:
+            return self.crop(end, g.k_len)._from_row(begin // g.bq)
 
         def strip(layer: int, queries: slice) -> Tensor:
             return self._pairs(layer, begin + queries.start, begin + queries.stop)
 
         return from_strips(replace(g, q_len=end - begin), strip, self.head_layer)
+
+    def _from_row(self, first: int) -> "BlockMask":
+        """The mask from a block row on."""
+        g = self.grid
+        rest = replace(g, q_len=g.q_len - first * g.bq)
+
+        def renumbered(number: Tensor) -> tuple[Tensor, Tensor]:
+            row, column = g.split(number)
+            row = row // g.nq * rest.nq + row % g.nq - first
+            return rest.number(row, column), number // g.line % g.nq >= first
+
+        begin, keep = renumbered(self.full.begin)
+        length = (self.full.end - self.full.begin)[keep]
+        full = Runs(begin[keep], begin[keep] + length)
+        number, keep = renumbered(self.partial)
+        tile = self.partial_tile[keep]
+        return assemble(rest, self.head_layer, full, number[keep], self.bank, tile)
 
     def _pairs(self, layer: int, begin: int, end: int) -> Tensor:
         """bool (end - begin, k_len): the pairs of these queries in one layer."""

@@ -2,16 +2,21 @@
 
 from sparseflash.attention import attention
 from sparseflash.backends import BackendError
+from sparseflash.bias import alibi, relative_bias
 from sparseflash.conformance import selfcheck
 from sparseflash.explanation import explain
+from sparseflash.mass import block_mass
 from sparseflash.merge import merge_attention
 from sparseflash.varlen import attention_varlen
 
 __all__ = [
     "BackendError",
+    "alibi",
     "attention",
     "attention_varlen",
+    "block_mass",
     "explain",
     "merge_attention",
+    "relative_bias",
     "selfcheck",
 ]

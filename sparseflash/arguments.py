@@ -23,9 +23,37 @@ def checked_tensors(
 
 
 def checked_options(
-    scale: float | None, dropout_p: float, precision: str
-) -> tuple[float | None, float, str]:
-    return _checked_scale(scale), _checked_dropout(dropout_p), _checked_precision(precision)
+    scale: float | None, softcap: float | None, dropout_p: float, precision: str
+) -> tuple[float | None, float, float, str]:
+    return (
+        _checked_positive("scale", scale),
+        _checked_positive("softcap", softcap) or 0.0,
+        _checked_dropout(dropout_p),
+        _checked_precision(precision),
+    )
+
+
+def checked_bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The bias as backends read it: float32 (float64 for float64 inputs), contiguous."""
+    _check_of_heads("bias", bias, query, (query.shape[2] + key.shape[2] - 1,))
+    return bias.to(torch.promote_types(query.dtype, torch.float32)).contiguous()
+
+
+def check_sinks(sinks: Tensor, query: Tensor) -> None:
+    _check_of_heads("sinks", sinks, query, ())
+
+
+def _check_of_heads(name: str, tensor: Tensor, query: Tensor, rest: tuple[int, ...]) -> None:
+    """Raises where the tensor is not floating-point (1 or heads, *rest) on the query's device."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+    shapes = [(heads, *rest) for heads in (1, query.shape[1])]
+    if tuple(tensor.shape) not in shapes or tensor.device != query.device:
+        raise ValueError(
+            f"{name} must be of shape {shapes[0]} or {shapes[1]} on {query.device}, got "
+            f"{tuple(tensor.shape)} on {tensor.device}"
+        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -93,12 +121,12 @@ def checked_mask(mask: Pattern | BlockMask | None) -> Pattern | BlockMask:
     return mask
 
 
-def _checked_scale(scale: float | None) -> float | None:
-    if scale is None:
+def _checked_positive(name: str, value: float | None) -> float | None:
+    if value is None:
         return None
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return float(scale)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)
 
 
 def _checked_dropout(dropout_p: float) -> float:

@@ -2,18 +2,22 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from masks import BlockMask, Pattern
 from sparseflash import operators
 from sparseflash.arguments import (
+    check_sinks,
+    checked_bias,
     checked_mask,
     checked_options,
     checked_seed,
     checked_tensors,
 )
-from sparseflash.autograd import BlockSparseAttention
+from sparseflash.autograd import run
 from sparseflash.call import prepare
+from sparseflash.merge import with_sinks
 
 
 @overload
@@ -27,6 +31,9 @@ def attention(
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: Literal[False] = False,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
@@ -42,6 +49,9 @@ def attention(
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: Literal[True],
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
@@ -56,13 +66,17 @@ def attention(
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: bool = False,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     precision: str = "ieee",
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention that skips every zero block of `mask`, forward and backward.
 
-    S = scale Q K^T, -inf where masked;  P = softmax over keys;  O = dropout(P) V
+    S = softcap(scale Q K^T) + bias, -inf where masked;  P = softmax over keys and the sink;
+    O = dropout(P) V
 
     query: (batch, heads, q_len, head_dim); key, value: (batch, kv_heads, k_len, head_dim), any
         strides. heads is a multiple of kv_heads; query head h reads key head h // (heads //
@@ -75,6 +89,11 @@ def attention(
     key_lengths: integers (batch,), 0 to k_len: keys at or past the length of their batch element
         are masked. Those on the CPU are checked without waiting for the device; those on a CUDA
         device are waited for, except while a CUDA graph is captured: then they are clamped.
+    softcap: c > 0, which keeps scores within (-c, c): softcap(s) = c tanh(s / c).
+    bias: (1 or heads, q_len + k_len - 1), added to the score of query q and key k at
+        [h, k - q + q_len - 1]: one number for each distance. See alibi.
+    sinks: (1 or heads,), the score of one more key for every query, whose value is 0. The lse
+        counts it, and a query without a key gets out 0 and the sink for its lse.
     precision: of float32 products: "ieee", or "tf32", which lets a backend round their operands to
         10 bits where the device multiplies those faster.
     backend: "auto", or a name; a named backend never falls back.
@@ -91,14 +110,22 @@ def attention(
     """
     query, key, value = checked_tensors(query, key, value, key_lengths)
     mask = checked_mask(mask)
-    options = checked_options(scale, dropout_p, precision)
+    options = checked_options(scale, softcap, dropout_p, precision)
+    bias = None if bias is None else checked_bias(bias, query, key)
+    if sinks is not None:
+        check_sinks(sinks, query)
     drawn = checked_seed(seed) if dropout_p > 0 else None
     if operators.is_traced(query):
         out, lse = operators.attention(
-            query, key, value, mask.handle, key_lengths, drawn, *options, backend
+            query, key, value, bias, mask.handle, key_lengths, drawn, *options, backend
         )
     else:
         drawn = 0 if drawn is None else int(drawn)
-        call = prepare(query, key, mask, key_lengths, drawn, *options, backend)
-        out, lse = BlockSparseAttention.apply(query, key, value, call)
+        differentiates = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+        call = prepare(
+            query, key, mask, key_lengths, drawn, *options, backend, bias, differentiates
+        )
+        out, lse = run(call, query, key, value)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

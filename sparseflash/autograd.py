@@ -1,13 +1,21 @@
 """The autograd boundary of eager calls: forward and backward of whichever backend was selected."""
 
 import torch
+from torch import Tensor
+
+from sparseflash.call import Call
 
 
-class BlockSparseAttention(torch.autograd.Function):
+def run(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call, differentiable."""
+    return _BlockSparseAttention.apply(query, key, value, call.bias, call)
+
+
+class _BlockSparseAttention(torch.autograd.Function):
     """(out, lse) of one call; what the backward needs is O(N): the inputs, out and lse."""
 
     @staticmethod
-    def forward(ctx, query, key, value, call):
+    def forward(ctx, query, key, value, bias, call):
         out, lse = call.forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
@@ -17,9 +25,10 @@ class BlockSparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
-            return None, None, None, None
-        needs = ctx.needs_input_grad[:3]
-        grads = _Gradients.apply(ctx.call, needs, grad_out, grad_lse, *ctx.saved_tensors)
+            return (None,) * 5
+        grads = _Gradients.apply(
+            ctx.call, ctx.needs_input_grad[:4], grad_out, grad_lse, *ctx.saved_tensors
+        )
         return *grads, None
 
 

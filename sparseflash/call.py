@@ -23,12 +23,14 @@ class Call:
     table: LookupTable
     key_lengths: Tensor | None
     seed: int
+    bias: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse)"""
         with _without_autocast(query.device.type):
             return self.backend.forward(
-                query, key, value, self.table, self.key_lengths, self.seed, self.spec
+                *(query, key, value, self.table, self.key_lengths, self.seed, self.spec),
+                **self._bias(),
             )
 
     def backward(
@@ -38,29 +40,39 @@ class Call:
         saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
-        """(grad_query, grad_key, grad_value), None where needs says no.
+        """The gradients of query, key, value and bias, None where needs says no.
 
         saved: query, key, value, out, lse
         """
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
+        if self.bias is None:
+            needs = needs[:3]
         with _without_autocast(grad_out.device.type):
-            return self.backend.backward(
+            grads = self.backend.backward(
                 *(grad_out, grad_lse, *saved),
                 *(self.table, self.key_lengths, self.seed, self.spec, needs),
+                **self._bias(),
             )
+        return grads if self.bias is not None else (*grads, None)
+
+    def _bias(self) -> dict[str, Tensor]:
+        return {} if self.bias is None else {"bias": self.bias}
 
 
 def prepare(
     query: Tensor,
     key: Tensor,
     mask: Pattern | BlockMask,
-    key_lengths: Tensor | None,
-    seed: int,
-    scale: float | None,
-    dropout_p: float,
-    precision: str,
-    backend: str,
+    key_lengths: Tensor | None = None,
+    seed: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    precision: str = "ieee",
+    backend: str = "auto",
+    bias: Tensor | None = None,
+    differentiates_bias: bool = False,
 ) -> Call:
     """The call of checked tensors and options.
 
@@ -71,8 +83,10 @@ def prepare(
     if key_lengths is not None:
         key_lengths = _in_range(key_lengths, key.shape[2], query.device)
     padded = key_lengths is not None
-    spec = spec_of(query, key, mask, padded, scale, dropout_p, precision)
-    return Call(spec, select(backend, spec), mask.table(query.device), key_lengths, seed)
+    options = (scale, softcap, dropout_p, precision, bias is not None, differentiates_bias)
+    spec = spec_of(query, key, mask, padded, *options)
+    table = mask.table(query.device)
+    return Call(spec, select(backend, spec), table, key_lengths, seed, bias)
 
 
 def spec_of(
@@ -81,12 +95,15 @@ def spec_of(
     mask: BlockMask,
     has_key_lengths: bool,
     scale: float | None,
+    softcap: float,
     dropout_p: float,
     precision: str,
+    bias: bool = False,
+    differentiates_bias: bool = False,
 ) -> AttentionSpec:
     """The facts of a call of checked arguments."""
     tensors = (query.shape, key.shape, query.dtype, query.device)
-    options = (has_key_lengths, scale, dropout_p, precision)
+    options = (has_key_lengths, scale, softcap, dropout_p, precision, bias, differentiates_bias)
     return _spec(*tensors, mask.block_size, mask.num_heads, *options)
 
 
@@ -100,8 +117,11 @@ def _spec(
     mask_heads: int,
     has_key_lengths: bool,
     scale: float | None,
+    softcap: float,
     dropout_p: float,
     precision: str,
+    bias: bool,
+    differentiates_bias: bool,
 ) -> AttentionSpec:
     batch, heads, q_len, head_dim = query_shape
     kv_heads, k_len = key_shape[1:3]
@@ -120,6 +140,9 @@ def _spec(
         dropout_p=dropout_p,
         has_key_lengths=has_key_lengths,
         precision=precision,
+        softcap=softcap,
+        bias=bias,
+        differentiates_bias=differentiates_bias,
     )
 
 

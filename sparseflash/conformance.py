@@ -54,9 +54,9 @@ class Case:
         """The backend's reasons against this case."""
         query, key, _, _ = self.inputs()
         mask = block_mask(PATTERNS[0](LENGTHS, self.block_size, self.device), query, key)
-        spec = spec_of(query, key, mask, self.padded, None, self.dropout_p, "ieee")
+        spec = spec_of(query, key, mask, self.padded, None, 0.0, self.dropout_p, "ieee")
         (backend,) = (b for b in BACKENDS if b.name == self.backend)
-        return backend.why_not(spec)
+        return backend.reasons(self.backend, spec)
 
     def run(self, pattern: masks.Pattern) -> None:
         """Raises AssertionError where a result errs by more than the error budget."""

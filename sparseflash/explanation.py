@@ -90,6 +90,8 @@ def explain(
     value: Tensor,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     precision: str = "ieee",
@@ -99,13 +101,14 @@ def explain(
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
 
     measure: also time the call, the full mask and torch's dense attention, each forward and
-        backward, with the options of the call (torch's without key_lengths).
+        backward, with the options of the call (torch's without softcap, bias and
+        key_lengths).
     Raises what attention raises, but no BackendError: `backend` is None in what it returns.
     """
     query, key, value = (x.detach() for x in checked_tensors(query, key, value, key_lengths))
-    options = checked_options(scale, dropout_p, precision)
+    options = checked_options(scale, softcap, dropout_p, precision)
     found = block_mask(checked_mask(mask), query, key)
-    spec = spec_of(query, key, found, key_lengths is not None, *options)
+    spec = spec_of(query, key, found, key_lengths is not None, *options, bias is not None)
     why_not = {b.name: reasons for b in BACKENDS if (reasons := b.reasons(backend, spec))}
     try:
         chosen = select(backend, spec)
@@ -127,6 +130,8 @@ def explain(
             attention,
             mask=mask,
             scale=scale,
+            softcap=softcap,
+            bias=bias,
             dropout_p=dropout_p,
             key_lengths=key_lengths,
             precision=precision,

@@ -19,8 +19,6 @@ import masks
 from masks import BlockMask, Pattern
 from sparseflash.attention import attention
 
-_UNSUPPORTED = ("softcap", "position_bias", "s_aux")
-
 
 def register(
     pattern: Pattern | str | None = None, name: str = "blocksparse", *, backend: str = "auto"
@@ -36,7 +34,8 @@ def register(
     name: must not contain "flash", which transformers takes for its own kernels.
 
     Padding after all tokens costs nothing; other padding takes one call for each kind of it in the
-    batch. Calls raise ValueError for soft-capped scores, position biases and attention sinks.
+    batch. Soft caps and attention sinks of a model count; calls raise ValueError for a position
+    bias, which is no function of the distance alone there.
     """
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", got {name!r}')
@@ -105,10 +104,16 @@ def _attend(
     **options,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: (out (batch, seq, heads, head_dim), no weights)."""
-    for name in _UNSUPPORTED:
-        if options.get(name) is not None:
-            raise ValueError(f"blocksparse attention takes no {name}, got {options[name]}")
-    call = partial(attention, scale=scaling, dropout_p=dropout, backend=backend)
+    if options.get("position_bias") is not None:
+        raise ValueError("blocksparse attention takes no position_bias")
+    call = partial(
+        attention,
+        scale=scaling,
+        dropout_p=dropout,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        backend=backend,
+    )
     if attention_mask is None:
         own = _pattern_of(pattern, getattr(module, "config", None))
         causal = options.get("is_causal", getattr(module, "is_causal", False))

@@ -31,6 +31,17 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     return out.to(outs[0].dtype), merged
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention to one more key, of value 0 and with the score sinks[head].
+
+    out: (batch, heads, q_len, head_dim); lse: (batch, heads, q_len); sinks: (1 or heads,)
+    Source: Xiao et al., "Efficient streaming language models with attention sinks", 2023.
+    """
+    sinks = sinks.to(lse.dtype).view(-1, 1)
+    kept = torch.sigmoid(lse - sinks).unsqueeze(-1)
+    return (out * kept).to(out.dtype), torch.logaddexp(lse, sinks.expand_as(lse))
+
+
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(

@@ -33,10 +33,12 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    bias: Tensor | None,
     mask: str,
     key_lengths: Tensor | None,
     seed: Tensor | None,
     scale: float | None,
+    softcap: float,
     dropout_p: float,
     precision: str,
     backend: str,
@@ -45,7 +47,8 @@ def attention(
 
     mask: the handle of a Pattern or BlockMask; seed: int64 () on the CPU, None without dropout.
     """
-    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend)
+    options = (scale, softcap, dropout_p, precision, backend)
+    call = _prepare(query, key, bias, False, mask, key_lengths, seed, *options)
     out, lse = call.forward(query, key, value)
     return _laid_out_like(out, query), lse
 
@@ -59,25 +62,41 @@ def attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    bias: Tensor | None,
     mask: str,
     key_lengths: Tensor | None,
     seed: Tensor | None,
     scale: float | None,
+    softcap: float,
     dropout_p: float,
     precision: str,
     backend: str,
     needs: list[bool],
 ) -> list[Tensor]:
-    """The gradients of those of (query, key, value) that `needs` names."""
-    call = _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend)
+    """The gradients of those of (query, key, value, bias) that `needs` names."""
+    options = (scale, softcap, dropout_p, precision, backend)
+    call = _prepare(query, key, bias, needs[3], mask, key_lengths, seed, *options)
     grads = call.backward(grad_out, grad_lse, (query, key, value, out, lse), tuple(needs))
-    inputs = (query, key, value)
-    return [_laid_out_like(g, x) for g, x in zip(grads, inputs, strict=True) if g is not None]
+    inputs = (query, key, value, bias)
+    return [
+        _laid_out_like(grad, x)
+        for grad, x in zip(grads, inputs, strict=True)
+        if grad is not None and x is not None
+    ]
 
 
-def _prepare(query, key, mask, key_lengths, seed, scale, dropout_p, precision, backend) -> Call:
+def _prepare(query, key, bias, needs_bias, mask, key_lengths, seed, *options) -> Call:
     seed = 0 if seed is None else int(seed)
-    return prepare(query, key, find(mask), key_lengths, seed, scale, dropout_p, precision, backend)
+    return prepare(
+        query,
+        key,
+        find(mask),
+        key_lengths,
+        seed,
+        *options,
+        bias=bias,
+        differentiates_bias=needs_bias,
+    )
 
 
 def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
@@ -87,63 +106,67 @@ def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
 
 
 @attention.register_fake
-def _(query, key, value, mask, key_lengths, seed, scale, dropout_p, precision, backend):
+def _(query, key, value, bias, mask, *options):
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
 
 
 @attention_backward.register_fake
-def _(grad_out, grad_lse, query, key, value, out, lse, *call_and_needs):
-    needs = call_and_needs[-1]
-    return [torch.empty_like(x) for x, n in zip((query, key, value), needs, strict=True) if n]
+def _(grad_out, grad_lse, query, key, value, out, lse, bias, *options):
+    inputs = (query, key, value, bias)
+    return [torch.empty_like(x) for x, needed in zip(inputs, options[-1], strict=True) if needed]
 
 
 def _save(ctx, inputs, output):
-    query, key, value, mask, key_lengths, seed, *options = inputs
-    ctx.save_for_backward(query, key, value, *output, key_lengths, seed)
+    query, key, value, bias, mask, key_lengths, seed, *options = inputs
+    ctx.save_for_backward(query, key, value, *output, bias, key_lengths, seed)
     ctx.mask, ctx.options = mask, options
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    nothing = [None] * 10
+    nothing = [None] * 12
     if grad_out is None and grad_lse is None:
         return tuple(nothing)
     *saved, key_lengths, seed = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
+    needs = list(ctx.needs_input_grad[:4])
     grads = iter(
         attention_backward(
             grad_out, grad_lse, *saved, ctx.mask, key_lengths, seed, *ctx.options, needs
         )
     )
-    return *(next(grads) if needed else None for needed in needs), *nothing[3:]
+    return *(next(grads) if needed else None for needed in needs), *nothing[4:]
 
 
 attention.register_autograd(_differentiate, setup_context=_save)
-
-
 attention_backward.register_autograd(refuse_second_derivative)
 
 
 @attention.register_vmap
 def _(info, in_dims, *arguments):
-    return _folded(attention, arguments[7], info, in_dims, arguments), (0, 0)
+    return _folded(attention, 3, info, in_dims, arguments), (0, 0)
 
 
 @attention_backward.register_vmap
 def _(info, in_dims, *arguments):
-    grads = _folded(attention_backward, arguments[11], info, in_dims, arguments)
+    grads = _folded(attention_backward, 7, info, in_dims, arguments)
     return grads, [0] * len(grads)
 
 
-def _folded(operator, dropout_p, info, in_dims, arguments):
-    """The results of an operator with the mapped dimension made part of the batch."""
+def _folded(operator, bias, info, in_dims, arguments):
+    """The results of an operator with the mapped dimension made part of the batch.
+
+    bias: its place among the arguments, after which come mask, key_lengths, seed and options.
+    """
+    dropout_p = arguments[bias + 6]
     if dropout_p > 0:
         raise NotImplementedError(f"dropout_p must be 0 under torch.func.vmap, got {dropout_p}")
+    if in_dims[bias] is not None or (operator is attention_backward and arguments[-1][3]):
+        raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
     folded = (
-        _into_batch(x, dim, info.batch_size) if isinstance(x, Tensor) else x
-        for x, dim in zip(arguments, in_dims, strict=True)
+        _into_batch(x, dim, info.batch_size) if isinstance(x, Tensor) and i != bias else x
+        for i, (x, dim) in enumerate(zip(arguments, in_dims, strict=True))
     )
     results = operator(*folded)
     return type(results)(x.unflatten(0, (info.batch_size, -1)) for x in results)

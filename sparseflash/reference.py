@@ -27,6 +27,9 @@ def standard_attention(
     mask=None,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     seed: int | None = None,
@@ -34,11 +37,12 @@ def standard_attention(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention with its score matrix written down: (out, lse).
 
-    S = scale Q K^T, -inf where masked;  lse = log sum_k exp(S);  P = exp(S - lse)
-    O = dropout(P) V
+    S = softcap(scale Q K^T) + bias, -inf where masked;  P = exp(S - lse);  O = dropout(P) V
+    lse = log(sum_k exp(S) + exp(sink))
 
     mask:  bool, broadcastable to (batch, heads, q_len, k_len), True means attend; or anything
            with a .to_dense() that returns such a tensor; None for all pairs
+    softcap, bias, sinks: as in sparseflash.attention
     dtype: of the products and of `out`; the softmax and lse are float32 at least
     A query without a key gets out 0, lse -inf and zero gradients.
     Raises ValueError for dropout without a seed.
@@ -47,15 +51,21 @@ def standard_attention(
     pairs = _pairs(query, key, mask, key_lengths, dropout_p, seed)
     query, key, value = _prepare(query, key, value, dtype)
     scores = einsum(query, key, "b h q d, b h k d -> b h q k") * _scale(scale, query)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + _by_pair(bias, query.shape[2], key.shape[2]).to(dtype)
     scores = scores.masked_fill(~pairs.allowed, -math.inf)
     scores = scores.to(torch.promote_types(dtype, torch.float32))
 
     # A row of nothing but -inf has no softmax. Zeros stand in for it and its results are replaced.
     empty = ~pairs.allowed.any(dim=-1)
     scores = scores.masked_fill(empty.unsqueeze(-1), 0.0)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
-    lse = lse.masked_fill(empty, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1).masked_fill(empty, -math.inf)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1).expand_as(lse))
+    finite = lse.masked_fill(lse == -math.inf, 0.0)
+    weights = torch.exp(scores - finite.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
 
     weights = pairs.drop(weights, slice(0, scores.shape[2]), slice(0, scores.shape[3]))
     out = einsum(weights.to(dtype), value, "b h q k, b h k d -> b h q d")
@@ -186,6 +196,12 @@ def _prepare(query, key, value, dtype) -> tuple[Tensor, Tensor, Tensor]:
     group = query.shape[1] // key.shape[1]
     key, value = (repeat(x.to(dtype), "b h k d -> b (h g) k d", g=group) for x in (key, value))
     return query.to(dtype), key, value
+
+
+def _by_pair(bias: Tensor, q_len: int, k_len: int) -> Tensor:
+    """(1 or heads, q_len, k_len): the bias of every pair, from that of every distance."""
+    query = torch.arange(q_len, device=bias.device).unsqueeze(1)
+    return bias[:, torch.arange(k_len, device=bias.device) - query + q_len - 1]
 
 
 def _scale(scale, query) -> float:

@@ -13,7 +13,8 @@ class AttentionSpec:
 
     query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
     query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
-    mask) or heads. precision, "ieee" or "tf32", is that of float32 products.
+    mask) or heads. precision, "ieee" or "tf32", is that of float32 products. softcap is 0 for
+    none; bias says whether there is one, differentiates_bias whether its gradient may be wanted.
     """
 
     batch: int
@@ -30,6 +31,19 @@ class AttentionSpec:
     dropout_p: float
     has_key_lengths: bool
     precision: str = "ieee"
+    softcap: float = 0.0
+    bias: bool = False
+    differentiates_bias: bool = False
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """What the call asks for that not every backend knows."""
+        asked = {
+            "softcap": self.softcap > 0,
+            "bias": self.bias,
+            "gradient of bias": self.differentiates_bias,
+        }
+        return frozenset(name for name, wanted in asked.items() if wanted)
 
     def __str__(self) -> str:
         return (

@@ -16,12 +16,14 @@ class Backend:
     """One way to compute attention.
 
     why_not(spec): the reasons for which this backend cannot serve a call; empty when it can.
+    extras: those of AttentionSpec.extras that it knows; with a bias its functions get it as well,
+        bias=float32 (1 or heads, q_len + k_len - 1), contiguous.
     forward(query, key, value, table, key_lengths, seed, spec) -> (out, lse):
         out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads,
         q_len), contiguous.
     backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
-        None.
+        None. With a bias, needs and the results have a fourth entry for it.
     describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
     pass_over(spec): the reasons for which "auto" looks for another backend although this one can
         serve a call; empty when it is the fastest.
@@ -33,17 +35,33 @@ class Backend:
     backward: Callable
     describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
     pass_over: Callable[[AttentionSpec], list[str]] = lambda spec: []
+    extras: frozenset[str] = frozenset()
 
     def reasons(self, name: str, spec: AttentionSpec) -> list[str]:
         """Why it is not the backend of a call that asks for the one called `name`."""
-        return self.why_not(spec) or (self.pass_over(spec) if name == "auto" else [])
+        unknown = [f"takes no {extra}" for extra in sorted(spec.extras - self.extras)]
+        against = unknown + self.why_not(spec)
+        return against or (self.pass_over(spec) if name == "auto" else [])
 
 
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (
-    Backend("cpu", cpu.why_not, cpu.forward, cpu.backward),
+    Backend(
+        "cpu",
+        cpu.why_not,
+        cpu.forward,
+        cpu.backward,
+        extras=frozenset({"softcap", "bias", "gradient of bias"}),
+    ),
     Backend("hopper", hopper.why_not, hopper.forward, hopper.backward, pass_over=hopper.pass_over),
-    Backend("triton", portable.why_not, portable.forward, portable.backward, portable.describe),
+    Backend(
+        "triton",
+        portable.why_not,
+        portable.forward,
+        portable.backward,
+        portable.describe,
+        extras=frozenset({"softcap", "bias"}),
+    ),
 )
 
 

@@ -100,6 +100,22 @@ def test_blocks_round_trip_and_figures():
     assert (mask.shape, mask.block_size, mask.num_heads) == ((30, 70), (16, 32), 1)
 
 
+def test_blocks_of_the_highest_scores():
+    scores = torch.rand(3, 5, 7)
+    scores[1, 2, 1:] = -torch.inf
+    mask = BlockMask.from_topk(scores, 3, 16, (70, 112))
+    kept = mask.to_blocks()
+    assert kept[1, 2].tolist() == [True] + [False] * 6
+    kept[1, 2] = scores[1, 2] >= 0
+    lowest = scores.masked_fill(~kept, 2.0).amin(-1)
+    highest = scores.masked_fill(kept, -1.0).amax(-1)
+    assert (lowest > highest).all()
+    assert kept.sum(-1).flatten().tolist() == [3] * 7 + [1] + [3] * 7
+    assert BlockMask.from_topk(scores[0], 9, 16) == masks.full()((80, 112), 16)
+    above = BlockMask.from_threshold(scores, 0.5, 16, (70, 112))
+    assert torch.equal(above.to_blocks(), scores > 0.5)
+
+
 def test_stack_shares_equal_heads():
     local, again = masks.local(9)(100, 16), masks.local(9)(100, 16)
     mask = masks.stack([local, masks.butterfly()(100, 16), again])
@@ -130,6 +146,7 @@ def test_heads_broadcast_in_the_algebra():
             r"blocks must be \(7, 7\)",
         ),
         (lambda: masks.full()(64).crop(65, 64), "crop must lie within"),
+        (lambda: BlockMask.from_topk(torch.rand(2, 2), 0), "k must be at least 1"),
         (lambda: masks.full()(64).rows(5, 65), "rows must lie within 64 queries"),
         (lambda: masks.full()(64) & masks.full()(65), "masks must share lengths"),
         (lambda: BlockMask.from_scipy([[1]]), "scipy.sparse"),

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 from transformers.masking_utils import and_masks, sdpa_mask  # noqa: E402
 
 from sparseflash import huggingface  # noqa: E402
+from sparseflash.reference import standard_attention  # noqa: E402
 
 SIZES = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PATTERN = masks.pattern(lambda q, k: ((q - k).abs() < 6) | (k % 7 == 0))
@@ -177,5 +178,16 @@ def test_what_is_not_supported_is_refused():
         model(tokens(batch=1), attention_mask=torch.zeros(1, 1, 40, 40))
     attend = partial(huggingface._attend, PATTERN, "auto", torch.nn.Module())
     tensors = torch.zeros(3, 1, 2, 8, 4).unbind()
-    with pytest.raises(ValueError, match="takes no softcap"):
-        attend(*tensors, None, softcap=30.0)
+    with pytest.raises(ValueError, match="takes no position_bias"):
+        attend(*tensors, None, position_bias=torch.zeros(1, 2, 8, 8))
+
+
+def test_soft_caps_and_sinks_of_a_model():
+    tensors = torch.randn(3, 1, 2, 20, 4).unbind()
+    sinks = torch.randn(2)
+    attend = partial(huggingface._attend, PATTERN, "auto", torch.nn.Module())
+    out, _ = attend(*tensors, None, softcap=2.0, s_aux=sinks, scaling=0.7)
+    expected, _ = standard_attention(
+        *tensors, PATTERN(20), softcap=2.0, sinks=sinks, scale=0.7, dtype=torch.float32
+    )
+    torch.testing.assert_close(out.transpose(1, 2), expected)

@@ -22,7 +22,7 @@ from sparseflash.testing import make_inputs
 HAS_GPU = torch.cuda.is_available()
 BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
 DEVICE = "cuda" if HAS_GPU else "cpu"
-PATTERN = masks.local(20, align="top-left")
+PATTERN = masks.local(20, align="top-left").in_blocks(16)
 
 
 def inputs(*lengths, device=DEVICE, **options):
@@ -107,9 +107,10 @@ def test_opcheck(backend, strides):
     tensors = inputs(16, 20, device=BACKENDS[backend], strides=strides)
     lengths = torch.tensor([16, 20], device=BACKENDS[backend], dtype=torch.int32)
     mask, seed = PATTERN((16, 20), 16), torch.tensor(3)
+    bias = torch.randn(2, 35, device=BACKENDS[backend], requires_grad=backend == "cpu")
     for options in (
-        (mask.handle, None, None, None, 0.0, "ieee", backend),
-        (mask.handle, lengths, seed, 0.3, 0.2, "tf32", backend),
+        (None, mask.handle, None, None, None, 0.0, 0.0, "ieee", backend),
+        (bias, mask.handle, lengths, seed, 0.3, 5.0, 0.2, "tf32", backend),
     ):
         torch.library.opcheck(operators.attention, (*tensors, *options))
 

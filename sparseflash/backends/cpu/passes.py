@@ -2,13 +2,15 @@
 
 Whole rows of scores are computed at once, so the softmax needs no running maximum:
 
-    S = scale * log2(e) * Q K^T, -inf where masked
+    S = log2(e) * (softcap(scale * Q K^T) + bias), -inf where masked
     P = exp2(S - max S),  l = sum P,  O = dropout(P) V / l,  LSE = ln(2) * max S + ln(l)
 
 The backward pass recomputes P = exp2(S - log2(e) * LSE), one batch of block rows after another:
 
     dS = P * (dropout(dO V^T) - delta)        delta = rowsum(dO * O) - dLSE
     dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
+
+where a soft cap multiplies dS by its derivative, and dS summed over each distance is dbias.
 
 Sequences are handled as blocks, (batch * heads * blocks, block, width), in float32 (float64 for
 float64 inputs).
@@ -33,17 +35,18 @@ def forward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.Backend."""
     q = _blocks(query, table.block_size[0])
     k, v = _key_blocks(key, value, table, key_lengths)
     out, lse = torch.zeros_like(q), q.new_full((*q.shape[:2], 1), -math.inf)
-    for problem in problems(table, key_lengths, seed, spec):
+    for problem in problems(table, key_lengths, seed, spec, bias):
         q_here = problem.queries_of(q)
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
         out_here, lse_here = torch.empty_like(q_here), lse.new_empty((*q_here.shape[:2], 1))
         for part in problem.parts():
-            weights = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
+            weights, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
             maximum = problem.by_problem(weights.amax(-1, keepdim=True)).amax(1)
             # A row of nothing but -inf keeps a finite maximum: its weights are 0 and not NaN.
             maximum.clamp_(min=torch.finfo(maximum.dtype).min)
@@ -71,10 +74,12 @@ def backward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.Backend."""
-    needs_query, needs_key, needs_value = needs
+    needs: tuple[bool, ...],
+    bias: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value and bias; see sparseflash.backends.Backend."""
+    needs_query, needs_key, needs_value, *rest = needs
+    needs_bias = any(rest)
     bq = table.block_size[0]
     q, grad_o = _blocks(query, bq), _blocks(grad_out, bq)
     k, v = _key_blocks(key, value, table, key_lengths)
@@ -85,8 +90,9 @@ def backward(
     lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
     grad_o = grad_o / (1 - spec.dropout_p)
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_bias = q.new_zeros(bias.numel() if bias is not None else 0)
 
-    for problem in problems(table, key_lengths, seed, spec):
+    for problem in problems(table, key_lengths, seed, spec, bias):
         q_here, grad_o_here = problem.queries_of(q), problem.queries_of(grad_o)
         lse_here, delta_here = problem.queries_of(lse), problem.queries_of(delta)
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
@@ -99,12 +105,19 @@ def backward(
                 problem.to_segments(x[:, part])
                 for x in (q_here, grad_o_here, lse_here, delta_here)
             )
-            weights = problem.scores(part, q_part, k_here).sub_(lse_part).exp2_()
+            weights, slopes = problem.scores(part, q_part, k_here, slopes=True)
+            weights.sub_(lse_part).exp2_()
             if needs_value:
                 grad_v_here.baddbmm_(_drop(weights, kept).mT, grad_o_part)
-            if needs_query or needs_key:
+            if needs_query or needs_key or needs_bias:
                 grad_weights = _drop(problem.product("grad", grad_o_part, v_here.mT), kept)
                 grad_scores = grad_weights.sub_(delta_part).mul_(weights)
+                if needs_bias and bias is not None:
+                    grad_bias.index_add_(
+                        0, problem.places(bias, part).flatten(), grad_scores.flatten()
+                    )
+                if slopes is not None:
+                    grad_scores.mul_(slopes)
                 if needs_query:
                     products = torch.bmm(grad_scores, k_here)
                     grad_q_here[:, part] = problem.by_problem(products).sum(1)
@@ -113,11 +126,14 @@ def backward(
         problem.write_queries(grad_q, grad_q_here)
         problem.add_keys(grad_k, grad_k_here)
         problem.add_keys(grad_v, grad_v_here)
-    return (
+    grads = (
         _sequence(grad_q.mul_(spec.scale), query).to(query.dtype) if needs_query else None,
         _sequence(grad_k.mul_(spec.scale), key).to(key.dtype) if needs_key else None,
         _sequence(grad_v, value).to(value.dtype) if needs_value else None,
     )
+    if bias is None:
+        return grads
+    return *grads, grad_bias.view_as(bias) if needs_bias else None
 
 
 def _drop(x: Tensor, kept: Tensor | None) -> Tensor:

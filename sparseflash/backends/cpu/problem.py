@@ -40,8 +40,9 @@ class Problem:
         key_lengths: Tensor | None,
         seed: int,
         spec: AttentionSpec,
+        bias: Tensor | None = None,
     ):
-        self._chunk, self._seed, self._spec = chunk, seed, spec
+        self._chunk, self._seed, self._spec, self._bias = chunk, seed, spec, bias
         self._block_q, self._block_k = table.block_size
         self._rows, self._columns = table.by_query.rows, table.by_key.rows
         self._query_blocks = chunk.query_blocks.flatten()
@@ -89,17 +90,43 @@ class Problem:
         result = workspace.take(name, (a.shape[0], a.shape[1], b.shape[2]), a.dtype)
         return torch.baddbmm(result, a, b, beta=0, alpha=alpha, out=result)
 
-    def scores(self, part: slice, query: Tensor, key: Tensor) -> Tensor:
-        """scale * log2(e) * Q K^T, -inf where masked: (problems * segments, part, width).
+    def scores(
+        self, part: slice, query: Tensor, key: Tensor, slopes: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(scores, slopes), both (problems * segments, part, width).
 
+        scores = log2(e) * (softcap(scale * Q K^T) + bias), -inf where masked; slopes, if asked for
+        and not 1, are the derivatives of softcap.
         query: those of `part`, for every segment
         """
-        scores = self.product("scores", query, key.mT, self._spec.scale * LOG2E)
+        cap = self._spec.softcap
+        factor = self._spec.scale * (1 / cap if cap else LOG2E)
+        scores, slope = self.product("scores", query, key.mT, factor), None
+        if cap:
+            # 1 - tanh^2, but without the cancellation where the cap is reached.
+            slope = scores.cosh().pow_(-2) if slopes else None
+            scores.tanh_().mul_(cap * LOG2E)
+        if self._bias is not None:
+            scores.add_(self._bias.flatten()[self.places(self._bias, part)], alpha=LOG2E)
         if self._tile_bias is not None:
             self._add_tile_bias(scores, self._tile_bias, part)
         if self._padding_bias is not None:
             scores.add_(self._padding_bias)
-        return scores
+        return scores, slope
+
+    def places(self, bias: Tensor, part: slice) -> Tensor:
+        """Where in the flattened bias each pair's is: int64, in the shape of scores."""
+        spec = self._spec
+        distances = spec.q_len + spec.k_len - 1
+        query = _tokens(self._chunk.query_blocks % self._rows, self._block_q)[:, part]
+        key = _tokens(self._chunk.key_blocks % self._columns, self._block_k)
+        distance = key.view(-1, 1, self._width) - self.to_segments(query.unsqueeze(2))
+        # Pairs outside the sequence are masked; their place must exist.
+        place = (distance + spec.q_len - 1).clamp_(0, distances - 1)
+        if len(bias) > 1:
+            head = (self._chunk.bh % spec.heads).view(-1, 1, 1)
+            place += self.to_segments(head) * distances
+        return place
 
     def kept(self, part: slice) -> Tensor | None:
         """The pairs that dropout keeps: bool, in the shape of scores; None without dropout."""
@@ -143,7 +170,11 @@ class Problem:
 
 
 def problems(
-    table: LookupTable, key_lengths: Tensor | None, seed: int, spec: AttentionSpec
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int,
+    spec: AttentionSpec,
+    bias: Tensor | None = None,
 ) -> Iterator[Problem]:
     """Every non-empty block row of every head exactly once.
 
@@ -151,7 +182,7 @@ def problems(
     """
     with workspace.keep_at_most(CHUNK_FLOATS):
         for chunk in chunks(table, spec):
-            yield Problem(chunk, table, key_lengths, seed, spec)
+            yield Problem(chunk, table, key_lengths, seed, spec, bias)
 
 
 def _tokens(blocks: Tensor, size: int) -> Tensor:

@@ -80,11 +80,12 @@ def forward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.Backend."""
     from sparseflash.backends.portable import forward_pass
 
-    return forward_pass.forward(query, key, value, table, key_lengths, seed, spec)
+    return forward_pass.forward(query, key, value, table, key_lengths, seed, spec, bias)
 
 
 def backward(
@@ -99,12 +100,13 @@ def backward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(grad_query, grad_key, grad_value); see sparseflash.backends.Backend."""
+    needs: tuple[bool, ...],
+    bias: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients; see sparseflash.backends.Backend."""
     from sparseflash.backends.portable import backward_pass
 
     saved = (query, key, value, out, lse)
     return backward_pass.backward(
-        grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs
+        grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs, bias
     )

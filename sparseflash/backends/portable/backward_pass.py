@@ -32,17 +32,18 @@ def backward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.Backend."""
-    needs_query, needs_key, needs_value = needs
+    needs: tuple[bool, ...],
+    bias: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of one call, None for a bias; see sparseflash.backends.Backend."""
+    needs_query, needs_key, needs_value = needs[:3]
     grad_query = grad_key = grad_value = None
     padded_len = table.by_query.rows * spec.block_size[0]
     shape = (spec.batch, spec.heads, 2, padded_len)
     terms = torch.empty(shape, dtype=torch.float32, device=query.device)
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     lse_arguments = (grad_lse, *lse_strides, lse, terms)
-    call = (table, key_lengths, seed, spec)
+    call = (table, key_lengths, seed, spec, bias)
     with on_device(query.device):
         if needs_query:
             grad_query = torch.empty_like(query)
@@ -54,7 +55,8 @@ def backward(
             grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             tensors = (query, key, value, grad_out, grad_key, grad_value)
             launch_pass("dkdv", key_value_gradient_kernel, tensors, (0, 3), (terms,), *call)
-    return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
+    grads = (grad_query, grad_key if needs_key else None, grad_value if needs_value else None)
+    return grads if bias is None else (*grads, None)
 
 
 def _launch_row_terms(out, grad_out, lse_arguments, padded_len, spec):

@@ -148,8 +148,10 @@ def accumulators(config: Config, which: str, head_dim: int) -> float:
     return (resident * dims + products * config.bm * config.bn) / (config.warps * 32)
 
 
-def with_room_for_dropout(config: Config, which: str, head_dim: int) -> Config:
-    """Random numbers take registers of their own: what would spill gets twice the threads."""
+def with_room(config: Config, which: str, head_dim: int) -> Config:
+    """Random numbers and soft caps take registers of their own: what would spill gets twice the
+    threads.
+    """
     warps = config.warps
     if accumulators(config, which, head_dim) > MOST_WITH_DROPOUT:
         warps *= 2
@@ -231,16 +233,26 @@ def plan(
     head_dim: int,
     block_size: tuple[int, int],
     dropout: bool,
+    softcap: bool,
+    bias: bool,
     precision: str,
     tma: bool,
 ) -> Plan:
     """The configuration of one pass, with the compile-time constants that follow from it."""
     found = choose(which, *limits(device), dtype, head_dim, block_size, tma)
     config = FORCED.get(which, found)
-    if dropout:
-        config = with_room_for_dropout(config, which, head_dim)
+    if softcap and which == "dkdv":
+        # Scores and the slopes of the cap are held side by side: a wider tile spills.
+        config = replace(config, bm=min(config.bm, 64), registers=None)
+    if dropout or softcap:
+        config = with_room(config, which, head_dim)
+    if bias:
+        # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
+        # memory for every stage.
+        config = replace(config, warps=max(8, config.warps), stages=1, registers=None)
     constants = {
         "DROPOUT": dropout,
+        "SOFTCAP": softcap,
         "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),
@@ -249,7 +261,7 @@ def plan(
         "BM": config.bm,
         "BN": config.bn,
         # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
-        "MASK_STAGES": max(2, config.stages - 1),
+        "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
         "num_warps": config.warps,
         "num_stages": config.stages,
         "maxnreg": config.registers,

@@ -23,6 +23,7 @@ def forward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.Backend."""
     out = torch.empty_like(query)
@@ -39,6 +40,7 @@ def forward(
             key_lengths,
             seed,
             spec,
+            bias,
         )
     return out, lse
 
@@ -51,9 +53,9 @@ def forward_kernel(
     out, out_batch, out_head, out_token, out_dim,
     key_descriptor, value_descriptor, lse,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
-    key_lengths, heads, q_len, k_len, layers, rows, ordered, heavy_first,
-    scale2, seed: tl.int64, threshold: tl.uint32, keep_scale,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    key_lengths, bias, bias_head, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
@@ -78,6 +80,7 @@ def forward_kernel(
     strides = (value_batch, value_head, value_token, value_dim)
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
+    biases = tiles.of_head(bias, bias_head, head)
     total = tl.zeros([BM], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, DIMS], tl.float32)
@@ -86,8 +89,8 @@ def forward_kernel(
             total, peak, acc, q,
             keys, values, key_descriptor, value_descriptor, batch, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
-            scale2, seed, threshold, pair,
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
+            cap, biases, q_len, k_len, scale2, seed, threshold, pair,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
         )  # fmt: skip
 
@@ -106,8 +109,9 @@ def forward_kernel(
 def attend(
     total, peak, acc, q, keys, values, key_descriptor, value_descriptor, batch, kv_head,
     table, start, count, block, query_start, limit,
-    scale2, seed, threshold, pair,
-    PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    cap, biases, q_len, k_len, scale2, seed, threshold, pair,
+    PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -119,6 +123,7 @@ def attend(
     """
     PARTS: tl.constexpr = BLOCK_K // BN
     MASKED: tl.constexpr = PARTIAL or CUT
+    MODIFIED: tl.constexpr = SOFTCAP or biases is not None
     index = table.partial_index if PARTIAL else table.full_index
     bits = tl.load(table.partial_tile + start) if PARTIAL else block
     for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
@@ -128,8 +133,11 @@ def attend(
             BN, DIMS, HEAD_DIM, MASKED, CUT,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if MASKED:
-            scores = scores * scale2
+        if MASKED or MODIFIED:
+            scores, _ = tiles.modified(
+                scores, cap, biases, query_start, key_start, q_len, k_len, scale2,
+                SOFTCAP, BM, BN, False,
+            )  # fmt: skip
             if PARTIAL:
                 mask = tiles.attended(
                     table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False

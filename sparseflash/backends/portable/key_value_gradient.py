@@ -17,9 +17,9 @@ def key_value_gradient_kernel(
     grad_value, grad_value_batch, grad_value_head, grad_value_token, grad_value_dim,
     query_descriptor, grad_out_descriptor, terms,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
-    key_lengths, heads, q_len, k_len, layers, rows, ordered, heavy_first,
-    scale2, seed: tl.int64, threshold: tl.uint32, keep_scale,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    key_lengths, bias, bias_head, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
@@ -62,14 +62,15 @@ def key_value_gradient_kernel(
         queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
         grad_outs = tiles.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+        biases = tiles.of_head(bias, bias_head, head)
         lse2_row, delta_row = term_rows(terms, pair, q_len, BLOCK_Q)
         for PHASE in tl.static_range(2):
             dk, dv = add_key_value_gradients(
                 dk, dv, k, v, lse2_row, delta_row,
                 queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
                 table, starts[PHASE], counts[PHASE], firsts[PHASE], start, q_len,
-                scale2, seed, threshold, keep_scale, pair,
-                PHASE == 0, DROPOUT, PRECISION,
+                cap, biases, k_len, scale2, seed, threshold, keep_scale, pair,
+                PHASE == 0, DROPOUT, SOFTCAP, PRECISION,
                 HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
             )  # fmt: skip
 
@@ -89,8 +90,8 @@ def add_key_value_gradients(
     dk, dv, k, v, lse2_row, delta_row,
     queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
     table, start, count, block, key_start, q_len,
-    scale2, seed, threshold, keep_scale, pair,
-    PARTIAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    cap, biases, k_len, scale2, seed, threshold, keep_scale, pair,
+    PARTIAL: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +107,12 @@ def add_key_value_gradients(
             BM, DIMS, HEAD_DIM, PARTIAL, False,
         )  # fmt: skip
         lse2 = tl.load(lse2_row + tokens)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale2 - lse2[None, :]
+        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        scores, slopes = tiles.modified(
+            products, cap, biases, query_start, key_start, q_len, k_len, scale2,
+            SOFTCAP, BM, BN, True,
+        )  # fmt: skip
+        scores -= lse2[None, :]
         if PARTIAL:
             mask = tiles.attended(
                 table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, True
@@ -126,6 +132,8 @@ def add_key_value_gradients(
         if DROPOUT:
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - tl.load(delta_row + tokens)[None, :])
+        if SOFTCAP:
+            ds *= slopes
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         ahead = start + (step + 1) // PARTS
         block = tl.load(index + ahead)

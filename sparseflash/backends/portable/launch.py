@@ -34,25 +34,27 @@ def launch_pass(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
+    bias: Tensor | None = None,
 ) -> None:
     """Launches the kernel of one pass: "forward", "dq" (rows of queries) or "dkdv" (rows of keys).
 
     Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads,
-    `streamed` by their places; `others`; the table; key_lengths; run-time sizes; scalars;
-    constants.
+    `streamed` by their places; `others`; the table; key_lengths; bias; run-time sizes;
+    scalars; constants.
     """
     made = _prepare(which, spec, streamed, *_strides_and_alignment(tensors))
     rows = table.by_key if which == "dkdv" else table.by_query
     sizes, grid = _sizes_and_grid(spec, rows, made.heads, made.parts)
-    scale2, threshold, keep_scale = made.scalars
+    scale2, cap, threshold, keep_scale = made.scalars
     arguments = (
         *_interleaved(tensors, made.strides),
         *_descriptors(made.tile, [tensors[place] for place in streamed]),
         *others,
         *_table_arguments(table, rows),
         key_lengths,
+        *(bias, 0 if bias is None or len(bias) == 1 else bias.stride(0)),
         *sizes,
-        *(scale2, seed, threshold, keep_scale),
+        *(scale2, cap, seed, threshold, keep_scale),
     )
     variant = (made.variant, others[0] is None, key_lengths is None)
     launch(kernel, grid, arguments, variant, made.constants)
@@ -118,7 +120,8 @@ class Prepared:
     strides:      those of the tensors, as kernels take them
     tile:         shape of the tiles that descriptors describe, None where pointers are used
     heads, parts: programs along the heads, and for each block row
-    scalars:      scale * log2(e), the least random word that keeps a pair, 1 / (1 - dropout_p)
+    scalars:      scale * log2(e), the soft cap, the least random word that keeps a pair,
+        1 / (1 - dropout_p)
     """
 
     variant: tuple
@@ -127,7 +130,7 @@ class Prepared:
     tile: list[int] | None
     heads: int
     parts: int
-    scalars: tuple[float, int, float]
+    scalars: tuple[float, float, int, float]
 
 
 @lru_cache(maxsize=4096)
@@ -167,8 +170,9 @@ def configuration(which: str, spec: AttentionSpec, streamed: tuple[Tensor, ...])
 
 
 def _plan(which: str, spec: AttentionSpec, describable: bool) -> Plan:
-    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size, spec.dropout_p > 0)
-    return plan(which, *facts, spec.precision, describable)
+    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size)
+    variants = (spec.dropout_p > 0, spec.softcap > 0, spec.bias, spec.precision)
+    return plan(which, *facts, *variants, describable)
 
 
 @contextmanager
@@ -278,6 +282,6 @@ def _sizes_and_grid(
     return sizes, (heads, spec.batch, tiles) if heavy_first else (tiles, heads, spec.batch)
 
 
-def _scalars(spec: AttentionSpec) -> tuple[float, int, float]:
+def _scalars(spec: AttentionSpec) -> tuple[float, float, int, float]:
     threshold = math.floor(spec.dropout_p * 2**32)
-    return spec.scale * LOG2E.value, threshold, 1.0 / (1.0 - spec.dropout_p)
+    return spec.scale * LOG2E.value, spec.softcap, threshold, 1.0 / (1.0 - spec.dropout_p)

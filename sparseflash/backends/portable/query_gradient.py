@@ -20,9 +20,9 @@ def query_gradient_kernel(
     key_descriptor, value_descriptor,
     grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, terms,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
-    key_lengths, heads, q_len, k_len, layers, rows, ordered, heavy_first,
-    scale2, seed: tl.int64, threshold: tl.uint32, keep_scale,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    key_lengths, bias, bias_head, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
@@ -55,14 +55,15 @@ def query_gradient_kernel(
     strides = (value_batch, value_head, value_token, value_dim)
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
+    biases = tiles.of_head(bias, bias_head, head)
     dq = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
         dq = add_query_gradient(
             dq, q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
-            scale2, seed, threshold, keep_scale, batch * heads + head,
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, PRECISION,
+            cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, batch * heads + head,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
         )  # fmt: skip
 
@@ -75,8 +76,9 @@ def query_gradient_kernel(
 def add_query_gradient(
     dq, q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, kv_head,
     table, start, count, block, query_start, limit,
-    scale2, seed, threshold, keep_scale, pair,
-    PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
+    PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +93,12 @@ def add_query_gradient(
             key_descriptor, batch, kv_head, keys, key_start, limit,
             BN, DIMS, HEAD_DIM, MASKED, CUT,
         )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2 - lse2[:, None]
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores, slopes = tiles.modified(
+            products, cap, biases, query_start, key_start, q_len, k_len, scale2,
+            SOFTCAP, BM, BN, False,
+        )  # fmt: skip
+        scores -= lse2[:, None]
         if PARTIAL:
             mask = tiles.attended(
                 table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
@@ -109,6 +116,8 @@ def add_query_gradient(
             keep = tiles.kept(seed, threshold, pair, query_start, key_start, BM, BN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds *= slopes
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         ahead = start + (step + 1) // PARTS
         block = tl.load(index + ahead)

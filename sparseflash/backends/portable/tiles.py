@@ -57,13 +57,14 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
     strides = [f"{tensor}_{axis}" for tensor in tensors for axis in ("batch", "head", "token")]
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return {
-        "do_not_specialize": [*strides, *Sizes._fields],
+        "do_not_specialize": [*strides, *Sizes._fields, "bias_head"],
         "do_not_specialize_on_alignment": [
             *dim_strides,
             *Table._fields,
             "key_lengths",
             "lse",
             "grad_lse",
+            "bias",
         ],
     }
 
@@ -235,6 +236,54 @@ def attended(
         )
     bit = keys % 32 if BN >= 32 else key_start % BLOCK_K % 32 + keys
     return ((word >> bit) & 1) != 0
+
+
+@triton.jit
+def of_head(bias, bias_head, head):
+    """The biases of one head, if there are any."""
+    row = bias
+    if bias is not None:
+        row = bias + head.to(tl.int64) * bias_head
+    return row
+
+
+@triton.jit
+def modified(
+    products, cap, biases, query_start, key_start, q_len, k_len, scale2,
+    SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """(scores in base 2, the derivative of the soft cap) of the products Q K^T of a tile.
+
+    scores = log2(e) * (softcap(scale * products) + bias)
+    """
+    slopes = 1.0
+    if SOFTCAP:
+        capped, slopes = tanh(products * (scale2 * LN2 / cap))
+        scores = capped * (cap * LOG2E)
+    else:
+        scores = products * scale2
+    if biases is not None:
+        QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
+        queries = tl.expand_dims(query_start + tl.arange(0, BM), 1 - QUERY_AXIS)
+        keys = tl.expand_dims(key_start + tl.arange(0, BN), QUERY_AXIS)
+        places = keys - queries + (q_len - 1)
+        inside = (places >= 0) & (places < q_len + k_len - 1)
+        scores += tl.load(biases + places, mask=inside, other=0.0) * LOG2E
+    return scores, slopes
+
+
+@triton.jit
+def tanh(x):
+    """(tanh x, its derivative) to a rounding or two: by its series near 0, where it cancels."""
+    size = tl.abs(x)
+    decay = tl.exp2(size * (-2.0 * LOG2E))
+    far = (1.0 - decay) / (1.0 + decay)
+    near = tl.minimum(size, 0.3)
+    square = near * near
+    series = -17 / 315 + square * (62 / 2835)
+    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * series))
+    value = tl.where(size < 0.3, near * series, far)
+    return tl.where(x < 0.0, -value, value), 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from masks import BlockMask
-from sparseflash.autograd import BlockSparseAttention
+from sparseflash.autograd import run
 from sparseflash.backends import cpu, select
 from sparseflash.backends.cpu import plan
 from sparseflash.call import Call
@@ -58,9 +58,7 @@ def attention_with(table, seed=None, **options):
         spec = spec_of(query, key, table, **options)
         lengths = options.get("key_lengths")
         backend = select("cpu", spec)
-        return BlockSparseAttention.apply(
-            query, key, value, Call(spec, backend, table, lengths, seed)
-        )
+        return run(Call(spec, backend, table, lengths, seed), query, key, value)
 
     return attention
 

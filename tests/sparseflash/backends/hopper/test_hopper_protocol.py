@@ -14,7 +14,7 @@ import simulated_gluon
 import torch
 
 import masks
-from sparseflash.autograd import BlockSparseAttention
+from sparseflash.autograd import run
 from sparseflash.backends import hopper
 from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
@@ -62,7 +62,7 @@ def check(pattern, head_dim=64, *, lengths=(500, 400), kv_heads=1, key_lengths=N
         lengths = options.get("key_lengths")
         with poisoned_empty():
             call = Call(spec, hopper, mask.table(), lengths, 0)
-            return BlockSparseAttention.apply(*inputs, call)
+            return run(call, *inputs)
 
     check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)
 

@@ -37,21 +37,27 @@ class Kernels(dict):
         super().__setitem__(variant, self.get(variant, set()) | {kernel})
 
 
-def call(which, query, mask, *, dropout_p=0.0, key_lengths=None, kv_heads=None, precision="ieee"):
-    """One pass over a query that is also the key (its first heads) and the value."""
+def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **facts):
+    """One pass over a query that is also the key (its first heads) and the value.
+
+    facts: of AttentionSpec, where they are not those of a plain call
+    """
     batch, heads, seq_len, head_dim = query.shape
     key = query[:, :kv_heads]
     spec = AttentionSpec(
         *(batch, heads, key.shape[1], seq_len, seq_len, head_dim, query.dtype, query.device),
-        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None, precision),
+        *(mask.block_size, mask.num_heads, 1.0, facts.pop("dropout_p", 0.0)),
+        has_key_lengths=key_lengths is not None,
+        bias=bias is not None,
+        **facts,
     )
     call = (mask.table(), key_lengths, 1, spec)
     if which == "forward":
-        forward_pass.forward(query, key, key, *call)
+        forward_pass.forward(query, key, key, *call, bias)
     else:
         lse = torch.empty(query.shape[:3])
         needs = (which == "dq", which == "dkdv", which == "dkdv")
-        backward_pass.backward(query, None, query, key, key, query, lse, *call, needs)
+        backward_pass.backward(query, None, query, key, key, query, lse, *call, needs, bias)
 
 
 def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
@@ -59,32 +65,40 @@ def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
 
 
 def variants(architecture: int):
-    """(pass, dtype, head dim, configuration, dropout) of the kernels that ship."""
+    """(pass, dtype, head dim, configuration, options) of the kernels that ship."""
     for which in configs.PASSES:
         for head_dim in (32, 64, 128, 256):
             listed = configs.candidates(architecture, which, torch.bfloat16, head_dim)
             small = len(configs.SMALL) if head_dim != 64 else 0
             for config in listed[: len(listed) - small]:
-                yield which, torch.bfloat16, head_dim, config, 0.0
+                yield which, torch.bfloat16, head_dim, config, {}
             best, *_ = configs.candidates(architecture, which, torch.float32, head_dim)
-            yield which, torch.float32, head_dim, best, 0.0
+            yield which, torch.float32, head_dim, best, {}
         for head_dim in (40, 128):
             best, *_ = configs.candidates(architecture, which, torch.float16, head_dim)
-            yield which, torch.float16, head_dim, best, 0.1
+            yield which, torch.float16, head_dim, best, {"dropout_p": 0.1}
+        for head_dim in (64, 128):
+            best, *_ = configs.candidates(architecture, which, torch.bfloat16, head_dim)
+            yield which, torch.bfloat16, head_dim, best, {"softcap": 20.0}
+            yield which, torch.bfloat16, head_dim, best, {"bias": True}
 
 
 def report_variants(architecture: int):
-    for which, dtype, head_dim, config, dropout_p in variants(architecture):
+    for which, dtype, head_dim, config, options in variants(architecture):
         KERNELS[which].device_caches.clear()
         side = max(config.bm, config.bn)
         query = torch.empty(1, 1, 2 * side, head_dim, dtype=dtype)
-        lengths = torch.ones(1, dtype=torch.int32) if dropout_p else None
+        tensors = {}
+        if "dropout_p" in options:
+            tensors["key_lengths"] = torch.ones(1, dtype=torch.int32)
+        if "bias" in options:
+            tensors["bias"] = torch.zeros(1, 4 * side - 1)
         mask = causal(2 * side, (side, side))
         with launch.forced(config, which):
-            call(which, query, mask, dropout_p=dropout_p, key_lengths=lengths)
+            call(which, query, mask, **(options | tensors))
         (kernel,) = compiled(KERNELS[which])
         yield {
-            "variant": f"{which} {dtype} d{head_dim} {config} dropout {dropout_p}",
+            "variant": f"{which} {dtype} d{head_dim} {config} {options}",
             "shared": kernel.metadata.shared,
             "estimate": configs.shared_memory(config, which, dtype, head_dim),
             "limit": SHARED_MEMORY[architecture],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from masks.block_mask import BlockMask
-from sparseflash.autograd import BlockSparseAttention
+from sparseflash.autograd import run
 from sparseflash.backends import portable
 from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
@@ -51,7 +51,7 @@ def block_sparse(query, key, value, mask, *, scale=None, dropout_p=0.0, key_leng
     assert portable.why_not(spec) == []
     with poisoned_empty():
         call = Call(spec, portable, mask.table(query.device), key_lengths, seed)
-        return BlockSparseAttention.apply(query, key, value, call)
+        return run(call, query, key, value)
 
 
 def check(inputs, dense, block_size, **options):

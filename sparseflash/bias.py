@@ -1,0 +1,34 @@
+"""Biases of scores that depend on the distance of key and query, as attention takes them."""
+
+import torch
+from torch import Tensor
+
+
+def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
+    """bias[h, .] = -slopes[h] |distance|: (heads, q_len + k_len - 1) from (heads,).
+
+    The last query is at the last key. Differentiable.
+    Source: Press, Smith, Lewis, "Train short, test long", 2022.
+    """
+    return -slopes.unsqueeze(1) * _distances(q_len, k_len, slopes.device).abs()
+
+
+def relative_bias(weights: Tensor, q_len: int, k_len: int) -> Tensor:
+    """bias[h, .] = weights[h, r + distance], the distance k - q held within -r to r.
+
+    weights: (heads, 2 r + 1). Returns (heads, q_len + k_len - 1). The last query is at the last
+    key. Differentiable.
+    Raises ValueError for weights of another shape.
+    Source: Shaw, Uszkoreit, Vaswani, "Self-attention with relative position representations",
+    2018.
+    """
+    if weights.dim() != 2 or weights.shape[1] % 2 == 0:
+        raise ValueError(f"weights must be (heads, 2 r + 1), got {tuple(weights.shape)}")
+    reach = weights.shape[1] // 2
+    distance = _distances(q_len, k_len, weights.device).clamp(-reach, reach)
+    return weights[:, reach + distance]
+
+
+def _distances(q_len: int, k_len: int, device: torch.device) -> Tensor:
+    """k - q at every entry of a bias, where the last query is at the last key."""
+    return torch.arange(1 - k_len, q_len, device=device)

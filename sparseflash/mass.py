@@ -1,0 +1,79 @@
+"""How much of the attention each block gets."""
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from masks import BlockMask, Pattern
+from sparseflash.arguments import checked_mask, checked_tensors
+from sparseflash.attention import attention
+from sparseflash.call import block_mask
+
+
+@torch.no_grad()
+def block_mass(
+    query: Tensor,
+    key: Tensor,
+    mask: Pattern | BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The part of the attention that the queries of a block row give to each block of keys.
+
+    mass[i, j] = mean over the queries q in row i that have a key of sum_{k in j} P[q, k]
+
+    Arguments are those of attention. Returns float32 (batch, heads, nq, nk) for a mask of nq x nk
+    blocks: rows sum to 1, or to 0 where no query has a key. Computed in float32 in about the time
+    of one forward pass, without a gradient.
+    Raises what attention raises.
+    """
+    query, key, _ = checked_tensors(query, key, key, key_lengths)
+    query, key = query.float(), key.float()
+    mask = block_mask(checked_mask(mask), query, key)
+    bq, bk = mask.block_size
+    q_len, k_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
+    # Values that say in which block a key is make attention add the probabilities of its keys up;
+    # they tell as many blocks apart as a value has entries.
+    width = head_dim * bk
+    parts, lses = [], []
+    for start in range(0, k_len, width):
+        end = min(start + width, k_len)
+        out, lse = attention(
+            query,
+            key[:, :, start:end],
+            _block_of_key(end - start, bk, head_dim, key),
+            mask if (start, end) == (0, k_len) else mask.crop(q_len, end).T.rows(start, end).T,
+            scale=scale,
+            softcap=softcap,
+            bias=None if bias is None else bias[:, start : start + q_len + end - start - 1],
+            key_lengths=None
+            if key_lengths is None
+            else (key_lengths - start).clamp(0, end - start),
+            return_lse=True,
+            backend=backend,
+        )
+        parts.append(out[..., : -(-(end - start) // bk)])
+        lses.append(lse)
+    shares = torch.stack(lses).softmax(0).nan_to_num(0.0)
+    mass = torch.cat([p * s.unsqueeze(-1) for p, s in zip(parts, shares, strict=True)], dim=-1)
+    return _mean_of_rows(mass, torch.stack(lses).amax(0) > -torch.inf, bq)
+
+
+def _block_of_key(tokens: int, bk: int, head_dim: int, like: Tensor) -> Tensor:
+    """1 at [., ., k, k // bk], 0 elsewhere, in the shape of keys."""
+    block = torch.arange(tokens, device=like.device) // bk
+    one_hot = torch.nn.functional.one_hot(block, head_dim).to(like.dtype)
+    return one_hot.expand(*like.shape[:2], -1, -1)
+
+
+def _mean_of_rows(mass: Tensor, has_key: Tensor, bq: int) -> Tensor:
+    """(batch, heads, q_len, nk) -> (batch, heads, nq, nk), over the queries that have a key."""
+    missing = -mass.shape[2] % bq
+    mass = torch.nn.functional.pad(mass, (0, 0, 0, missing))
+    count = torch.nn.functional.pad(has_key.float(), (0, missing))
+    total = reduce(mass, "b h (i q) j -> b h i j", "sum", q=bq)
+    return total / reduce(count, "b h (i q) -> b h i 1", "sum", q=bq).clamp(min=1)

@@ -1,0 +1,159 @@
+"""Soft caps, biases of distances and sinks, on every backend, against float64."""
+
+import pytest
+import torch
+
+import masks
+import sparseflash
+from sparseflash.reference import standard_attention
+from sparseflash.testing import check_attention, make_inputs, poisoned_empty
+
+HAS_GPU = torch.cuda.is_available()
+BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
+MASKS = {
+    "causal": masks.causal(align="bottom-right"),
+    "holes": masks.random(0.5) - masks.global_tokens(20),
+    "full": masks.full(),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def check(backend, mask, *, heads=2, lengths=(34, 49), dtype=torch.float32, scale=1.0, **options):
+    device = BACKENDS[backend]
+    shape = (1, heads, *lengths, 16)
+    inputs = make_inputs(*shape, kv_heads=1, dtype=dtype, device=device, scale=scale)
+    mask = MASKS[mask](lengths, 16, device=device)
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+
+    def attend(q, k, v):
+        return sparseflash.attention(q, k, v, mask, return_lse=True, backend=backend, **options)
+
+    with poisoned_empty():
+        return check_attention(attend, *inputs[:3], mask, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("softcap", "scale"), [(2.0, 1.0), (50.0, 1.0), (3.0, 2.5)])
+def test_softcap(backend, softcap, scale, dtype):
+    check(backend, "causal", softcap=softcap, scale=scale, dtype=dtype)
+
+
+def test_softcap_of_huge_scores(backend):
+    query, key, value, grad = make_inputs(1, 2, 34, 49, 16, device=BACKENDS[backend], scale=1e4)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out, lse = sparseflash.attention(*leaves, softcap=20.0, return_lse=True, backend=backend)
+    assert (lse <= 20 + torch.log(torch.tensor(49.0))).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out, leaves, grad))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("mask", MASKS)
+def test_bias(backend, mask, heads):
+    check(backend, mask, bias=torch.randn(heads, 34 + 49 - 1))
+
+
+def test_alibi_as_written_down(backend):
+    slopes = torch.tensor([0.5, 0.125])
+    bias = sparseflash.alibi(slopes, 34, 49)
+    check(backend, "causal", bias=bias, softcap=4.0, dropout_p=0.2, seed=3)
+    query, key, value, _ = make_inputs(1, 2, 34, 49, 16, device=BACKENDS[backend])
+    distance = torch.arange(34)[:, None] + 15 - torch.arange(49)
+    mask = -slopes[:, None, None] * distance.abs()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask.to(query.device)
+    )
+    out = sparseflash.attention(query, key, value, bias=bias.to(query.device), backend=backend)
+    torch.testing.assert_close(out, expected)
+
+
+def test_relative_bias_holds_far_distances():
+    weights = torch.randn(3, 5)
+    bias = sparseflash.relative_bias(weights, 4, 6)
+    for q in range(4):
+        for k in range(6):
+            distance = max(-2, min(2, k - (q + 2)))
+            assert torch.equal(bias[:, k - q + 3], weights[:, 2 + distance])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_sinks(backend, mask):
+    results = check(backend, mask, sinks=torch.tensor([0.5, -2.0]), key_lengths=torch.tensor([33]))
+    if mask == "holes":
+        assert (results["out"][:, :, :20] == 0).all()
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "cpu"])
+def test_gradients_of_bias_and_sinks(backend):
+    tensors = make_inputs(1, 2, 6, 8, 3, dtype=torch.float64)[:3]
+    bias, sinks = torch.randn(2, 13, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+    mask = masks.local(3, align="top-left")((6, 8), 16)
+
+    def attend(query, bias, sinks):
+        return sparseflash.attention(
+            query, *tensors[1:], mask, bias=bias, sinks=sinks, softcap=3.0, return_lse=True
+        )
+
+    inputs = [x.requires_grad_() for x in (tensors[0], bias, sinks)]
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_learned_distances(backend):
+    device = BACKENDS[backend]
+    query, key, value, grad = make_inputs(2, 2, 40, 40, 16, device=device)
+    weights = torch.randn(2, 9, device=device, requires_grad=True)
+    attend = lambda: sparseflash.attention(  # noqa: E731
+        query, key, value, bias=sparseflash.relative_bias(weights, 40, 40), backend=backend
+    )
+    if backend == "triton":
+        with pytest.raises(sparseflash.BackendError, match="takes no gradient of bias"):
+            attend()
+        with torch.no_grad():
+            attend()
+        return
+    (result,) = torch.autograd.grad(attend(), weights, grad)
+    bias = sparseflash.relative_bias(weights, 40, 40)
+    expected, _ = standard_attention(query, key, value, bias=bias)
+    (expected,) = torch.autograd.grad(expected, weights, grad.double())
+    torch.testing.assert_close(result, expected)
+
+
+def test_scores_in_a_graph(backend):
+    device = BACKENDS[backend]
+    tensors = [x.requires_grad_() for x in make_inputs(1, 2, 30, 30, 16, device=device)[:3]]
+    slopes = torch.tensor([0.5, 0.1], device=device, requires_grad=backend == "cpu")
+    sinks = torch.zeros(2, device=device, requires_grad=True)
+
+    def attend(*tensors):
+        bias = sparseflash.alibi(slopes, tensors[0].shape[2], tensors[1].shape[2])
+        return sparseflash.attention(
+            *tensors, MASKS["full"], bias=bias, sinks=sinks, softcap=5.0, backend=backend
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    leaves = [*tensors, sinks, *([slopes] if slopes.requires_grad else [])]
+    for result, expected in zip(
+        torch.autograd.grad(compiled(*tensors).square().sum(), leaves),
+        torch.autograd.grad(attend(*tensors).square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(result, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"bias": torch.zeros(3, 31)}, r"bias must be of shape \(1, 31\) or \(2, 31\)"),
+        ({"bias": torch.zeros(2, 31, dtype=torch.int64)}, "bias must be a floating-point"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be of shape \(1,\) or \(2,\)"),
+    ],
+)
+def test_bad_input_names_the_argument(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        sparseflash.attention(*torch.zeros(3, 1, 2, 16, 8).unbind(), **options)
