@@ -377,13 +377,24 @@ def _distractor(s, state, mask, image, contour):
     pivot = np.empty(2, np.int64)
     trial = np.empty_like(mask)
     for _ in range(DISTRACTOR_TRIES):
-        if np.sum(mask <= FREE) < CROWDED * mask.size:
+        if _crowded(mask):
             return
         trial[:] = mask
         if _grow(s, state, trial, contour, pivot):
             mask[:] = trial
             _paint(s, image, contour, s.distractor)
             return
+
+
+@numba.njit(nogil=True)
+def _crowded(mask):
+    missing = CROWDED * mask.size
+    for occupancy in mask.flat:
+        if occupancy <= FREE:
+            missing -= 1
+            if missing <= 0:
+                return False
+    return True
 
 
 @numba.njit(nogil=True)
