@@ -21,7 +21,6 @@ from scipy.ndimage import grey_dilation
 from experiments.lra.tasks.hashing import below, seed_of, uniform
 
 ANTIALIAS = 2
-DISTRACTOR_SEGMENTS = 4
 TRIES = 3  # placements of a segment before its contour is given up
 DISTRACTOR_TRIES = 5
 FREE = 0.3  # a pixel whose occupancy is at most this is free
@@ -32,8 +31,9 @@ NO_CHOICE = 1e-4  # a contour ends where the weights of its candidates sum to le
 
 @dataclass(frozen=True)
 class Parameters:
-    """Lengths in pixels. margins: one is drawn for each image. target, distractor: contrasts
-    before the image is scaled to 0..255; discs have 1."""
+    """Lengths in pixels. margins: one is drawn for each image. others: segments of all
+    distractors, each a third as long as the marked contours. target, distractor: contrasts before
+    the image is scaled to 0..255; discs have 1."""
 
     side: int
     padding: int
@@ -43,16 +43,16 @@ class Parameters:
     seed_distance: int
     disc_radius: float
     continuity: float
-    distractors: int
+    others: int
     target: float
     distractor: float
 
 
 PARAMETERS = {
-    32: Parameters(32, 1, 2, 0.5, (1,), 7, 1.5, 1.0, 5, 1.5, 2.0),
-    64: Parameters(64, 1, 5, 1.0, (1,), 12, 2.5, 1.8, 5, 0.8, 0.8),
-    128: Parameters(128, 1, 5, 1.5, (2, 3), 20, 3.0, 1.8, 8, 0.9, 0.9),
-    256: Parameters(256, 22, 5, 2.0, (3,), 27, 5.0, 1.8, 7, 1.0, 1.0),
+    32: Parameters(32, 1, 2, 0.5, (1,), 7, 1.5, 1.0, 20, 1.5, 2.0),
+    64: Parameters(64, 1, 5, 1.0, (1,), 12, 2.5, 1.8, 22, 0.8, 0.8),
+    128: Parameters(128, 1, 5, 1.5, (2, 3), 20, 3.0, 1.8, 35, 0.9, 0.9),
+    256: Parameters(256, 22, 5, 2.0, (3,), 27, 5.0, 1.8, 30, 1.0, 1.0),
 }
 # Segments of the marked contours.
 DIFFICULTIES = {"easy": 6, "intermediate": 9, "hard": 14}
@@ -78,7 +78,7 @@ class Stamps(NamedTuple):
     segment: int
     margin: int
     seed_distance: int
-    distractors: int
+    others: int
     target: float
     distractor: float
     lines: np.ndarray
@@ -113,7 +113,7 @@ def _stamps(p: Parameters, margin: int) -> Stamps:
         segment=p.segment,
         margin=margin,
         seed_distance=p.seed_distance,
-        distractors=p.distractors,
+        others=p.others,
         target=p.target,
         distractor=p.distractor,
         lines=lines,
@@ -217,8 +217,9 @@ def _draw(s, segments, seed, moved):
     image = np.zeros((s.side, s.side), np.float32)
     for contour in contours:
         _paint(s, image, contour, s.target)
-    for _ in range(s.distractors):
-        _distractor(s, state, mask, image)
+    shorter = np.empty((segments // 3, 3), np.int64)
+    for _ in range(s.others // len(shorter)):
+        _distractor(s, state, mask, image, shorter)
     label = below(state, 2)
     first = below(state, 2)
     if moved:
@@ -371,19 +372,29 @@ def _paint(s, image, contour, contrast):
 
 
 @numba.njit(nogil=True)
-def _distractor(s, state, mask, image):
+def _distractor(s, state, mask, image, contour):
     """One shorter contour where there is room for it."""
-    contour = np.empty((DISTRACTOR_SEGMENTS, 3), np.int64)
     pivot = np.empty(2, np.int64)
     trial = np.empty_like(mask)
     for _ in range(DISTRACTOR_TRIES):
-        if np.sum(mask <= FREE) < CROWDED * mask.size:
+        if _crowded(mask):
             return
         trial[:] = mask
         if _grow(s, state, trial, contour, pivot):
             mask[:] = trial
             _paint(s, image, contour, s.distractor)
             return
+
+
+@numba.njit(nogil=True)
+def _crowded(mask):
+    missing = CROWDED * mask.size
+    for occupancy in mask.flat:
+        if occupancy <= FREE:
+            missing -= 1
+            if missing <= 0:
+                return False
+    return True
 
 
 @numba.njit(nogil=True)

@@ -152,7 +152,7 @@ class TestPathfinder:
         assert drawing.discs.min() >= 0
         assert drawing.discs.max() < side
 
-    def test_longer_contours_are_harder(self):
+    def test_longer_contours_leave_more_ink(self):
         ink = [
             np.mean([Pathfinder(32, d).images("train", 50).draw(i).image > 0 for i in range(50)])
             for d in ("easy", "intermediate", "hard")

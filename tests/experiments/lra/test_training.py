@@ -261,8 +261,8 @@ def test_presets_are_read(preset, monkeypatch, capsys):
     assert "class_path: experiments.lra.tasks" in capsys.readouterr().out
 
 
-SMALL_RUN = """fit --preset nystromformer/pathfinder --data.task.sizes [8,8,8]
-    --data.batch_size 4 --trainer.max_steps 3 --trainer.val_check_interval 3
+SMALL_RUN = """fit --preset nystromformer/image --data.task Synthetic --data.task.like ImageTask
+    --data.task.size 8 --data.batch_size 4 --trainer.max_steps 3 --trainer.val_check_interval 3
     --trainer.precision 32-true --trainer.accelerator cpu --model.optimizer.warmup_steps 1
     --model.encoder.dropout 0 --model.encoder.attention_dropout 0"""
 
@@ -282,5 +282,6 @@ def test_two_processes_train_as_one(tmp_path):
         results.append((json.loads(result.read_text()), torch.load(checkpoint)["state_dict"]))
     (one, weights_of_one), (two, weights_of_two) = results
     assert one["test/samples"] == two["test/samples"] == 8
+    assert one["curve"] == [pytest.approx(two["curve"][0])]
     for name, weight in weights_of_one.items():
         torch.testing.assert_close(weight, weights_of_two[name])
