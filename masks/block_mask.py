@@ -12,8 +12,9 @@ from torch import Tensor
 from masks import tiles
 from masks.grid import Grid
 from masks.handle import Handled
-from masks.intervals import Runs, combine, concatenate, from_points
+from masks.intervals import Runs, combine, concatenate, empty, from_points
 from masks.lookup_table import LookupTable
+from masks.transpose import transpose_points, transpose_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +130,7 @@ class BlockMask(Handled):
         number = grid.number(torch.from_numpy(row).long(), torch.from_numpy(blocks.indices).long())
         number, position = number.sort()
         pairs = torch.from_numpy(blocks.data != 0)[position]
-        return assemble(grid, (0,), _no_runs(grid), number, *tiles.distinct(tiles.pack(pairs)))
+        return assemble(grid, (0,), empty(grid.device), number, *tiles.distinct(tiles.pack(pairs)))
 
     @classmethod
     def of_full(cls, grid: Grid, full: Runs, head_layer: tuple[int, ...] = (0,)) -> "BlockMask":
@@ -530,46 +531,12 @@ def _strip_blocks(grid: Grid, strip: Tensor, first_row: int) -> tuple[Tensor, Te
     return grid.number(row + first_row, column), words[row, column]
 
 
-def transpose_points(number: Tensor, grid: Grid) -> Tensor:
-    """Numbers of the same blocks in the transposed grid, in the same order."""
-    row, column = grid.split(number)
-    layer, row = row // grid.nq, row % grid.nq
-    return (layer * grid.nk + column) * grid.T.line + row
-
-
-def transpose_runs(full: Runs, grid: Grid, layers: int) -> Runs:
-    """The same blocks as runs of the transposed grid, in the order of the runs that come in and go
-    out.
-
-    A run down a column begins where a block is in and the one above it is not, and ends where the
-    one above is in and it is not; those blocks are a difference of two sets of runs, so nothing
-    else is ever expanded.
-    """
-    # One more row in each layer lets runs end below the last row.
-    spread = Runs(*(t + (t // grid.layer) * grid.line for t in full))
-    above = spread.shift(grid.line)
-
-    def columns(points: Tensor) -> Tensor:
-        row, column = grid.split(points)
-        layer, row = row // (grid.nq + 1), row % (grid.nq + 1)
-        return ((layer * grid.nk + column) * grid.T.line + row).sort().values
-
-    begin = combine(lambda here, there: here & ~there, spread, above).expand()
-    end = combine(lambda here, there: there & ~here, spread, above).expand()
-    return Runs(columns(begin), columns(end))
-
-
 def _renumber(row: Tensor, old: int, new: int) -> Tensor:
     """Rows counted over layers of `old` rows, recounted over layers of `new` rows; -1 for those
     cut off.
     """
     layer, inside = row // old, row % old
     return torch.where(inside < new, layer * new + inside, -1)
-
-
-def _no_runs(grid: Grid) -> Runs:
-    nothing = torch.empty(0, dtype=torch.int64, device=grid.device)
-    return Runs(nothing, nothing)
 
 
 def _bool_matrix(name: str, value) -> Tensor:

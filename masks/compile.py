@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from masks import tiles
-from masks.block_mask import BlockMask, transpose_points, transpose_runs
+from masks.block_mask import BlockMask
 from masks.grid import Grid
 from masks.intervals import Runs, combine
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
+from masks.transpose import transpose_points, transpose_runs
 
 
 class Lists(NamedTuple):
