@@ -33,7 +33,8 @@ def _peak_on_gpu(run: Callable[[], object], device: torch.device) -> int:
 def _peak_on_cpu(run: Callable[[], object]) -> int:
     # The profiler's library otherwise writes a line to the terminal each time it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as record:
         result = run()
     del result
     with tempfile.TemporaryDirectory() as folder:

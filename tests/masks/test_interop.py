@@ -75,6 +75,8 @@ def test_block_lists(name, shape):
     assert by_key.block_size == lists.block_size == mask.block_size
 
 
+# torch 2.11 says so even of a tensor that it is told to check.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_bsr, torch.sparse_csr])
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "heads"])

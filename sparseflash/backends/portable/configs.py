@@ -249,7 +249,8 @@ def plan(
     if bias:
         # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
         # memory for every stage.
-        config = replace(config, warps=max(8, config.warps), stages=1, registers=None)
+        room = {"bm": min(config.bm, 64), "warps": max(8, config.warps)}
+        config = replace(config, **room, stages=1, registers=None)
     constants = {
         "DROPOUT": dropout,
         "SOFTCAP": softcap,
