@@ -63,8 +63,11 @@ def main(
 ) -> None:
     """Measures suites of attention problems, or compares two results."""
     if compare_:
-        console = Console(width=TABLE_WIDTH)
-        console.print(compare(*map(Record.load, compare_)))
+        try:
+            table = compare(*map(Record.load, compare_))
+        except ValueError as error:
+            raise typer.BadParameter(f"--compare: {error}") from error
+        Console(width=TABLE_WIDTH).print(table)
         return
     if not torch.cuda.is_available():
         raise typer.BadParameter("the benchmark measures a CUDA device; there is none")

@@ -32,15 +32,19 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state() -> dict:
-    """The commit, and whether tracked files differ from it; None and None outside a repository."""
+    """The commit, and whether tracked files differ from it; None and None outside a repository of
+    its own: that of a folder around it says nothing about this code."""
+    nothing = {"commit": None, "dirty": None}
     try:
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():
+            return nothing
         commit = _git("rev-parse", "HEAD")
         return {
             "commit": commit,
             "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         }
     except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}
+        return nothing
 
 
 def _git(*arguments: str) -> str:

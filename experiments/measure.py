@@ -61,7 +61,7 @@ class Case:
 def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
     """Checks a contender on a case, then times each pass and takes its peak memory."""
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
-    inputs, grad_out = random_problem(case, case.head_dim, dtype, device, method.seed)
+    inputs, grad_out = random_problem(case, dtype, device, method.seed)
     attend = contestant(contender, case.member.problem, method.backend)
     mask = case.member.problem.mask
     check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in method.directions)
@@ -97,13 +97,13 @@ def contestant(contender: str, problem: Problem, backend: str) -> Attend:
     return attend_peer(Peer(contender), problem)
 
 
-def random_problem(case: Case, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int):
+def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int):
     """(query, key, value), requiring gradients, and a gradient of the output.
 
     Standard normal: a GPU computes faster on zeros than on data.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (case.batch, case.heads, case.seq_len, head_dim)
+    shape = (case.batch, case.heads, case.seq_len, case.head_dim)
     *inputs, grad_out = (
         torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4)
     )

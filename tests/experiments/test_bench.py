@@ -79,7 +79,11 @@ def test_two_records_are_compared_row_by_row(tmp_path):
     assert "1.000x" in result.output
 
 
-def test_records_of_other_cases_are_not_compared():
+def test_records_of_other_cases_are_not_compared(tmp_path):
+    paths = [save([FULL], tmp_path / "a.json"), save([PEER], tmp_path / "b.json")]
+    result = CliRunner().invoke(app, ["--compare", *map(str, paths)])
+    assert result.exit_code == 2
+    assert "no case in common" in result.output
     one = Record(ENVIRONMENT, {}, [FULL])
     other = Record(ENVIRONMENT, {}, [replace(FULL, head_dim=128)])
     with pytest.raises(ValueError, match="no case in common"):

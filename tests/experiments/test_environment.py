@@ -1,8 +1,23 @@
 import json
+import subprocess
 
 import torch
 
+from experiments import environment as environment_module
 from experiments.environment import environment
+
+
+def test_the_commit_of_a_folder_around_the_code_is_not_its_own(tmp_path, monkeypatch):
+    assert set(environment_module.git_state()) == {"commit", "dirty"}
+    inner = tmp_path / "export"
+    inner.mkdir()
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "outer"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(environment_module, "ROOT", tmp_path)
+    assert environment_module.git_state()["commit"]
+    monkeypatch.setattr(environment_module, "ROOT", inner)
+    assert environment_module.git_state() == {"commit": None, "dirty": None}
 
 
 def test_environment_is_plain_and_complete():
