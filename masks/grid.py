@@ -86,6 +86,10 @@ class Grid:
 
     @cached_property
     def whole(self) -> Tensor:
+        """See cut_tiles."""
+        return self.cut_tiles()
+
+    def cut_tiles(self) -> Tensor:
         """int32 (4, bq, words): every pair of a block that lies in the sequence, for each value of
         cut.
         """

@@ -22,8 +22,9 @@ class Backend:
         out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads,
         q_len), contiguous.
     backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
-        needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
-        None. With a bias, needs and the results have a fourth entry for it.
+        needs) -> gradients of (query, key, value, bias, blocks), None where needs, in the same
+        order, says no; grad_lse may be None. That of the blocks is float32 (batch, heads, nq,
+        nk): see masks.DynamicMask.
     describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
     pass_over(spec): the reasons for which "auto" looks for another backend although this one can
         serve a call; empty when it is the fastest.
@@ -51,7 +52,16 @@ BACKENDS = (
         cpu.why_not,
         cpu.forward,
         cpu.backward,
-        extras=frozenset({"softcap", "bias", "gradient of bias"}),
+        extras=frozenset(
+            {
+                "softcap",
+                "score function",
+                "bias",
+                "gradient of bias",
+                "mask of each batch element",
+                "gradient of blocks",
+            }
+        ),
     ),
     Backend("hopper", hopper.why_not, hopper.forward, hopper.backward, pass_over=hopper.pass_over),
     Backend(
@@ -60,7 +70,16 @@ BACKENDS = (
         portable.forward,
         portable.backward,
         portable.describe,
-        extras=frozenset({"softcap", "bias"}),
+        extras=frozenset(
+            {
+                "softcap",
+                "score function",
+                "bias",
+                "gradient of bias",
+                "mask of each batch element",
+                "gradient of blocks",
+            }
+        ),
     ),
 )
 

@@ -80,10 +80,14 @@ def backward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(grad_query, grad_key, grad_value); see sparseflash.backends.Backend."""
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients; see sparseflash.backends.Backend."""
     from sparseflash.backends.hopper import backward_pass
 
     saved = (query, key, value, out, lse)
-    return backward_pass.backward(grad_out, grad_lse, *saved, table, key_lengths, spec, needs)
+    query_key_value = needs[:3]
+    grads = backward_pass.backward(
+        grad_out, grad_lse, *saved, table, key_lengths, spec, query_key_value
+    )
+    return *grads, None, None

@@ -35,8 +35,11 @@ def launch_pass(
     seed: int,
     spec: AttentionSpec,
     bias: Tensor | None = None,
+    grid: tuple[int, int, int] | None = None,
 ) -> None:
     """Launches the kernel of one pass: "forward", "dq" (rows of queries) or "dkdv" (rows of keys).
+
+    grid: of programs that choose their tiles themselves; by default each program has one tile.
 
     Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads,
     `streamed` by their places; `others`; the table; key_lengths; bias; run-time sizes;
@@ -44,7 +47,7 @@ def launch_pass(
     """
     made = _prepare(which, spec, streamed, *_strides_and_alignment(tensors))
     rows = table.by_key if which == "dkdv" else table.by_query
-    sizes, grid = _sizes_and_grid(spec, rows, made.heads, made.parts)
+    sizes, one_each = _sizes_and_grid(spec, rows, made.heads, made.parts)
     scale2, cap, threshold, keep_scale = made.scalars
     arguments = (
         *_interleaved(tensors, made.strides),
@@ -56,8 +59,9 @@ def launch_pass(
         *sizes,
         *(scale2, cap, seed, threshold, keep_scale),
     )
-    variant = (made.variant, others[0] is None, key_lengths is None)
-    launch(kernel, grid, arguments, variant, made.constants)
+    absent = tuple([x is None for x in others])
+    variant = (made.variant, absent, key_lengths is None)
+    launch(kernel, one_each if grid is None else grid, arguments, variant, made.constants)
 
 
 def launch_with_layout(
@@ -171,7 +175,7 @@ def configuration(which: str, spec: AttentionSpec, streamed: tuple[Tensor, ...])
 
 def _plan(which: str, spec: AttentionSpec, describable: bool) -> Plan:
     facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size)
-    variants = (spec.dropout_p > 0, spec.softcap > 0, spec.bias, spec.precision)
+    variants = (spec.dropout_p > 0, spec.softcap > 0, spec.score, spec.bias, spec.precision)
     return plan(which, *facts, *variants, describable)
 
 
@@ -275,10 +279,11 @@ def _sizes_and_grid(
     """tiles.Sizes, and the grid with `parts` programs for each block row of each head."""
     layers = rows.bounds.shape[0]
     tiles = rows.rows * parts
-    slots = rows.max_count * layers * rows.rows
-    ordered = slots != rows.total
-    heavy_first = slots > HEAVY_ROW * rows.total and tiles <= GRID_LIMIT
-    sizes = (spec.heads, spec.q_len, spec.k_len, layers, rows.rows, int(ordered), int(heavy_first))
+    ordered = rows.unevenness != 1
+    heavy_first = rows.unevenness > HEAVY_ROW and tiles <= GRID_LIMIT
+    order = (layers, rows.rows, int(ordered), int(heavy_first))
+    masks = (spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1))
+    sizes = (spec.heads, spec.q_len, spec.k_len, *order, *masks)
     return sizes, (heads, spec.batch, tiles) if heavy_first else (tiles, heads, spec.batch)
 
 

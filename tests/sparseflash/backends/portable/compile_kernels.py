@@ -13,17 +13,34 @@ import math
 import sys
 
 import torch
+import triton
 from compile_only import SHARED_MEMORY, compile_instead_of_launching, compiled, stack_bytes
 
 from masks.block_mask import BlockMask
-from sparseflash.backends.portable import backward_pass, configs, forward_pass, launch
+from sparseflash.backends.portable import (
+    backward_pass,
+    configs,
+    forward_pass,
+    launch,
+    score_sums,
+)
+from sparseflash.score import ScoreFunction
 from sparseflash.spec import AttentionSpec
 
 KERNELS = {
     "forward": forward_pass.forward_kernel,
     "dq": backward_pass.query_gradient_kernel,
     "dkdv": backward_pass.key_value_gradient_kernel,
+    "sums": score_sums.score_sums_kernel,
 }
+
+
+@triton.jit
+def bent(score, batch, head, query, key):
+    return score + 0.1 * score * score, 1.0 + 0.2 * score
+
+
+BENT = ScoreFunction("bent", lambda score, *pair: (score, 1.0), bent)
 
 
 class Kernels(dict):
@@ -56,7 +73,8 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
         forward_pass.forward(query, key, key, *call, bias)
     else:
         lse = torch.empty(query.shape[:3])
-        needs = (which == "dq", which == "dkdv", which == "dkdv")
+        sums = which == "sums"
+        needs = (which == "dq", which == "dkdv", which == "dkdv", sums and bias is not None, sums)
         backward_pass.backward(query, None, query, key, key, query, lse, *call, needs, bias)
 
 
@@ -80,7 +98,11 @@ def variants(architecture: int):
         for head_dim in (64, 128):
             best, *_ = configs.candidates(architecture, which, torch.bfloat16, head_dim)
             yield which, torch.bfloat16, head_dim, best, {"softcap": 20.0}
+            yield which, torch.bfloat16, head_dim, best, {"score": BENT.name}
             yield which, torch.bfloat16, head_dim, best, {"bias": True}
+    for head_dim, options in itertools.product((64, 128), ({}, {"bias": True})):
+        best, *_ = configs.candidates(architecture, "dq", torch.bfloat16, head_dim)
+        yield "sums", torch.bfloat16, head_dim, best, options
 
 
 def report_variants(architecture: int):
@@ -94,13 +116,14 @@ def report_variants(architecture: int):
         if "bias" in options:
             tensors["bias"] = torch.zeros(1, 4 * side - 1)
         mask = causal(2 * side, (side, side))
-        with launch.forced(config, which):
+        pass_of_config = "dq" if which == "sums" else which
+        with launch.forced(config, pass_of_config):
             call(which, query, mask, **(options | tensors))
         (kernel,) = compiled(KERNELS[which])
         yield {
             "variant": f"{which} {dtype} d{head_dim} {config} {options}",
             "shared": kernel.metadata.shared,
-            "estimate": configs.shared_memory(config, which, dtype, head_dim),
+            "estimate": configs.shared_memory(config, pass_of_config, dtype, head_dim),
             "limit": SHARED_MEMORY[architecture],
             "stack": stack_bytes(kernel.asm["cubin"]),
             "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
@@ -122,9 +145,9 @@ def report_calls(architecture: int):
             ):
                 for batch in (1, 3):
                     query = torch.empty(batch, 2, seq_len, head_dim, dtype=torch.float16)
-                    for which in configs.PASSES:
+                    for which in KERNELS:
                         call(which, query, mask)
-        yield {which: len(compiled(KERNELS[which])) for which in configs.PASSES}
+        yield {which: len(compiled(kernel)) for which, kernel in KERNELS.items()}
 
 
 def report_products(architecture: int):
