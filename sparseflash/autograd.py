@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparseflash.call import Call
 
@@ -10,7 +11,16 @@ def run(
     call: Call, query: Tensor, key: Tensor, value: Tensor, block_scores: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, differentiable; block_scores get the gradient of the blocks."""
+    if not _is_differentiated(query, key, value, call.bias, block_scores):
+        return call.forward(query, key, value)  # autograd would take a fifth of the host time
     return _BlockSparseAttention.apply(query, key, value, call.bias, block_scores, call)
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether autograd, backward or forward, has to see what is made of some tensors."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 class _BlockSparseAttention(torch.autograd.Function):

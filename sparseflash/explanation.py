@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
-from masks import BlockMask, Pattern
-from sparseflash.arguments import FULL, checked_mask, checked_options, checked_tensors
+from sparseflash.arguments import FULL, AnyMask, checked_mask, checked_options, checked_tensors
 from sparseflash.attention import attention
 from sparseflash.backends import BACKENDS, BackendError, select
 from sparseflash.call import block_mask, spec_of
@@ -85,7 +84,7 @@ class Explanation:
 
 
 def explain(
-    mask: Pattern | BlockMask | None,
+    mask: AnyMask | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,7 +126,7 @@ def explain(
     if not measure:
         return explanation()
 
-    def attend(mask: Pattern | BlockMask) -> Times:
+    def attend(mask: AnyMask) -> Times:
         call = partial(
             attention,
             mask=mask,

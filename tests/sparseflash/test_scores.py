@@ -141,7 +141,6 @@ def test_sinks(backend, mask):
         assert (results["out"][:, :, :20] == 0).all()
 
 
-@pytest.mark.skipif(HAS_GPU, reason="gradcheck wants float64, which only the CPU has")
 def test_gradients_of_bias_and_sinks():
     tensors = make_inputs(1, 2, 6, 8, 3, dtype=torch.float64)[:3]
     bias, sinks = torch.randn(2, 13, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
