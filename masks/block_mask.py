@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from masks import tiles
-from masks.grid import Grid
+from masks.grid import Grid, OnGrid
 from masks.handle import Handled
 from masks.intervals import Runs, combine, concatenate, empty, from_points
 from masks.lookup_table import LookupTable
@@ -25,7 +25,7 @@ FULL, EMPTY = -1, -2
 
 
 @dataclass(frozen=True, eq=False)
-class BlockMask(Handled):
+class BlockMask(OnGrid, Handled):
     """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or
     empty.
 
@@ -126,16 +126,6 @@ class BlockMask(Handled):
         return cls(grid, head_layer, full, nothing, nothing, bank)
 
     @property
-    def seq_len(self) -> tuple[int, int]:
-        """(q_len, k_len) in tokens."""
-        return self.grid.seq_len
-
-    @property
-    def block_size(self) -> tuple[int, int]:
-        """(bq, bk) in tokens."""
-        return self.grid.block_size
-
-    @property
     def num_heads(self) -> int:
         """Heads with a mask of their own; 1 serves any number of heads."""
         return len(self.head_layer)
@@ -149,10 +139,6 @@ class BlockMask(Handled):
     def shape(self) -> tuple[int, ...]:
         """(q_len, k_len), or (num_heads, q_len, k_len) when heads have masks of their own."""
         return self.seq_len if self.num_heads == 1 else (self.num_heads, *self.seq_len)
-
-    @property
-    def device(self) -> torch.device:
-        return self.grid.device
 
     @property
     def num_layers(self) -> int:

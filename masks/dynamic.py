@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
-from masks.grid import Grid
+from masks.grid import Grid, OnGrid
 from masks.handle import Handled
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
 
@@ -15,9 +15,10 @@ MOST_BLOCKS = 2**31 - 1 - PREFETCH  # tables number their entries in 32 bits
 
 
 @dataclass(frozen=True, eq=False)
-class DynamicMask(Handled):
+class DynamicMask(OnGrid, Handled):
     """The blocks of a BlockMask that a tensor chooses, for each batch element and head.
 
+    grid:   the sequence length, block size and device
     within: the mask whose blocks are chosen from
     blocks: bool (batch or 1, heads or 1, nq, nk)
     scores: floating-point, of the same shape, or None
@@ -40,6 +41,7 @@ class DynamicMask(Handled):
     really better than one?", 2019.
     """
 
+    grid: Grid
     within: BlockMask
     blocks: Tensor
     scores: Tensor | None
@@ -57,7 +59,7 @@ class DynamicMask(Handled):
             )
         blocks = _of_heads("blocks", blocks, within)
         scores = None if scores is None else _checked_scores(scores, within)
-        return cls(within, blocks, scores, _table_of(within, blocks))
+        return cls(within.grid, within, blocks, scores, _table_of(within, blocks))
 
     @classmethod
     def of_topk(cls, within: BlockMask, scores: Tensor, k: int) -> "DynamicMask":
@@ -69,24 +71,6 @@ class DynamicMask(Handled):
         best, column = eligible.topk(min(k, eligible.shape[-1]), dim=-1)
         blocks = torch.zeros_like(eligible, dtype=torch.bool)
         return cls.of(within, blocks.scatter_(-1, column, best > -torch.inf), scores)
-
-    @property
-    def grid(self) -> Grid:
-        return self.within.grid
-
-    @property
-    def seq_len(self) -> tuple[int, int]:
-        """(q_len, k_len) in tokens."""
-        return self.grid.seq_len
-
-    @property
-    def block_size(self) -> tuple[int, int]:
-        """(bq, bk) in tokens."""
-        return self.grid.block_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.grid.device
 
     @property
     def num_batches(self) -> int:

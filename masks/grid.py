@@ -106,6 +106,26 @@ class Grid:
         return Grid(self.k_len, self.q_len, self.bk, self.bq, self.device)
 
 
+class OnGrid:
+    """What has a grid: its lengths and block sizes, in tokens, and its device."""
+
+    grid: Grid
+
+    @property
+    def seq_len(self) -> tuple[int, int]:
+        """(q_len, k_len) in tokens."""
+        return self.grid.seq_len
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """(bq, bk) in tokens."""
+        return self.grid.block_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.grid.device
+
+
 def _pair(name: str, value) -> tuple[int, int]:
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in pair):

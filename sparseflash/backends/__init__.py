@@ -45,6 +45,17 @@ class Backend:
         return against or (self.pass_over(spec) if name == "auto" else [])
 
 
+EVERY_EXTRA = frozenset(
+    {
+        "softcap",
+        "score function",
+        "bias",
+        "gradient of bias",
+        "mask of each batch element",
+        "gradient of blocks",
+    }
+)
+
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (
     Backend(
@@ -52,16 +63,7 @@ BACKENDS = (
         cpu.why_not,
         cpu.forward,
         cpu.backward,
-        extras=frozenset(
-            {
-                "softcap",
-                "score function",
-                "bias",
-                "gradient of bias",
-                "mask of each batch element",
-                "gradient of blocks",
-            }
-        ),
+        extras=EVERY_EXTRA,
     ),
     Backend("hopper", hopper.why_not, hopper.forward, hopper.backward, pass_over=hopper.pass_over),
     Backend(
@@ -70,16 +72,7 @@ BACKENDS = (
         portable.forward,
         portable.backward,
         portable.describe,
-        extras=frozenset(
-            {
-                "softcap",
-                "score function",
-                "bias",
-                "gradient of bias",
-                "mask of each batch element",
-                "gradient of blocks",
-            }
-        ),
+        extras=EVERY_EXTRA,
     ),
 )
 

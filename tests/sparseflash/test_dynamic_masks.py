@@ -57,8 +57,10 @@ def test_masks_of_batch_elements_and_heads(backend, leading):
         check_attention(attend, *inputs(device)[:3], mask)
 
 
-@pytest.mark.parametrize("leading", [(BATCH, HEADS), (BATCH, 1), ()])
-@pytest.mark.parametrize("extras", [(), ("softcap", "bias"), ("key_lengths",)])
+@pytest.mark.parametrize(
+    ("leading", "extras"),
+    [((BATCH, HEADS), ()), ((BATCH, 1), ("softcap", "bias")), ((), ("key_lengths",))],
+)
 def test_scores_get_the_gradient_of_gates_of_one(backend, extras, leading):
     device = BACKENDS[backend]
     *tensors, grad_out = inputs(device)
@@ -130,6 +132,9 @@ def test_checkpointed_and_refused_where_graphs_keep_their_masks(backend):
     with pytest.raises(Exception, match="mask must not be a DynamicMask in a compiled graph"):
         compiled(tensors[0])
     torch._dynamo.reset()
+    mapped = torch.func.vmap(lambda q: sparseflash.attention(q, *tensors[1:], mask))
+    with pytest.raises(NotImplementedError, match="mask must not be a DynamicMask under vmap"):
+        mapped(tensors[0].unsqueeze(0))
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,11 @@ def check_forward(attend, query, key, value, mask):
 # Uncompiled, FlexAttention materialises the scores and says so once in a process.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:return_lse is deprecated")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "hopper"])
 def test_on_short_sequences(backend, seed):
     torch.manual_seed(seed)
-    device, lengths = BACKENDS[backend], (70 + seed, 90)
+    device, lengths = BACKENDS[backend], (40 + seed, 50)
     mask = random_mask(1 + seed % 2, lengths, 16, device)
     tensors = make_inputs(2, 2, *lengths, 16, kv_heads=1, device=device, seed=seed)
     hold_both(backend, mask, tensors)

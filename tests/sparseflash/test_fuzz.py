@@ -17,10 +17,12 @@ from sparseflash.testing import STRIDES, check_attention, make_inputs
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-LONGEST = 4097 if HAS_GPU else 100
-EXAMPLES = {"triton": 180, "hopper": 180} if HAS_GPU else {"cpu": 20, "triton": 3}
+LONGEST = 4097 if HAS_GPU else 70
+EXAMPLES = {"triton": 180, "hopper": 180} if HAS_GPU else {"cpu": 10, "triton": 2}
 # Those that a kernel is compiled for: few, as compilation takes longer than many cases.
-SHAPES = [(16, (16, 16)), (40, (32, 64)), (64, (64, 128)), (128, (128, 128))]
+SHAPES = [(16, (16, 16)), (40, (32, 64))]
+if HAS_GPU:
+    SHAPES += [(64, (64, 128)), (128, (128, 128))]
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 
 lengths = st.one_of(st.integers(1, 65), st.integers(1, LONGEST), st.just(LONGEST))
@@ -126,7 +128,7 @@ def hold_extreme(size, backend, call):
     Rounding moves such scores by more than 1, so that only what they decide is compared.
     """
     (query, key, value, grad_out), mask, options = call
-    options.pop("dropout_p", None), options.pop("seed", None)
+    options = {name: x for name, x in options.items() if name == "key_lengths"}
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     query, key, _ = leaves
     attend = partial(sparseflash.attention, mask=mask, backend=backend, return_lse=True)
