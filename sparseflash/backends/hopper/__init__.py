@@ -86,8 +86,5 @@ def backward(
     from sparseflash.backends.hopper import backward_pass
 
     saved = (query, key, value, out, lse)
-    query_key_value = needs[:3]
-    grads = backward_pass.backward(
-        grad_out, grad_lse, *saved, table, key_lengths, spec, query_key_value
-    )
-    return *grads, None, None
+    call = (table, key_lengths, spec, needs[:3])
+    return *backward_pass.backward(grad_out, grad_lse, *saved, *call), None, None
