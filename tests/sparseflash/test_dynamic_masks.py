@@ -154,6 +154,30 @@ def test_block_mass_takes_no_dynamic_mask():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    not HAS_GPU or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs compute capability 9.0",
+)
+def test_hopper_takes_masks_of_heads_but_not_of_batch_elements():
+    shape = {"dtype": torch.float16, "device": "cuda", "kv_heads": 2}
+    tensors = make_inputs(2, 4, 500, 700, 128, **shape)[:3]
+    scores = torch.rand(2, 4, 4, 6, device="cuda")
+
+    def attend(mask):
+        return lambda q, k, v: sparseflash.attention(
+            q, k, v, mask, return_lse=True, backend="hopper"
+        )
+
+    within = CAUSAL((500, 700), 128, "cuda")
+    mask = within.keep_topk(scores[0], 3)
+    check_attention(attend(mask), *tensors, mask)
+    with pytest.raises(sparseflash.BackendError, match="takes no mask of each batch element"):
+        attend(within.keep_topk(scores, 3))(*tensors)
+    with pytest.raises(sparseflash.BackendError, match="takes no gradient of blocks"):
+        attend(within.keep_topk(scores[0].requires_grad_(), 3))(*tensors)
+
+
+@pytest.mark.gpu
 def test_nothing_waits_for_the_device():
     *tensors, grad_out = inputs("cuda", dtype=torch.bfloat16)
     within = masks.causal(align="bottom-right")(LENGTHS, BLOCKS, "cuda")

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import sparseflash
@@ -71,6 +71,11 @@ def calls(draw, head_dim: int, block_size: tuple[int, int], dtype: torch.dtype, 
     )
     dense = draw(masks_of_blocks(heads, q_len, k_len, block_size))
     mask = BlockMask.from_dense(dense if len(dense) > 1 else dense[0], block_size).to(DEVICE)
+    if draw(st.booleans()):
+        layers = (1 if plain else draw(st.sampled_from([1, len(inputs[0])])), heads)
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        chances = torch.rand(*layers, mask.grid.nq, mask.grid.nk, generator=generator)
+        mask = mask.keep(chances.to(DEVICE) < 0.7)
     options = {}
     if draw(st.booleans()):
         length = torch.tensor([draw(st.integers(0, k_len)) for _ in range(len(inputs[0]))])
@@ -101,6 +106,7 @@ def fuzz(backend, head_dim, block_size, dtype, check):
     @settings(
         max_examples=EXAMPLES[backend],
         derandomize=True,
+        phases=(Phase.explicit, Phase.generate),  # shrinking would take longer than all cases
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(calls(head_dim, block_size, dtype, plain))
