@@ -40,7 +40,7 @@ class BlockMask(Handled):
     partial: Tensor
     partial_tile: Tensor
     bank: Tensor
-    _tables: dict = field(default_factory=dict, repr=False)
+    _made: dict = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_blocks(
@@ -253,17 +253,32 @@ class BlockMask(Handled):
             partial=self.partial.to(device),
             partial_tile=self.partial_tile.to(device),
             bank=self.bank.to(device),
-            _tables={},
+            _made={},
         )
 
-    def table(self, device=None) -> LookupTable:
-        """The lookup table that kernels read, compiled once per device."""
+    def table(self, device=None, block_size: tuple[int, int] | None = None) -> LookupTable:
+        """The lookup table that kernels read, of the same elements in blocks of `block_size`
+        (tokens, by default its own); compiled once per device and block size.
+        """
         device = self.device if device is None else torch.device(device)
-        if device not in self._tables:
+        block_size = self.block_size if block_size is None else block_size
+        if (device, block_size) not in self._made:
             from masks.compile import compile_table
 
-            self._tables[device] = compile_table(self).to(device)
-        return self._tables[device]
+            self._made[device, block_size] = compile_table(self.reblock(block_size)).to(device)
+        return self._made[device, block_size]
+
+    def fill(self, block_size: tuple[int, int]) -> float:
+        """The share of blocks of `block_size` (tokens) that this mask's blocks cover, over those
+        that they touch: 1 for a mask whose own are no smaller. Computed once per block size.
+        """
+        if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
+            return 1.0
+        if block_size not in self._made:
+            from masks.reblock import fill
+
+            self._made[block_size] = fill(self, block_size)
+        return self._made[block_size]
 
     @property
     def T(self) -> "BlockMask":
@@ -411,7 +426,7 @@ class BlockMask(Handled):
     def _select(self, layers: list[int]) -> "BlockMask":
         """A mask with one head for each of `layers`, in storage of its own."""
         if layers == list(range(self.num_layers)):
-            return replace(self, head_layer=tuple(layers), _tables={})
+            return replace(self, head_layer=tuple(layers), _made={})
         size = self.grid.layer
         runs, points, which = [], [], []
         for new, old in enumerate(layers):
@@ -425,7 +440,7 @@ class BlockMask(Handled):
             full=concatenate(runs),
             partial=torch.cat(points),
             partial_tile=torch.cat(which),
-            _tables={},
+            _made={},
         )
 
     def _tile_at(self, points: Tensor) -> Tensor:

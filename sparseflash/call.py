@@ -11,7 +11,7 @@ from torch import Tensor
 from masks import BlockMask, Pattern
 from masks.lookup_table import LookupTable
 from sparseflash.backends import Backend, select
-from sparseflash.spec import AttentionSpec
+from sparseflash.spec import TILE, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,9 @@ def prepare(
     padded = key_lengths is not None
     options = (scale, softcap, dropout_p, precision, bias is not None, differentiates_bias)
     spec = spec_of(query, key, mask, padded, *options)
-    table = mask.table(query.device)
-    return Call(spec, select(backend, spec), table, key_lengths, seed, bias)
+    chosen = select(backend, spec)
+    table = mask.table(query.device, chosen.tiling(spec))
+    return Call(spec, chosen, table, key_lengths, seed, bias)
 
 
 def spec_of(
@@ -104,7 +105,7 @@ def spec_of(
     """The facts of a call of checked arguments."""
     tensors = (query.shape, key.shape, query.dtype, query.device)
     options = (has_key_lengths, scale, softcap, dropout_p, precision, bias, differentiates_bias)
-    return _spec(*tensors, mask.block_size, mask.num_heads, *options)
+    return _spec(*tensors, mask.block_size, mask.num_heads, mask.fill(TILE), *options)
 
 
 @lru_cache(maxsize=4096)
@@ -115,6 +116,7 @@ def _spec(
     device: torch.device,
     block_size: tuple[int, int],
     mask_heads: int,
+    fill: float,
     has_key_lengths: bool,
     scale: float | None,
     softcap: float,
@@ -143,6 +145,7 @@ def _spec(
         softcap=softcap,
         bias=bias,
         differentiates_bias=differentiates_bias,
+        fill=fill,
     )
 
 

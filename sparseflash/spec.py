@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+TILE = (128, 128)  # tokens: the (queries, keys) that kernels of large tiles compute at a time
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -15,6 +17,7 @@ class AttentionSpec:
     query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
     mask) or heads. precision, "ieee" or "tf32", is that of float32 products. softcap is 0 for
     none; bias says whether there is one, differentiates_bias whether its gradient may be wanted.
+    fill is the share that blocks of the mask cover of the TILEs that they touch.
     """
 
     batch: int
@@ -34,6 +37,7 @@ class AttentionSpec:
     softcap: float = 0.0
     bias: bool = False
     differentiates_bias: bool = False
+    fill: float = 1.0
 
     @property
     def extras(self) -> frozenset[str]:

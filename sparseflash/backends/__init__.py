@@ -25,6 +25,8 @@ class Backend:
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
         None. With a bias, needs and the results have a fourth entry for it.
     describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
+    tiling(spec): the block size (tokens) of the table that it reads: the mask's elements in blocks
+        of another size where that is not spec.block_size.
     pass_over(spec): the reasons for which "auto" looks for another backend although this one can
         serve a call; empty when it is the fastest.
     """
@@ -34,6 +36,7 @@ class Backend:
     forward: Callable
     backward: Callable
     describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
+    tiling: Callable[[AttentionSpec], tuple[int, int]] = lambda spec: spec.block_size
     pass_over: Callable[[AttentionSpec], list[str]] = lambda spec: []
     extras: frozenset[str] = frozenset()
 
@@ -53,7 +56,15 @@ BACKENDS = (
         cpu.backward,
         extras=frozenset({"softcap", "bias", "gradient of bias"}),
     ),
-    Backend("hopper", hopper.why_not, hopper.forward, hopper.backward, pass_over=hopper.pass_over),
+    Backend(
+        "hopper",
+        hopper.why_not,
+        hopper.forward,
+        hopper.backward,
+        hopper.describe,
+        hopper.tiling,
+        hopper.pass_over,
+    ),
     Backend(
         "triton",
         portable.why_not,
