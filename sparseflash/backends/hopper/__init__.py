@@ -14,7 +14,7 @@ from masks.lookup_table import LookupTable
 from sparseflash.spec import TILE, AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 192, 256)
 FAST_HEAD_DIMS = (128,)
 CAPABILITY = (9, 0)
 # By the shorter side of the mask's blocks: the fill of tiles from which on they take less time

@@ -13,15 +13,23 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.hopper import launch
-from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.backends.hopper.row_terms import row_terms
 from sparseflash.spec import AttentionSpec
 
-# Buffers of keys and values for dQ; of queries and dO, and of keys and values, for dK and dV.
-QUERY_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 2}}
-KEY_STAGES = {64: {"STAGES": 6, "KEY_STAGES": 2}, 128: {"STAGES": 3, "KEY_STAGES": 2}}
+# By the width of tiles: the keys of a tile for dQ, and buffers of keys and values; buffers of
+# queries and dO, and of keys and values, for dK and dV.
+KEYS = {64: 128, 128: 128, 256: 64}
+QUERY_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 2}, 256: {"STAGES": 1}}
+KEY_STAGES = {
+    64: {"STAGES": 6, "KEY_STAGES": 2},
+    128: {"STAGES": 3, "KEY_STAGES": 2},
+    256: {"STAGES": 1, "KEY_STAGES": 1},
+}
+# Registers do not hold both dK and dV of tiles that are wider.
+WIDEST_TOGETHER = 128
 
 
 def backward(
@@ -51,8 +59,14 @@ def backward(
         call = (query, grad_out, key, value, terms, table, key_lengths, spec)
         if needs_query:
             grad_query = _query_gradient(*call)
-        if needs_key or needs_value:
-            grad_key, grad_value = _key_value_gradient(*call)
+        if launch.width(spec.head_dim) <= WIDEST_TOGETHER:
+            if needs_key or needs_value:
+                grad_key, grad_value = _key_value_gradient(*call)
+        else:
+            if needs_key:
+                grad_key, _ = _key_value_gradient(*call, with_value=False)
+            if needs_value:
+                _, grad_value = _key_value_gradient(*call, with_key=False)
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 
@@ -60,9 +74,10 @@ def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, spec
     grad_query = torch.empty_like(query)
     rows = table.by_query
     order, grid = launch.schedule(spec, rows, spec.heads)
+    width = launch.width(spec.head_dim)
     query_gradient_kernel[grid](
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
-        *(launch.tiles_of(x, BLOCK.value) for x in (key, value)),
+        *(launch.tiles_of(x, KEYS[width]) for x in (key, value)),
         launch.tiles_of(grad_query, PART.value),
         terms,
         *launch.table_arguments(rows, table.bank, table),
@@ -70,26 +85,28 @@ def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, spec
         *order,
         launch.scale2(spec),
         **launch.constants(spec, rows),
-        **QUERY_STAGES[spec.head_dim],
+        **QUERY_STAGES[width],
     )
     return grad_query
 
 
 def _key_value_gradient(
-    query, grad_out, key, value, terms, table, key_lengths, spec
-) -> tuple[Tensor, Tensor]:
-    grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+    query, grad_out, key, value, terms, table, key_lengths, spec, with_key=True, with_value=True
+) -> tuple[Tensor | None, Tensor | None]:
+    grad_key = torch.empty_like(key) if with_key else None
+    grad_value = torch.empty_like(value) if with_value else None
     rows = table.by_key
     order, grid = launch.schedule(spec, rows, spec.kv_heads)
     key_value_gradient_kernel[grid](
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
         launch.terms_of(terms, PART.value),
-        *(launch.tiles_of(x, PART.value) for x in (key, value, grad_key, grad_value)),
+        *(launch.tiles_of(x, PART.value) for x in (key, value)),
+        *(x if x is None else launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
         *launch.table_arguments(rows, table.bank_by_key, table),
         key_lengths,
         *order,
         launch.scale2(spec),
         **launch.constants(spec, rows),
-        **KEY_STAGES[spec.head_dim],
+        **KEY_STAGES[launch.width(spec.head_dim)],
     )
     return grad_key, grad_value

@@ -206,12 +206,15 @@ def load_keys(keys, values, key_ring, value_ring, call, batch, kv_head, walk, st
 def load_blocks(keys, values, key_ring, value_ring, batch, head, index, start, count,
                 stage, phase, STAGES: gl.constexpr):  # fmt: skip
     """Loads the keys and values of listed blocks; the index is read one block ahead."""
+    COLUMNS: gl.constexpr = keys.block_type.shape[2]
     block = gl.load(index + start)
     for i in range(start, start + count):
         ahead = gl.load(index + i + 1)
-        fill(key_ring, keys, batch, head, block * BLOCK, stage, phase)
-        fill(value_ring, values, batch, head, block * BLOCK, stage, phase)
-        stage, phase = advance(stage, phase, STAGES)
+        for part in gl.static_range(BLOCK // COLUMNS):
+            token = block * BLOCK + part * COLUMNS
+            fill(key_ring, keys, batch, head, token, stage, phase)
+            fill(value_ring, values, batch, head, token, stage, phase)
+            stage, phase = advance(stage, phase, STAGES)
         block = ahead
     return stage, phase
 
@@ -331,22 +334,30 @@ def mask_words(table, entry, first_row, first_word, COLUMNS: gl.constexpr,
 
 
 @gluon.jit
-def key_mask_words(call, walk, i, first_row, LAYOUT: gl.constexpr):
-    """mask_words of the i-th block of a row of queries, with the bits of keys past `length` 0."""
+def key_mask_words(call, walk, i, first_row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """mask_words of the i-th tile of COLUMNS keys of a row of queries, with the bits of keys past
+    `length` 0.
+    """
     table = call.table
-    words = mask_words(table, walk.partial_start + i, first_row, 0, BLOCK, LAYOUT)
+    PARTS: gl.constexpr = BLOCK // COLUMNS
+    block, first_key = i // PARTS, i % PARTS * COLUMNS
+    entry = walk.partial_start + block
+    words = mask_words(table, entry, first_row, first_key // 32, COLUMNS, LAYOUT)
     if call.key_lengths is not None:
-        is_partial = i < walk.partials
+        is_partial = block < walk.partials
         every = gl.where(is_partial, 0, -1)
-        partial = gl.load(table.partial_index + walk.partial_start + i)
+        partial = gl.load(table.partial_index + entry)
         cut = gl.load(table.full_index + walk.full_start + walk.fulls)
-        keys = walk.length - gl.where(is_partial, partial, cut) * BLOCK
-        words = (
-            (words[0] | every) & low_bits(keys),
-            (words[1] | every) & low_bits(keys - 32),
-            (words[2] | every) & low_bits(keys - 64),
-            (words[3] | every) & low_bits(keys - 96),
-        )
+        keys = walk.length - gl.where(is_partial, partial, cut) * BLOCK - first_key
+        bounded = ((words[0] | every) & low_bits(keys), (words[1] | every) & low_bits(keys - 32))
+        if COLUMNS == BLOCK:
+            bounded = (
+                bounded[0],
+                bounded[1],
+                (words[2] | every) & low_bits(keys - 64),
+                (words[3] | every) & low_bits(keys - 96),
+            )
+        words = bounded
     return words
 
 

@@ -28,7 +28,13 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 from sparseflash.spec import AttentionSpec
 
-STAGES = {64: {"STAGES": 4, "QUERY_STAGES": 3}, 128: {"STAGES": 2, "QUERY_STAGES": 2}}
+# By the width of tiles: the keys of a tile, and buffers of keys and values and of queries.
+KEYS = {64: 128, 128: 128, 256: 64}
+STAGES = {
+    64: {"STAGES": 4, "QUERY_STAGES": 3},
+    128: {"STAGES": 2, "QUERY_STAGES": 2},
+    256: {"STAGES": 2, "QUERY_STAGES": 1},
+}
 
 
 def forward(
@@ -46,11 +52,12 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     rows = table.by_query
     order, grid = launch.schedule(spec, rows, spec.heads)
+    width = launch.width(spec.head_dim)
     with launch.on_device(query.device):
         forward_kernel[grid](
             launch.tiles_of(query, PART.value),
-            launch.tiles_of(key, BLOCK.value),
-            launch.tiles_of(value, BLOCK.value),
+            launch.tiles_of(key, KEYS[width]),
+            launch.tiles_of(value, KEYS[width]),
             launch.tiles_of(out, PART.value),
             lse,
             *launch.table_arguments(rows, table.bank, table),
@@ -58,7 +65,7 @@ def forward(
             *order,
             launch.scale2(spec),
             **launch.constants(spec, rows),
-            **STAGES[spec.head_dim],
+            **STAGES[width],
         )
     return out, lse
 
@@ -121,7 +128,9 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
     query_ring, key_ring, value_ring = rings
     DIMS: gl.constexpr = outs.block_type.shape[3]
-    SCORES: gl.constexpr = device.product_layout(BLOCK)
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
+    PARTS: gl.constexpr = BLOCK // COLUMNS
+    SCORES: gl.constexpr = device.product_layout(COLUMNS)
     OUT: gl.constexpr = device.product_layout(DIMS)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     offsets = gl.arange(0, PART, layout=ROWS)
@@ -134,30 +143,33 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     while tile < call.sizes.tiles:
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        masked = walk.partials + walk.cuts
-        count = masked + walk.fulls
+        masked = (walk.partials + walk.cuts) * PARTS
+        count = masked + walk.fulls * PARTS
         previous = buffer
         buffer = query_stage * 2 + MEMBER
         query = device.matrix(query_ring, buffer)
         peak = gl.full([PART], device.NEG_INF, gl.float32, ROWS)
         total = gl.zeros([PART], gl.float32, ROWS)
         acc = gl.zeros([PART, DIMS], gl.float32, OUT)
+        if QUERY_STAGES == 1:
+            hand_back(query_ring, previous, done)
         mbarrier.wait(query_ring.filled.index(buffer), query_phase)
         if count > 0:
             stage, phase = device.advance(stage, phase, STAGES)
             mbarrier.wait(key_ring.filled.index(stage), phase)
             key = device.matrix(key_ring, stage)
-            zeros = gl.zeros([PART, BLOCK], gl.float32, SCORES)
+            zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
             scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             device.release(key_ring, stage)
             if MASKED and masked > 0:
-                words = device.key_mask_words(call, walk, 0, MEMBER * PART, SCORES)
-                scores = gl.where(device.attended(words, BLOCK, SCORES), scores, device.NEG_INF)
+                words = device.key_mask_words(call, walk, 0, MEMBER * PART, COLUMNS, SCORES)
+                scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
             p, peak, _ = softmax(scores, peak, call.scale2, MASKED)
             total = gl.sum(p, axis=1)
             weights = device.operand(p, outs.dtype, OUT)
-            hand_back(query_ring, previous, done)
+            if QUERY_STAGES > 1:
+                hand_back(query_ring, previous, done)
             mbarrier.wait(value_ring.filled.index(stage), phase)
             if MASKED:
                 for i in range(1, masked):
@@ -173,7 +185,7 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             device.release(value_ring, stage)
-        else:
+        elif QUERY_STAGES > 1:
             hand_back(query_ring, previous, done)
         empty = total == 0.0
         total = gl.where(empty, 1.0, total)
@@ -199,13 +211,14 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
 def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
          call, walk, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
          SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
-    """Scores and softmax of block i; O += P V of the block before, which is at `stage`."""
+    """Scores and softmax of tile i; O += P V of the tile before, which is at `stage`."""
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     value = device.matrix(value_ring, stage)
     last = stage
     stage, phase = device.advance(stage, phase, STAGES)
     if PARTIAL:
-        words = device.key_mask_words(call, walk, i, MEMBER * PART, SCORES)
-    zeros = gl.zeros([PART, BLOCK], gl.float32, SCORES)
+        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
+    zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -213,7 +226,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     scores = warpgroup_mma_wait(1, deps=(scores,))
     device.release(key_ring, stage)
     if PARTIAL:
-        scores = gl.where(device.attended(words, BLOCK, SCORES), scores, device.NEG_INF)
+        scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
     total = total * decay + gl.sum(p, axis=1)
     # The compiler would move the wait for O += P V up across the softmax, but not across this one.

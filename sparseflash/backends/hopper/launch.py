@@ -42,9 +42,14 @@ def _strides(
     return (*outer, inner)
 
 
+def width(head_dim: int) -> int:
+    """Dims of a tile: a power of 2. What lies past head_dim is zero in shared memory alone."""
+    return 1 << (head_dim - 1).bit_length()
+
+
 def tiles_of(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """The (rows, dims) tiles of an addressable tensor (batch, heads, tokens, dims)."""
-    block = [1, 1, rows, tensor.shape[-1]]
+    """The (rows, width) tiles of an addressable tensor (batch, heads, tokens, dims)."""
+    block = [1, 1, rows, width(tensor.shape[-1])]
     return _descriptor(tensor, block, _layout(tuple(block), tensor.dtype))
 
 

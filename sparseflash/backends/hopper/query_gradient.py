@@ -77,7 +77,9 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
     """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
     query_ring, grad_out_ring, key_ring, value_ring = rings
     DIMS: gl.constexpr = grad_queries.block_type.shape[3]
-    SCORES: gl.constexpr = device.product_layout(BLOCK)
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
+    PARTS: gl.constexpr = BLOCK // COLUMNS
+    SCORES: gl.constexpr = device.product_layout(COLUMNS)
     GRAD: gl.constexpr = device.product_layout(DIMS)
     query = device.matrix(query_ring, MEMBER)
     grad_out = device.matrix(grad_out_ring, MEMBER)
@@ -89,8 +91,8 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
     while tile < call.sizes.tiles:
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        masked = walk.partials + walk.cuts
-        count = masked + walk.fulls
+        masked = (walk.partials + walk.cuts) * PARTS
+        count = masked + walk.fulls * PARTS
         lse2_row = terms + (batch * call.sizes.heads + head).to(gl.int64) * 2 * (
             call.sizes.rows * BLOCK
         )
@@ -126,12 +128,13 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
 def step(dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
          call, walk, MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
          SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
-    """dQ + dS K of block i."""
+    """dQ + dS K of tile i."""
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     stage, phase = device.advance(stage, phase, STAGES)
     if PARTIAL:
-        words = device.key_mask_words(call, walk, i, MEMBER * PART, SCORES)
+        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
     key, value = device.matrix(key_ring, stage), device.matrix(value_ring, stage)
-    zeros = gl.zeros([PART, BLOCK], gl.float32, SCORES)
+    zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(value_ring.filled.index(stage), phase)
@@ -139,7 +142,7 @@ def step(dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 1))
     if PARTIAL:
-        p = gl.where(device.attended(words, BLOCK, SCORES), p, 0.0)
+        p = gl.where(device.attended(words, COLUMNS, SCORES), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     device.release(value_ring, stage)
     ds = device.operand(p * (dp - gl.expand_dims(delta, 1)), key.dtype, GRAD)

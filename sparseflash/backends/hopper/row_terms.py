@@ -9,7 +9,7 @@ tensor (2 * batch * heads, q_len rounded up to whole blocks), two rows for each 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.hopper import device
+from sparseflash.backends.hopper import device, launch
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import gl, gluon
 
@@ -24,7 +24,13 @@ def row_terms(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | Non
     tensors = (grad_out, *grad_out.stride()[:3], out, *out.stride()[:3], lse, grad_lse, terms)
     grid = (batch * heads * padded_len // PART.value,)
     row_terms_kernel[grid](
-        *tensors, heads, q_len, DIMS=head_dim, num_warps=4, enable_fp_fusion=True
+        *tensors,
+        heads,
+        q_len,
+        HEAD_DIM=head_dim,
+        DIMS=launch.width(head_dim),
+        num_warps=4,
+        enable_fp_fusion=True,
     )
     return terms
 
@@ -33,7 +39,7 @@ def row_terms(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | Non
 def row_terms_kernel(
     grad_out, grad_out_batch, grad_out_head, grad_out_token,
     out, out_batch, out_head, out_token,
-    lse, grad_lse, terms, heads, q_len, DIMS: gl.constexpr,
+    lse, grad_lse, terms, heads, q_len, HEAD_DIM: gl.constexpr, DIMS: gl.constexpr,
 ):  # fmt: skip
     """Programs take PART rows of a head each. The strides of dims are 1."""
     VECTOR: gl.constexpr = 8
@@ -51,7 +57,7 @@ def row_terms_kernel(
     grad_outs = (
         grad_out + batch * grad_out_batch + head * grad_out_head + rows * grad_out_token + dims
     )
-    bounds = gl.expand_dims(inside, 1)
+    bounds = gl.expand_dims(inside, 1) & (dims < HEAD_DIM)
     o = gl.load(outs, mask=bounds, other=0.0).to(gl.float32)
     do = gl.load(grad_outs, mask=bounds, other=0.0).to(gl.float32)
     delta = gl.sum(o * do, axis=1)

@@ -63,8 +63,7 @@ def report_variants(head_dim: int):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block_size=128), head_dim, **options)
-        for which, kernel in KERNELS.items():
-            (made,) = compiled(kernel)
+        for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
             yield {
                 "which": which,
@@ -76,6 +75,14 @@ def report_variants(head_dim: int):
                 "waits": code.count("WARPGROUP.DEPBAR"),
                 "unset": unset_operands(code),
             }
+
+
+def compiled_passes():
+    """(name, compiled kernel) of every launch of one call."""
+    for which, kernel in KERNELS.items():
+        made = compiled(kernel)
+        names = [which] if len(made) == 1 else ["dk", "dv"]
+        yield from zip(names, made, strict=True)
 
 
 def report_calls(head_dim: int):

@@ -82,10 +82,16 @@ def test_simulated_kernels_are_right(name):
         check(PATTERNS[name])
 
 
-def test_simulated_kernels_with_all_that_is_optional():
+@pytest.mark.parametrize("head_dim", [96, 128, 192])
+def test_simulated_kernels_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
     with simulation():
-        check(pattern, 128, kv_heads=2, key_lengths=[0, 130, 400])
+        check(pattern, head_dim, kv_heads=2, key_lengths=[0, 130, 400])
+
+
+def test_simulated_kernels_of_the_widest_tiles():
+    with simulation():
+        check(PATTERNS["blocks"], 256)
 
 
 PLANTED = {

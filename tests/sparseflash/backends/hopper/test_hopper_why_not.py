@@ -29,7 +29,7 @@ def test_serves_a_plain_call():
     ("change", "words"),
     [
         ({"dtype": torch.float32}, ["dtype", "torch.float32", "torch.bfloat16"]),
-        ({"head_dim": 96}, ["head_dim", "96", "(64, 128)"]),
+        ({"head_dim": 80}, ["head_dim", "80", "(64, 96, 128, 192, 256)"]),
         ({"device": torch.device("cpu")}, ["device", "cpu", "cuda"]),
         ({"dropout_p": 0.5}, ["dropout_p", "0.5"]),
     ],
