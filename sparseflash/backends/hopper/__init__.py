@@ -36,8 +36,6 @@ def why_not(spec: AttentionSpec) -> list[str]:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim is {spec.head_dim}, needs one of {HEAD_DIMS}")
-    if spec.dropout_p:
-        reasons.append(f"dropout_p is {spec.dropout_p}, needs 0: the kernels have no dropout")
     return reasons
 
 
@@ -84,7 +82,7 @@ def forward(
     """(out, lse); see sparseflash.backends.Backend."""
     from sparseflash.backends.hopper import forward_pass
 
-    return forward_pass.forward(query, key, value, table, key_lengths, spec)
+    return forward_pass.forward(query, key, value, table, key_lengths, seed, spec)
 
 
 def backward(
@@ -105,4 +103,6 @@ def backward(
     from sparseflash.backends.hopper import backward_pass
 
     saved = (query, key, value, out, lse)
-    return backward_pass.backward(grad_out, grad_lse, *saved, table, key_lengths, spec, needs)
+    return backward_pass.backward(
+        grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs
+    )

@@ -43,6 +43,7 @@ def backward(
     lse: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
+    seed: int,
     spec: AttentionSpec,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -57,7 +58,7 @@ def backward(
     grad_query = grad_key = grad_value = None
     with on_device(query.device):
         terms = row_terms(grad_out, out, lse, grad_lse)
-        call = (query, grad_out, key, value, terms, table, key_lengths, spec)
+        call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
         if needs_query:
             grad_query = _query_gradient(*call)
         if launch.width(spec.head_dim) <= WIDEST_TOGETHER:
@@ -71,7 +72,7 @@ def backward(
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 
-def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, spec) -> Tensor:
+def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, seed, spec) -> Tensor:
     grad_query = torch.empty_like(query)
     width = launch.width(spec.head_dim)
     tensors = (
@@ -80,12 +81,22 @@ def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, spec
         *(launch.tiles_of(grad_query, PART.value), terms),
     )
     stages = QUERY_STAGES[width]
-    launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, spec, stages)
+    launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, seed, spec, stages)
     return grad_query
 
 
 def _key_value_gradient(
-    query, grad_out, key, value, terms, table, key_lengths, spec, with_key=True, with_value=True
+    query,
+    grad_out,
+    key,
+    value,
+    terms,
+    table,
+    key_lengths,
+    seed,
+    spec,
+    with_key=True,
+    with_value=True,
 ) -> tuple[Tensor | None, Tensor | None]:
     grad_key = torch.empty_like(key) if with_key else None
     grad_value = torch.empty_like(value) if with_value else None
@@ -97,6 +108,6 @@ def _key_value_gradient(
     )
     stages = KEY_STAGES[launch.width(spec.head_dim)]
     launch.launch_pass(
-        key_value_gradient_kernel, tensors, table, key_lengths, spec, stages, by_key=True
+        key_value_gradient_kernel, tensors, table, key_lengths, seed, spec, stages, by_key=True
     )
     return grad_key, grad_value

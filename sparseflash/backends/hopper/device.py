@@ -51,6 +51,19 @@ class Ring(NamedTuple):
     emptied: gl.shared_memory_descriptor
 
 
+class Dropout(NamedTuple):
+    """All None without dropout.
+
+    seed_low, seed_high: signed words; threshold: less 2^31, so that words compare as signed
+    keep_scale:          1 / (1 - dropout_p)
+    """
+
+    seed_low: gl.tensor
+    seed_high: gl.tensor
+    threshold: gl.tensor
+    keep_scale: gl.tensor
+
+
 class Call(NamedTuple):
     """What all partitions of a kernel know of a call.
 
@@ -64,6 +77,7 @@ class Call(NamedTuple):
     counter: gl.tensor
     turns: Ring
     scale2: gl.tensor
+    dropout: Dropout
 
 
 class Walk(NamedTuple):
@@ -86,7 +100,7 @@ def unspecialized(*pointers: str) -> dict[str, list[str]]:
     pointer its alignment.
     """
     return {
-        "do_not_specialize": [*Sizes._fields],
+        "do_not_specialize": [*Sizes._fields, *Dropout._fields],
         "do_not_specialize_on_alignment": [*Table._fields, *pointers],
     }
 
@@ -302,6 +316,21 @@ def walk_queries(call, batch, head, row):
         fulls = gl.where(inside, walk.fulls, 0)
         walk = Walk(walk.length, walk.partial_start, partials, walk.cuts, walk.full_start, fulls)
     return walk
+
+
+@gluon.jit
+def listed_token(call, walk, i, TOKENS: gl.constexpr):
+    """The first token of the i-th tile of TOKENS tokens of a walk."""
+    table = call.table
+    PARTS: gl.constexpr = BLOCK // TOKENS
+    listed = i // PARTS
+    is_partial = listed < walk.partials
+    after = listed - walk.partials - walk.cuts
+    partial = table.partial_index + walk.partial_start + listed
+    full = table.full_index + walk.full_start + gl.where(after < 0, walk.fulls, after)
+    block = gl.load(partial, mask=is_partial, other=0)
+    block += gl.load(full, mask=is_partial == 0, other=0)
+    return block * BLOCK + i % PARTS * TOKENS
 
 
 @gluon.jit

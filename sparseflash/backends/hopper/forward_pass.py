@@ -15,7 +15,7 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.hopper import device, launch
+from sparseflash.backends.hopper import device, dropout, launch
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
@@ -44,6 +44,7 @@ def forward(
     value: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
+    seed: int,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.Backend."""
@@ -58,7 +59,7 @@ def forward(
         *(launch.tiles_of(out, PART.value), lse),
     )
     with on_device(query.device):
-        launch.launch_pass(forward_kernel, tensors, table, key_lengths, spec, STAGES[width])
+        launch.launch_pass(forward_kernel, tensors, table, key_lengths, seed, spec, STAGES[width])
     return out, lse
 
 
@@ -67,6 +68,7 @@ def forward_kernel(
     queries, keys, values, outs, lse,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
+    seed_low, seed_high, threshold, keep_scale,
     GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
@@ -74,7 +76,9 @@ def forward_kernel(
     query_ring = device.ring(queries, 2 * QUERY_STAGES, 1)
     key_ring = device.ring(keys, STAGES, 2)
     value_ring = device.ring(values, STAGES, 2)
-    call = device.Call(table, sizes, key_lengths, counter, device.number_ring(), scale2)
+    turns = device.number_ring()
+    drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
+    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
     rings = (query_ring, key_ring, value_ring)
     gl.warp_specialize(
@@ -140,6 +144,8 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         previous = buffer
         buffer = query_stage * 2 + MEMBER
         query = device.matrix(query_ring, buffer)
+        pair = batch * call.sizes.heads + head
+        start = row * BLOCK + MEMBER * PART
         peak = gl.full([PART], device.NEG_INF, gl.float32, ROWS)
         total = gl.zeros([PART], gl.float32, ROWS)
         acc = gl.zeros([PART, DIMS], gl.float32, OUT)
@@ -159,6 +165,10 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
                 scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
             p, peak, _ = softmax(scores, peak, call.scale2, MASKED)
             total = gl.sum(p, axis=1)
+            if call.dropout.threshold is not None:
+                token = device.listed_token(call, walk, 0, COLUMNS)
+                kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
+                p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
             weights = device.operand(p, outs.dtype, OUT)
             if QUERY_STAGES > 1:
                 hand_back(query_ring, previous, done)
@@ -167,12 +177,12 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
                 for i in range(1, masked):
                     acc, peak, total, weights, stage, phase = step(
                         acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-                        call, walk, i, MEMBER, True, STAGES, SCORES, OUT,
+                        call, walk, pair, start, i, MEMBER, True, STAGES, SCORES, OUT,
                     )  # fmt: skip
             for i in range(gl.maximum(masked, 1), count):
                 acc, peak, total, weights, stage, phase = step(
                     acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-                    call, walk, i, MEMBER, False, STAGES, SCORES, OUT,
+                    call, walk, pair, start, i, MEMBER, False, STAGES, SCORES, OUT,
                 )  # fmt: skip
             acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -184,15 +194,17 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         row_lse = gl.where(
             empty, device.NEG_INF, (peak * call.scale2 + gl.log2(total)) * device.LN2
         )
-        tokens = row * BLOCK + MEMBER * PART + offsets
-        lse_row = lse + (batch * call.sizes.heads + head).to(gl.int64) * call.sizes.q_len
+        tokens = start + offsets
+        lse_row = lse + pair.to(gl.int64) * call.sizes.q_len
         gl.store(lse_row + tokens, row_lse, mask=tokens < call.sizes.q_len)
-        weight = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT), assert_trivial=True)
+        weight = 1.0 / total
+        if call.dropout.threshold is not None:
+            weight = weight * call.dropout.keep_scale
+        weight = gl.convert_layout(weight, gl.SliceLayout(1, OUT), assert_trivial=True)
         # The last product that reads the queries is done: their buffer holds O on its way out.
         query.store((acc * gl.expand_dims(weight, 1)).to(outs.dtype))
         fence_async_shared()
-        token = row * BLOCK + MEMBER * PART
-        store_tile(outs, [batch, head, token, 0], query_ring.buffers.index(buffer))
+        store_tile(outs, [batch, head, start, 0], query_ring.buffers.index(buffer))
         query_stage, query_phase = device.advance(query_stage, query_phase, QUERY_STAGES)
         done += 1
         tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
@@ -201,9 +213,12 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-         call, walk, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
-         SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
-    """Scores and softmax of tile i; O += P V of the tile before, which is at `stage`."""
+         call, walk, pair, start, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+         STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Scores and softmax of tile i; O += P V of the tile before, which is at `stage`.
+
+    pair: of batch and head; start: the first query
+    """
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     value = device.matrix(value_ring, stage)
     last = stage
@@ -215,12 +230,17 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     key = device.matrix(key_ring, stage)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     acc = warpgroup_mma(weights, value, acc, is_async=True)
+    if call.dropout.threshold is not None:
+        token = device.listed_token(call, walk, i, COLUMNS)
+        kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     device.release(key_ring, stage)
     if PARTIAL:
         scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
     total = total * decay + gl.sum(p, axis=1)
+    if call.dropout.threshold is not None:
+        p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
     # The compiler would move the wait for O += P V up across the softmax, but not across this one.
     mbarrier.wait(value_ring.filled.index(stage), phase)
     acc = warpgroup_mma_wait(0, deps=(acc,))

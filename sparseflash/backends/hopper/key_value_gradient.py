@@ -5,7 +5,7 @@ dV += P^T dO and dK += dS^T Q. Tiles of 64 queries leave registers for both sums
 for more the kernel runs once for each of them, with None for the other.
 """
 
-from sparseflash.backends.hopper import device
+from sparseflash.backends.hopper import device, dropout
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
@@ -25,6 +25,7 @@ def key_value_gradient_kernel(
     queries, grad_outs, terms, keys, values, grad_keys, grad_values,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
+    seed_low, seed_high, threshold, keep_scale,
     GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
@@ -37,7 +38,9 @@ def key_value_gradient_kernel(
         value_ring = device.ring(values, 2 * KEY_STAGES, 1)
     term_buffers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout)
     rings = (query_ring, grad_out_ring, key_ring, value_ring, term_buffers)
-    call = device.Call(table, sizes, key_lengths, counter, device.number_ring(), scale2)
+    turns = device.number_ring()
+    drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
+    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -120,13 +123,14 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
     WITH_VALUES: gl.constexpr = grad_values is not None
     SCORES: gl.constexpr = device.product_layout(PART)
     GRAD: gl.constexpr = device.product_layout(DIMS)
-    offsets = MEMBER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
+    offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
     stage, phase = 0, 0
     key_stage, key_phase = 0, 0
     turn, turn_phase = 0, 0
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         batch, kv_head, row = device.locate(call, tile, GROUP)
+        start = row * BLOCK + MEMBER * PART
         length = device.key_length(call, batch)
         buffer = key_stage * 2 + MEMBER
         key, value = device.matrix(key_ring, buffer), device.matrix(value_ring, buffer)
@@ -136,38 +140,41 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
         if WITH_KEYS:
             mbarrier.wait(value_ring.filled.index(buffer), key_phase)
         for member in range(GROUP):
-            walk = device.walk_queries(call, batch, kv_head * GROUP + member, row)
+            head = kv_head * GROUP + member
+            pair = batch * call.sizes.heads + head
+            walk = device.walk_queries(call, batch, head, row)
             # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
             # keys only in front of the first, which a row without partial blocks jumps over.
             for i in range(0, 2 * (walk.partials + walk.fulls)):
                 if MASKED and i < 2 * walk.partials:
                     dk, dv = step(
                         dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
-                        stage, phase, call, walk, MEMBER, True, WITH_KEYS, WITH_VALUES,
-                        SCORES, GRAD,
+                        stage, phase, call, walk, pair, start, MEMBER, True,
+                        WITH_KEYS, WITH_VALUES, SCORES, GRAD,
                     )  # fmt: skip
                 else:
                     dk, dv = step(
                         dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
-                        stage, phase, call, walk, MEMBER, False, WITH_KEYS, WITH_VALUES,
-                        SCORES, GRAD,
+                        stage, phase, call, walk, pair, start, MEMBER, False,
+                        WITH_KEYS, WITH_VALUES, SCORES, GRAD,
                     )  # fmt: skip
                 stage, phase = device.advance(stage, phase, STAGES)
         dk = dk * (call.scale2 * device.LN2)
+        if call.dropout.threshold is not None:
+            dv = dv * call.dropout.keep_scale
         if call.key_lengths is not None:
-            kept = gl.expand_dims(row * BLOCK + offsets < length, 1)
-            dk, dv = gl.where(kept, dk, 0.0), gl.where(kept, dv, 0.0)
+            inside = gl.expand_dims(start + offsets < length, 1)
+            dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
         # All products are done: the buffers of keys and values hold dK and dV on their way out.
-        start = [batch, kv_head, row * BLOCK + MEMBER * PART, 0]
         if WITH_KEYS:
             key.store(dk.to(DTYPE))
         if WITH_VALUES:
             value.store(dv.to(DTYPE))
         fence_async_shared()
         if WITH_KEYS:
-            store_tile(grad_keys, start, key_ring.buffers.index(buffer))
+            store_tile(grad_keys, [batch, kv_head, start, 0], key_ring.buffers.index(buffer))
         if WITH_VALUES:
-            store_tile(grad_values, start, value_ring.buffers.index(buffer))
+            store_tile(grad_values, [batch, kv_head, start, 0], value_ring.buffers.index(buffer))
         wait_for_stores(0)
         device.release(key_ring, buffer)
         if WITH_KEYS:
@@ -178,10 +185,13 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
 
 @gluon.jit
 def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, phase,
-         call, walk, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+         call, walk, pair, start, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
          WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr,
          SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
-    """(dK + dS^T Q, dV + P^T dO) of the i-th half of the listed blocks."""
+    """(dK + dS^T Q, dV + P^T dO) of the i-th half of the listed blocks.
+
+    pair: of batch and head; start: the first key
+    """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     if PARTIAL:
         entry = walk.partial_start + i // 2
@@ -193,17 +203,26 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
     mbarrier.wait(grad_out_ring.filled.index(stage), phase)
     if WITH_KEYS:
         dp = warpgroup_mma(value, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if call.dropout.threshold is not None:
+        token = device.listed_token(call, walk, i, PART)
+        kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
+        kept = dropout.transposed(kept, SCORES)
     lse2 = term_buffers.index(2 * stage).reshape([PART]).load(COLUMNS)
     scores = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
     if PARTIAL:
         p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
     if WITH_VALUES:
-        weights = device.operand(p, query.dtype, GRAD)
+        weights = p
+        if call.dropout.threshold is not None:
+            weights = gl.where(kept, p, 0.0)
+        weights = device.operand(weights, query.dtype, GRAD)
         dv = warpgroup_mma(weights, grad_out, dv, is_async=True)
     if WITH_KEYS:
         delta = term_buffers.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
         dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
+        if call.dropout.threshold is not None:
+            dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
         ds = device.operand(p * (dp - gl.expand_dims(delta, 0)), query.dtype, GRAD)
         dk = warpgroup_mma(ds, query, dk, is_async=True)
     if WITH_VALUES:

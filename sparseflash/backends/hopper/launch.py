@@ -23,6 +23,7 @@ def launch_pass(
     tensors: tuple[TensorDescriptor | Tensor | None, ...],
     table: LookupTable,
     key_lengths: Tensor | None,
+    seed: int,
     spec: AttentionSpec,
     stages: dict[str, int],
     by_key: bool = False,
@@ -30,7 +31,7 @@ def launch_pass(
     """Launches a persistent kernel over the query rows of a table, or over its key rows.
 
     Its parameters are `tensors`; device.Table; key_lengths; the counter; device.Sizes; scale2;
-    GROUP, MASKED and `stages`, the sizes of its rings.
+    device.Dropout; GROUP, MASKED and `stages`, the sizes of its rings.
     """
     rows = table.by_key if by_key else table.by_query
     (counter, *sizes), grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads)
@@ -38,10 +39,11 @@ def launch_pass(
         *tensors,
         *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
         *(key_lengths, counter, *sizes, spec.scale * LOG2E.value),
+        *_dropout_arguments(spec.dropout_p, seed),
     )
     group = spec.heads // spec.kv_heads
     masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
-    facts = (spec.device, spec.dtype, spec.head_dim, group, masked)
+    facts = (spec.device, spec.dtype, spec.head_dim, group, masked, spec.dropout_p > 0)
     variant = (*facts, *(x is None for x in (*tensors, key_lengths, counter)))
     launch(kernel, grid, arguments, variant, {"GROUP": group, "MASKED": masked} | stages | OPTIONS)
 
@@ -118,6 +120,18 @@ def _table_arguments(rows: BlockRows, bank: Tensor, table: LookupTable) -> tuple
     """One direction of a lookup table, as device.Table."""
     lists = (rows.bounds, rows.full_index, rows.partial_index, rows.partial_tile, rows.order)
     return (*lists, bank, table.head_layer)
+
+
+def _dropout_arguments(dropout_p: float, seed: int) -> tuple[int | float | None, ...]:
+    """device.Dropout."""
+    if dropout_p == 0:
+        return (None,) * 4
+    low, high = (_signed(word % 2**32) for word in (seed, seed >> 32))
+    return low, high, int(dropout_p * 2**32) - 2**31, 1 / (1 - dropout_p)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
 
 
 def schedule(

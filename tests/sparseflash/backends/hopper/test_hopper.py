@@ -85,6 +85,32 @@ def test_padded_keys(name, block_size, head_dim):
     check(PATTERNS[name], (500, 700), head_dim, **options)
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ["full", "local", "blocks", "empty rows"])
+def test_dropout(name, head_dim):
+    check(PATTERNS[name], (700, 460), head_dim, dropout_p=0.3, seed=-(2**40) - 3)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dropout_with_all_that_is_optional(head_dim):
+    pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
+    options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
+    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 64, "dtype": torch.float16}
+    check(pattern, (500, 660), head_dim, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_dropout_drops_the_pairs_that_the_triton_backend_drops(head_dim):
+    inputs = make_inputs(1, 2, 300, 300, head_dim, dtype=torch.float16, device=DEVICE)
+    ones = torch.ones_like(inputs[2])
+    options = {"dropout_p": 0.4, "seed": 7}
+    results = [
+        sparseflash.attention(*inputs[:2], ones, masks.causal(), backend=name, **options)
+        for name in ("hopper", "triton")
+    ]
+    torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
+
+
 def test_padded_keys_may_hold_anything():
     query, key, value, grad = make_inputs(2, 2, 300, 500, 64, dtype=torch.bfloat16, device=DEVICE)
     lengths = torch.tensor([250, 384], device=DEVICE)
