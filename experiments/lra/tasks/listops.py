@@ -46,7 +46,8 @@ class ListOps(Task):
 
     sizes: samples of train, validation and test; seed: of the generator; lengths: of generated
     expressions in tokens, both exclusive. Short ones are for a curriculum: the arena's are the
-    default, and no others have its name. Sequences are padded to a power of two.
+    default, and no others have its name. Sequences are padded to a power of two. shortest: instead
+    of the lower bound, for training only.
     """
 
     def __init__(
@@ -55,13 +56,17 @@ class ListOps(Task):
         sizes: tuple[int, int, int] = (96_000, 2_000, 2_000),
         seed: int = 0,
         lengths: tuple[int, int] = LENGTHS,
+        shortest: int | None = None,
     ):
-        if source == "published" and lengths != LENGTHS:
-            raise ValueError(f"lengths of published expressions are {LENGTHS}, got {lengths}")
+        if source == "published" and (lengths != LENGTHS or shortest is not None):
+            raise ValueError(f"lengths of published expressions are {LENGTHS}, all of them")
         low, high = lengths
         if not SHORTEST <= low < high - 1:
             raise ValueError(f"lengths must be {SHORTEST} <= low < high - 1, got {lengths}")
-        self.source, self.sizes, self.seed, self.lengths = source, sizes, seed, lengths
+        if shortest is not None and not SHORTEST <= shortest < low:
+            raise ValueError(f"shortest must be {SHORTEST} <= shortest < {low}, got {shortest}")
+        self.source, self.sizes, self.seed = source, sizes, seed
+        self.lengths, self.shortest = lengths, shortest
         self.name = "listops" if lengths == LENGTHS else f"listops-{low}-{high}"
         padded = 1 << (high - 1).bit_length()
         self.shape = Shape(seq_len=padded, vocabulary=FIRST + len(SYMBOLS), classes=10)
@@ -69,21 +74,27 @@ class ListOps(Task):
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         if self.source == "published":
             return {split: _published(data_root, PUBLISHED[split]) for split in SPLITS}
-        facts = {
-            "generator": 1,
-            "sizes": self.sizes,
-            "seed": self.seed,
-            "lengths": self.lengths,
+        sizes = self.sizes if self.shortest is None else (0, *self.sizes[1:])
+        everything = self._stored(data_root, self.lengths, sum(sizes))
+        parts = split_by_hash(sum(sizes), sizes, "listops")
+        splits: dict[str, Samples] = {
+            split: Subset(everything, part) for split, part in zip(SPLITS, parts, strict=True)
         }
-        folder = data_root / f"{self.name}-of-{'-'.join(map(str, self.sizes))}-seed{self.seed}"
-        arrays = stored(folder, facts, self._generate)
-        parts = split_by_hash(sum(self.sizes), self.sizes, "listops")
-        everything = Expressions(arrays)
-        return {split: Subset(everything, part) for split, part in zip(SPLITS, parts, strict=True)}
+        if self.shortest is not None:
+            splits["train"] = self._stored(
+                data_root, (self.shortest, self.lengths[1]), self.sizes[0]
+            )
+        return splits
 
-    def _generate(self, allocate: Allocate) -> None:
-        for name, array in generate(sum(self.sizes), self.seed, self.lengths).items():
-            allocate(name, array.shape, array.dtype)[:] = array
+    def _stored(self, data_root: Path, lengths: tuple[int, int], count: int) -> "Expressions":
+        facts = {"generator": 1, "count": count, "seed": self.seed, "lengths": lengths}
+        name = "listops-{}-{}-of-{}-seed{}".format(*lengths, count, self.seed)
+
+        def fill(allocate: Allocate) -> None:
+            for part, array in generate(count, self.seed, lengths).items():
+                allocate(part, array.shape, array.dtype)[:] = array
+
+        return Expressions(stored(data_root / name, facts, fill))
 
 
 class Expressions:
@@ -104,7 +115,9 @@ class Expressions:
 
 def generate(count: int, seed: int, lengths: tuple[int, int] = LENGTHS) -> Arrays:
     """`count` different expressions; sample i is a function of seed and i, and of nothing else."""
-    stream = stream_of("listops", seed)
+    # Other lengths are drawn from another stream: with the same one, an expression that fits into
+    # both would be in both.
+    stream = stream_of("listops", seed, *(() if lengths == LENGTHS else lengths))
     starts = range(0, count, CHUNK)
     with ThreadPoolExecutor(cpu_count()) as pool:
         jobs = [

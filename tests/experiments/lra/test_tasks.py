@@ -99,6 +99,20 @@ class TestListOps:
         with pytest.raises(ValueError, match="lengths of published expressions are"):
             ListOps("published", lengths=(20, 100))
 
+    def test_shorter_expressions_are_for_training_only(self, tmp_path):
+        task = ListOps(sizes=(40, 30, 30), lengths=(60, 100), shortest=20)
+        assert (task.name, task.shape.seq_len) == ("listops-60-100", 128)
+        splits = task.splits(tmp_path)
+        assert [len(splits[split]) for split in SPLITS] == [40, 30, 30]
+        train, test = (
+            {bytes(ids) for (ids,), _ in (splits[split][i] for i in range(30))}
+            for split in ("train", "test")
+        )
+        assert min(map(len, train)) < 60 < min(map(len, test))
+        assert not train & test
+        with pytest.raises(ValueError, match="shortest must be 20 <= shortest < 500, got 500"):
+            ListOps(shortest=500)
+
     def test_published_file_is_read(self, tmp_path):
         folder = tmp_path / "listops-1000"
         folder.mkdir()
