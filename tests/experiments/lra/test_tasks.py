@@ -48,6 +48,17 @@ class TestStore:
         assert again["x"].tolist() == [1, 2, 3]
         store.verify(folder)
 
+    def test_the_first_of_two_that_generate_at_once_is_kept(self, tmp_path):
+        folder = tmp_path / "data"
+
+        def late(allocate):
+            store.stored(folder, {"a": 1}, self.generate)
+            allocate("x", (3,), np.uint8)[:] = [1, 2, 3]
+
+        assert store.stored(folder, {"a": 1}, late)["x"].tolist() == [1, 2, 3]
+        assert list(tmp_path.iterdir()) == [folder]
+        store.verify(folder)
+
     def test_a_killed_generator_leaves_nothing(self, tmp_path):
         def killed(allocate):
             self.generate(allocate)
