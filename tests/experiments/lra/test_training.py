@@ -192,6 +192,10 @@ def test_a_trapezoid_stays_and_falls_over_the_last_fifth():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores",  # of torch.compile
+    "ignore:The AccumulateGrad node's stream",  # of torch.cuda.make_graphed_callables
+)
 @pytest.mark.parametrize("passes", ["compiled", "cuda_graph"])
 def test_other_passes_have_the_losses_of_eager_ones(tmp_path, passes):
     encoder = replace(ENCODER, dropout=0.0, attention_dropout=0.0)
