@@ -14,6 +14,7 @@ import simulated_gluon
 import torch
 
 import masks
+import sparseflash.backends.compiled  # noqa: F401 (imports Triton once, before the simulations)
 from sparseflash.autograd import run
 from sparseflash.backends import hopper
 from sparseflash.call import Call
