@@ -22,6 +22,7 @@ from sparseflash.backends.hopper.gluon_shim import (
     gl,
     gluon,
     mbarrier,
+    opaque,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -122,7 +123,7 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
 def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
-    query_ring, key_ring, value_ring = rings
+    query_ring, key_ring, _ = rings
     DIMS: gl.constexpr = outs.block_type.shape[3]
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     PARTS: gl.constexpr = BLOCK // COLUMNS
@@ -143,52 +144,26 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         count = masked + walk.fulls * PARTS
         previous = buffer
         buffer = query_stage * 2 + MEMBER
-        query = device.matrix(query_ring, buffer)
         pair = batch * call.sizes.heads + head
         start = row * BLOCK + MEMBER * PART
         peak = gl.full([PART], device.NEG_INF, gl.float32, ROWS)
         total = gl.zeros([PART], gl.float32, ROWS)
         acc = gl.zeros([PART, DIMS], gl.float32, OUT)
+        owed = (done > 0) & (QUERY_STAGES > 1)
         if QUERY_STAGES == 1:
-            hand_back(query_ring, previous, done)
+            hand_back(query_ring, previous, done > 0)
         mbarrier.wait(query_ring.filled.index(buffer), query_phase)
-        if count > 0:
-            stage, phase = device.advance(stage, phase, STAGES)
-            mbarrier.wait(key_ring.filled.index(stage), phase)
-            key = device.matrix(key_ring, stage)
-            zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
-            scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            device.release(key_ring, stage)
-            if MASKED and masked > 0:
-                words = device.key_mask_words(call, walk, 0, MEMBER * PART, COLUMNS, SCORES)
-                scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
-            p, peak, _ = softmax(scores, peak, call.scale2, MASKED)
-            total = gl.sum(p, axis=1)
-            if call.dropout.threshold is not None:
-                token = device.listed_token(call, walk, 0, COLUMNS)
-                kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
-                p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
-            weights = device.operand(p, outs.dtype, OUT)
-            if QUERY_STAGES > 1:
-                hand_back(query_ring, previous, done)
-            mbarrier.wait(value_ring.filled.index(stage), phase)
-            if MASKED:
-                for i in range(1, masked):
-                    acc, peak, total, weights, stage, phase = step(
-                        acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-                        call, walk, pair, start, i, MEMBER, True, STAGES, SCORES, OUT,
-                    )  # fmt: skip
-            for i in range(gl.maximum(masked, 1), count):
-                acc, peak, total, weights, stage, phase = step(
-                    acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-                    call, walk, pair, start, i, MEMBER, False, STAGES, SCORES, OUT,
-                )  # fmt: skip
-            acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            device.release(value_ring, stage)
-        elif QUERY_STAGES > 1:
-            hand_back(query_ring, previous, done)
+        if MASKED:
+            acc, peak, total, stage, phase = attend_tiles(
+                acc, peak, total, stage, phase, buffer, rings, previous, owed,
+                call, walk, pair, start, 0, masked, MEMBER, True, STAGES, SCORES, OUT,
+            )  # fmt: skip
+        acc, peak, total, stage, phase = attend_tiles(
+            acc, peak, total, stage, phase, buffer, rings, previous, owed & (masked == 0),
+            call, walk, pair, start, masked, count, MEMBER, False, STAGES, SCORES, OUT,
+        )  # fmt: skip
+        if count == 0:
+            hand_back(query_ring, previous, owed)
         empty = total == 0.0
         total = gl.where(empty, 1.0, total)
         row_lse = gl.where(
@@ -200,15 +175,61 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         weight = 1.0 / total
         if call.dropout.threshold is not None:
             weight = weight * call.dropout.keep_scale
-        weight = gl.convert_layout(weight, gl.SliceLayout(1, OUT), assert_trivial=True)
         # The last product that reads the queries is done: their buffer holds O on its way out.
-        query.store((acc * gl.expand_dims(weight, 1)).to(outs.dtype))
+        device.matrix(query_ring, buffer).store(scaled(acc, weight, OUT).to(outs.dtype))
         fence_async_shared()
         store_tile(outs, [batch, head, start, 0], query_ring.buffers.index(buffer))
         query_stage, query_phase = device.advance(query_stage, query_phase, QUERY_STAGES)
         done += 1
         tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
     wait_for_stores(0)
+
+
+@gluon.jit
+def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
+                 call, walk, pair, start, begin, end, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+                 STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Adds tiles `begin` to `end` of a row, which are all of partial blocks or all of full ones.
+
+    P does not go from one loop to another: there the compiler would take it apart, and put it
+    together again at every step.
+
+    buffer: that of the queries; previous, owed: that of the row before, and whether it is to be
+        handed back
+    """
+    query_ring, key_ring, value_ring = rings
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
+    if begin < end:
+        query = device.matrix(query_ring, opaque(buffer))
+        stage, phase = device.advance(stage, phase, STAGES)
+        mbarrier.wait(key_ring.filled.index(stage), phase)
+        key = device.matrix(key_ring, stage)
+        zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
+        scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        device.release(key_ring, stage)
+        if PARTIAL:
+            words = device.key_mask_words(call, walk, begin, MEMBER * PART, COLUMNS, SCORES)
+            scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
+        p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
+        total = total * decay + gl.sum(p, axis=1)
+        if call.dropout.threshold is not None:
+            token = device.listed_token(call, walk, begin, COLUMNS)
+            kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
+            p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
+        acc = scaled(acc, decay, OUT)
+        weights = device.operand(p, query.dtype, OUT)
+        hand_back(query_ring, previous, owed)
+        mbarrier.wait(value_ring.filled.index(stage), phase)
+        for i in range(begin + 1, end):
+            acc, peak, total, weights, stage, phase = step(
+                acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
+                call, walk, pair, start, i, MEMBER, PARTIAL, STAGES, SCORES, OUT,
+            )  # fmt: skip
+        acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        device.release(value_ring, stage)
+    return acc, peak, total, stage, phase
 
 
 @gluon.jit
@@ -245,10 +266,15 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     mbarrier.wait(value_ring.filled.index(stage), phase)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     device.release(value_ring, last)
-    acc = acc * gl.expand_dims(
-        gl.convert_layout(decay, gl.SliceLayout(1, OUT), assert_trivial=True), 1
-    )
+    acc = scaled(acc, decay, OUT)
     return acc, peak, total, device.operand(p, value.dtype, OUT), stage, phase
+
+
+@gluon.jit
+def scaled(acc, factor, OUT: gl.constexpr):
+    """The rows of `acc` times their factors."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT), assert_trivial=True)
+    return acc * gl.expand_dims(factor, 1)
 
 
 @gluon.jit
@@ -263,7 +289,7 @@ def softmax(scores, peak, scale2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def hand_back(query_ring, buffer, done):
-    """Returns the buffer of the tile before to `produce` once its O has left it."""
+def hand_back(query_ring, buffer, owed):
+    """Returns the buffer of the row before to `produce` once its O has left it."""
     wait_for_stores(0)
-    mbarrier.arrive(query_ring.emptied.index(buffer), count=1, pred=done > 0)
+    mbarrier.arrive(query_ring.emptied.index(buffer), count=1, pred=owed)

@@ -37,7 +37,7 @@ def check_products(report: dict) -> None:
     depth, loops = report["head_dim"] // 16, 1 if report["mask"] == "full" else 2
     keys = KEYS[report["head_dim"]] // 16
     products, waits = {
-        "forward": (depth + loops * (depth + keys) + keys, 2 + loops * 2),
+        "forward": (loops * 2 * (depth + keys), loops * 4),
         "dq": (loops * (2 * depth + keys), loops * 3),
         "dkdv": (loops * (2 * depth + 2 * 4), loops * 4),
         "dk": (loops * (2 * depth + 4), loops * 3),
