@@ -119,7 +119,7 @@ def explain(
         spec,
         found.density,
         chosen.name,
-        chosen.describe(query, key, value, spec),
+        chosen.describe(query, key, value, found.table(query.device), spec),
         why_not,
     )
     if not measure:

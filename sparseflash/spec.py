@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+FEW_QUERIES = 16  # the least side of a block: so many queries are one row of blocks in any mask
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -34,6 +36,11 @@ class AttentionSpec:
     softcap: float = 0.0
     bias: bool = False
     differentiates_bias: bool = False
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether all queries lie in one row of blocks, as in a step of decoding."""
+        return self.q_len <= FEW_QUERIES
 
     @property
     def extras(self) -> frozenset[str]:

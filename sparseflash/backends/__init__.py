@@ -24,7 +24,8 @@ class Backend:
     backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
         None. With a bias, needs and the results have a fourth entry for it.
-    describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
+    describe(query, key, value, table, spec) -> {pass: how it would run}; empty when there is one
+        way.
     pass_over(spec): the reasons for which "auto" looks for another backend although this one can
         serve a call; empty when it is the fastest.
     """
@@ -33,7 +34,7 @@ class Backend:
     why_not: Callable[[AttentionSpec], list[str]]
     forward: Callable
     backward: Callable
-    describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
+    describe: Callable[..., dict[str, str]] = lambda *call: {}
     pass_over: Callable[[AttentionSpec], list[str]] = lambda spec: []
     extras: frozenset[str] = frozenset()
 

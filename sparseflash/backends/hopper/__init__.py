@@ -43,9 +43,12 @@ def why_not(spec: AttentionSpec) -> list[str]:
 
 def pass_over(spec: AttentionSpec) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
+    reasons = []
     if spec.head_dim not in FAST_HEAD_DIMS:
-        return [f"head_dim is {spec.head_dim}, at which others are as fast"]
-    return []
+        reasons.append(f"head_dim is {spec.head_dim}, at which others are as fast")
+    if spec.few_queries:
+        reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")
+    return reasons
 
 
 @lru_cache(maxsize=64)
