@@ -96,25 +96,21 @@ HOPPER = {
         Config(16, 64, 4, 4, tma=True),
         Config(16, 64, 4, 4),
         Config(64, 64, 4, 3, tma=True),
-        Config(64, 64, 4, 3),
     ),
     ("decode", 64): (
         Config(16, 64, 4, 4, tma=True),
         Config(16, 64, 4, 4),
         Config(64, 64, 4, 3, tma=True),
-        Config(64, 64, 4, 3),
     ),
     ("decode", 128): (
         Config(16, 64, 4, 3, tma=True),
         Config(16, 64, 4, 3),
         Config(64, 64, 4, 3, tma=True),
-        Config(64, 64, 4, 3),
     ),
     ("decode", 256): (
         Config(16, 64, 4, 3, tma=True),
         Config(16, 32, 4, 3),
         Config(64, 64, 8, 2, tma=True),
-        Config(64, 64, 8, 2),
     ),
 }
 AMPERE = {

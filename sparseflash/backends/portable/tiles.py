@@ -7,6 +7,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+ENTRIES = tl.constexpr(256)
 
 
 class Table(NamedTuple):
@@ -134,16 +135,16 @@ def first_blocks(table, starts):
 
 @triton.jit
 def count_below(index, start, count, limit):
-    """How many of the ascending entries index[start : start + count] are below `limit`."""
-    low = 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(index + start + middle) < limit:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """How many of the ascending entries index[start : start + count] are below `limit`.
+
+    They are counted, ENTRIES at a time: a search would wait for memory at each of its steps.
+    """
+    below = 0
+    for first in range(0, count, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        found = tl.load(index + start + entry, mask=entry < count, other=limit)
+        below += tl.sum((found < limit).to(tl.int32), 0)
+    return below
 
 
 @triton.jit

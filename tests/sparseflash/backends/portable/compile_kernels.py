@@ -45,7 +45,7 @@ class Kernels(dict):
 
 
 def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **facts):
-    """One pass over a query (for "decode" its last token) that is also the key (its first heads)
+    """One pass over a query (for "decode" its first token) that is also the key (its first heads)
     and the value.
 
     facts: of AttentionSpec, where they are not those of a plain call
@@ -53,7 +53,7 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
     batch, heads, seq_len, head_dim = query.shape
     key = query[:, :kv_heads]
     if which == "decode":
-        query, mask = query[:, :, -1:], mask.rows(seq_len - 1, seq_len)
+        query, mask = query[:, :, :1], mask.rows(seq_len - 1, seq_len)
         bias = None if bias is None else bias[:, :seq_len]
     spec = AttentionSpec(
         *(batch, heads, key.shape[1], query.shape[2], seq_len),
