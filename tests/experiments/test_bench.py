@@ -61,8 +61,8 @@ def test_a_step_of_decoding_is_measured_by_the_bytes_of_its_keys():
     rows = [row for who in case.contenders for row in measure(case, who, method)]
     assert [row.direction for row in rows] == ["forward", "forward"]
     for row in rows:
-        assert row.key_value_bytes == 2 * 2 * 2 * 1024 * 16 * 4
-        assert row.useful == (pytest.approx(row.key_value_bytes / row.median_ms / 1e9), "TB/s")
+        rate = 2 * 2 * 2 * 1024 * 16 * 4 / row.median_ms / 1e9
+        assert row.useful == (pytest.approx(rate), "TB/s")
         assert row.tflops == pytest.approx(4 * 16 * 2 * 4 * 3 * 1024 / row.median_ms / 1e9)
 
 

@@ -45,6 +45,11 @@ SMALL_DECODE = (
     Config(64, 32, 4, 3),
     Config(64, 16, 4, 3),
 )
+NARROW_DECODE = (
+    Config(16, 64, 4, 4, tma=True),
+    Config(16, 64, 4, 4),
+    Config(64, 64, 4, 3, tma=True),
+)
 
 HOPPER = {
     ("forward", 32): (
@@ -92,16 +97,8 @@ HOPPER = {
     ),
     ("dkdv", 128): (Config(64, 64, 4, 2, tma=True), Config(64, 128, 8, 3), Config(32, 64, 4, 3)),
     ("dkdv", 256): (Config(64, 64, 8, 2, tma=True), Config(64, 64, 8, 2)),
-    ("decode", 32): (
-        Config(16, 64, 4, 4, tma=True),
-        Config(16, 64, 4, 4),
-        Config(64, 64, 4, 3, tma=True),
-    ),
-    ("decode", 64): (
-        Config(16, 64, 4, 4, tma=True),
-        Config(16, 64, 4, 4),
-        Config(64, 64, 4, 3, tma=True),
-    ),
+    ("decode", 32): NARROW_DECODE,
+    ("decode", 64): NARROW_DECODE,
     ("decode", 128): (
         Config(16, 64, 4, 3, tma=True),
         Config(16, 64, 4, 3),
