@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,6 @@ from sparseflash.call import prepare
 LIMIT_US = 60
 REPEATS = 50
 CALLS = 100
-BLOCK = 64
 
 Call = Callable[[], object]
 
@@ -57,15 +57,18 @@ def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     seq_len: Annotated[int, typer.Option(min=1)] = 256,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 64,
+    block_size: Annotated[int, typer.Option(min=16, max=256)] = 64,
+    backend: Annotated[str, typer.Option()] = "auto",
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
     """Measures the host microseconds of an attention call and of its backward pass."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [
         measure(name, call, kernels, device)
-        for name, call, kernels in calls(heads, seq_len, head_dim, device)
+        for name, call, kernels in calls(heads, seq_len, head_dim, block_size, backend, device)
     ]
     shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
+    shape |= {"block_size": block_size, "backend": backend}
     found = [asdict(row) | {"overhead_us": row.overhead_us} for row in rows]
     path = output / f"overhead-{slug(device.type)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,19 +79,20 @@ def main(
 
 
 def calls(
-    heads: int, seq_len: int, head_dim: int, device: torch.device
+    heads: int, seq_len: int, head_dim: int, block_size: int, backend: str, device: torch.device
 ) -> list[tuple[str, Call, Call]]:
     """(name, call, the backend's part of it alone) of what is measured."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = torch.randn(4, 1, heads, seq_len, head_dim, dtype=dtype, device=device).unbind()
     query, key, value, grad_out = (x.clone() for x in inputs)
     q, k, v = leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    mask = masks.local(BLOCK)(seq_len, block_size=BLOCK, device=device)
-    forward, backward = bare_passes(query, key, value, grad_out, mask)
-    out = sparseflash.attention(q, k, v, mask)
+    mask = masks.local(block_size)(seq_len, block_size=block_size, device=device)
+    forward, backward = bare_passes(query, key, value, grad_out, mask, backend)
+    attention = partial(sparseflash.attention, mask=mask, backend=backend)
+    out = attention(q, k, v)
     return [
-        ("forward", lambda: sparseflash.attention(query, key, value, mask), forward),
-        ("forward, gradients wanted", lambda: sparseflash.attention(q, k, v, mask), forward),
+        ("forward", lambda: attention(query, key, value), forward),
+        ("forward, gradients wanted", lambda: attention(q, k, v), forward),
         (
             "backward",
             lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True),
@@ -98,10 +102,10 @@ def calls(
 
 
 def bare_passes(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mask: BlockMask
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mask: BlockMask, backend: str
 ) -> tuple[Call, Call]:
     """The backend's forward and backward with all that a call prepares prepared."""
-    call = prepare(query, key, mask)
+    call = prepare(query, key, mask, backend=backend)
     saved = (query, key, value, *call.forward(query, key, value))
     return (
         lambda: call.forward(query, key, value),

@@ -14,7 +14,7 @@ from sparseflash.backends import Backend, select
 from sparseflash.spec import AttentionSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """Everything about a call but its floating-point tensors."""
 

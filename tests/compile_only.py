@@ -17,6 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from sparseflash.backends import compiled as launches
+
 SHARED_MEMORY = {80: 166912, 90: 232448}
 TESTS = Path(__file__).parent
 
@@ -54,9 +56,27 @@ class CompileOnlyDriver:
         return 0
 
 
-def compile_instead_of_launching(architecture: int) -> None:
-    """Lets every launch compile its kernel for the architecture, and do no more."""
+class Variants(dict):
+    """The kernels that were compiled for each variant, in place of the one to be launched."""
+
+    def __contains__(self, variant):
+        return False
+
+    def __setitem__(self, variant, compiled):
+        kernel, _ = compiled
+        super().__setitem__(variant, self.get(variant, set()) | {kernel})
+
+    def report(self) -> dict[str, int]:
+        return {"variants": len(self), "kernels of one variant": max(map(len, self.values()))}
+
+
+def compile_instead_of_launching(architecture: int) -> Variants:
+    """Lets every launch compile its kernel for the architecture, and do no more.
+
+    Returns what will have been compiled.
+    """
     driver.set_active(CompileOnlyDriver(architecture))
+    launches._COMPILED = Variants()
 
     def compile_only(kernel, grid):
         return lambda *arguments, **constants: kernel.run(
@@ -64,6 +84,7 @@ def compile_instead_of_launching(architecture: int) -> None:
         )
 
     JITFunction.__getitem__ = compile_only  # pyright: ignore[reportAttributeAccessIssue]
+    return launches._COMPILED
 
 
 def compiled(kernel: JITFunction) -> list:

@@ -6,6 +6,7 @@ from shutil import which
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -207,6 +208,12 @@ def test_second_derivatives_are_refused(traced, monkeypatch):
     grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(grads[0].sum(), tensors)
+
+
+def test_tangents_are_refused_not_dropped():
+    query, *_ = make_inputs(1, 1, 20, 20, 16, device=DEVICE)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        sparseflash.attention(forward_ad.make_dual(query, query), query, query)
 
 
 def test_the_reference_has_second_derivatives():

@@ -86,8 +86,7 @@ def test_sinks(backend, mask):
         assert (results["out"][:, :, :20] == 0).all()
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "cpu"])
-def test_gradients_of_bias_and_sinks(backend):
+def test_gradients_of_bias_and_sinks():
     tensors = make_inputs(1, 2, 6, 8, 3, dtype=torch.float64)[:3]
     bias, sinks = torch.randn(2, 13, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
     mask = masks.local(3, align="top-left")((6, 8), 16)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import launch
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
@@ -46,7 +47,7 @@ def backward(
     )
     key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
     grad_query = grad_key = grad_value = None
-    with launch.on_device(query.device):
+    with on_device(query.device):
         terms = row_terms(grad_out, out, lse, grad_lse)
         call = (query, grad_out, key, value, terms, table, key_lengths, spec)
         if needs_query:
@@ -58,20 +59,13 @@ def backward(
 
 def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, spec) -> Tensor:
     grad_query = torch.empty_like(query)
-    rows = table.by_query
-    order, grid = launch.schedule(spec, rows, spec.heads)
-    query_gradient_kernel[grid](
+    tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
         *(launch.tiles_of(x, BLOCK.value) for x in (key, value)),
-        launch.tiles_of(grad_query, PART.value),
-        terms,
-        *launch.table_arguments(rows, table.bank, table),
-        key_lengths,
-        *order,
-        launch.scale2(spec),
-        **launch.constants(spec, rows),
-        **QUERY_STAGES[spec.head_dim],
+        *(launch.tiles_of(grad_query, PART.value), terms),
     )
+    stages = QUERY_STAGES[spec.head_dim]
+    launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, spec, stages)
     return grad_query
 
 
@@ -79,17 +73,13 @@ def _key_value_gradient(
     query, grad_out, key, value, terms, table, key_lengths, spec
 ) -> tuple[Tensor, Tensor]:
     grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-    rows = table.by_key
-    order, grid = launch.schedule(spec, rows, spec.kv_heads)
-    key_value_gradient_kernel[grid](
+    tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
         launch.terms_of(terms, PART.value),
         *(launch.tiles_of(x, PART.value) for x in (key, value, grad_key, grad_value)),
-        *launch.table_arguments(rows, table.bank_by_key, table),
-        key_lengths,
-        *order,
-        launch.scale2(spec),
-        **launch.constants(spec, rows),
-        **KEY_STAGES[spec.head_dim],
+    )
+    stages = KEY_STAGES[spec.head_dim]
+    launch.launch_pass(
+        key_value_gradient_kernel, tensors, table, key_lengths, spec, stages, by_key=True
     )
     return grad_key, grad_value

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import device, launch
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import (
@@ -44,21 +45,14 @@ def forward(
     key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    rows = table.by_query
-    order, grid = launch.schedule(spec, rows, spec.heads)
-    with launch.on_device(query.device):
-        forward_kernel[grid](
-            launch.tiles_of(query, PART.value),
-            launch.tiles_of(key, BLOCK.value),
-            launch.tiles_of(value, BLOCK.value),
-            launch.tiles_of(out, PART.value),
-            lse,
-            *launch.table_arguments(rows, table.bank, table),
-            key_lengths,
-            *order,
-            launch.scale2(spec),
-            **launch.constants(spec, rows),
-            **STAGES[spec.head_dim],
+    tensors = (
+        launch.tiles_of(query, PART.value),
+        *(launch.tiles_of(x, BLOCK.value) for x in (key, value)),
+        *(launch.tiles_of(out, PART.value), lse),
+    )
+    with on_device(query.device):
+        launch.launch_pass(
+            forward_kernel, tensors, table, key_lengths, spec, STAGES[spec.head_dim]
         )
     return out, lse
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
+from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper.device import LOG2E
-from sparseflash.backends.hopper.gluon_shim import TensorDescriptor, gl
+from sparseflash.backends.hopper.gluon_shim import TensorDescriptor, gl, gluon
 from sparseflash.spec import AttentionSpec
 
 ALIGNMENT = 16  # bytes that the tensor memory accelerator wants addresses and strides to divide by
@@ -17,20 +18,46 @@ UNEVEN, VERY_UNEVEN = 1.25, 3
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
-def on_device(device: torch.device):
-    """Context in which kernels run on `device`."""
-    return torch.cuda.device(device)
+def launch_pass(
+    kernel: gluon.jit,
+    tensors: tuple[TensorDescriptor | Tensor, ...],
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    spec: AttentionSpec,
+    stages: dict[str, int],
+    by_key: bool = False,
+) -> None:
+    """Launches a persistent kernel over the query rows of a table, or over its key rows.
+
+    Its parameters are `tensors`; device.Table; key_lengths; the counter; device.Sizes; scale2;
+    GROUP, MASKED and `stages`, the sizes of its rings.
+    """
+    rows = table.by_key if by_key else table.by_query
+    (counter, *sizes), grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads)
+    arguments = (
+        *tensors,
+        *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
+        *(key_lengths, counter, *sizes, spec.scale * LOG2E.value),
+    )
+    group = spec.heads // spec.kv_heads
+    masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
+    facts = (spec.device, spec.dtype, spec.head_dim, group, masked)
+    variant = (*facts, key_lengths is None, counter is None)
+    launch(kernel, grid, arguments, variant, {"GROUP": group, "MASKED": masked} | stages | OPTIONS)
+
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def addressable(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy if the tensor memory accelerator cannot address it."""
     aligned = tensor.data_ptr() % ALIGNMENT == 0
-    strides = _strides(tensor.shape, tensor.stride(), tensor.element_size())
+    strides = addressable_strides(tensor.shape, tensor.stride(), tensor.element_size())
     return tensor if aligned and strides else tensor.contiguous()
 
 
 @lru_cache(maxsize=4096)
-def _strides(
+def addressable_strides(
     shape: torch.Size, strides: tuple[int, ...], element_size: int
 ) -> tuple[int, ...] | None:
     """Strides for the accelerator, or None; those of dimensions of one element do not matter."""
@@ -44,23 +71,31 @@ def _strides(
 
 def tiles_of(tensor: Tensor, rows: int) -> TensorDescriptor:
     """The (rows, dims) tiles of an addressable tensor (batch, heads, tokens, dims)."""
-    block = [1, 1, rows, tensor.shape[-1]]
-    return _descriptor(tensor, block, _layout(tuple(block), tensor.dtype))
+    return _Descriptor(tensor, *_tiling(tensor.shape, tensor.stride(), tensor.dtype, rows))
 
 
 def terms_of(terms: Tensor, columns: int) -> TensorDescriptor:
     """The pieces of `columns` neighbouring entries of a row of row terms."""
-    return _descriptor(terms, [1, columns], gl.NVMMASharedLayout(0, 32, 2))
+    strides = list(terms.stride())
+    return _Descriptor(terms, list(terms.shape), strides, [1, columns], TERMS_LAYOUT)
 
 
-def _descriptor(tensor: Tensor, block: list[int], layout) -> TensorDescriptor:
-    strides = _strides(tensor.shape, tensor.stride(), tensor.element_size())
-    return TensorDescriptor(tensor, list(tensor.shape), list(strides), block, layout)
+TERMS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
 
-@lru_cache(maxsize=64)
-def _layout(block: tuple[int, ...], dtype: torch.dtype):
-    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype])
+class _Descriptor(TensorDescriptor):
+    """One of an addressable tensor, so that it is not checked again."""
+
+    def __post_init__(self):
+        pass
+
+
+@lru_cache(maxsize=4096)
+def _tiling(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> tuple:
+    """(shape, strides, tile, layout)"""
+    tile = [1, 1, rows, shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(tile, GLUON_DTYPES[dtype])
+    return list(shape), list(addressable_strides(shape, strides, dtype.itemsize)), tile, layout
 
 
 def unpadded(tensor: Tensor, key_lengths: Tensor | None) -> Tensor:
@@ -74,7 +109,7 @@ def unpadded(tensor: Tensor, key_lengths: Tensor | None) -> Tensor:
     return tensor.masked_fill(padding[:, None, :, None], 0)
 
 
-def table_arguments(rows: BlockRows, bank: Tensor, table: LookupTable) -> tuple[Tensor, ...]:
+def _table_arguments(rows: BlockRows, bank: Tensor, table: LookupTable) -> tuple[Tensor, ...]:
     """One direction of a lookup table, as device.Table."""
     lists = (rows.bounds, rows.full_index, rows.partial_index, rows.partial_tile, rows.order)
     return (*lists, bank, table.head_layer)
@@ -82,7 +117,7 @@ def table_arguments(rows: BlockRows, bank: Tensor, table: LookupTable) -> tuple[
 
 def schedule(
     spec: AttentionSpec, rows: BlockRows, heads: int
-) -> tuple[tuple[Tensor | int | None, ...], tuple[int]]:
+) -> tuple[tuple[Tensor | int | None, ...], tuple[int, int, int]]:
     """(counter, *device.Sizes), and the grid: at most a program for each multiprocessor.
 
     Heads follow one another, so that programs share keys and values in the cache. If some rows are
@@ -98,24 +133,9 @@ def schedule(
     together = pairs if heaviest > VERY_UNEVEN else 1
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.rows, tiles, together)
-    return (counter, *sizes), (min(tiles, multiprocessors(spec.device)),)
+    return (counter, *sizes), (min(tiles, multiprocessors(spec.device)), 1, 1)
 
 
 @lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def constants(spec: AttentionSpec, rows: BlockRows) -> dict:
-    """Compile-time constants of a kernel, but for the sizes of its rings."""
-    return {
-        "GROUP": spec.heads // spec.kv_heads,
-        "MASKED": spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-    }
-
-
-def scale2(spec: AttentionSpec) -> float:
-    """scale * log2(e)."""
-    return spec.scale * LOG2E.value

@@ -9,9 +9,13 @@ tensor (2 * batch * heads, q_len rounded up to whole blocks), two rows for each 
 import torch
 from torch import Tensor
 
+from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper import device
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import gl, gluon
+from sparseflash.backends.hopper.launch import OPTIONS, addressable_strides
+
+VECTOR = gl.constexpr(8)  # elements that a thread loads at once
 
 
 def row_terms(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -21,22 +25,36 @@ def row_terms(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | Non
     shape = (2 * batch * heads, padded_len)
     terms = torch.empty(shape, dtype=torch.float32, device=out.device)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    tensors = (grad_out, *grad_out.stride()[:3], out, *out.stride()[:3], lse, grad_lse, terms)
-    grid = (batch * heads * padded_len // PART.value,)
-    row_terms_kernel[grid](
-        *tensors, heads, q_len, DIMS=head_dim, num_warps=4, enable_fp_fusion=True
-    )
+    strides = [_in_vectors(x) for x in (grad_out, out)]
+    arguments = (grad_out, *strides[0], out, *strides[1], lse, grad_lse, terms, heads, q_len)
+    grid = (batch * heads * padded_len // PART.value, 1, 1)
+    wide = tuple(n >= 2**31 for n in (*strides[0], *strides[1]))
+    variant = (out.device, out.dtype, head_dim, grad_lse is None, wide)
+    launch(row_terms_kernel, grid, arguments, variant, {"DIMS": head_dim} | OPTIONS)
     return terms
 
 
-@gluon.jit(do_not_specialize=["heads", "q_len"])
+def _in_vectors(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of batch, heads and tokens in units of VECTOR elements."""
+    strides = addressable_strides(tensor.shape, tensor.stride(), tensor.element_size())
+    return tuple(n // VECTOR.value for n in strides[:3])
+
+
+STRIDES = [
+    f"{tensor}_{axis}" for tensor in ("grad_out", "out") for axis in ("batch", "head", "token")
+]
+
+
+@gluon.jit(
+    do_not_specialize=[*STRIDES, "heads", "q_len"],
+    do_not_specialize_on_alignment=["lse", "grad_lse"],
+)
 def row_terms_kernel(
     grad_out, grad_out_batch, grad_out_head, grad_out_token,
     out, out_batch, out_head, out_token,
     lse, grad_lse, terms, heads, q_len, DIMS: gl.constexpr,
 ):  # fmt: skip
-    """Programs take PART rows of a head each. The strides of dims are 1."""
-    VECTOR: gl.constexpr = 8
+    """Programs take PART rows of a head each. Strides count VECTOR elements; that of dims is 1."""
     LANES: gl.constexpr = DIMS // VECTOR
     TILE: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
     padded_len = gl.cdiv(q_len, BLOCK) * BLOCK
@@ -47,9 +65,11 @@ def row_terms_kernel(
     dims = gl.expand_dims(gl.arange(0, DIMS, layout=gl.SliceLayout(0, TILE)), 0)
     batch, head = pair // heads, pair % heads
     rows = gl.expand_dims(tokens.to(gl.int64), 1)
-    outs = out + batch * out_batch + head * out_head + rows * out_token + dims
+    outs = out + (batch * out_batch + head * out_head + rows * out_token) * VECTOR + dims
     grad_outs = (
-        grad_out + batch * grad_out_batch + head * grad_out_head + rows * grad_out_token + dims
+        grad_out
+        + (batch * grad_out_batch + head * grad_out_head + rows * grad_out_token) * VECTOR
+        + dims
     )
     bounds = gl.expand_dims(inside, 1)
     o = gl.load(outs, mask=bounds, other=0.0).to(gl.float32)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.backends.compiled import on_device
 from sparseflash.backends.portable.configs import padded_dims
 from sparseflash.backends.portable.key_value_gradient import key_value_gradient_kernel
-from sparseflash.backends.portable.launch import launch_pass, launch_with_layout, on_device
+from sparseflash.backends.portable.launch import launch_pass, launch_with_layout
 from sparseflash.backends.portable.query_gradient import query_gradient_kernel
 from sparseflash.backends.portable.row_terms import row_terms_kernel
 from sparseflash.spec import AttentionSpec

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.backends.compiled import on_device
 from sparseflash.backends.portable import configs, tiles
 from sparseflash.backends.portable.forward_pass import attend, finished
 from sparseflash.backends.portable.launch import (
     Prepared,
     launch_prepared,
     launch_with_layout,
-    on_device,
     prepare,
 )
 from sparseflash.spec import AttentionSpec

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.backends.compiled import on_device
 from sparseflash.backends.portable import tiles
-from sparseflash.backends.portable.launch import launch_pass, on_device
+from sparseflash.backends.portable.launch import launch_pass
 from sparseflash.spec import AttentionSpec
 
 

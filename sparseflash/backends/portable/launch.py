@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from masks.lookup_table import BlockRows, LookupTable
-from sparseflash.backends.portable.configs import FORCED, Config, Plan, interpreted, plan
+from sparseflash.backends.compiled import launch
+from sparseflash.backends.portable.configs import FORCED, Config, Plan, plan
 from sparseflash.backends.portable.tiles import LOG2E
 from sparseflash.spec import AttentionSpec
 
@@ -96,47 +96,12 @@ def launch_with_layout(
     launch(kernel, grid, arguments, variant, constants | layout.constants)
 
 
-def launch(
-    kernel: triton.JITFunction,
-    grid: tuple[int, int, int],
-    arguments: tuple,
-    variant: tuple,
-    constants: dict,
-) -> None:
-    """Launches a kernel unless its grid is empty.
-
-    variant: everything that Triton compiles this kernel anew for. Triton would find it out from
-        the arguments at every launch, which takes longer than the launch itself.
-    """
-    if 0 in grid:
-        return
-    known = (kernel.__name__, variant)
-    if known in _COMPILED:
-        compiled, constant_arguments = _COMPILED[known]
-        compiled[grid](*arguments, *constant_arguments)
-        return
-    compiled = kernel[grid](*arguments, **constants)
-    if not interpreted():
-        names = kernel.arg_names[len(arguments) :]
-        _COMPILED[known] = compiled, tuple(constants[name] for name in names)
-
-
-_COMPILED: dict[tuple, tuple] = {}
-
-
-def on_device(device: torch.device):
-    """Context in which kernels run on `device`."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """What is the same in all launches of a pass with the same facts.
 
     streamed:     the tensors that its loop reads, by their places
-    variant, constants: see launch
+    variant, constants: see compiled.launch
     strides:      those of the tensors, as kernels take them
     tile:         shape of the tiles that descriptors describe, None where pointers are used
     heads, parts: programs along the heads, and for each block row

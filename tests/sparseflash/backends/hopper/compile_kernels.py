@@ -3,11 +3,11 @@
 A script for compile_only.start:
     python compile_kernels.py variants HEAD_DIM    what the compiler made of all that ships
     python compile_kernels.py calls HEAD_DIM       kernels compiled by calls of many lengths
+    python compile_kernels.py layouts HEAD_DIM     kernels compiled for tensors of many strides
 """
 
 import json
 import sys
-from contextlib import nullcontext
 
 import torch
 from compile_only import compile_instead_of_launching, compiled, machine_code, stack_bytes
@@ -34,8 +34,9 @@ def call(
     batch: int = 1,
     kv_heads: int = 2,
     key_lengths: torch.Tensor | None = None,
+    grad_out: torch.Tensor | None = None,
 ) -> None:
-    """Both passes of one call."""
+    """Both passes of one call. The query is also grad_out unless there is one."""
     (q_len, k_len), heads = mask.seq_len, 2
     query = torch.empty(batch, heads, q_len, head_dim, dtype=dtype)
     key = torch.empty(batch, kv_heads, k_len, head_dim, dtype=dtype)
@@ -45,7 +46,8 @@ def call(
     )
     call = (mask.table(), key_lengths, 0, spec)
     out, lse = hopper.forward(query, key, key, *call)
-    hopper.backward(query, None, query, key, key, out, lse, *call, (True, True, True))
+    grad_out = query if grad_out is None else grad_out
+    hopper.backward(grad_out, None, query, key, key, out, lse, *call, (True, True, True))
 
 
 def report_variants(head_dim: int):
@@ -86,10 +88,27 @@ def report_calls(head_dim: int):
     yield {which: len(compiled(kernel)) for which, kernel in KERNELS.items()}
 
 
+def report_layouts(head_dim: int):
+    """For calls that differ in all that a kernel may be compiled for, how many variants were told
+    apart, and the most kernels that Triton wanted for one of them."""
+    lengths = torch.ones(3, dtype=torch.int32)
+    for pattern in (masks.full(), masks.causal(), masks.local(30)):
+        for key_lengths in (None, lengths[:1], lengths[1:2]):
+            for kv_heads in (1, 2):
+                mask = pattern(300, block_size=128)
+                call(mask, head_dim, kv_heads=kv_heads, key_lengths=key_lengths)
+    mask = masks.full()(256, block_size=128)
+    call(mask, head_dim, dtype=torch.float16)
+    for strides in ((2**20, 64, 128, 1), (2**35, 8, 1024, 1), (3, 8, 8, 1)):
+        size = (2, 2, 256, head_dim)
+        grad_out = torch.empty_strided(size, strides, dtype=torch.bfloat16, device="meta")
+        call(mask, head_dim, batch=2, grad_out=grad_out)
+    yield VARIANTS.report()
+
+
 if __name__ == "__main__":
     what, head_dim = sys.argv[1], int(sys.argv[2])
-    compile_instead_of_launching(90)
-    launch.on_device = lambda device: nullcontext()
+    VARIANTS = compile_instead_of_launching(90)
     launch.multiprocessors = lambda device: 132
-    for report in {"variants": report_variants, "calls": report_calls}[what](head_dim):
+    for report in globals()[f"report_{what}"](head_dim):
         print(json.dumps(report), flush=True)

@@ -303,7 +303,7 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, enable_fp_fusion, **constants):
             pointers = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
-            for number in range(*grid):
+            for number in range(grid[0]):
                 _program.__dict__.update(number=number, programs=grid[0])
                 self.function(*pointers, **constants)
 

@@ -72,3 +72,10 @@ def test_an_operand_that_a_skipped_loop_sets_is_found():
 def test_lengths_and_batches_share_a_kernel():
     (counts,) = finish(start(SCRIPT, "calls", 64))
     assert set(counts.values()) == {1}
+
+
+@pytest.mark.slow
+def test_what_is_launched_without_asking_triton_is_what_triton_would_launch():
+    (report,) = finish(start(SCRIPT, "layouts", 64))
+    assert report["variants"] >= 28
+    assert report["kernels of one variant"] == 1

@@ -53,7 +53,7 @@ def test_uneven_rows_are_counted_out_and_very_heavy_ones_come_first(pattern, cou
     (counter, *sizes), grid = launch.schedule(SPEC, table.by_query, SPEC.heads)
     assert (counter is not None) == counted
     assert sizes == [4, 1024, 1024, 1, 8, 3 * 4 * 8, together]
-    assert grid == (10,)
+    assert grid == (10, 1, 1)
 
 
 def test_padded_keys_become_zero():

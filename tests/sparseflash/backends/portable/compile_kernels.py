@@ -33,17 +33,6 @@ KERNELS = {
 }
 
 
-class Kernels(dict):
-    """The kernels that were compiled for each variant, in place of the one to be launched."""
-
-    def __contains__(self, variant):
-        return False
-
-    def __setitem__(self, variant, compiled):
-        kernel, _ = compiled
-        super().__setitem__(variant, self.get(variant, set()) | {kernel})
-
-
 def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **facts):
     """One pass over a query (for "decode" its first token) that is also the key (its first heads)
     and the value.
@@ -174,17 +163,13 @@ def report_layouts(architecture: int):
         for key_lengths in (None, lengths[:1], lengths[1:2]):
             call(which, query, mask, key_lengths=key_lengths)
         call(which, query, mask, kv_heads=1)
-    yield {
-        "variants": len(launch._COMPILED),
-        "kernels of one variant": max(map(len, launch._COMPILED.values())),
-    }
+    yield VARIANTS.report()
 
 
 if __name__ == "__main__":
     what, architecture = sys.argv[1], int(sys.argv[2])
-    compile_instead_of_launching(architecture)
+    VARIANTS = compile_instead_of_launching(architecture)
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
     configs.processors = lambda device: 4
-    launch._COMPILED = Kernels()
     for report in globals()[f"report_{what}"](architecture):
         print(json.dumps(report), flush=True)

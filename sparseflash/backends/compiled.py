@@ -1,0 +1,41 @@
+"""Launches of Triton kernels that do not ask Triton each time which of its kernels to launch."""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+
+
+def launch(
+    kernel: triton.JITFunction,
+    grid: tuple[int, int, int],
+    arguments: tuple,
+    variant: tuple,
+    constants: dict,
+) -> None:
+    """Launches a kernel unless its grid is empty.
+
+    variant: everything that Triton compiles this kernel anew for. Triton would find it out from
+        the arguments at every launch, which takes longer than the launch itself.
+    """
+    if 0 in grid:
+        return
+    known = (kernel.__module__, kernel.__name__, variant)
+    if known in _COMPILED:
+        compiled, constant_arguments = _COMPILED[known]
+        compiled[grid](*arguments, *constant_arguments)
+        return
+    compiled = kernel[grid](*arguments, **constants)
+    if isinstance(kernel, triton.JITFunction):  # and not interpreted
+        names = kernel.arg_names[len(arguments) :]
+        _COMPILED[known] = compiled, tuple(constants[name] for name in names)
+
+
+_COMPILED: dict[tuple, tuple] = {}
+
+
+def on_device(device: torch.device):
+    """Context in which kernels run on `device`."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
