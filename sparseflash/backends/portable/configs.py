@@ -256,7 +256,6 @@ def limits(device: torch.device) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin
 
 
-@lru_cache(maxsize=4096)
 def programs_at_once(
     device: torch.device, config: Config, which: str, dtype: torch.dtype, head_dim: int
 ) -> int:

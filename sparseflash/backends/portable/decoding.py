@@ -73,8 +73,7 @@ def describe(key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
 def splits_of(made: Prepared, table: LookupTable, spec: AttentionSpec) -> int:
     """Between how many programs the keys of a row are split."""
     programs = made.parts * made.heads * spec.batch
-    slots = configs.programs_at_once(spec.device, made.config, "decode", spec.dtype, spec.head_dim)
-    return fastest_splits(programs, table.by_query.max_count, spec.block_size[1], slots)
+    return fastest_splits(programs, table.by_query.max_count, spec.block_size[1], made.slots)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from masks.lookup_table import BlockRows, LookupTable
 from sparseflash.backends.compiled import launch
-from sparseflash.backends.portable.configs import FORCED, Config, Plan, plan
+from sparseflash.backends.portable.configs import (
+    FORCED,
+    Config,
+    Plan,
+    plan,
+    programs_at_once,
+)
 from sparseflash.backends.portable.tiles import LOG2E
 from sparseflash.spec import AttentionSpec
 
@@ -105,6 +111,7 @@ class Prepared:
     strides:      those of the tensors, as kernels take them
     tile:         shape of the tiles that descriptors describe, None where pointers are used
     heads, parts: programs along the heads, and for each block row
+    slots:        programs that run at a time, about
     scalars:      scale * log2(e), the soft cap, the least random word that keeps a pair,
         1 / (1 - dropout_p)
     """
@@ -118,6 +125,7 @@ class Prepared:
     tile: list[int] | None
     heads: int
     parts: int
+    slots: int
     scalars: tuple[float, float, int, float]
 
 
@@ -166,6 +174,7 @@ def _prepare(
         tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
         heads=heads,
         parts=parts,
+        slots=programs_at_once(spec.device, config, which, spec.dtype, spec.head_dim),
         scalars=_scalars(spec),
     )
 
