@@ -311,12 +311,14 @@ class BlockMask(Handled):
     def rows(self, begin: int, end: int) -> "BlockMask":
         """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
 
-        Within a block, `begin` takes a look at all (end - begin) * k_len pairs of every distinct
-        mask.
+        O(blocks of the row) where they lie in one row of blocks. Otherwise a `begin` within a
+        block takes a look at all (end - begin) * k_len pairs of every distinct mask.
         """
         g = self.grid
         if not 0 <= begin < end <= g.q_len:
             raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
+        if begin // g.bq == (end - 1) // g.bq:
+            return self._within_row(begin, end)
         if begin % g.bq == 0:
             return self.crop(end, g.k_len)._from_row(begin // g.bq)
 
@@ -324,6 +326,23 @@ class BlockMask(Handled):
             return self._pairs(layer, begin + queries.start, begin + queries.stop)
 
         return from_strips(replace(g, q_len=end - begin), strip, self.head_layer)
+
+    def _within_row(self, begin: int, end: int) -> "BlockMask":
+        """The mask of queries that lie in one row of blocks."""
+        g = self.grid
+        rest = replace(g, q_len=end - begin)
+        runs, points, which = [], [], []
+        for layer in range(self.num_layers):
+            low = (layer * g.nq + begin // g.bq) * g.line
+            distance = layer * rest.layer - low
+            runs.append(self.full.between(low, low + g.line).shift(distance))
+            edges = torch.tensor([low, low + g.line], device=self.device)
+            first, last = torch.searchsorted(self.partial, edges).tolist()
+            points.append(self.partial[first:last] + distance)
+            which.append(self.partial_tile[first:last])
+        met, tile = torch.unique(torch.cat(which), return_inverse=True)
+        bank = self.bank[met].roll(-(begin % g.bq), dims=1)
+        return assemble(rest, self.head_layer, concatenate(runs), torch.cat(points), bank, tile)
 
     def _from_row(self, first: int) -> "BlockMask":
         """The mask from a block row on."""

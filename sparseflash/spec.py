@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 TILE = (128, 128)  # tokens: the (queries, keys) that kernels of large tiles compute at a time
+FEW_QUERIES = 16  # the least side of a block: so many queries are one row of blocks in any mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class AttentionSpec:
     bias: bool = False
     differentiates_bias: bool = False
     fill: float = 1.0
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether all queries lie in one row of blocks, as in a step of decoding."""
+        return self.q_len <= FEW_QUERIES
 
     @property
     def extras(self) -> frozenset[str]:

@@ -24,7 +24,8 @@ class Backend:
     backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
         needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
         None. With a bias, needs and the results have a fourth entry for it.
-    describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
+    describe(query, key, value, table, spec) -> {pass: how it would run}; empty when there is one
+        way.
     tiling(spec): the block size (tokens) of the table that it reads: the mask's elements in blocks
         of another size where that is not spec.block_size.
     pass_over(spec): the reasons for which "auto" looks for another backend although this one can
@@ -35,7 +36,7 @@ class Backend:
     why_not: Callable[[AttentionSpec], list[str]]
     forward: Callable
     backward: Callable
-    describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
+    describe: Callable[..., dict[str, str]] = lambda *call: {}
     tiling: Callable[[AttentionSpec], tuple[int, int]] = lambda spec: spec.block_size
     pass_over: Callable[[AttentionSpec], list[str]] = lambda spec: []
     extras: frozenset[str] = frozenset()

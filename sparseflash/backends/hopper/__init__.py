@@ -44,7 +44,9 @@ def tiling(spec: AttentionSpec) -> tuple[int, int]:
     return TILE
 
 
-def describe(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> dict[str, str]:
+def describe(
+    query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
+) -> dict[str, str]:
     """How a mask of other blocks is served; see sparseflash.backends.Backend."""
     if spec.block_size == TILE:
         return {}
@@ -62,6 +64,8 @@ def pass_over(spec: AttentionSpec) -> list[str]:
             f"blocks of {spec.block_size} cover {spec.fill:.0%} of the {TILE} tiles that they "
             f"touch, which pays from {least:.0%} on"
         )
+    if spec.few_queries:
+        reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")
     return reasons
 
 

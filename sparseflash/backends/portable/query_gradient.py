@@ -35,7 +35,8 @@ def query_gradient_kernel(
     layer = tiles.mask_layer(table, sizes, head)
     row = tiles.ranked_row(table, sizes, layer, rank)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
-    starts, counts, firsts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+    starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+    firsts = tiles.first_blocks(table, starts)
 
     start = row * BLOCK_Q + part * BM
     strides = (query_batch, query_head, query_token, query_dim)
@@ -56,12 +57,13 @@ def query_gradient_kernel(
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
     biases = tiles.of_head(bias, bias_head, head)
+    tokens = start + tl.arange(0, BM)
     dq = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
         dq = add_query_gradient(
             dq, q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, kv_head,
-            table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
+            table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, batch * heads + head,
             PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
@@ -75,7 +77,7 @@ def query_gradient_kernel(
 @triton.jit
 def add_query_gradient(
     dq, q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, kv_head,
-    table, start, count, block, query_start, limit,
+    table, start, count, block, tokens, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -95,13 +97,13 @@ def add_query_gradient(
         )  # fmt: skip
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores, slopes = tiles.modified(
-            products, cap, biases, query_start, key_start, q_len, k_len, scale2,
-            SOFTCAP, BM, BN, False,
+            products, cap, biases, tokens, key_start, q_len, k_len, scale2,
+            SOFTCAP, BN, False,
         )  # fmt: skip
         scores -= lse2[:, None]
         if PARTIAL:
             mask = tiles.attended(
-                table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
+                table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
             )
             scores = tl.where(mask, scores, float("-inf"))
         if CUT:
@@ -113,7 +115,7 @@ def add_query_gradient(
         )  # fmt: skip
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
-            keep = tiles.kept(seed, threshold, pair, query_start, key_start, BM, BN)
+            keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:

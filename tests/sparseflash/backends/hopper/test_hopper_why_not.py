@@ -53,7 +53,7 @@ def test_reads_tables_of_its_own_blocks(block_size):
     spec = replace(SPEC, block_size=block_size, fill=0.25)
     assert hopper.why_not(spec) == []
     assert hopper.tiling(spec) == (128, 128)
-    described = hopper.describe(*(torch.empty(0),) * 3, spec)
+    described = hopper.describe(*(torch.empty(0),) * 3, None, spec)
     assert "25%" in described["tiles"]
     assert str(block_size) in described["tiles"]
 
