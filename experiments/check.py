@@ -33,7 +33,8 @@ def check(
     """Compares attend(query, key, value), and its gradients if `backward`, with float64 standard
     attention.
 
-    inputs: query, key, value, each (batch, heads, seq_len, head_dim), requiring gradients.
+    inputs: query (batch, heads, q_len, head_dim), key, value (batch, kv_heads, k_len, head_dim),
+        requiring gradients.
     Raises CheckError naming `what`, the tensor and its worst row.
     """
     query = inputs[0]
@@ -95,14 +96,22 @@ def _standard(
     """Standard attention of the sampled rows in `dtype`, every intermediate rounded to it."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in (inputs[0][:, :, rows], *inputs[1:])]
     query, key, value = leaves
-    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    products = _product(query, key.mT)
+    scores = (products * query.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
     # A query without keys has weights 0, not the NaN of softmax.
     weights = scores.softmax(-1).masked_fill(~allowed, 0)
-    out = weights @ value
+    out = _product(weights, value)
     results = [out.detach()]
     if backward:
         results += torch.autograd.grad(out, leaves, grad_out[:, :, rows].to(dtype))
     return results
+
+
+def _product(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Their product, head h of the queries with head h // (heads // kv_heads) of the keys."""
+    (heads, rows), kv_heads = of_queries.shape[1:3], of_keys.shape[1]
+    grouped = of_queries.reshape(-1, kv_heads, heads // kv_heads * rows, of_queries.shape[3])
+    return (grouped @ of_keys).reshape(-1, heads, rows, of_keys.shape[3])
 
 
 def _compare(

@@ -41,7 +41,7 @@ def _key(row: Row) -> tuple:
 def _cells(old: Row, new: Row) -> list[str]:
     ratio = old.median_ms / new.median_ms
     style = "green" if ratio > 1 + NOISE else "red" if ratio < 1 - NOISE else "dim"
-    case = f"{new.pattern}, N = {new.seq_len:,}, {new.heads} heads of {new.head_dim}"
+    case = f"{new.pattern}, N = {new.seq_len:,}, {new.size}"
     times = (f"{old.median_ms:.4g}", f"{new.median_ms:.4g}")
     return [case, new.direction, new.contender, *times, f"[{style}]{ratio:.3f}x[/]"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "triton", "numpy", "flash-attn-4")
 
 
 def environment(device: torch.device) -> dict:
@@ -73,9 +74,7 @@ def _hardware(device: torch.device) -> dict:
 
 
 def _versions() -> dict:
-    packages = {
-        name: metadata.version(name) for name in ("torch", "triton", "numpy") if _installed(name)
-    }
+    packages = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
     return packages | {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

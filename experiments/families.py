@@ -20,14 +20,17 @@ TOLERANCE = math.sqrt(2)
 
 @dataclass(frozen=True)
 class Size:
-    """What masks are compiled for: lengths in tokens, and the device that wants them."""
+    """What masks are compiled for: lengths in tokens, and the device that wants them; q_len where
+    it is not seq_len."""
 
     seq_len: int
     block_size: int
     device: torch.device
+    q_len: int | None = None
 
     def compile(self, pattern: Pattern) -> BlockMask:
-        return pattern(self.seq_len, block_size=self.block_size, device=self.device)
+        lengths = (self.q_len or self.seq_len, self.seq_len)
+        return pattern(lengths, block_size=self.block_size, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,10 @@ class Method:
 @dataclass(frozen=True)
 class Case:
     """One mask on one problem size, and who is measured on it: peers, and our backends as
-    "sparseflash" or "sparseflash:name"."""
+    "sparseflash" or "sparseflash:name".
+
+    q_len, kv_heads: of a case that is decoded, which has no backward pass
+    """
 
     sweep: str
     family: str
@@ -47,12 +50,25 @@ class Case:
     head_dim: int
     block_size: int
     contenders: tuple[str, ...]
+    q_len: int | None = None
+    kv_heads: int | None = None
 
     @property
     def group(self) -> tuple:
         """That of its rows, less the direction."""
         size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
-        return self.sweep, *size
+        return self.sweep, *size, self.q_len, self.kv_heads
+
+    def directions(self, method: Method) -> list[str]:
+        """The passes to measure."""
+        return [d for d in method.directions if d == "forward" or self.q_len is None]
+
+    def key_value_bytes(self, itemsize: int) -> int | None:
+        """Of the keys and values in non-zero blocks; None where it is not decoded."""
+        if self.kv_heads is None:
+            return None
+        numbers = 2 * self.batch * self.kv_heads * self.seq_len * self.head_dim
+        return round(self.member.density * numbers * itemsize)
 
     def __str__(self) -> str:
         return f"{self.member.label} at N = {self.seq_len}"
@@ -64,8 +80,9 @@ def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
     inputs, grad_out = random_problem(case, dtype, device, method.seed)
     attend = contestant(contender, case.member.problem, method.backend)
     mask = case.member.problem.mask
-    check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in method.directions)
-    for direction in method.directions:
+    directions = case.directions(method)
+    check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in directions)
+    for direction in directions:
         prepare = (
             forward_pass(attend, inputs)
             if direction == "forward"
@@ -87,6 +104,9 @@ def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
             direction=direction,
             **asdict(timing),
             peak_bytes=memory.peak_bytes(lambda prepare=prepare: prepare()(), device),
+            q_len=case.q_len,
+            kv_heads=case.kv_heads,
+            key_value_bytes=case.key_value_bytes(dtype.itemsize),
         )
 
 
@@ -103,9 +123,13 @@ def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: i
     Standard normal: a GPU computes faster on zeros than on data.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (case.batch, case.heads, case.seq_len, case.head_dim)
+    of_queries = (case.heads, case.q_len or case.seq_len)
+    of_keys = (case.kv_heads or case.heads, case.seq_len)
     *inputs, grad_out = (
-        torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(4)
+        torch.randn(
+            (case.batch, *shape, case.head_dim), generator=generator, dtype=dtype, device=device
+        )
+        for shape in (of_queries, of_keys, of_keys, of_queries)
     )
     return [t.requires_grad_() for t in inputs], grad_out
 

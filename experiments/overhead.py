@@ -91,6 +91,8 @@ def calls(
     forward, backward = bare_passes(query, key, value, grad_out, mask, backend)
     attention = partial(sparseflash.attention, mask=mask, backend=backend)
     out = attention(q, k, v)
+    last, last_row = query[:, :, -1:].clone(), mask.rows(seq_len - 1, seq_len)
+    step = prepare(last, key, last_row, backend=backend)
     return [
         ("forward", lambda: attention(query, key, value), forward),
         ("forward, gradients wanted", lambda: attention(q, k, v), forward),
@@ -98,6 +100,11 @@ def calls(
             "backward",
             lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True),
             backward,
+        ),
+        (
+            "one query",
+            lambda: attention(last, key, value, mask=last_row),
+            lambda: step.forward(last, key, value),
         ),
     ]
 

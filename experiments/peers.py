@@ -86,14 +86,21 @@ def attend_sdpa(peer: Peer, causal: bool) -> Attend:
     backends = {Peer.FLASH: [SDPBackend.FLASH_ATTENTION], Peer.CUDNN: [SDPBackend.CUDNN_ATTENTION]}
     if peer not in backends:
         return lambda query, key, value: scaled_dot_product_attention(
-            query, key, value, is_causal=causal
+            query, key, value, is_causal=causal, enable_gqa=_grouped(query, key)
         )
 
     def attend(query, key, value):
         with sdpa_kernel(backends[peer]):
-            return scaled_dot_product_attention(query, key, value, is_causal=causal)
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=causal, enable_gqa=_grouped(query, key)
+            )
 
     return attend
+
+
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    """Whether several query heads read one key head."""
+    return query.shape[1] != key.shape[1]
 
 
 def attend_standard(causal: bool) -> Attend:
@@ -146,7 +153,9 @@ def flash4_blocks(mask: BlockMask) -> dict:
 
 def attend_flex(block_mask: flex.BlockMask) -> Attend:
     compiled = _compiled_flex()
-    return lambda query, key, value: compiled(query, key, value, block_mask=block_mask)
+    return lambda query, key, value: compiled(
+        query, key, value, block_mask=block_mask, enable_gqa=_grouped(query, key)
+    )
 
 
 @cache

@@ -38,6 +38,7 @@ NAMES = {
 }
 
 
+ROOFS = {"TFLOP/s": "matrix_product_tflops", "TB/s": "copy_terabytes_per_second"}
 LENGTH_SWEEPS = ("length", "memory")
 
 
@@ -104,7 +105,7 @@ def _speedup(rows: list[Row]) -> Figure:
 
 
 def _bars(rows: list[Row], record: Record) -> Figure:
-    """Useful TFLOP/s of every contender on every case, under the roof of a matrix product."""
+    """Useful TFLOP/s or TB/s of every contender on every case, under the roof of the device."""
     directions = list(dict.fromkeys(r.direction for r in rows))
     contenders = list(dict.fromkeys(r.contender for r in rows))
     cases = list(dict.fromkeys(_case(r) for r in rows))
@@ -118,10 +119,11 @@ def _bars(rows: list[Row], record: Record) -> Figure:
             own = [r for r in rows if (r.direction, r.contender) == (direction, contender)]
             places = [cases.index(_case(r)) + i * bar for r in own]
             label = NAMES.get(contender, contender)
-            ax.bar(places, [r.tflops for r in own], bar, color=COLOURS[i], label=label)
-        if roof := record.roofs.get("matrix_product_tflops"):
+            ax.bar(places, [r.useful[0] for r in own], bar, color=COLOURS[i], label=label)
+        unit = rows[0].useful[1]
+        if roof := record.roofs.get(ROOFS[unit]):
             ax.axhline(roof, color="#444444", linewidth=1, linestyle=":")
-        ax.set(title=direction, ylabel="useful TFLOP/s")
+        ax.set(title=direction, ylabel=f"useful {unit}")
     middle = [i + 0.4 - bar / 2 for i in range(len(cases))]
     axes.flat[-1].set_xticks(middle, cases, rotation=60, ha="right", fontsize=7)
     axes.flat[0].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
@@ -130,7 +132,10 @@ def _bars(rows: list[Row], record: Record) -> Figure:
 
 
 def _case(row: Row) -> str:
-    return f"{row.pattern}, N {row.seq_len}, d {row.head_dim}, blocks of {row.block_size}"
+    if row.q_len is None:
+        return f"{row.pattern}, N {row.seq_len}, d {row.head_dim}, blocks of {row.block_size}"
+    heads = f"{row.batch} x {row.heads}/{row.kv_heads} x {row.head_dim}"
+    return f"{row.pattern}, {row.q_len} of N {row.seq_len}, {heads}"
 
 
 def _against_length(

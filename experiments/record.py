@@ -24,6 +24,8 @@ class Row:
     direction:  "forward" or "backward"
     peak_bytes: most memory alive during the pass, beyond the inputs; of a backward pass, with its
     forward
+    q_len, kv_heads: of cases that are decoded, where they are not seq_len and heads
+    key_value_bytes: of cases that are decoded, those of the keys and values in non-zero blocks
     """
 
     sweep: str
@@ -43,19 +45,39 @@ class Row:
     high_ms: float
     runs: int
     peak_bytes: int
+    q_len: int | None = None
+    kv_heads: int | None = None
+    key_value_bytes: int | None = None
 
     @property
     def tflops(self) -> float:
         """Useful TFLOP/s: 4 head_dim per pair of a non-zero block, 2.5 times that backward."""
-        pairs = self.batch * self.heads * self.density * self.seq_len**2
+        queries = self.q_len or self.seq_len
+        pairs = self.batch * self.heads * self.density * queries * self.seq_len
         factor = BACKWARD_FLOPS if self.direction == "backward" else 1
         return factor * 4 * self.head_dim * pairs / (self.median_ms * 1e9)
+
+    @property
+    def useful(self) -> tuple[float, str]:
+        """What a case is judged by, and its unit: TB/s of keys and values where it is decoded,
+        otherwise useful TFLOP/s."""
+        if self.key_value_bytes is None:
+            return self.tflops, "TFLOP/s"
+        return self.key_value_bytes / (self.median_ms * 1e9), "TB/s"
 
     @property
     def group(self) -> tuple:
         """What rows must share to be compared with one another."""
         size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
-        return (self.sweep, *size, self.direction)
+        return (self.sweep, *size, self.q_len, self.kv_heads, self.direction)
+
+    @property
+    def size(self) -> str:
+        """In words, but for the length."""
+        heads = f"{self.heads} heads of {self.head_dim}"
+        if self.q_len is None:
+            return heads
+        return f"{heads}, {self.kv_heads} of keys, {self.q_len} queries"
 
 
 @dataclass
@@ -74,7 +96,7 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Writes the file whole or not at all, every row with the figures that follow from it."""
-        figures = [{"tflops": row.tflops} | relative(row, self.rows) for row in self.rows]
+        figures = [_figures(row) | relative(row, self.rows) for row in self.rows]
         data = asdict(self) | {"crossovers": crossovers(self.rows)}
         data["rows"] = [row | more for row, more in zip(data["rows"], figures, strict=True)]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,9 +108,16 @@ class Record:
     def load(cls, path: Path) -> "Record":
         data = json.loads(path.read_text())
         del data["crossovers"]
-        names = Row.__dataclass_fields__
-        rows = [Row(**{name: row[name] for name in names}) for row in data.pop("rows")]
+        names = Row.__dataclass_fields__.keys()
+        rows = [
+            Row(**{name: row[name] for name in row.keys() & names}) for row in data.pop("rows")
+        ]
         return cls(rows=rows, **data)
+
+
+def _figures(row: Row) -> dict[str, float]:
+    useful, unit = row.useful
+    return {"tflops": row.tflops} | ({"terabytes_per_second": useful} if unit == "TB/s" else {})
 
 
 def full_row(row: Row, rows: Iterable[Row]) -> Row | None:

@@ -23,7 +23,7 @@ SHOWN_SPARSITY = 16  # 1 / s of the masks that the README shows
 # A narrower terminal wraps lines; a table fitted to it would cut digits off.
 TABLE_WIDTH = 132
 COLUMNS = (
-    "pattern", "density", "blocks/row", "kernels", "ms", "±%", "TFLOP/s", "speed-up", "ideal",
+    "pattern", "density", "blocks/row", "kernels", "ms", "±%", "useful", "speed-up", "ideal",
     "retention", "peak MiB"
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ def markdown(record: Record) -> str:
 
 
 def _of_suite(record: Record) -> str:
-    """Useful TFLOP/s of every contender on the cases of the first size."""
+    """Useful TFLOP/s, or TB/s, of every contender on the cases of the first size."""
     size = record.rows[0].group[:-1]
     rows = [r for r in record.rows if r.group[:-1] == size]
     pairs = dict.fromkeys((r.direction, r.contender) for r in rows)
@@ -55,10 +55,16 @@ def _of_suite(record: Record) -> str:
     lines = [f"| pattern | density s | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for pattern in dict.fromkeys(r.pattern for r in rows):
         found = {(r.direction, r.contender): r for r in rows if r.pattern == pattern}
-        cells = [f"{found[column].tflops:.0f}" if column in found else "" for column in columns]
+        cells = [
+            _rounded(found[column].useful[0]) if column in found else "" for column in columns
+        ]
         density = next(iter(found.values())).density
         lines.append(f"| {pattern} | {density:.3g} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _rounded(useful: float) -> str:
+    return f"{useful:.0f}" if useful >= 10 else f"{useful:.2f}"
 
 
 def show(record: Record, console: Console) -> None:
@@ -83,8 +89,8 @@ def show(record: Record, console: Console) -> None:
 
 def _table(rows: list[Row], everything: list[Row]) -> Table:
     first = rows[0]
-    size = f"N = {first.seq_len:,}, batch {first.batch}, {first.heads} heads of {first.head_dim}"
-    table = plain_table(f"{first.direction}, {size}")
+    size = f"N = {first.seq_len:,}, batch {first.batch}, {first.size}"
+    table = plain_table(f"{first.direction}, {size}; useful {first.useful[1]}")
     for column in COLUMNS:
         justify = "left" if column in ("pattern", "kernels") else "right"
         table.add_column(column, justify=justify, no_wrap=True)
@@ -107,7 +113,7 @@ def _cells(row: Row, everything: list[Row], repeated: bool) -> list[str]:
         row.contender,
         f"{row.median_ms:.4g}",
         f"{spread:.1%}".rstrip("%"),
-        f"{row.tflops:.3g}",
+        f"{row.useful[0]:.3g}",
         _optional(versus["speedup"], "{:.2f}"),
         f"{versus['ideal']:.2f}",
         _optional(versus["retention"], "{:.2f}"),

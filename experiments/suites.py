@@ -22,6 +22,15 @@ LRA = (
     (32, 8, 4096, 64),
     (32, 2, 16384, 64),
 )
+# A step of decoding: (batch, heads, keys, head dim, heads of keys, queries).
+DECODE = (
+    (8, 32, 65_536, 128, 8, 1),
+    (8, 8, 65_536, 128, 8, 1),
+    (1, 32, 65_536, 128, 8, 1),
+    (64, 32, 4096, 128, 8, 1),
+    (8, 32, 65_536, 64, 8, 1),
+    (8, 32, 65_536, 128, 8, 8),
+)
 LONGEST_MATERIALISED = 4096
 GROWTH = (1024, 4096, 16_384, 65_536, 262_144)
 LONGEST_DENSE = 65_536
@@ -29,16 +38,20 @@ LONGEST_DENSE = 65_536
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths in tokens."""
+    """Lengths in tokens; kv_heads and q_len where they are not heads and seq_len."""
 
     batch: int
     heads: int
     seq_len: int
     head_dim: int
+    kv_heads: int | None = None
+    q_len: int | None = None
+
+    def size(self, block_size: int) -> Size:
+        return Size(self.seq_len, block_size, torch.device("cuda"), self.q_len)
 
     def case(self, suite: str, family: Single, block_size: int, who: tuple[str, ...]) -> Case:
-        size = Size(self.seq_len, block_size, torch.device("cuda"))
-        (member,), _ = family.choose(size, ())
+        (member,), _ = family.choose(self.size(block_size), ())
         return Case(
             sweep=suite,
             family=family.name,
@@ -49,6 +62,8 @@ class Shape:
             head_dim=self.head_dim,
             block_size=block_size,
             contenders=who,
+            q_len=self.q_len,
+            kv_heads=self.kv_heads,
         )
 
 
@@ -80,6 +95,16 @@ def small_blocks(ours: tuple[str, ...]) -> Iterator[Case]:
         for name in ("full", "random 1/16", "butterfly", "band"):
             family = Single(name, patterns[name])
             yield shape.case("small-blocks", family, side, ours)
+
+
+def decode(ours: tuple[str, ...]) -> Iterator[Case]:
+    """Few queries against long caches of keys and values, forward only."""
+    for sizes in DECODE:
+        shape = Shape(*sizes)
+        yield shape.case("decode", FULL, BLOCK, (*ours, Peer.FLASH, Peer.CUDNN, Peer.FLEX))
+        for share in (4, 8, 16):
+            family = Single(f"random 1/{share}", masks.random(1 / share))
+            yield shape.case("decode", family, BLOCK, (*ours, Peer.FLEX))
 
 
 def lra(ours: tuple[str, ...]) -> Iterator[Case]:
@@ -128,6 +153,7 @@ SUITES: dict[str, Callable[[tuple[str, ...]], Iterator[Case]]] = {
     "dense": dense,
     "sparse": sparse,
     "small-blocks": small_blocks,
+    "decode": decode,
     "lra": lra,
     "memory": memory,
 }

@@ -47,7 +47,7 @@ class BlockMask(OnGrid, Handled):
     partial: Tensor
     partial_tile: Tensor
     bank: Tensor
-    _tables: dict = field(default_factory=dict, repr=False)
+    _made: dict = field(default_factory=dict, repr=False)
 
     @staticmethod
     def from_blocks(
@@ -249,17 +249,32 @@ class BlockMask(OnGrid, Handled):
             partial=self.partial.to(device),
             partial_tile=self.partial_tile.to(device),
             bank=self.bank.to(device),
-            _tables={},
+            _made={},
         )
 
-    def table(self, device=None) -> LookupTable:
-        """The lookup table that kernels read, compiled once per device."""
+    def table(self, device=None, block_size: tuple[int, int] | None = None) -> LookupTable:
+        """The lookup table that kernels read, of the same elements in blocks of `block_size`
+        (tokens, by default its own); compiled once per device and block size.
+        """
         device = self.device if device is None else torch.device(device)
-        if device not in self._tables:
+        block_size = self.block_size if block_size is None else block_size
+        if (device, block_size) not in self._made:
             from masks.compile import compile_table
 
-            self._tables[device] = compile_table(self).to(device)
-        return self._tables[device]
+            self._made[device, block_size] = compile_table(self.reblock(block_size)).to(device)
+        return self._made[device, block_size]
+
+    def fill(self, block_size: tuple[int, int]) -> float:
+        """The share of blocks of `block_size` (tokens) that this mask's blocks cover, over those
+        that they touch: 1 for a mask whose own are no smaller. Computed once per block size.
+        """
+        if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
+            return 1.0
+        if block_size not in self._made:
+            from masks.reblock import fill
+
+            self._made[block_size] = fill(self, block_size)
+        return self._made[block_size]
 
     @property
     def T(self) -> "BlockMask":
@@ -292,12 +307,14 @@ class BlockMask(OnGrid, Handled):
     def rows(self, begin: int, end: int) -> "BlockMask":
         """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
 
-        Within a block, `begin` takes a look at all (end - begin) * k_len pairs of every distinct
-        mask.
+        O(blocks of the row) where they lie in one row of blocks. Otherwise a `begin` within a
+        block takes a look at all (end - begin) * k_len pairs of every distinct mask.
         """
         g = self.grid
         if not 0 <= begin < end <= g.q_len:
             raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
+        if begin // g.bq == (end - 1) // g.bq:
+            return self._within_row(begin, end)
         if begin % g.bq == 0:
             return self.crop(end, g.k_len)._from_row(begin // g.bq)
 
@@ -305,6 +322,23 @@ class BlockMask(OnGrid, Handled):
             return self._pairs(layer, begin + queries.start, begin + queries.stop)
 
         return from_strips(replace(g, q_len=end - begin), strip, self.head_layer)
+
+    def _within_row(self, begin: int, end: int) -> "BlockMask":
+        """The mask of queries that lie in one row of blocks."""
+        g = self.grid
+        rest = replace(g, q_len=end - begin)
+        runs, points, which = [], [], []
+        for layer in range(self.num_layers):
+            low = (layer * g.nq + begin // g.bq) * g.line
+            distance = layer * rest.layer - low
+            runs.append(self.full.between(low, low + g.line).shift(distance))
+            edges = torch.tensor([low, low + g.line], device=self.device)
+            first, last = torch.searchsorted(self.partial, edges).tolist()
+            points.append(self.partial[first:last] + distance)
+            which.append(self.partial_tile[first:last])
+        met, tile = torch.unique(torch.cat(which), return_inverse=True)
+        bank = self.bank[met].roll(-(begin % g.bq), dims=1)
+        return assemble(rest, self.head_layer, concatenate(runs), torch.cat(points), bank, tile)
 
     def _from_row(self, first: int) -> "BlockMask":
         """The mask from a block row on."""
@@ -434,7 +468,7 @@ class BlockMask(OnGrid, Handled):
     def _select(self, layers: list[int]) -> "BlockMask":
         """A mask with one head for each of `layers`, in storage of its own."""
         if layers == list(range(self.num_layers)):
-            return replace(self, head_layer=tuple(layers), _tables={})
+            return replace(self, head_layer=tuple(layers), _made={})
         size = self.grid.layer
         runs, points, which = [], [], []
         for new, old in enumerate(layers):
@@ -448,7 +482,7 @@ class BlockMask(OnGrid, Handled):
             full=concatenate(runs),
             partial=torch.cat(points),
             partial_tile=torch.cat(which),
-            _tables={},
+            _made={},
         )
 
     def _tile_at(self, points: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """From a block mask to the lookup table that kernels read."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from masks.grid import Grid
 from masks.intervals import Runs, combine
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
 from masks.transpose import transpose_points, transpose_runs
+
+SIDES = ("keys", "queries")
 
 
 class Lists(NamedTuple):
@@ -28,9 +31,10 @@ def compile_table(mask: BlockMask) -> LookupTable:
     list blocks).
     """
     g, layers = mask.grid, mask.num_layers
-    rows, bank = without_cut_blocks(mask)
-    number, order = transpose_points(rows.partial, g).sort()
-    columns = Lists(transpose_runs(rows.full, g, layers), number, rows.tile[order])
+    rows, bank = without_cut_blocks(mask, ["keys"])
+    turned, _ = without_cut_blocks(mask, ["queries"])
+    number, order = transpose_points(turned.partial, g).sort()
+    columns = Lists(transpose_runs(turned.full, g, layers), number, turned.tile[order])
     if len(bank) == 0:
         bank = torch.zeros(1, g.bq, tiles.words(g.bk), dtype=torch.int32, device=mask.device)
     return LookupTable(
@@ -43,20 +47,22 @@ def compile_table(mask: BlockMask) -> LookupTable:
     )
 
 
-def without_cut_blocks(mask: BlockMask) -> tuple[Lists, Tensor]:
-    """The blocks of a mask with the full ones that the end of the sequence cuts listed as partial,
-    and their bank.
+def without_cut_blocks(mask: BlockMask, sides: Sequence[str] = SIDES) -> tuple[Lists, Tensor]:
+    """The blocks of a mask with the full ones that the end of the keys, of the queries, or of
+    both cuts listed as partial; and their bank, the same for all `sides`.
     """
     g = mask.grid
-    cut = [_edge(g, mask.num_layers, side) for side in ("keys", "queries") if _ragged(g, side)]
+    ragged = [side for side in SIDES if _ragged(g, side)]
+    bank = torch.cat([mask.bank, g.whole[1:]]) if ragged else mask.bank
+    cut = [_edge(g, mask.num_layers, side) for side in ragged if side in sides]
     if not cut:
-        return Lists(mask.full, mask.partial, mask.partial_tile), mask.bank
+        return Lists(mask.full, mask.partial, mask.partial_tile), bank
     edge = cut[0] if len(cut) == 1 else combine(torch.bitwise_or, *cut)
     full = combine(lambda inside, e: inside & ~e, mask.full, edge)
     extra = combine(torch.bitwise_and, mask.full, edge).expand()
     number, order = torch.cat([mask.partial, extra]).sort()
     tile = torch.cat([mask.partial_tile, len(mask.bank) + g.cut(extra) - 1])[order]
-    return Lists(full, number, tile), torch.cat([mask.bank, g.whole[1:]])
+    return Lists(full, number, tile), bank
 
 
 def _ragged(g: Grid, side: str) -> bool:

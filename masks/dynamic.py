@@ -82,11 +82,19 @@ class DynamicMask(OnGrid, Handled):
         """Heads with a mask of their own; 1 serves any number of heads."""
         return self._table.head_layer.shape[1]
 
-    def table(self, device=None) -> LookupTable:
-        """The lookup table that kernels read. Raises ValueError for another device."""
+    def table(self, device=None, block_size: tuple[int, int] | None = None) -> LookupTable:
+        """The lookup table that kernels read. Raises ValueError for another device or block size
+        (tokens).
+        """
         if device is not None and torch.device(device) != self.device:
             raise ValueError(f"mask must be on {device}, got {self.device}: it cannot be moved")
+        if block_size not in (None, self.block_size):
+            raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
         return self._table
+
+    def fill(self, block_size: tuple[int, int]) -> float | None:
+        """See BlockMask.fill; None for blocks of another size, of which only the device knows."""
+        return 1.0 if block_size == self.block_size else None
 
     @cached_property
     def density(self) -> float:
@@ -143,11 +151,13 @@ def _table_of(within: BlockMask, blocks: Tensor) -> LookupTable:
     if tile.numel() > MOST_BLOCKS:
         raise ValueError(f"blocks must be at most {MOST_BLOCKS}, got {tile.numel()}")
     batch, heads = tile.shape[:2]
+    # A block that only the queries cut is full by query, and one that only the keys cut by key.
+    cut_keys, cut_queries = len(within.bank), len(within.bank) + 1
     layers = torch.arange(batch * heads, dtype=torch.int32, device=within.device)
     tile = tile.flatten(0, 1)
     return LookupTable(
-        by_query=_block_rows(tile),
-        by_key=_block_rows(tile.mT),
+        by_query=_block_rows(tile.masked_fill(tile == cut_queries, FULL)),
+        by_key=_block_rows(tile.masked_fill(tile == cut_keys, FULL).mT),
         bank=within.bank_with_cuts(),
         head_layer=layers.view(batch, heads),
         seq_len=within.seq_len,

@@ -70,9 +70,10 @@ class LookupTable:
     seq_len:    (q_len, k_len) in tokens
     block_size: (bq, bk) in tokens
 
-    A block listed as full lies inside the sequence and has every pair set; a block that the end of
-    the sequence cuts is always partial. So a kernel needs bounds checks and element masks for
-    partial blocks only.
+    A block listed as full has every pair of the sequence set. One that the end of the sequence
+    cuts is listed as partial in the direction whose columns end there: by query where the keys
+    end, by key where the queries end. So the loop of a kernel over its columns needs bounds checks
+    and element masks for partial blocks only, and few queries leave blocks full.
     """
 
     by_query: BlockRows

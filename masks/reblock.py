@@ -13,8 +13,25 @@ from masks.mosaic import pairs_of
 def reblock(mask: BlockMask, block_size) -> BlockMask:
     """The mask with blocks of `block_size` (tokens)."""
     target = Grid.of(mask.seq_len, block_size, mask.device)
-    finer = mask.grid.with_blocks(min(mask.grid.bq, target.bq), min(mask.grid.bk, target.bk))
-    return _merge(_split(mask, finer), target)
+    return _merge(_cut_for(mask, target), target)
+
+
+def fill(mask: BlockMask, block_size) -> float:
+    """The share of the blocks of `block_size` (tokens) with pairs that finer ones of `mask` cover.
+
+    1 for a mask without pairs.
+    """
+    target = Grid.of(mask.seq_len, block_size, mask.device)
+    parts = _cut_for(mask, target)
+    touched = union(_coarse_runs(parts, target), from_points(_coarse_points(parts, target)))
+    covered = (parts.full.size() + len(parts.partial)) * parts.grid.bq * parts.grid.bk
+    return covered / (touched.size() * target.bq * target.bk) if covered else 1.0
+
+
+def _cut_for(mask: BlockMask, target: Grid) -> BlockMask:
+    """The mask in blocks of which those of the target are made."""
+    g = mask.grid
+    return _split(mask, g.with_blocks(min(g.bq, target.bq), min(g.bk, target.bk)))
 
 
 def _split(mask: BlockMask, fine: Grid) -> BlockMask:
@@ -70,10 +87,9 @@ def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
         return mask
     row, begin = g.split(mask.full.begin)
     end = mask.full.end - row * g.line
-    up = (row // g.nq) * coarse.nq + (row % g.nq) // rq
+    up = _coarse_row(row, g, coarse)
     # The last coarse column may hold fewer than rk parts: a run that reaches the end fills it.
     inner_end = torch.where(end == g.nk, coarse.nk, end // rk)
-    touched = union(Runs(coarse.number(up, begin // rk), coarse.number(up, -(-end // rk))))
     in_row = [
         Runs(coarse.number(up, -(-begin // rk))[own], coarse.number(up, inner_end)[own]).nonempty()
         for own in ((row % g.nq) % rq == part for part in range(rq))
@@ -86,12 +102,31 @@ def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
         *in_row,
         *missing,
     )
-    part_row, part_column = g.split(mask.partial)
-    part_up = (part_row // g.nq) * coarse.nq + (part_row % g.nq) // rq
-    points = torch.unique(coarse.number(part_up, part_column // rk))
-    candidates = combine(lambda t, p, f: (t | p) & ~f, touched, from_points(points), full).expand()
+    touched, points = _coarse_runs(mask, coarse), from_points(_coarse_points(mask, coarse))
+    candidates = combine(lambda t, p, f: (t | p) & ~f, touched, points, full).expand()
     bank, tile = _gather(mask, coarse, candidates, rq, rk)
     return assemble(coarse, mask.head_layer, full, candidates, bank, tile)
+
+
+def _coarse_runs(mask: BlockMask, coarse: Grid) -> Runs:
+    """The coarse blocks that full blocks touch."""
+    g, rk = mask.grid, coarse.bk // mask.grid.bk
+    row, begin = g.split(mask.full.begin)
+    end = mask.full.end - row * g.line
+    up = _coarse_row(row, g, coarse)
+    return union(Runs(coarse.number(up, begin // rk), coarse.number(up, -(-end // rk))))
+
+
+def _coarse_points(mask: BlockMask, coarse: Grid) -> Tensor:
+    """The coarse blocks that partial blocks touch, ascending."""
+    row, column = mask.grid.split(mask.partial)
+    up = _coarse_row(row, mask.grid, coarse)
+    return torch.unique(coarse.number(up, column // (coarse.bk // mask.grid.bk)))
+
+
+def _coarse_row(row: Tensor, g: Grid, coarse: Grid) -> Tensor:
+    """The rows, counted over layers, that hold rows of a finer grid."""
+    return row // g.nq * coarse.nq + row % g.nq // (coarse.bq // g.bq)
 
 
 def _rows_without_part(coarse: Grid, g: Grid, layers: int, rq: int) -> list[Runs]:

@@ -12,7 +12,7 @@ from masks import BlockMask, DynamicMask, Pattern
 from masks.lookup_table import LookupTable
 from sparseflash.arguments import AnyMask
 from sparseflash.backends import Backend, select
-from sparseflash.spec import AttentionSpec
+from sparseflash.spec import TILE, AttentionSpec
 
 
 @dataclass(slots=True)
@@ -90,8 +90,9 @@ def prepare(
     options = (scale, softcap, score, dropout_p, precision, bias is not None)
     differentiated = (differentiates_bias, differentiates_blocks)
     spec = spec_of(query, key, mask, padded, *options, *differentiated)
-    table = mask.table(query.device)
-    return Call(spec, select(backend, spec), table, key_lengths, seed, bias)
+    chosen = select(backend, spec)
+    table = mask.table(query.device, chosen.tiling(spec))
+    return Call(spec, chosen, table, key_lengths, seed, bias)
 
 
 def spec_of(
@@ -112,7 +113,7 @@ def spec_of(
     tensors = (query.shape, key.shape, query.dtype, query.device)
     options = (has_key_lengths, scale, softcap, score, dropout_p, precision, bias)
     differentiated = (differentiates_bias, differentiates_blocks)
-    masks = (mask.block_size, mask.num_batches, mask.num_heads)
+    masks = (mask.block_size, mask.num_batches, mask.num_heads, mask.fill(TILE))
     return _spec(*tensors, *masks, *options, *differentiated)
 
 
@@ -125,6 +126,7 @@ def _spec(
     block_size: tuple[int, int],
     mask_batch: int,
     mask_heads: int,
+    fill: float,
     has_key_lengths: bool,
     scale: float | None,
     softcap: float,
@@ -158,6 +160,7 @@ def _spec(
         differentiates_bias=differentiates_bias,
         mask_batch=mask_batch,
         differentiates_blocks=differentiates_blocks,
+        fill=fill,
     )
 
 

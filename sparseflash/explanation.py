@@ -115,12 +115,13 @@ def explain(
         chosen = select(backend, spec)
     except BackendError:
         return Explanation(spec, found.density, None, {}, why_not)
+    table = found.table(query.device, chosen.tiling(spec))
     explanation = partial(
         Explanation,
         spec,
         found.density,
         chosen.name,
-        chosen.describe(query, key, value, spec),
+        chosen.describe(query, key, value, table, spec),
         why_not,
     )
     if not measure:

@@ -164,7 +164,7 @@ def _span(
     """The queries and keys of one call out of those of the whole sequence."""
     q_end, k_end = q_offset + q_length, kv_offset + kv_length
     square = pattern(max(q_end, k_end), device=device)
-    mask = square.crop(q_end, k_end).rows(q_offset, q_end)
+    mask = square.rows(q_offset, q_end).crop(q_length, k_end)
     return mask if kv_offset == 0 else mask.T.rows(kv_offset, k_end).T
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+TILE = (128, 128)  # tokens: the (queries, keys) that kernels of large tiles compute at a time
+FEW_QUERIES = 16  # the least side of a block: so many queries are one row of blocks in any mask
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -14,10 +17,10 @@ class AttentionSpec:
     query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
     query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
     mask) or heads, mask_batch likewise 1 or batch. precision, "ieee" or "tf32", is that of float32
-    products. softcap is 0 for none; score names
-    a ScoreFunction; bias says whether there is one, differentiates_bias whether
-    its gradient may be wanted, differentiates_blocks whether that of the blocks of a DynamicMask
-    may be.
+    products. softcap is 0 for none; score names a ScoreFunction; bias says whether there is one,
+    differentiates_bias whether its gradient may be wanted, differentiates_blocks whether that of
+    the blocks of a DynamicMask may be. fill is the share that blocks of the mask cover of the
+    TILEs that they touch, None where only the device knows.
     """
 
     batch: int
@@ -40,6 +43,12 @@ class AttentionSpec:
     differentiates_bias: bool = False
     mask_batch: int = 1
     differentiates_blocks: bool = False
+    fill: float | None = 1.0
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether all queries lie in one row of blocks, as in a step of decoding."""
+        return self.q_len <= FEW_QUERIES
 
     @property
     def extras(self) -> frozenset[str]:

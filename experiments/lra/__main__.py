@@ -20,7 +20,7 @@ from rich.table import Table
 
 from experiments.environment import environment
 from experiments.lra import presets, tasks
-from experiments.lra.callbacks import Curve, StuckAtChance
+from experiments.lra.callbacks import Curve, Deadline, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
 from experiments.lra.data import ArenaData
 from experiments.lra.floors import floors
@@ -35,6 +35,7 @@ class ArenaCLI(LightningCLI):
         parser.link_arguments("data.task", "model.task", apply_on="instantiate")
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
+        parser.add_lightning_class_args(Deadline, "deadline")
 
     def before_fit(self) -> None:
         if path := self.config[str(self.subcommand)].ckpt_path:
@@ -70,8 +71,7 @@ class ArenaCLI(LightningCLI):
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _report(self, run: dict) -> None:
-        # Every process takes part in agreeing on the folder.
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        folder = folder_of(self.trainer)
         if not self.trainer.is_global_zero:
             return
         task = self.datamodule.task
@@ -80,6 +80,7 @@ class ArenaCLI(LightningCLI):
             "attention": self.model.classifier.encoder.config.attention,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "seed": self.model.seed,
+            "batch_size": self.datamodule.batch_size,
             **run,
             **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "floors": floors(task),

@@ -1,10 +1,19 @@
 """What happens around training steps: a bar with an end, a curve, runs that are given up."""
 
+import json
+import time
 from math import sqrt
+from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EMAWeightAveraging,
+    TQDMProgressBar,
+)
+from lightning.pytorch.trainer.states import TrainerFn
 
 from experiments.lra.learner import Learner
 from experiments.lra.tasks import Batch
@@ -19,6 +28,19 @@ class StepBar(TQDMProgressBar):
     @property
     def total_train_batches(self) -> int:
         return int(self.trainer.max_steps) * self.trainer.accumulate_grad_batches
+
+
+class Averaged(EMAWeightAveraging):
+    """Validates, keeps and tests an exponential average of the weights.
+
+    Lightning's own would test the weights of the last step: it loads them for every purpose.
+    """
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
 
 class StuckAtChance(Callback):
@@ -56,8 +78,35 @@ class StuckAtChance(Callback):
         self.stuck, self._accuracies = state_dict["stuck"], state_dict["accuracies"]
 
 
+class Deadline(Checkpoint):
+    """Stops a run at a moment, `at` seconds after 1970, and leaves the checkpoint from which it
+    goes on; the run is validated and tested as if it had ended by itself.
+
+    A Checkpoint, because Lightning calls these after all other callbacks of a step.
+    """
+
+    def __init__(self, at: float | None = None):
+        self.at = at
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Learner, outputs: dict, batch: Batch, batch_idx: int
+    ) -> None:
+        if self.at is None or trainer.should_stop:
+            return
+        # All processes stop at the same step.
+        if trainer.strategy.reduce_boolean_decision(time.time() >= self.at, all=False):
+            trainer.should_stop = True
+            trainer.save_checkpoint(folder_of(trainer) / "checkpoints" / "last.ckpt")
+
+
+def folder_of(trainer: L.Trainer) -> Path:
+    """Where a run writes; every process takes part in agreeing on it."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
 class Curve(Callback):
-    """Keeps [step, accuracy, loss] of every validation."""
+    """Keeps [step, accuracy, loss] of every validation, and writes them to curve.json, which a run
+    that is killed leaves behind."""
 
     def __init__(self):
         self.points: list[list[float]] = []
@@ -67,6 +116,10 @@ class Curve(Callback):
             measured = trainer.callback_metrics
             names = ("validation/accuracy", "validation/loss")
             self.points.append([trainer.global_step, *(float(measured[name]) for name in names)])
+            folder = folder_of(trainer)
+            if trainer.is_global_zero:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "curve.json").write_text(json.dumps(self.points) + "\n")
 
     def state_dict(self) -> dict:
         return {"points": self.points}

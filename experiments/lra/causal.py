@@ -35,4 +35,5 @@ def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dic
 
 def _answers(model: Classifier, ids: Tensor) -> Tensor:
     device = next(model.parameters()).device
-    return model(ids.to(device)).argmax(-1).cpu()
+    # Calling a compiled model would compile it anew for batches of this size.
+    return model.forward(ids.to(device)).argmax(-1).cpu()

@@ -25,7 +25,8 @@ class OptimizerConfig:
     """AdamW, and how its learning rate goes: up over warmup steps, then down to the last step.
 
     schedule: "onecycle" falls linearly and moves beta1 the other way, as torch's OneCycleLR does;
-    "cosine" falls to 0; "rsqrt" falls by 1 / sqrt(step); "constant" stays.
+    "cosine" falls to 0; "rsqrt" falls by 1 / sqrt(step); "constant" stays; "trapezoid" stays and
+    falls linearly to 0 over the last fifth: a run of it can go on as a longer one.
     """
 
     learning_rate: float = 1e-4
@@ -33,7 +34,7 @@ class OptimizerConfig:
     eps: float = 1e-6
     weight_decay: float = 0.0
     warmup_steps: int = 0
-    schedule: Literal["onecycle", "cosine", "rsqrt", "constant"] = "onecycle"
+    schedule: Literal["onecycle", "cosine", "rsqrt", "constant", "trapezoid"] = "onecycle"
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LR
         "cosine": lambda step: (1 + cos(pi * (step - warmup) / max(steps - warmup, 1))) / 2,
         "rsqrt": lambda step: sqrt(warmup / step),
         "constant": lambda step: 1.0,
+        "trapezoid": lambda step: min(1.0, 5 * max(steps - step, 0) / steps),
     }
     after = fall[config.schedule]
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else after(step))

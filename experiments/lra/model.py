@@ -25,7 +25,8 @@ class EncoderConfig:
 
     attention:  for all layers, or a list with one for each layer. Each is "standard", "flash",
         "sdpa", "linear"; a pattern such as "local(128) | global_tokens(16)"; a list of patterns,
-        one for each head; or "nystromformer", "performer", "linformer" of other packages
+        one for each head; or "nystromformer", "performer", "linformer", "reformer" of other
+        packages
     block_size: side of the patterns' blocks, in tokens
     positions:  "learned" and "sinusoidal" are added to the embeddings; "rotary" turns queries and
         keys by their place in the sequence, "axial" by the row and the column of their pixel: the

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 LANDMARKS = 64
 PROJECTED = 256
+HASHES, CHUNK = 2, 64
 
 
 class Masked(nn.Module):
@@ -46,6 +47,33 @@ def linformer(dim: int, heads: int, seq_len: int) -> Masked:
     return Zeroed(layer(dim, seq_len, PROJECTED, heads))
 
 
+class Hashed(nn.Module):
+    """Reformer's attention between its projections, told which tokens are inside."""
+
+    def __init__(self, attention: nn.Module, dim: int):
+        super().__init__()
+        self.attention, self.out = attention, nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, inside: Tensor | None) -> Tensor:
+        return self.out(self.attention(x, attention_mask=inside).hidden_states)
+
+
+def reformer(dim: int, heads: int, seq_len: int) -> Hashed:
+    """Kitaev, Kaiser, Levskaya 2020. Raises ValueError for a seq_len that chunks do not fill."""
+    if seq_len % CHUNK:
+        raise ValueError(f"reformer needs a multiple of {CHUNK} tokens, got {seq_len}")
+    models = _package("transformers").models.reformer
+    config = models.ReformerConfig(
+        hidden_size=dim,
+        num_attention_heads=heads,
+        attention_head_size=dim // heads,
+        num_hashes=HASHES,
+        lsh_attn_chunk_length=CHUNK,
+        lsh_num_chunks_after=1,
+    )
+    return Hashed(models.modeling_reformer.LSHSelfAttention(config), dim)
+
+
 def _package(name: str):
     try:
         return import_module(name)
@@ -55,6 +83,6 @@ def _package(name: str):
         ) from error
 
 
-PACKAGED: dict[str, Callable[[int, int, int], Masked]] = {
-    function.__name__: function for function in (nystromformer, performer, linformer)
+PACKAGED: dict[str, Callable[[int, int, int], nn.Module]] = {
+    function.__name__: function for function in (nystromformer, performer, linformer, reformer)
 }

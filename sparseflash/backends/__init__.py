@@ -25,7 +25,10 @@ class Backend:
         needs) -> gradients of (query, key, value, bias, blocks), None where needs, in the same
         order, says no; grad_lse may be None. That of the blocks is float32 (batch, heads, nq,
         nk): see masks.DynamicMask.
-    describe(query, key, value, spec) -> {pass: how it would run}; empty when there is one way.
+    describe(query, key, value, table, spec) -> {pass: how it would run}; empty when there is one
+        way.
+    tiling(spec): the block size (tokens) of the table that it reads: the mask's elements in blocks
+        of another size where that is not spec.block_size.
     pass_over(spec): the reasons for which "auto" looks for another backend although this one can
         serve a call; empty when it is the fastest.
     """
@@ -34,7 +37,8 @@ class Backend:
     why_not: Callable[[AttentionSpec], list[str]]
     forward: Callable
     backward: Callable
-    describe: Callable[..., dict[str, str]] = lambda query, key, value, spec: {}
+    describe: Callable[..., dict[str, str]] = lambda *call: {}
+    tiling: Callable[[AttentionSpec], tuple[int, int]] = lambda spec: spec.block_size
     pass_over: Callable[[AttentionSpec], list[str]] = lambda spec: []
     extras: frozenset[str] = frozenset()
 
@@ -65,7 +69,15 @@ BACKENDS = (
         cpu.backward,
         extras=EVERY_EXTRA,
     ),
-    Backend("hopper", hopper.why_not, hopper.forward, hopper.backward, pass_over=hopper.pass_over),
+    Backend(
+        "hopper",
+        hopper.why_not,
+        hopper.forward,
+        hopper.backward,
+        hopper.describe,
+        hopper.tiling,
+        hopper.pass_over,
+    ),
     Backend(
         "triton",
         portable.why_not,

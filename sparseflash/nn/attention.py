@@ -13,6 +13,7 @@ from masks import BlockMask, Pattern
 from sparseflash.attention import attention
 from sparseflash.nn.cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
+from sparseflash.spec import FEW_QUERIES
 
 
 class SparseAttention(nn.Module):
@@ -125,8 +126,13 @@ class SparseAttention(nn.Module):
         if cache is not None:
             begin = cache.length
             key, value = cache.append(key, value)
+            if x.shape[1] <= FEW_QUERIES:
+                key, value = cache.first(_room(cache))
+                seen = torch.full((x.shape[0],), cache.length, dtype=torch.int32)
+                key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
             if mask is not None:
-                mask = _rows(mask, cache.max_len, begin, cache.length, x.device)
+                rows = (begin, cache.length, key.shape[2])
+                mask = _rows(mask, cache.max_len, *rows, x.device)
         out = attention(
             query,
             key,
@@ -175,12 +181,24 @@ def _pattern(
     return masks.stack([p if isinstance(p, Pattern) else parsed[p] for p in pattern])
 
 
+def _room(cache: KeyValueCache) -> int:
+    """How many keys a step of few tokens attends, those to come masked by their lengths.
+
+    With a power of two, many steps share what is prepared for one length.
+    """
+    return min(cache.max_len, 1 << (cache.length - 1).bit_length())
+
+
 @lru_cache(maxsize=32)
 def _square(pattern: Pattern, length: int, device: torch.device) -> BlockMask:
-    return pattern(length, device=device)
+    """Made on the device and kept on the CPU: what is cut out of it must not wait for the
+    device."""
+    return pattern(length, device=device).to("cpu")
 
 
 @lru_cache(maxsize=128)
-def _rows(pattern: Pattern, length: int, begin: int, end: int, device: torch.device) -> BlockMask:
-    """The mask of queries `begin` to `end` and of the keys before `end`."""
-    return _square(pattern, length, device).crop(end, end).rows(begin, end)
+def _rows(
+    pattern: Pattern, length: int, begin: int, end: int, k_len: int, device: torch.device
+) -> BlockMask:
+    """The mask of queries `begin` to `end` and of the first keys, of a pattern at `length`."""
+    return _square(pattern, length, device).rows(begin, end).crop(end - begin, k_len)

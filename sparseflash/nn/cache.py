@@ -43,7 +43,11 @@ class KeyValueCache:
         for kept, new in ((self._keys, key), (self._values, value)):
             kept[:, :, self.length : end] = new.detach()
         self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return self.first(end)
+
+    def first(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of the first places, whether or not a token has come there."""
+        return self._keys[:, :, :tokens], self._values[:, :, :tokens]
 
     def reset(self) -> None:
         """Forgets all tokens."""

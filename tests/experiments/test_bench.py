@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from experiments import suites
 from experiments.bench import main, parse_backends, parse_suites, planned
 from experiments.compare import compare
-from experiments.families import Single
-from experiments.measure import Case
+from experiments.families import FULL as FULL_MASK
+from experiments.measure import Method, measure
 from experiments.record import Record
 from experiments.suites import SUITES, Shape, of_full_blocks
 
@@ -31,13 +31,10 @@ def test_patterns_of_the_suites_have_no_partial_blocks(side):
 def on_the_cpu(monkeypatch):
     """Suites whose masks are compiled for one short sequence on the CPU."""
 
-    def case(self: Shape, suite: str, family: Single, block_size: int, who: tuple[str, ...]):
-        size = suites.Size(1024, block_size, torch.device("cpu"))
-        (member,), _ = family.choose(size, ())
-        sizes = (self.batch, self.heads, self.seq_len, self.head_dim, block_size)
-        return Case(suite, family.name, member, *sizes, who)
+    def size(self: Shape, block_size: int):
+        return suites.Size(1024, block_size, torch.device("cpu"), self.q_len)
 
-    monkeypatch.setattr(Shape, "case", case)
+    monkeypatch.setattr(Shape, "size", size)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -54,6 +51,19 @@ def test_every_suite_measures_ours_first_and_no_case_twice(suite):
 def test_only_the_chosen_peers_are_measured():
     cases = list(planned("dense", ("sparseflash",), ("cudnn",), print))
     assert {case.contenders for case in cases} == {("sparseflash", "cudnn")}
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_step_of_decoding_is_measured_by_the_bytes_of_its_keys():
+    shape = Shape(2, 4, 1024, 16, kv_heads=2, q_len=3)
+    case = shape.case("decode", FULL_MASK, 128, ("sparseflash", "sdpa"))
+    method = Method("cpu", "fp32", "auto", ("forward", "backward"), "cpu", 1.0, 0)
+    rows = [row for who in case.contenders for row in measure(case, who, method)]
+    assert [row.direction for row in rows] == ["forward", "forward"]
+    for row in rows:
+        rate = 2 * 2 * 2 * 1024 * 16 * 4 / row.median_ms / 1e9
+        assert row.useful == (pytest.approx(rate), "TB/s")
+        assert row.tflops == pytest.approx(4 * 16 * 2 * 4 * 3 * 1024 / row.median_ms / 1e9)
 
 
 def test_names_are_checked():

@@ -44,6 +44,19 @@ def test_right_results_pass(mask, inputs):
     check(exact(mask), inputs, mask, "exact")
 
 
+def test_few_queries_and_heads_that_share_keys():
+    mask = masks.causal(align="bottom-right")((3, N), 16)
+    shapes = [(2, 4, 3, 16), (2, 2, N, 16), (2, 2, N, 16)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def attend(query, key, value):
+        return exact(mask)(query, *(x.repeat_interleave(2, 1) for x in (key, value)))
+
+    check(attend, inputs, mask, "grouped")
+    with pytest.raises(CheckError, match="heads"):
+        check(lambda q, k, v: attend(q, k.flip(1), v.flip(1)), inputs, mask, "heads swapped")
+
+
 @pytest.mark.parametrize("row", [0, N - 1])
 def test_a_wrong_output_is_named(inputs, row):
     mask = MASKS["ragged causal"]

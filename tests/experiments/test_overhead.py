@@ -16,7 +16,8 @@ def test_every_call_is_measured_and_recorded(tmp_path):
     overhead.main(heads=1, seq_len=64, head_dim=16, output=tmp_path)
     (path,) = tmp_path.glob("overhead-*.json")
     rows = json.loads(path.read_text())["rows"]
-    assert [row["call"] for row in rows] == ["forward", "forward, gradients wanted", "backward"]
+    calls = ["forward", "forward, gradients wanted", "backward", "one query"]
+    assert [row["call"] for row in rows] == calls
     for row in rows:
         assert min(row["total_us"], row["kernels_us"]) > 0
         assert row["overhead_us"] == pytest.approx(row["total_us"] - row["kernels_us"])

@@ -46,6 +46,16 @@ def test_useful_flops():
     assert replace(FULL, direction="backward").tflops == pytest.approx(2.5 * FULL.tflops)
 
 
+def test_a_record_holds_what_decoding_is_judged_by(tmp_path):
+    decoded = replace(FULL, q_len=1, kv_heads=2, key_value_bytes=8 * 10**9)
+    assert decoded.useful == (pytest.approx(1.0), "TB/s")
+    assert decoded.tflops == pytest.approx(FULL.tflops / 1024)
+    assert decoded.group != FULL.group
+    record([FULL, decoded]).save(tmp_path / "record.json")
+    assert Record.load(tmp_path / "record.json").rows == [FULL, decoded]
+    assert len(draw(record([replace(decoded, sweep="decode")]), tmp_path / "drawn")) == 1
+
+
 def test_figures_relative_to_the_full_mask_of_the_same_kernels():
     figures = relative(HALF, [PEER, FULL, HALF])
     assert figures == pytest.approx({"speedup": 1.6, "ideal": 2.0, "retention": 0.8})

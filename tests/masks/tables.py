@@ -6,7 +6,9 @@ from masks import tiles
 
 
 def decode(table, rows, transposed: bool) -> torch.Tensor:
-    """bool (mask batch, mask heads, q, k), over whole blocks: what one direction lists."""
+    """bool (mask batch, mask heads, q, k): what one direction lists, over whole blocks of its
+    columns. A kernel bounds its own rows, and relies on the table for its columns.
+    """
     (bq, bk), bank = table.block_size, tiles.unpack(table.bank, table.block_size[1])
     nq, nk = (-(-n // b) for n, b in zip(table.seq_len, table.block_size, strict=True))
     dense = torch.zeros(len(rows.bounds), nq, bq, nk, bk, dtype=torch.bool)
@@ -28,4 +30,6 @@ def decode(table, rows, transposed: bool) -> torch.Tensor:
             assert rows.partial_index[partial].tolist() == sorted(
                 rows.partial_index[partial].tolist()
             )
-    return dense.flatten(1, 2).flatten(2)[table.head_layer.long()]
+    dense = dense.flatten(1, 2).flatten(2)
+    dense = dense[:, :, : table.seq_len[1]] if transposed else dense[:, : table.seq_len[0]]
+    return dense[table.head_layer.long()]

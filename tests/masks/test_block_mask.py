@@ -51,6 +51,27 @@ def test_reblock(dense, block_size, other):
     assert torch.equal(mask.to_dense(), dense)
 
 
+@given(dense_masks(heads=True), block_sizes, block_sizes)
+def test_tables_of_other_blocks_and_how_far_blocks_fill_them(dense, block_size, other):
+    mask = BlockMask.from_dense(dense, block_size)
+    table, expected = mask.table(block_size=other), BlockMask.from_dense(dense, other)
+    assert table.block_size == other
+    assert torch.equal(table.by_query.bounds, expected.table().by_query.bounds)
+    assert torch.equal(table.bank, expected.table().bank)
+    parts = BlockMask.from_dense(dense, tuple(map(min, block_size, other)))
+    covered = parts.nnz_blocks * parts.grid.bq * parts.grid.bk
+    touched = expected.nnz_blocks * expected.grid.bq * expected.grid.bk
+    if mask.num_layers == mask.num_heads:
+        assert mask.fill(other) == (covered / touched if covered else 1.0)
+
+
+def test_tables_are_compiled_once():
+    mask = masks.local(9)(300, 16)
+    assert mask.table() is mask.table(block_size=(16, 16))
+    assert mask.table() is not mask.table(block_size=(128, 128))
+    assert mask.table(block_size=(128, 128)) is mask.table(block_size=(128, 128))
+
+
 @given(dense_masks(), block_sizes, st.data())
 def test_crop(dense, block_size, data):
     q_len, k_len = (data.draw(st.integers(1, n)) for n in dense.shape)

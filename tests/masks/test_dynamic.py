@@ -64,6 +64,17 @@ def test_topk_keeps_the_highest_scores_that_are_possible(k, seed):
     assert (lowest > highest).all()
 
 
+def test_few_queries_leave_blocks_full():
+    every = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    rows = masks.full()((1, 100), 16).keep(every).table().by_query
+    assert rows.bounds.tolist() == [[[0, 6, 6, 1]], [[7, 6, 13, 1]]]
+
+
+def test_how_far_blocks_fill_others_is_known_of_their_own_size_alone():
+    mask = BlockMask.from_topk(torch.rand(3, 3), 1, (128, 64))
+    assert (mask.fill((128, 64)), mask.fill((128, 128))) == (1.0, None)
+
+
 def test_masks_of_scores_alone():
     scores = torch.rand(5, 7)
     assert BlockMask.from_topk(scores, 9, 16).read() == masks.full()((80, 112), 16)
@@ -99,6 +110,10 @@ def test_scores_keep_their_graph_and_blocks_have_none():
         (lambda m: masks.stack([m, ~m]).keep_above(torch.ones(3, 4, 4), 0), "1 or 2 heads, got 3"),
         (lambda m: m.keep(torch.ones(4, 4, device="meta") > 0), "blocks must be on cpu"),
         (lambda m: m.keep(torch.ones(4, 4) > 0).table("meta"), "mask must be on meta, got cpu"),
+        (
+            lambda m: m.keep(torch.ones(4, 4) > 0).table(block_size=(32, 16)),
+            r"block_size must be \(16, 16\), got \(32, 16\)",
+        ),
     ],
 )
 def test_bad_input_names_the_argument(call, message):

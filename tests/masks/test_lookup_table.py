@@ -33,6 +33,11 @@ def test_both_directions_hold_the_mask(name, seq_len, block_size):
         assert int(dense.sum()) == int(expected.sum()), "a bit outside the sequence is set"
 
 
+def test_few_queries_leave_blocks_full():
+    rows = masks.full()((1, 100), (16, 16)).table().by_query
+    assert rows.bounds.tolist() == [[[0, 6, 0, 1]]]
+
+
 @pytest.mark.parametrize("block_size", [(16, 16), (32, 16), (16, 64)])
 def test_the_bank_by_key_holds_the_transposed_tiles(block_size):
     for pattern in PATTERNS.values():

@@ -5,9 +5,4 @@ for attention in flash 'butterfly()'; do
   python -m experiments.lra.seeds --seeds 3 --output "runs/listops-${attention%()}" -- \
     --preset nystromformer/listops --model.encoder.attention "$attention" --data.workers 4
 done
-# A larger model for longer.
-python -m experiments.lra.seeds --seeds 1 --output runs/listops-large -- \
-  --preset tay/listops --trainer.max_steps 30000 --data.batch_size 64 --data.workers 8 \
-  --model.encoder.attention 'local(64) | global_tokens(64)' --model.encoder.attention_dropout 0 \
-  --model.encoder.positions rotary --model.passes compiled --model.optimizer.schedule cosine \
-  --model.optimizer.learning_rate 3e-4
+python -m experiments.lra.results listops runs/listops-flash runs/listops-butterfly

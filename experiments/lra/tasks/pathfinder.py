@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from rich.progress import track
 
-from experiments.lra.tasks.hashing import split_by_hash, stream_of
+from experiments.lra.tasks.hashing import seed_of, split_by_hash, stream_of
 from experiments.lra.tasks.snakes import DIFFICULTIES, Drawing, draw
 from experiments.lra.tasks.store import Allocate, Arrays, stored
 from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
@@ -22,6 +22,7 @@ FOLDERS = {
     "intermediate": "curv_contour_length_9",
     "hard": "curv_contour_length_14",
 }
+SHORTEST = 3  # segments: distractors are a third as long
 NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -32,6 +33,8 @@ class Pathfinder(Task):
     source: "fresh" draws every image when it is asked for, with no end of training images;
         "stored" draws `sizes` images once; "released" packs the published pathfinder<side>/.
     sizes: samples of train, validation and test; seed: of the generator.
+    shorter: part of the fresh training images whose contours have fewer segments, evenly from 3
+        up: a curriculum. Validation and test have the task's own.
     skip_corrupt: leave out (and count) released images that cannot be read, instead of stopping.
     """
 
@@ -43,7 +46,13 @@ class Pathfinder(Task):
         sizes: tuple[int, int, int] = (160_000, 20_000, 20_000),
         seed: int = 0,
         skip_corrupt: bool = False,
+        shorter: float = 0.0,
     ):
+        if shorter and source != "fresh":
+            raise ValueError(f"shorter is for source 'fresh', got {shorter} and {source!r}")
+        if not 0 <= shorter <= 1:
+            raise ValueError(f"shorter must be from 0 to 1, got {shorter}")
+        self.shorter = shorter
         self.name = f"pathfinder{side}-{difficulty}"
         self.shape = Shape(seq_len=side * side, vocabulary=256, classes=2, side=side)
         self.side, self.difficulty, self.source = side, difficulty, source
@@ -57,11 +66,12 @@ class Pathfinder(Task):
         }
         if self.source == "stored":
             return {split: self._stored(data_root, split, fresh[split]) for split in SPLITS}
-        return fresh | {"train": self.images("train", ENDLESS)}
+        return fresh | {"train": self.images("train", ENDLESS, self.shorter)}
 
-    def images(self, split: str, count: int) -> "FreshImages":
+    def images(self, split: str, count: int, shorter: float = 0.0) -> "FreshImages":
         """Images 0 to count - 1 of a split, drawn when they are asked for."""
-        return FreshImages(self.side, DIFFICULTIES[self.difficulty], split, self.seed, count)
+        segments = DIFFICULTIES[self.difficulty]
+        return FreshImages(self.side, segments, split, self.seed, count, shorter)
 
     def _stored(self, data_root: Path, split: str, fresh: "FreshImages") -> "PackedImages":
         name = f"{self.name}-seed{self.seed}-{split}-{len(fresh)}"
@@ -88,9 +98,12 @@ class Pathfinder(Task):
 class FreshImages:
     """Images that are functions of split, seed and index."""
 
-    def __init__(self, side: int, segments: int, split: str, seed: int, count: int):
-        self.side, self.segments, self.count = side, segments, count
+    def __init__(
+        self, side: int, segments: int, split: str, seed: int, count: int, shorter: float = 0.0
+    ):
+        self.side, self.segments, self.count, self.shorter = side, segments, count, shorter
         self.stream = stream_of("pathfinder", side, segments, seed, split)
+        self.lengths = stream_of("pathfinder", "segments", seed, split)
 
     def __len__(self) -> int:
         return self.count
@@ -100,7 +113,14 @@ class FreshImages:
         return [drawing.image.reshape(-1)], drawing.label
 
     def draw(self, index: int, moved: bool = False) -> Drawing:
-        return draw(self.side, self.segments, self.stream, index, moved)
+        return draw(self.side, self.segments_of(index), self.stream, index, moved)
+
+    def segments_of(self, index: int) -> int:
+        """Segments of the marked contours of an image."""
+        part = int(seed_of(self.lengths, np.uint64(index))) / 2**64
+        if part >= self.shorter:
+            return self.segments
+        return SHORTEST + int(part / self.shorter * (self.segments - SHORTEST))
 
     def pack(self, allocate: Allocate) -> None:
         """Draws all images into arrays, on every core."""

@@ -70,6 +70,16 @@ def _write(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> N
             "sha256": {name: content_hash(array) for name, array in arrays.items()},
         }
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        draft.rename(folder)
+        _name(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _name(draft: Path, folder: Path) -> None:
+    """Gives a complete draft its name, unless another process was first: what that one generated
+    is then read, and checked against the facts, by both."""
+    try:
+        draft.rename(folder)
+    except OSError:
+        if not (folder / MANIFEST).exists():
+            raise

@@ -1,7 +1,7 @@
 """The backend "hopper": Gluon kernels for GPUs of compute capability 9.0.
 
-`why_not`, `forward` and `backward` make a sparseflash.backends.Backend. Triton is imported by the
-first call that needs it, so this package can be imported where Triton is not installed.
+The functions make a sparseflash.backends.Backend. Triton is imported by the first call that needs
+it, so this package can be imported where Triton is not installed.
 """
 
 from functools import lru_cache
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.spec import AttentionSpec
+from sparseflash.spec import TILE, AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 192, 256)
 FAST_HEAD_DIMS = (128,)
-BLOCK_SIZE = (128, 128)
 CAPABILITY = (9, 0)
+# By the shorter side of the mask's blocks: the fill of tiles from which on they take less time
+# than the blocks themselves do elsewhere.
+LEAST_FILL = {16: 0.3, 32: 0.6, 64: 0.9}
 
 
 def why_not(spec: AttentionSpec) -> list[str]:
@@ -34,18 +36,41 @@ def why_not(spec: AttentionSpec) -> list[str]:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim is {spec.head_dim}, needs one of {HEAD_DIMS}")
-    if spec.block_size != BLOCK_SIZE:
-        reasons.append(f"block_size is {spec.block_size}, needs {BLOCK_SIZE}")
-    if spec.dropout_p:
-        reasons.append(f"dropout_p is {spec.dropout_p}, needs 0: the kernels have no dropout")
+    if spec.fill is None:
+        reasons.append(
+            f"block_size is {spec.block_size}, needs {TILE} where the device chooses the blocks"
+        )
     return reasons
+
+
+def tiling(spec: AttentionSpec) -> tuple[int, int]:
+    """The blocks of the table that the kernels read, whatever those of the mask."""
+    return TILE
+
+
+def describe(
+    query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
+) -> dict[str, str]:
+    """How a mask of other blocks is served; see sparseflash.backends.Backend."""
+    if spec.block_size == TILE or spec.fill is None:
+        return {}
+    return {"tiles": f"{TILE}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"}
 
 
 def pass_over(spec: AttentionSpec) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
+    reasons = []
     if spec.head_dim not in FAST_HEAD_DIMS:
-        return [f"head_dim is {spec.head_dim}, at which others are as fast"]
-    return []
+        reasons.append(f"head_dim is {spec.head_dim}, at which others are as fast")
+    least = LEAST_FILL.get(min(spec.block_size), 0.0)
+    if spec.fill is not None and spec.fill < least:
+        reasons.append(
+            f"blocks of {spec.block_size} cover {spec.fill:.0%} of the {TILE} tiles that they "
+            f"touch, which pays from {least:.0%} on"
+        )
+    if spec.few_queries:
+        reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")
+    return reasons
 
 
 @lru_cache(maxsize=64)
@@ -65,7 +90,7 @@ def forward(
     """(out, lse); see sparseflash.backends.Backend."""
     from sparseflash.backends.hopper import forward_pass
 
-    return forward_pass.forward(query, key, value, table, key_lengths, spec)
+    return forward_pass.forward(query, key, value, table, key_lengths, seed, spec)
 
 
 def backward(
@@ -86,5 +111,5 @@ def backward(
     from sparseflash.backends.hopper import backward_pass
 
     saved = (query, key, value, out, lse)
-    call = (table, key_lengths, spec, needs[:3])
+    call = (table, key_lengths, seed, spec, needs[:3])
     return *backward_pass.backward(grad_out, grad_lse, *saved, *call), None, None

@@ -14,15 +14,23 @@ from torch import Tensor
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import launch
-from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.backends.hopper.row_terms import row_terms
 from sparseflash.spec import AttentionSpec
 
-# Buffers of keys and values for dQ; of queries and dO, and of keys and values, for dK and dV.
-QUERY_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 2}}
-KEY_STAGES = {64: {"STAGES": 6, "KEY_STAGES": 2}, 128: {"STAGES": 3, "KEY_STAGES": 2}}
+# By the width of tiles: the keys of a tile for dQ, and buffers of keys and values; buffers of
+# queries and dO, and of keys and values, for dK and dV.
+KEYS = {64: 128, 128: 128, 256: 64}
+QUERY_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 2}, 256: {"STAGES": 1}}
+KEY_STAGES = {
+    64: {"STAGES": 6, "KEY_STAGES": 2},
+    128: {"STAGES": 3, "KEY_STAGES": 2},
+    256: {"STAGES": 1, "KEY_STAGES": 1},
+}
+# Registers do not hold both dK and dV of tiles that are wider.
+WIDEST_TOGETHER = 128
 
 
 def backward(
@@ -35,6 +43,7 @@ def backward(
     lse: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
+    seed: int,
     spec: AttentionSpec,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -49,37 +58,56 @@ def backward(
     grad_query = grad_key = grad_value = None
     with on_device(query.device):
         terms = row_terms(grad_out, out, lse, grad_lse)
-        call = (query, grad_out, key, value, terms, table, key_lengths, spec)
+        call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
         if needs_query:
             grad_query = _query_gradient(*call)
-        if needs_key or needs_value:
-            grad_key, grad_value = _key_value_gradient(*call)
+        if launch.width(spec.head_dim) <= WIDEST_TOGETHER:
+            if needs_key or needs_value:
+                grad_key, grad_value = _key_value_gradient(*call)
+        else:
+            if needs_key:
+                grad_key, _ = _key_value_gradient(*call, with_value=False)
+            if needs_value:
+                _, grad_value = _key_value_gradient(*call, with_key=False)
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 
-def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, spec) -> Tensor:
+def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, seed, spec) -> Tensor:
     grad_query = torch.empty_like(query)
+    width = launch.width(spec.head_dim)
     tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
-        *(launch.tiles_of(x, BLOCK.value) for x in (key, value)),
+        *(launch.tiles_of(x, KEYS[width]) for x in (key, value)),
         *(launch.tiles_of(grad_query, PART.value), terms),
     )
-    stages = QUERY_STAGES[spec.head_dim]
-    launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, spec, stages)
+    stages = QUERY_STAGES[width]
+    launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, seed, spec, stages)
     return grad_query
 
 
 def _key_value_gradient(
-    query, grad_out, key, value, terms, table, key_lengths, spec
-) -> tuple[Tensor, Tensor]:
-    grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+    query,
+    grad_out,
+    key,
+    value,
+    terms,
+    table,
+    key_lengths,
+    seed,
+    spec,
+    with_key=True,
+    with_value=True,
+) -> tuple[Tensor | None, Tensor | None]:
+    grad_key = torch.empty_like(key) if with_key else None
+    grad_value = torch.empty_like(value) if with_value else None
     tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
         launch.terms_of(terms, PART.value),
-        *(launch.tiles_of(x, PART.value) for x in (key, value, grad_key, grad_value)),
+        *(launch.tiles_of(x, PART.value) for x in (key, value)),
+        *(x if x is None else launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
     )
-    stages = KEY_STAGES[spec.head_dim]
+    stages = KEY_STAGES[launch.width(spec.head_dim)]
     launch.launch_pass(
-        key_value_gradient_kernel, tensors, table, key_lengths, spec, stages, by_key=True
+        key_value_gradient_kernel, tensors, table, key_lengths, seed, spec, stages, by_key=True
     )
     return grad_key, grad_value

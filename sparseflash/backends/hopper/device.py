@@ -51,6 +51,19 @@ class Ring(NamedTuple):
     emptied: gl.shared_memory_descriptor
 
 
+class Dropout(NamedTuple):
+    """All None without dropout.
+
+    seed_low, seed_high: signed words; threshold: less 2^31, so that words compare as signed
+    keep_scale:          1 / (1 - dropout_p)
+    """
+
+    seed_low: gl.tensor
+    seed_high: gl.tensor
+    threshold: gl.tensor
+    keep_scale: gl.tensor
+
+
 class Call(NamedTuple):
     """What all partitions of a kernel know of a call.
 
@@ -64,6 +77,7 @@ class Call(NamedTuple):
     counter: gl.tensor
     turns: Ring
     scale2: gl.tensor
+    dropout: Dropout
 
 
 class Walk(NamedTuple):
@@ -86,7 +100,7 @@ def unspecialized(*pointers: str) -> dict[str, list[str]]:
     pointer its alignment.
     """
     return {
-        "do_not_specialize": [*Sizes._fields],
+        "do_not_specialize": [*Sizes._fields, *Dropout._fields],
         "do_not_specialize_on_alignment": [*Table._fields, *pointers],
     }
 
@@ -206,12 +220,15 @@ def load_keys(keys, values, key_ring, value_ring, call, batch, kv_head, walk, st
 def load_blocks(keys, values, key_ring, value_ring, batch, head, index, start, count,
                 stage, phase, STAGES: gl.constexpr):  # fmt: skip
     """Loads the keys and values of listed blocks; the index is read one block ahead."""
+    COLUMNS: gl.constexpr = keys.block_type.shape[2]
     block = gl.load(index + start)
     for i in range(start, start + count):
         ahead = gl.load(index + i + 1)
-        fill(key_ring, keys, batch, head, block * BLOCK, stage, phase)
-        fill(value_ring, values, batch, head, block * BLOCK, stage, phase)
-        stage, phase = advance(stage, phase, STAGES)
+        for part in gl.static_range(BLOCK // COLUMNS):
+            token = block * BLOCK + part * COLUMNS
+            fill(key_ring, keys, batch, head, token, stage, phase)
+            fill(value_ring, values, batch, head, token, stage, phase)
+            stage, phase = advance(stage, phase, STAGES)
         block = ahead
     return stage, phase
 
@@ -302,6 +319,21 @@ def walk_queries(call, batch, head, row):
 
 
 @gluon.jit
+def listed_token(call, walk, i, TOKENS: gl.constexpr):
+    """The first token of the i-th tile of TOKENS tokens of a walk."""
+    table = call.table
+    PARTS: gl.constexpr = BLOCK // TOKENS
+    listed = i // PARTS
+    is_partial = listed < walk.partials
+    after = listed - walk.partials - walk.cuts
+    partial = table.partial_index + walk.partial_start + listed
+    full = table.full_index + walk.full_start + gl.where(after < 0, walk.fulls, after)
+    block = gl.load(partial, mask=is_partial, other=0)
+    block += gl.load(full, mask=is_partial == 0, other=0)
+    return block * BLOCK + i % PARTS * TOKENS
+
+
+@gluon.jit
 def count_below(index, start, count, limit):
     """How many of the ascending entries index[start : start + count] are below `limit`."""
     low = count * 0
@@ -331,22 +363,30 @@ def mask_words(table, entry, first_row, first_word, COLUMNS: gl.constexpr,
 
 
 @gluon.jit
-def key_mask_words(call, walk, i, first_row, LAYOUT: gl.constexpr):
-    """mask_words of the i-th block of a row of queries, with the bits of keys past `length` 0."""
+def key_mask_words(call, walk, i, first_row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """mask_words of the i-th tile of COLUMNS keys of a row of queries, with the bits of keys past
+    `length` 0.
+    """
     table = call.table
-    words = mask_words(table, walk.partial_start + i, first_row, 0, BLOCK, LAYOUT)
+    PARTS: gl.constexpr = BLOCK // COLUMNS
+    block, first_key = i // PARTS, i % PARTS * COLUMNS
+    entry = walk.partial_start + block
+    words = mask_words(table, entry, first_row, first_key // 32, COLUMNS, LAYOUT)
     if call.key_lengths is not None:
-        is_partial = i < walk.partials
+        is_partial = block < walk.partials
         every = gl.where(is_partial, 0, -1)
-        partial = gl.load(table.partial_index + walk.partial_start + i)
+        partial = gl.load(table.partial_index + entry)
         cut = gl.load(table.full_index + walk.full_start + walk.fulls)
-        keys = walk.length - gl.where(is_partial, partial, cut) * BLOCK
-        words = (
-            (words[0] | every) & low_bits(keys),
-            (words[1] | every) & low_bits(keys - 32),
-            (words[2] | every) & low_bits(keys - 64),
-            (words[3] | every) & low_bits(keys - 96),
-        )
+        keys = walk.length - gl.where(is_partial, partial, cut) * BLOCK - first_key
+        bounded = ((words[0] | every) & low_bits(keys), (words[1] | every) & low_bits(keys - 32))
+        if COLUMNS == BLOCK:
+            bounded = (
+                bounded[0],
+                bounded[1],
+                (words[2] | every) & low_bits(keys - 64),
+                (words[3] | every) & low_bits(keys - 96),
+            )
+        words = bounded
     return words
 
 

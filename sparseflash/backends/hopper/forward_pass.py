@@ -15,13 +15,14 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.hopper import device, launch
+from sparseflash.backends.hopper import device, dropout, launch
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    opaque,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -29,7 +30,13 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 from sparseflash.spec import AttentionSpec
 
-STAGES = {64: {"STAGES": 4, "QUERY_STAGES": 3}, 128: {"STAGES": 2, "QUERY_STAGES": 2}}
+# By the width of tiles: the keys of a tile, and buffers of keys and values and of queries.
+KEYS = {64: 128, 128: 128, 256: 64}
+STAGES = {
+    64: {"STAGES": 4, "QUERY_STAGES": 3},
+    128: {"STAGES": 2, "QUERY_STAGES": 2},
+    256: {"STAGES": 2, "QUERY_STAGES": 1},
+}
 
 
 def forward(
@@ -38,6 +45,7 @@ def forward(
     value: Tensor,
     table: LookupTable,
     key_lengths: Tensor | None,
+    seed: int,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.Backend."""
@@ -45,15 +53,14 @@ def forward(
     key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    width = launch.width(spec.head_dim)
     tensors = (
         launch.tiles_of(query, PART.value),
-        *(launch.tiles_of(x, BLOCK.value) for x in (key, value)),
+        *(launch.tiles_of(x, KEYS[width]) for x in (key, value)),
         *(launch.tiles_of(out, PART.value), lse),
     )
     with on_device(query.device):
-        launch.launch_pass(
-            forward_kernel, tensors, table, key_lengths, spec, STAGES[spec.head_dim]
-        )
+        launch.launch_pass(forward_kernel, tensors, table, key_lengths, seed, spec, STAGES[width])
     return out, lse
 
 
@@ -62,6 +69,7 @@ def forward_kernel(
     queries, keys, values, outs, lse,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
+    seed_low, seed_high, threshold, keep_scale,
     GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
@@ -69,7 +77,9 @@ def forward_kernel(
     query_ring = device.ring(queries, 2 * QUERY_STAGES, 1)
     key_ring = device.ring(keys, STAGES, 2)
     value_ring = device.ring(values, STAGES, 2)
-    call = device.Call(table, sizes, key_lengths, counter, device.number_ring(), scale2)
+    turns = device.number_ring()
+    drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
+    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
     rings = (query_ring, key_ring, value_ring)
     gl.warp_specialize(
@@ -113,9 +123,11 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
 def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
-    query_ring, key_ring, value_ring = rings
+    query_ring, key_ring, _ = rings
     DIMS: gl.constexpr = outs.block_type.shape[3]
-    SCORES: gl.constexpr = device.product_layout(BLOCK)
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
+    PARTS: gl.constexpr = BLOCK // COLUMNS
+    SCORES: gl.constexpr = device.product_layout(COLUMNS)
     OUT: gl.constexpr = device.product_layout(DIMS)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     offsets = gl.arange(0, PART, layout=ROWS)
@@ -128,61 +140,45 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     while tile < call.sizes.tiles:
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        masked = walk.partials + walk.cuts
-        count = masked + walk.fulls
+        masked = (walk.partials + walk.cuts) * PARTS
+        count = masked + walk.fulls * PARTS
         previous = buffer
         buffer = query_stage * 2 + MEMBER
-        query = device.matrix(query_ring, buffer)
+        pair = batch * call.sizes.heads + head
+        start = row * BLOCK + MEMBER * PART
         peak = gl.full([PART], device.NEG_INF, gl.float32, ROWS)
         total = gl.zeros([PART], gl.float32, ROWS)
         acc = gl.zeros([PART, DIMS], gl.float32, OUT)
+        owed = (done > 0) & (QUERY_STAGES > 1)
+        if QUERY_STAGES == 1:
+            hand_back(query_ring, previous, done > 0)
         mbarrier.wait(query_ring.filled.index(buffer), query_phase)
-        if count > 0:
-            stage, phase = device.advance(stage, phase, STAGES)
-            mbarrier.wait(key_ring.filled.index(stage), phase)
-            key = device.matrix(key_ring, stage)
-            zeros = gl.zeros([PART, BLOCK], gl.float32, SCORES)
-            scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            device.release(key_ring, stage)
-            if MASKED and masked > 0:
-                words = device.key_mask_words(call, walk, 0, MEMBER * PART, SCORES)
-                scores = gl.where(device.attended(words, BLOCK, SCORES), scores, device.NEG_INF)
-            p, peak, _ = softmax(scores, peak, call.scale2, MASKED)
-            total = gl.sum(p, axis=1)
-            weights = device.operand(p, outs.dtype, OUT)
-            hand_back(query_ring, previous, done)
-            mbarrier.wait(value_ring.filled.index(stage), phase)
-            if MASKED:
-                for i in range(1, masked):
-                    acc, peak, total, weights, stage, phase = step(
-                        acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-                        call, walk, i, MEMBER, True, STAGES, SCORES, OUT,
-                    )  # fmt: skip
-            for i in range(gl.maximum(masked, 1), count):
-                acc, peak, total, weights, stage, phase = step(
-                    acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-                    call, walk, i, MEMBER, False, STAGES, SCORES, OUT,
-                )  # fmt: skip
-            acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            device.release(value_ring, stage)
-        else:
-            hand_back(query_ring, previous, done)
+        if MASKED:
+            acc, peak, total, stage, phase = attend_tiles(
+                acc, peak, total, stage, phase, buffer, rings, previous, owed,
+                call, walk, pair, start, 0, masked, MEMBER, True, STAGES, SCORES, OUT,
+            )  # fmt: skip
+        acc, peak, total, stage, phase = attend_tiles(
+            acc, peak, total, stage, phase, buffer, rings, previous, owed & (masked == 0),
+            call, walk, pair, start, masked, count, MEMBER, False, STAGES, SCORES, OUT,
+        )  # fmt: skip
+        if count == 0:
+            hand_back(query_ring, previous, owed)
         empty = total == 0.0
         total = gl.where(empty, 1.0, total)
         row_lse = gl.where(
             empty, device.NEG_INF, (peak * call.scale2 + gl.log2(total)) * device.LN2
         )
-        tokens = row * BLOCK + MEMBER * PART + offsets
-        lse_row = lse + (batch * call.sizes.heads + head).to(gl.int64) * call.sizes.q_len
+        tokens = start + offsets
+        lse_row = lse + pair.to(gl.int64) * call.sizes.q_len
         gl.store(lse_row + tokens, row_lse, mask=tokens < call.sizes.q_len)
-        weight = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT), assert_trivial=True)
+        weight = 1.0 / total
+        if call.dropout.threshold is not None:
+            weight = weight * call.dropout.keep_scale
         # The last product that reads the queries is done: their buffer holds O on its way out.
-        query.store((acc * gl.expand_dims(weight, 1)).to(outs.dtype))
+        device.matrix(query_ring, buffer).store(scaled(acc, weight, OUT).to(outs.dtype))
         fence_async_shared()
-        token = row * BLOCK + MEMBER * PART
-        store_tile(outs, [batch, head, token, 0], query_ring.buffers.index(buffer))
+        store_tile(outs, [batch, head, start, 0], query_ring.buffers.index(buffer))
         query_stage, query_phase = device.advance(query_stage, query_phase, QUERY_STAGES)
         done += 1
         tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
@@ -190,34 +186,95 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
 
 
 @gluon.jit
+def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
+                 call, walk, pair, start, begin, end, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+                 STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Adds tiles `begin` to `end` of a row, which are all of partial blocks or all of full ones.
+
+    P does not go from one loop to another: there the compiler would take it apart, and put it
+    together again at every step.
+
+    buffer: that of the queries; previous, owed: that of the row before, and whether it is to be
+        handed back
+    """
+    query_ring, key_ring, value_ring = rings
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
+    if begin < end:
+        query = device.matrix(query_ring, opaque(buffer))
+        stage, phase = device.advance(stage, phase, STAGES)
+        mbarrier.wait(key_ring.filled.index(stage), phase)
+        key = device.matrix(key_ring, stage)
+        zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
+        scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        device.release(key_ring, stage)
+        if PARTIAL:
+            words = device.key_mask_words(call, walk, begin, MEMBER * PART, COLUMNS, SCORES)
+            scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
+        p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
+        total = total * decay + gl.sum(p, axis=1)
+        if call.dropout.threshold is not None:
+            token = device.listed_token(call, walk, begin, COLUMNS)
+            kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
+            p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
+        acc = scaled(acc, decay, OUT)
+        weights = device.operand(p, query.dtype, OUT)
+        hand_back(query_ring, previous, owed)
+        mbarrier.wait(value_ring.filled.index(stage), phase)
+        for i in range(begin + 1, end):
+            acc, peak, total, weights, stage, phase = step(
+                acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
+                call, walk, pair, start, i, MEMBER, PARTIAL, STAGES, SCORES, OUT,
+            )  # fmt: skip
+        acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        device.release(value_ring, stage)
+    return acc, peak, total, stage, phase
+
+
+@gluon.jit
 def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-         call, walk, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
-         SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
-    """Scores and softmax of block i; O += P V of the block before, which is at `stage`."""
+         call, walk, pair, start, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+         STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Scores and softmax of tile i; O += P V of the tile before, which is at `stage`.
+
+    pair: of batch and head; start: the first query
+    """
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     value = device.matrix(value_ring, stage)
     last = stage
     stage, phase = device.advance(stage, phase, STAGES)
     if PARTIAL:
-        words = device.key_mask_words(call, walk, i, MEMBER * PART, SCORES)
-    zeros = gl.zeros([PART, BLOCK], gl.float32, SCORES)
+        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
+    zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     acc = warpgroup_mma(weights, value, acc, is_async=True)
+    if call.dropout.threshold is not None:
+        token = device.listed_token(call, walk, i, COLUMNS)
+        kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     device.release(key_ring, stage)
     if PARTIAL:
-        scores = gl.where(device.attended(words, BLOCK, SCORES), scores, device.NEG_INF)
+        scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
     total = total * decay + gl.sum(p, axis=1)
+    if call.dropout.threshold is not None:
+        p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
     # The compiler would move the wait for O += P V up across the softmax, but not across this one.
     mbarrier.wait(value_ring.filled.index(stage), phase)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     device.release(value_ring, last)
-    acc = acc * gl.expand_dims(
-        gl.convert_layout(decay, gl.SliceLayout(1, OUT), assert_trivial=True), 1
-    )
+    acc = scaled(acc, decay, OUT)
     return acc, peak, total, device.operand(p, value.dtype, OUT), stage, phase
+
+
+@gluon.jit
+def scaled(acc, factor, OUT: gl.constexpr):
+    """The rows of `acc` times their factors."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT), assert_trivial=True)
+    return acc * gl.expand_dims(factor, 1)
 
 
 @gluon.jit
@@ -232,7 +289,7 @@ def softmax(scores, peak, scale2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def hand_back(query_ring, buffer, done):
-    """Returns the buffer of the tile before to `produce` once its O has left it."""
+def hand_back(query_ring, buffer, owed):
+    """Returns the buffer of the row before to `produce` once its O has left it."""
     wait_for_stores(0)
-    mbarrier.arrive(query_ring.emptied.index(buffer), count=1, pred=done > 0)
+    mbarrier.arrive(query_ring.emptied.index(buffer), count=1, pred=owed)

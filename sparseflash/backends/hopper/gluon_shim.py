@@ -21,6 +21,7 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
+    "opaque",
     "store_tile",
     "wait_for_stores",
     "warpgroup_mma",
@@ -31,3 +32,19 @@ __all__ = [
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+
+
+@gluon.jit
+def opaque(number):
+    """The number, which is the same in all threads, as one that the compiler knows nothing about.
+
+    ptxas of CUDA 12.8 computes an address once for two branches, but only in the first of them.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+        "=r,r",
+        [number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,10 +1,11 @@
 """The kernel of dK and dV: key rows; a program sums over the query heads of its key head.
 
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, which stay in registers as the left operands of
-dV += P^T dO and dK += dS^T Q. Tiles of 64 queries leave registers for both sums.
+dV += P^T dO and dK += dS^T Q. Tiles of 64 queries leave registers for both sums, up to 128 dims;
+for more the kernel runs once for each of them, with None for the other.
 """
 
-from sparseflash.backends.hopper import device
+from sparseflash.backends.hopper import device, dropout
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
@@ -24,24 +25,28 @@ def key_value_gradient_kernel(
     queries, grad_outs, terms, keys, values, grad_keys, grad_values,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
+    seed_low, seed_high, threshold, keep_scale,
     GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
-    rings = (
-        device.ring(queries, STAGES, 2),
-        device.ring(grad_outs, STAGES, 2),
-        device.ring(keys, 2 * KEY_STAGES, 1),
-        device.ring(values, 2 * KEY_STAGES, 1),
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout),
-    )
-    call = device.Call(table, sizes, key_lengths, counter, device.number_ring(), scale2)
+    query_ring = device.ring(queries, STAGES, 2)
+    grad_out_ring = device.ring(grad_outs, STAGES, 2)
+    key_ring = device.ring(keys, 2 * KEY_STAGES, 1)
+    value_ring = key_ring  # dV alone needs no values, and leaves by the buffers of keys
+    if grad_keys is not None:
+        value_ring = device.ring(values, 2 * KEY_STAGES, 1)
+    term_buffers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout)
+    rings = (query_ring, grad_out_ring, key_ring, value_ring, term_buffers)
+    turns = device.number_ring()
+    drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
+    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
     gl.warp_specialize(
         [
             (consume, (grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES, KEY_STAGES)),
             (consume, (grad_keys, grad_values, rings, call, 1, GROUP, MASKED, STAGES, KEY_STAGES)),
-            (produce, (queries, grad_outs, terms, keys, values, rings, call,
+            (produce, (queries, grad_outs, terms, keys, values, grad_keys, rings, call,
                        GROUP, STAGES, KEY_STAGES)),
         ],
         [4, 1],
@@ -50,8 +55,8 @@ def key_value_gradient_kernel(
 
 
 @gluon.jit
-def produce(queries, grad_outs, terms, keys, values, rings, call, GROUP: gl.constexpr,
-            STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
+def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
+            GROUP: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
     query_ring, grad_out_ring, key_ring, value_ring, term_buffers = rings
     stage, phase = 0, 1
@@ -65,7 +70,8 @@ def produce(queries, grad_outs, terms, keys, values, rings, call, GROUP: gl.cons
             token = row * BLOCK + part * PART
             buffer = key_stage * 2 + part
             device.fill(key_ring, keys, batch, kv_head, token, buffer, key_phase)
-            device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
+            if grad_keys is not None:
+                device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
         key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
         for member in range(GROUP):
             head = kv_head * GROUP + member
@@ -111,62 +117,81 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
             MASKED: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
     """Computes the rows of one half of each tile. `stage` is that of the next tile of queries."""
     query_ring, grad_out_ring, key_ring, value_ring, term_buffers = rings
-    DIMS: gl.constexpr = grad_keys.block_type.shape[3]
+    DIMS: gl.constexpr = key_ring.buffers.shape[4]
+    DTYPE: gl.constexpr = key_ring.buffers.dtype
+    WITH_KEYS: gl.constexpr = grad_keys is not None
+    WITH_VALUES: gl.constexpr = grad_values is not None
     SCORES: gl.constexpr = device.product_layout(PART)
     GRAD: gl.constexpr = device.product_layout(DIMS)
-    offsets = MEMBER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
+    offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
     stage, phase = 0, 0
     key_stage, key_phase = 0, 0
     turn, turn_phase = 0, 0
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         batch, kv_head, row = device.locate(call, tile, GROUP)
+        start = row * BLOCK + MEMBER * PART
         length = device.key_length(call, batch)
         buffer = key_stage * 2 + MEMBER
         key, value = device.matrix(key_ring, buffer), device.matrix(value_ring, buffer)
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
         dv = gl.zeros([PART, DIMS], gl.float32, GRAD)
         mbarrier.wait(key_ring.filled.index(buffer), key_phase)
-        mbarrier.wait(value_ring.filled.index(buffer), key_phase)
+        if WITH_KEYS:
+            mbarrier.wait(value_ring.filled.index(buffer), key_phase)
         for member in range(GROUP):
-            walk = device.walk_queries(call, batch, kv_head * GROUP + member, row)
+            head = kv_head * GROUP + member
+            pair = batch * call.sizes.heads + head
+            walk = device.walk_queries(call, batch, head, row)
             # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
             # keys only in front of the first, which a row without partial blocks jumps over.
             for i in range(0, 2 * (walk.partials + walk.fulls)):
                 if MASKED and i < 2 * walk.partials:
                     dk, dv = step(
                         dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
-                        stage, phase, call, walk, MEMBER, True, SCORES, GRAD,
+                        stage, phase, call, walk, pair, start, MEMBER, True,
+                        WITH_KEYS, WITH_VALUES, SCORES, GRAD,
                     )  # fmt: skip
                 else:
                     dk, dv = step(
                         dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
-                        stage, phase, call, walk, MEMBER, False, SCORES, GRAD,
+                        stage, phase, call, walk, pair, start, MEMBER, False,
+                        WITH_KEYS, WITH_VALUES, SCORES, GRAD,
                     )  # fmt: skip
                 stage, phase = device.advance(stage, phase, STAGES)
         dk = dk * (call.scale2 * device.LN2)
+        if call.dropout.threshold is not None:
+            dv = dv * call.dropout.keep_scale
         if call.key_lengths is not None:
-            kept = gl.expand_dims(row * BLOCK + offsets < length, 1)
-            dk, dv = gl.where(kept, dk, 0.0), gl.where(kept, dv, 0.0)
+            inside = gl.expand_dims(start + offsets < length, 1)
+            dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
         # All products are done: the buffers of keys and values hold dK and dV on their way out.
-        key.store(dk.to(grad_keys.dtype))
-        value.store(dv.to(grad_values.dtype))
+        if WITH_KEYS:
+            key.store(dk.to(DTYPE))
+        if WITH_VALUES:
+            value.store(dv.to(DTYPE))
         fence_async_shared()
-        token = row * BLOCK + MEMBER * PART
-        store_tile(grad_keys, [batch, kv_head, token, 0], key_ring.buffers.index(buffer))
-        store_tile(grad_values, [batch, kv_head, token, 0], value_ring.buffers.index(buffer))
+        if WITH_KEYS:
+            store_tile(grad_keys, [batch, kv_head, start, 0], key_ring.buffers.index(buffer))
+        if WITH_VALUES:
+            store_tile(grad_values, [batch, kv_head, start, 0], value_ring.buffers.index(buffer))
         wait_for_stores(0)
         device.release(key_ring, buffer)
-        device.release(value_ring, buffer)
+        if WITH_KEYS:
+            device.release(value_ring, buffer)
         key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
         tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
 
 
 @gluon.jit
 def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, phase,
-         call, walk, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+         call, walk, pair, start, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+         WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr,
          SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
-    """(dK + dS^T Q, dV + P^T dO) of the i-th half of the listed blocks."""
+    """(dK + dS^T Q, dV + P^T dO) of the i-th half of the listed blocks.
+
+    pair: of batch and head; start: the first key
+    """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     if PARTIAL:
         entry = walk.partial_start + i // 2
@@ -176,20 +201,34 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
     mbarrier.wait(query_ring.filled.index(stage), phase)
     scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(grad_out_ring.filled.index(stage), phase)
-    dp = warpgroup_mma(value, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if WITH_KEYS:
+        dp = warpgroup_mma(value, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if call.dropout.threshold is not None:
+        token = device.listed_token(call, walk, i, PART)
+        kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
+        kept = dropout.transposed(kept, SCORES)
     lse2 = term_buffers.index(2 * stage).reshape([PART]).load(COLUMNS)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
     if PARTIAL:
         p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
-    weights = device.operand(p, query.dtype, GRAD)
-    dv = warpgroup_mma(weights, grad_out, dv, is_async=True)
-    delta = term_buffers.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = device.operand(p * (dp - gl.expand_dims(delta, 0)), query.dtype, GRAD)
-    dk = warpgroup_mma(ds, query, dk, is_async=True)
-    dv = warpgroup_mma_wait(1, deps=(dv,))
+    if WITH_VALUES:
+        weights = p
+        if call.dropout.threshold is not None:
+            weights = gl.where(kept, p, 0.0)
+        weights = device.operand(weights, query.dtype, GRAD)
+        dv = warpgroup_mma(weights, grad_out, dv, is_async=True)
+    if WITH_KEYS:
+        delta = term_buffers.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
+        dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
+        if call.dropout.threshold is not None:
+            dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
+        ds = device.operand(p * (dp - gl.expand_dims(delta, 0)), query.dtype, GRAD)
+        dk = warpgroup_mma(ds, query, dk, is_async=True)
+    if WITH_VALUES:
+        dv = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(dv,))
     device.release(grad_out_ring, stage)
-    dk = warpgroup_mma_wait(0, deps=(dk,))
+    if WITH_KEYS:
+        dk = warpgroup_mma_wait(0, deps=(dk,))
     device.release(query_ring, stage)
     return dk, dv

@@ -20,9 +20,10 @@ GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 def launch_pass(
     kernel: gluon.jit,
-    tensors: tuple[TensorDescriptor | Tensor, ...],
+    tensors: tuple[TensorDescriptor | Tensor | None, ...],
     table: LookupTable,
     key_lengths: Tensor | None,
+    seed: int,
     spec: AttentionSpec,
     stages: dict[str, int],
     by_key: bool = False,
@@ -30,7 +31,7 @@ def launch_pass(
     """Launches a persistent kernel over the query rows of a table, or over its key rows.
 
     Its parameters are `tensors`; device.Table; key_lengths; the counter; device.Sizes; scale2;
-    GROUP, MASKED and `stages`, the sizes of its rings.
+    device.Dropout; GROUP, MASKED and `stages`, the sizes of its rings.
     """
     rows = table.by_key if by_key else table.by_query
     (counter, *sizes), grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads)
@@ -38,11 +39,12 @@ def launch_pass(
         *tensors,
         *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
         *(key_lengths, counter, *sizes, spec.scale * LOG2E.value),
+        *_dropout_arguments(spec.dropout_p, seed),
     )
     group = spec.heads // spec.kv_heads
     masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
-    facts = (spec.device, spec.dtype, spec.head_dim, group, masked)
-    variant = (*facts, key_lengths is None, counter is None)
+    facts = (spec.device, spec.dtype, spec.head_dim, group, masked, spec.dropout_p > 0)
+    variant = (*facts, *(x is None for x in (*tensors, key_lengths, counter)))
     launch(kernel, grid, arguments, variant, {"GROUP": group, "MASKED": masked} | stages | OPTIONS)
 
 
@@ -69,8 +71,13 @@ def addressable_strides(
     return (*outer, inner)
 
 
+def width(head_dim: int) -> int:
+    """Dims of a tile: a power of 2. What lies past head_dim is zero in shared memory alone."""
+    return 1 << (head_dim - 1).bit_length()
+
+
 def tiles_of(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """The (rows, dims) tiles of an addressable tensor (batch, heads, tokens, dims)."""
+    """The (rows, width) tiles of an addressable tensor (batch, heads, tokens, dims)."""
     return _Descriptor(tensor, *_tiling(tensor.shape, tensor.stride(), tensor.dtype, rows))
 
 
@@ -93,7 +100,7 @@ class _Descriptor(TensorDescriptor):
 @lru_cache(maxsize=4096)
 def _tiling(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> tuple:
     """(shape, strides, tile, layout)"""
-    tile = [1, 1, rows, shape[-1]]
+    tile = [1, 1, rows, width(shape[-1])]
     layout = gl.NVMMASharedLayout.get_default_for(tile, GLUON_DTYPES[dtype])
     return list(shape), list(addressable_strides(shape, strides, dtype.itemsize)), tile, layout
 
@@ -113,6 +120,18 @@ def _table_arguments(rows: BlockRows, bank: Tensor, table: LookupTable) -> tuple
     """One direction of a lookup table, as device.Table."""
     lists = (rows.bounds, rows.full_index, rows.partial_index, rows.partial_tile, rows.order)
     return (*lists, bank, table.head_layer)
+
+
+def _dropout_arguments(dropout_p: float, seed: int) -> tuple[int | float | None, ...]:
+    """device.Dropout."""
+    if dropout_p == 0:
+        return (None,) * 4
+    low, high = (_signed(word % 2**32) for word in (seed, seed >> 32))
+    return low, high, int(dropout_p * 2**32) - 2**31, 1 / (1 - dropout_p)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
 
 
 def schedule(

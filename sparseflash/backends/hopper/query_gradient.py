@@ -4,7 +4,7 @@ S = Q K^T and dP = dO V^T give dS = P * (dP - delta), which stays in registers a
 of dQ += dS K. That product runs on while the next block's begin.
 """
 
-from sparseflash.backends.hopper import device
+from sparseflash.backends.hopper import device, dropout
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
@@ -23,6 +23,7 @@ def query_gradient_kernel(
     queries, grad_outs, keys, values, grad_queries, terms,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
+    seed_low, seed_high, threshold, keep_scale,
     GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
@@ -33,7 +34,9 @@ def query_gradient_kernel(
         device.ring(keys, STAGES, 2),
         device.ring(values, STAGES, 2),
     )
-    call = device.Call(table, sizes, key_lengths, counter, device.number_ring(), scale2)
+    turns = device.number_ring()
+    drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
+    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -77,11 +80,13 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
     """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
     query_ring, grad_out_ring, key_ring, value_ring = rings
     DIMS: gl.constexpr = grad_queries.block_type.shape[3]
-    SCORES: gl.constexpr = device.product_layout(BLOCK)
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
+    PARTS: gl.constexpr = BLOCK // COLUMNS
+    SCORES: gl.constexpr = device.product_layout(COLUMNS)
     GRAD: gl.constexpr = device.product_layout(DIMS)
     query = device.matrix(query_ring, MEMBER)
     grad_out = device.matrix(grad_out_ring, MEMBER)
-    offsets = MEMBER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, SCORES))
+    offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, SCORES))
     stage, phase = STAGES - 1, 1
     query_phase = 0
     turn, turn_phase = 0, 0
@@ -89,13 +94,13 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
     while tile < call.sizes.tiles:
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        masked = walk.partials + walk.cuts
-        count = masked + walk.fulls
-        lse2_row = terms + (batch * call.sizes.heads + head).to(gl.int64) * 2 * (
-            call.sizes.rows * BLOCK
-        )
-        lse2 = gl.load(lse2_row + row * BLOCK + offsets)
-        delta = gl.load(lse2_row + (call.sizes.rows + row) * BLOCK + offsets)
+        masked = (walk.partials + walk.cuts) * PARTS
+        count = masked + walk.fulls * PARTS
+        pair = batch * call.sizes.heads + head
+        start = row * BLOCK + MEMBER * PART
+        lse2_row = terms + pair.to(gl.int64) * 2 * (call.sizes.rows * BLOCK)
+        lse2 = gl.load(lse2_row + start + offsets)
+        delta = gl.load(lse2_row + call.sizes.rows * BLOCK + start + offsets)
         dq = gl.zeros([PART, DIMS], gl.float32, GRAD)
         mbarrier.wait(query_ring.filled.index(MEMBER), query_phase)
         mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
@@ -103,19 +108,18 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
             for i in range(0, masked):
                 dq, stage, phase = step(
                     dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
-                    call, walk, MEMBER, True, STAGES, SCORES, GRAD,
+                    call, walk, pair, start, MEMBER, True, STAGES, SCORES, GRAD,
                 )  # fmt: skip
         for i in range(masked, count):
             dq, stage, phase = step(
                 dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
-                call, walk, MEMBER, False, STAGES, SCORES, GRAD,
+                call, walk, pair, start, MEMBER, False, STAGES, SCORES, GRAD,
             )  # fmt: skip
         device.release(grad_out_ring, MEMBER)
         # The last product that reads the queries is done: their buffer holds dQ on its way out.
         query.store((dq * (call.scale2 * device.LN2)).to(grad_queries.dtype))
         fence_async_shared()
-        token = row * BLOCK + MEMBER * PART
-        store_tile(grad_queries, [batch, head, token, 0], query_ring.buffers.index(MEMBER))
+        store_tile(grad_queries, [batch, head, start, 0], query_ring.buffers.index(MEMBER))
         wait_for_stores(0)
         device.release(query_ring, MEMBER)
         query_phase = query_phase ^ 1
@@ -124,24 +128,31 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
 
 @gluon.jit
 def step(dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
-         call, walk, MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
-         SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
-    """dQ + dS K of block i."""
+         call, walk, pair, start, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+         STAGES: gl.constexpr, SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
+    """dQ + dS K of tile i. pair: of batch and head; start: the first query"""
+    COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     stage, phase = device.advance(stage, phase, STAGES)
     if PARTIAL:
-        words = device.key_mask_words(call, walk, i, MEMBER * PART, SCORES)
+        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
     key, value = device.matrix(key_ring, stage), device.matrix(value_ring, stage)
-    zeros = gl.zeros([PART, BLOCK], gl.float32, SCORES)
+    zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(value_ring.filled.index(stage), phase)
     dp = warpgroup_mma(grad_out, value.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if call.dropout.threshold is not None:
+        token = device.listed_token(call, walk, i, COLUMNS)
+        kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 1))
     if PARTIAL:
-        p = gl.where(device.attended(words, BLOCK, SCORES), p, 0.0)
+        p = gl.where(device.attended(words, COLUMNS, SCORES), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     device.release(value_ring, stage)
+    if call.dropout.threshold is not None:
+        kept = device.attended(kept, COLUMNS, SCORES)
+        dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
     ds = device.operand(p * (dp - gl.expand_dims(delta, 1)), key.dtype, GRAD)
     dq = warpgroup_mma(ds, key, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))

@@ -13,7 +13,7 @@ from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper import device
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import gl, gluon
-from sparseflash.backends.hopper.launch import OPTIONS, addressable_strides
+from sparseflash.backends.hopper.launch import OPTIONS, addressable_strides, width
 
 VECTOR = gl.constexpr(8)  # elements that a thread loads at once
 
@@ -30,7 +30,8 @@ def row_terms(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | Non
     grid = (batch * heads * padded_len // PART.value, 1, 1)
     wide = tuple(n >= 2**31 for n in (*strides[0], *strides[1]))
     variant = (out.device, out.dtype, head_dim, grad_lse is None, wide)
-    launch(row_terms_kernel, grid, arguments, variant, {"DIMS": head_dim} | OPTIONS)
+    dims = {"HEAD_DIM": head_dim, "DIMS": width(head_dim)}
+    launch(row_terms_kernel, grid, arguments, variant, dims | OPTIONS)
     return terms
 
 
@@ -52,7 +53,7 @@ STRIDES = [
 def row_terms_kernel(
     grad_out, grad_out_batch, grad_out_head, grad_out_token,
     out, out_batch, out_head, out_token,
-    lse, grad_lse, terms, heads, q_len, DIMS: gl.constexpr,
+    lse, grad_lse, terms, heads, q_len, HEAD_DIM: gl.constexpr, DIMS: gl.constexpr,
 ):  # fmt: skip
     """Programs take PART rows of a head each. Strides count VECTOR elements; that of dims is 1."""
     LANES: gl.constexpr = DIMS // VECTOR
@@ -71,7 +72,7 @@ def row_terms_kernel(
         + (batch * grad_out_batch + head * grad_out_head + rows * grad_out_token) * VECTOR
         + dims
     )
-    bounds = gl.expand_dims(inside, 1)
+    bounds = gl.expand_dims(inside, 1) & (dims < HEAD_DIM)
     o = gl.load(outs, mask=bounds, other=0.0).to(gl.float32)
     do = gl.load(grad_outs, mask=bounds, other=0.0).to(gl.float32)
     delta = gl.sum(o * do, axis=1)

@@ -67,12 +67,20 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def describe(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> dict[str, str]:
+def describe(
+    query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
+) -> dict[str, str]:
     """The configuration of each pass; see sparseflash.backends.Backend."""
-    from sparseflash.backends.portable import launch
+    from sparseflash.backends.portable import decoding, launch
 
     streamed = {"forward": (key, value), "dq": (key, value), "dkdv": (query, query)}
-    return {w: str(launch.configuration(w, spec, tensors)) for w, tensors in streamed.items()}
+    passes = {
+        which: str(launch.prepare(which, spec, tensors, (0, 1)).config)
+        for which, tensors in streamed.items()
+    }
+    if spec.few_queries:
+        passes["forward"] = decoding.describe(key, value, table, spec)
+    return passes
 
 
 def forward(
@@ -86,9 +94,10 @@ def forward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.Backend."""
-    from sparseflash.backends.portable import forward_pass
+    from sparseflash.backends.portable import decoding, forward_pass
 
-    return forward_pass.forward(query, key, value, table, key_lengths, seed, spec, bias)
+    run = decoding.forward if spec.few_queries else forward_pass.forward
+    return run(query, key, value, table, key_lengths, seed, spec, bias)
 
 
 def backward(

@@ -33,9 +33,24 @@ class Config:
 
 MOST_WITH_DROPOUT = 112  # accumulators of a thread
 PASSES = ("forward", "dq", "dkdv")
+# The tallest tile of "decode", the forward pass of few queries.
+MOST_PACKED = 64
+# What shares a multiprocessor at most, by its registers.
+WARPS_AT_ONCE = 16
 
 SMALL = (Config(32, 32, 2, 3), Config(16, 16, 1, 3))
 SMALL_FLOAT32 = (Config(32, 32, 4, 2), Config(16, 16, 4, 2))
+SMALL_DECODE = (
+    Config(16, 32, 1, 4),
+    Config(16, 16, 1, 3),
+    Config(64, 32, 4, 3),
+    Config(64, 16, 4, 3),
+)
+NARROW_DECODE = (
+    Config(16, 64, 4, 4, tma=True),
+    Config(16, 64, 4, 4),
+    Config(64, 64, 4, 3, tma=True),
+)
 
 HOPPER = {
     ("forward", 32): (
@@ -83,6 +98,18 @@ HOPPER = {
     ),
     ("dkdv", 128): (Config(64, 64, 4, 2, tma=True), Config(64, 128, 8, 3), Config(32, 64, 4, 3)),
     ("dkdv", 256): (Config(64, 64, 8, 2, tma=True), Config(64, 64, 8, 2)),
+    ("decode", 32): NARROW_DECODE,
+    ("decode", 64): NARROW_DECODE,
+    ("decode", 128): (
+        Config(16, 64, 4, 3, tma=True),
+        Config(16, 64, 4, 3),
+        Config(64, 64, 4, 3, tma=True),
+    ),
+    ("decode", 256): (
+        Config(16, 64, 4, 3, tma=True),
+        Config(16, 32, 4, 3),
+        Config(64, 64, 8, 2, tma=True),
+    ),
 }
 AMPERE = {
     ("forward", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
@@ -97,6 +124,10 @@ AMPERE = {
     ("dkdv", 64): (Config(32, 64, 4, 3),),
     ("dkdv", 128): (Config(64, 64, 8, 2), Config(32, 64, 4, 2)),
     ("dkdv", 256): (Config(32, 64, 8, 2),),
+    ("decode", 32): (Config(16, 64, 4, 4), Config(64, 64, 4, 3)),
+    ("decode", 64): (Config(16, 64, 4, 4), Config(64, 64, 4, 3)),
+    ("decode", 128): (Config(16, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("decode", 256): (Config(16, 32, 4, 3), Config(64, 32, 8, 2)),
 }
 FLOAT32 = {
     ("forward", 32): (Config(64, 32, 8, 2),),
@@ -111,6 +142,10 @@ FLOAT32 = {
     ("dkdv", 64): (Config(32, 32, 8, 2),),
     ("dkdv", 128): (Config(32, 32, 8, 2),),
     ("dkdv", 256): (Config(16, 32, 8, 2),),
+    ("decode", 32): (Config(16, 32, 4, 2),),
+    ("decode", 64): (Config(16, 32, 4, 2),),
+    ("decode", 128): (Config(16, 32, 8, 2),),
+    ("decode", 256): (Config(16, 32, 8, 2),),
 }
 
 
@@ -122,11 +157,12 @@ def padded_dims(head_dim: int) -> int:
 def candidates(
     architecture: int, which: str, dtype: torch.dtype, head_dim: int
 ) -> tuple[Config, ...]:
-    """Configurations of one pass ("forward", "dq" or "dkdv"), best first."""
+    """Configurations of one pass ("forward", "dq", "dkdv" or "decode"), best first."""
     bucket = (which, max(32, padded_dims(head_dim)))
     if dtype == torch.float32:
         return FLOAT32[bucket] + SMALL_FLOAT32
-    return (HOPPER if architecture >= 90 else AMPERE)[bucket] + SMALL
+    small = SMALL_DECODE if which == "decode" else SMALL
+    return (HOPPER if architecture >= 90 else AMPERE)[bucket] + small
 
 
 def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int) -> int:
@@ -134,7 +170,7 @@ def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int)
     row = padded_dims(head_dim) * dtype.itemsize
     resident, streamed = (config.bn, config.bm) if which == "dkdv" else (config.bm, config.bn)
     operands = (
-        1 if which == "forward" else 2
+        1 if which in ("forward", "decode") else 2
     ) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
     dropout = config.bm * config.bn
@@ -145,7 +181,7 @@ def accumulators(config: Config, which: str, head_dim: int) -> float:
     """Float32 accumulators that each thread holds: those of the result, of scores and of dP."""
     dims = padded_dims(head_dim)
     resident = 2 * config.bn if which == "dkdv" else config.bm
-    products = 1 if which == "forward" else 2
+    products = 1 if which in ("forward", "decode") else 2
     return (resident * dims + products * config.bm * config.bn) / (config.warps * 32)
 
 
@@ -188,13 +224,23 @@ def choose(
     head_dim: int,
     block_size: tuple[int, int],
     tma: bool,
+    packed_rows: int = 0,
 ) -> Config | None:
-    """The best configuration that divides the block, fits `memory` and uses tma only if it may."""
-    for config in candidates(architecture, which, dtype, head_dim):
-        fits = shared_memory(config, which, dtype, head_dim) <= memory
-        if fits and divides(config, block_size) and tma >= config.tma:
-            return config
-    return None
+    """The best configuration that divides the block, fits `memory` and uses tma only if it may.
+
+    packed_rows: of "decode", whose tiles hold rows of several heads: the best of those whose tile
+        holds them all, if any does.
+    """
+    room = (max(block_size[0], MOST_PACKED) if packed_rows else block_size[0], block_size[1])
+    found = [
+        config
+        for config in candidates(architecture, which, dtype, head_dim)
+        if shared_memory(config, which, dtype, head_dim) <= memory
+        and divides(config, room)
+        and tma >= config.tma
+    ]
+    tall = [config for config in found if config.bm >= min(packed_rows, MOST_PACKED)]
+    return next(iter(tall or found), None)
 
 
 def interpreted() -> bool:
@@ -209,6 +255,20 @@ def limits(device: torch.device) -> tuple[int, int]:
         return 80, sys.maxsize
     properties = torch.cuda.get_device_properties(device)
     return properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin
+
+
+def programs_at_once(
+    device: torch.device, config: Config, which: str, dtype: torch.dtype, head_dim: int
+) -> int:
+    """How many programs of a pass the device runs at a time, about."""
+    _, memory = limits(device)
+    by_memory = memory // shared_memory(config, which, dtype, head_dim)
+    return processors(device) * max(1, min(by_memory, WARPS_AT_ONCE // config.warps))
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; the interpreter passes for one."""
+    return 1 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,9 +299,10 @@ def plan(
     bias: bool,
     precision: str,
     tma: bool,
+    packed_rows: int,
 ) -> Plan:
     """The configuration of one pass, with the compile-time constants that follow from it."""
-    found = choose(which, *limits(device), dtype, head_dim, block_size, tma)
+    found = choose(which, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
     config = FORCED.get(which, found)
     sloped = softcap or score is not None
     if sloped and which == "dkdv":
@@ -249,7 +310,7 @@ def plan(
         config = replace(config, bm=min(config.bm, 64), registers=None)
     if dropout or sloped:
         config = with_room(config, which, head_dim)
-    if bias:
+    if bias and (which != "decode" or config.bm > 16):
         # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
         # memory for every stage.
         room = {"bm": min(config.bm, 64), "warps": max(8, config.warps)}

@@ -74,7 +74,8 @@ def forward_kernel(
     layer = tiles.mask_layer(table, sizes, batch, head)
     row = tiles.ranked_row(table, sizes, layer, rank)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
-    starts, counts, firsts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+    starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+    firsts = tiles.first_blocks(table, starts)
 
     start = row * BLOCK_Q + part * BM
     strides = (query_batch, query_head, query_token, query_dim)
@@ -86,6 +87,7 @@ def forward_kernel(
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
     biases = tiles.of_head(bias, bias_head, head)
+    tokens = start + tl.arange(0, BM)
     total = tl.zeros([BM], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, DIMS], tl.float32)
@@ -93,18 +95,14 @@ def forward_kernel(
         total, peak, acc = attend(
             total, peak, acc, q,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
+            table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, pair,
             PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
         )  # fmt: skip
 
-    empty = total == 0.0
-    tokens = start + tl.arange(0, BM)
-    total = tl.where(empty, 1.0, total)
-    row_lse = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * tiles.LN2)
+    row_lse, weight = finished(total, peak, keep_scale, DROPOUT)
     tl.store(lse + pair.to(tl.int64) * q_len + tokens, row_lse, mask=tokens < q_len)
-    weight = (keep_scale if DROPOUT else 1.0) / total
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tiles.one_head(out, strides, batch, head, ALIGN, INDEX)
     tiles.store_rows(outs, acc * weight[:, None], start, q_len, HEAD_DIM)
@@ -113,14 +111,15 @@ def forward_kernel(
 @triton.jit
 def attend(
     total, peak, acc, q, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-    table, start, count, block, query_start, limit,
+    table, start, count, block, tokens, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds `count` listed blocks, the first of them `block`, to the online softmax of one tile.
+    """Adds `count` listed blocks, the first of them `block`, to the online softmax of a tile of
+    queries `tokens`.
 
     PARTIAL applies the element mask of each block, CUT masks the keys from `limit` on; without
     both there is no mask code. The next block is carried from step to step: loaded where it is
@@ -140,12 +139,12 @@ def attend(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED or MODIFIED:
             scores, _ = tiles.modified(
-                scores, batch, head, cap, biases, query_start, key_start, q_len, k_len, scale2,
-                SOFTCAP, SCORE, BM, BN, False,
+                scores, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+                SOFTCAP, SCORE, BN, False,
             )  # fmt: skip
             if PARTIAL:
                 mask = tiles.attended(
-                    table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
+                    table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
                 )
                 scores = tl.where(mask, scores, float("-inf"))
             if CUT:
@@ -164,7 +163,7 @@ def attend(
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
         if DROPOUT:
-            p = tl.where(tiles.kept(seed, threshold, pair, query_start, key_start, BM, BN), p, 0.0)
+            p = tl.where(tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN), p, 0.0)
         v = tiles.stream_rows(
             value_descriptor, batch, kv_head, values, key_start, limit,
             BN, DIMS, HEAD_DIM, MASKED, CUT,
@@ -175,3 +174,12 @@ def attend(
         if PARTIAL:
             bits = tl.load(table.partial_tile + ahead)
     return total, peak, acc
+
+
+@triton.jit
+def finished(total, peak, keep_scale, DROPOUT: tl.constexpr):
+    """(lse, what to multiply acc by) of the sums of some rows; (-inf, finite) without a key."""
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * tiles.LN2)
+    return lse, (keep_scale if DROPOUT else 1.0) / total

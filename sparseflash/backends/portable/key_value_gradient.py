@@ -114,13 +114,13 @@ def add_key_value_gradients(
         lse2 = tl.load(lse2_row + tokens)
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         scores, slopes = tiles.modified(
-            products, batch, head, cap, biases, query_start, key_start, q_len, k_len, scale2,
-            SOFTCAP, SCORE, BM, BN, True,
+            products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+            SOFTCAP, SCORE, BN, True,
         )  # fmt: skip
         scores -= lse2[None, :]
         if PARTIAL:
             mask = tiles.attended(
-                table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, True
+                table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, True
             )
             scores = tl.where(mask, scores, float("-inf"))
         p = tl.exp2(scores)
@@ -130,7 +130,7 @@ def add_key_value_gradients(
         )  # fmt: skip
         dropped = p
         if DROPOUT:
-            keep = tl.trans(tiles.kept(seed, threshold, pair, query_start, key_start, BM, BN))
+            keep = tl.trans(tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN))
             dropped = tl.where(keep, p, 0.0)
         dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)

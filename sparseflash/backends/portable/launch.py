@@ -14,7 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from masks.lookup_table import BlockRows, LookupTable
 from sparseflash.backends.compiled import launch
-from sparseflash.backends.portable.configs import FORCED, Config, Plan, plan
+from sparseflash.backends.portable.configs import (
+    FORCED,
+    Config,
+    Plan,
+    plan,
+    programs_at_once,
+)
 from sparseflash.backends.portable.tiles import LOG2E
 from sparseflash.spec import AttentionSpec
 
@@ -35,23 +41,38 @@ def launch_pass(
     seed: int,
     spec: AttentionSpec,
     bias: Tensor | None = None,
-    grid: tuple[int, int, int] | None = None,
 ) -> None:
     """Launches the kernel of one pass: "forward", "dq" (rows of queries) or "dkdv" (rows of keys).
-
-    grid: of programs that choose their tiles themselves; by default each program has one tile.
 
     Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads,
     `streamed` by their places; `others`; the table; key_lengths; bias; run-time sizes;
     scalars; constants.
     """
-    made = _prepare(which, spec, streamed, *_strides_and_alignment(tensors))
-    rows = table.by_key if which == "dkdv" else table.by_query
-    sizes, one_each = _sizes_and_grid(spec, rows, made.heads, made.parts)
+    made = prepare(which, spec, tensors, streamed)
+    launch_prepared(made, kernel, tensors, others, table, key_lengths, seed, spec, bias)
+
+
+def launch_prepared(
+    made: "Prepared",
+    kernel: triton.JITFunction,
+    tensors: tuple[Tensor, ...],
+    others: tuple[Tensor | int | None, ...],
+    table: LookupTable,
+    key_lengths: Tensor | None,
+    seed: int,
+    spec: AttentionSpec,
+    bias: Tensor | None = None,
+    grid: tuple[int, int, int] | None = None,
+) -> None:
+    """Launches the kernel of a pass that was prepared, by default with a program for each tile of
+    rows; see launch_pass.
+    """
+    rows = table.by_key if made.which == "dkdv" else table.by_query
+    sizes, every_tile = _sizes_and_grid(spec, rows, made.heads, made.parts)
     scale2, cap, threshold, keep_scale = made.scalars
     arguments = (
         *_interleaved(tensors, made.strides),
-        *_descriptors(made.tile, [tensors[place] for place in streamed]),
+        *_descriptors(made.tile, [tensors[place] for place in made.streamed]),
         *others,
         *_table_arguments(table, rows),
         key_lengths,
@@ -59,9 +80,8 @@ def launch_pass(
         *sizes,
         *(scale2, cap, seed, threshold, keep_scale),
     )
-    absent = tuple([x is None for x in others])
-    variant = (made.variant, absent, key_lengths is None)
-    launch(kernel, one_each if grid is None else grid, arguments, variant, made.constants)
+    missing = tuple([x is None for x in (*others, key_lengths)])
+    launch(kernel, grid or every_tile, arguments, (made.variant, missing), made.constants)
 
 
 def launch_with_layout(
@@ -76,7 +96,8 @@ def launch_with_layout(
     strides, aligned = _strides_and_alignment(tensors)
     first = tensors[0]
     scaled, layout = _layout(first.element_size(), strides, aligned)
-    variant = (first.device, first.dtype, layout, others[0] is None, *constants.items())
+    missing = tuple([x is None for x in others])
+    variant = (first.device, first.dtype, layout, missing, *constants.items())
     arguments = (*_interleaved(tensors, scaled), *others)
     launch(kernel, grid, arguments, variant, constants | layout.constants)
 
@@ -85,21 +106,38 @@ def launch_with_layout(
 class Prepared:
     """What is the same in all launches of a pass with the same facts.
 
+    streamed:     the tensors that its loop reads, by their places
     variant, constants: see compiled.launch
     strides:      those of the tensors, as kernels take them
     tile:         shape of the tiles that descriptors describe, None where pointers are used
     heads, parts: programs along the heads, and for each block row
+    slots:        programs that run at a time, about
     scalars:      scale * log2(e), the soft cap, the least random word that keeps a pair,
         1 / (1 - dropout_p)
     """
 
+    which: str
+    config: Config
+    streamed: tuple[int, ...]
     variant: tuple
     constants: dict
     strides: tuple[tuple[int, ...], ...]
     tile: list[int] | None
     heads: int
     parts: int
+    slots: int
     scalars: tuple[float, float, int, float]
+
+
+def prepare(
+    which: str,
+    spec: AttentionSpec,
+    tensors: tuple[Tensor, ...],
+    streamed: tuple[int, ...],
+    packed: int | None = None,
+) -> Prepared:
+    """What a pass over these tensors launches with; packed: heads in a tile of "decode"."""
+    return _prepare(which, spec, streamed, packed, *_strides_and_alignment(tensors))
 
 
 @lru_cache(maxsize=4096)
@@ -107,41 +145,44 @@ def _prepare(
     which: str,
     spec: AttentionSpec,
     streamed: tuple[int, ...],
+    packed: int | None,
     strides: tuple[tuple[int, ...], ...],
     aligned: tuple[bool, ...],
 ) -> Prepared:
     size = spec.dtype.itemsize
     describable = all(aligned[i] and _is_describable(size, strides[i]) for i in streamed)
-    chosen = _plan(which, spec, describable)
+    packed_rows = spec.q_len * packed if packed else 0
+    chosen = _plan(which, spec, describable, packed_rows)
     config, group = chosen.config, spec.heads // spec.kv_heads
     block_q, block_k = spec.block_size
+    constants = {"GROUP": group}
     if which == "dkdv":
         heads, parts, step = spec.kv_heads, block_k // config.bn, config.bm
+    elif packed:
+        heads, parts, step = spec.heads // packed, -(-packed_rows // config.bm), config.bn
+        constants["PACKED"] = packed
     else:
         heads, parts, step = spec.heads, block_q // config.bm, config.bn
     scaled, layout = _layout(size, strides, aligned)
     return Prepared(
-        variant=(chosen, layout, group),
-        constants={"GROUP": group} | layout.constants | chosen.constants,
+        which=which,
+        config=config,
+        streamed=streamed,
+        variant=(chosen, layout, *constants.values()),
+        constants=constants | layout.constants | chosen.constants,
         strides=scaled,
         tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
         heads=heads,
         parts=parts,
+        slots=programs_at_once(spec.device, config, which, spec.dtype, spec.head_dim),
         scalars=_scalars(spec),
     )
 
 
-def configuration(which: str, spec: AttentionSpec, streamed: tuple[Tensor, ...]) -> Config:
-    """The configuration that a pass whose loop reads these tensors runs with."""
-    strides, aligned = _strides_and_alignment(streamed)
-    describable = all(aligned) and all(_is_describable(spec.dtype.itemsize, s) for s in strides)
-    return _plan(which, spec, describable).config
-
-
-def _plan(which: str, spec: AttentionSpec, describable: bool) -> Plan:
+def _plan(which: str, spec: AttentionSpec, describable: bool, packed_rows: int) -> Plan:
     facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size)
     variants = (spec.dropout_p > 0, spec.softcap > 0, spec.score, spec.bias, spec.precision)
-    return plan(which, *facts, *variants, describable)
+    return plan(which, *facts, *variants, describable, packed_rows)
 
 
 @contextmanager

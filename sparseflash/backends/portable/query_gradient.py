@@ -39,7 +39,8 @@ def query_gradient_kernel(
     layer = tiles.mask_layer(table, sizes, batch, head)
     row = tiles.ranked_row(table, sizes, layer, rank)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
-    starts, counts, firsts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+    starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+    firsts = tiles.first_blocks(table, starts)
 
     start = row * BLOCK_Q + part * BM
     strides = (query_batch, query_head, query_token, query_dim)
@@ -60,12 +61,13 @@ def query_gradient_kernel(
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
     biases = tiles.of_head(bias, bias_head, head)
+    tokens = start + tl.arange(0, BM)
     dq = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
         dq = add_query_gradient(
             dq, q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, starts[PHASE], counts[PHASE], firsts[PHASE], start, length,
+            table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, batch * heads + head,
             PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
@@ -79,7 +81,7 @@ def query_gradient_kernel(
 @triton.jit
 def add_query_gradient(
     dq, q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-    table, start, count, block, query_start, limit,
+    table, start, count, block, tokens, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr,
@@ -95,7 +97,7 @@ def add_query_gradient(
         ds, slopes, k = score_gradients(
             q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, bits, query_start, key_start, limit,
+            table, bits, tokens, key_start, limit,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
             PARTIAL, CUT, DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN,
@@ -113,7 +115,7 @@ def add_query_gradient(
 @triton.jit
 def score_gradients(
     q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-    table, bits, query_start, key_start, limit,
+    table, bits, tokens, key_start, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr,
@@ -127,14 +129,12 @@ def score_gradients(
     )
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores, slopes = tiles.modified(
-        products, batch, head, cap, biases, query_start, key_start, q_len, k_len, scale2,
-        SOFTCAP, SCORE, BM, BN, False,
+        products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+        SOFTCAP, SCORE, BN, False,
     )  # fmt: skip
     scores -= lse2[:, None]
     if PARTIAL:
-        mask = tiles.attended(
-            table.bank, bits, query_start, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
-        )
+        mask = tiles.attended(table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, False)
         scores = tl.where(mask, scores, float("-inf"))
     if CUT:
         scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))
@@ -144,6 +144,6 @@ def score_gradients(
     )
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
-        keep = tiles.kept(seed, threshold, pair, query_start, key_start, BM, BN)
+        keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     return p * (dp - delta[:, None]), slopes, k

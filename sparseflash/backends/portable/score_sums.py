@@ -12,7 +12,7 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.portable import tiles
-from sparseflash.backends.portable.launch import configuration, launch_pass
+from sparseflash.backends.portable.launch import launch_prepared, prepare
 from sparseflash.backends.portable.query_gradient import score_gradients
 from sparseflash.backends.portable.row_terms import term_rows
 from sparseflash.spec import AttentionSpec
@@ -37,8 +37,8 @@ def score_sums(
 
     tensors: query, key, value, grad_out; terms: see row_terms
     """
-    config = configuration("dq", spec, tensors[1:3])
-    row_parts, column_parts = spec.block_size[0] // config.bm, spec.block_size[1] // config.bn
+    made = prepare("dq", spec, tensors, (1, 2))
+    row_parts, column_parts = made.parts, spec.block_size[1] // made.config.bn
     row_tiles, column_tiles = table.by_query.rows * row_parts, table.by_key.rows * column_parts
     programs = spec.batch * row_tiles
     by_distance = by_tile = None
@@ -48,14 +48,11 @@ def score_sums(
         by_distance = terms.new_zeros(spec.heads, programs, distances)
     if needs_blocks:
         by_tile = terms.new_zeros(spec.batch, spec.heads, row_tiles, column_tiles)
-    launch_pass(
-        "dq",
-        score_sums_kernel,
-        tensors,
-        (1, 2),
-        (terms, by_distance, by_tile, spec.batch),
-        *(table, key_lengths, seed, spec, bias),
-        grid=(programs, spec.heads, 1),
+    others = (terms, by_distance, by_tile, spec.batch)
+    grid = (programs, spec.heads, 1)
+    launch_prepared(
+        *(made, score_sums_kernel, tensors, others),
+        *(table, key_lengths, seed, spec, bias, grid),
     )
     grad_bias = grad_blocks = None
     if by_distance is not None and bias is not None:
@@ -104,9 +101,8 @@ def score_sums_kernel(
         start = tile_row * BM
         layer = tiles.mask_layer(table, sizes, batch, head)
         length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
-        starts, counts, firsts = tiles.key_phases(
-            table, sizes, layer, row, length, BLOCK_K, LENGTHS
-        )
+        starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
+        firsts = tiles.first_blocks(table, starts)
         strides = (query_batch, query_head, query_token, query_dim)
         queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
@@ -150,6 +146,7 @@ def add_score_sums(
 ):  # fmt: skip
     """Adds dS of `count` listed blocks; PARTIAL, CUT and `block` as in the forward pass."""
     PARTS: tl.constexpr = BLOCK_K // BN
+    tokens = query_start + tl.arange(0, BM)
     index = table.partial_index if PARTIAL else table.full_index
     bits = tl.load(table.partial_tile + start) if PARTIAL else block
     for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
@@ -157,7 +154,7 @@ def add_score_sums(
         ds, _, _ = score_gradients(
             q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, bits, query_start, key_start, limit,
+            table, bits, tokens, key_start, limit,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
             PARTIAL, CUT, DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN,

@@ -7,6 +7,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+ENTRIES = tl.constexpr(256)
 
 
 class Table(NamedTuple):
@@ -60,7 +61,7 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
     strides = [f"{tensor}_{axis}" for tensor in tensors for axis in ("batch", "head", "token")]
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return {
-        "do_not_specialize": [*strides, *Sizes._fields, "bias_head", "batches"],
+        "do_not_specialize": [*strides, *Sizes._fields, "bias_head", "batches", "splits"],
         "do_not_specialize_on_alignment": [
             *dim_strides,
             *Table._fields,
@@ -109,7 +110,7 @@ def row_lists(table, sizes, layer, row):
 
 @triton.jit
 def key_phases(table, sizes, layer, row, length, BLOCK_K: tl.constexpr, LENGTHS: tl.constexpr):
-    """(start, count, first block) of each list that a row of queries walks:
+    """(start, count) of each list that a row of queries walks:
 
     0. partial blocks; 1. full blocks that end before `length`; 2. the full block that it cuts.
     """
@@ -117,34 +118,36 @@ def key_phases(table, sizes, layer, row, length, BLOCK_K: tl.constexpr, LENGTHS:
     inside = full_count
     cut = 0
     if LENGTHS:
+        end = tl.cdiv(length, BLOCK_K)
         inside = count_below(table.full_index, full_start, full_count, length // BLOCK_K)
-        cut = (
-            count_below(table.full_index, full_start, full_count, tl.cdiv(length, BLOCK_K))
-            - inside
-        )
-    cut_start = full_start + inside
-    first_partial = tl.load(table.partial_index + partial_start)
-    first_full = tl.load(table.full_index + full_start)
-    first_cut = tl.load(table.full_index + cut_start)
+        cut = count_below(table.full_index, full_start, full_count, end) - inside
+        partial_count = count_below(table.partial_index, partial_start, partial_count, end)
+    return (partial_start, full_start, full_start + inside), (partial_count, inside, cut)
+
+
+@triton.jit
+def first_blocks(table, starts):
+    """The first block of each list of key_phases."""
+    partial_start, full_start, cut_start = starts
     return (
-        (partial_start, full_start, cut_start),
-        (partial_count, inside, cut),
-        (first_partial, first_full, first_cut),
+        tl.load(table.partial_index + partial_start),
+        tl.load(table.full_index + full_start),
+        tl.load(table.full_index + cut_start),
     )
 
 
 @triton.jit
 def count_below(index, start, count, limit):
-    """How many of the ascending entries index[start : start + count] are below `limit`."""
-    low = 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(index + start + middle) < limit:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """How many of the ascending entries index[start : start + count] are below `limit`.
+
+    They are counted, ENTRIES at a time: a search would wait for memory at each of its steps.
+    """
+    below = 0
+    for first in range(0, count, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        found = tl.load(index + start + entry, mask=entry < count, other=limit)
+        below += tl.sum((found < limit).to(tl.int32), 0)
+    return below
 
 
 @triton.jit
@@ -216,21 +219,19 @@ def store_rows(head, tile, token, limit, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def attended(
-    bank, tile, query_start, key_start,
+    bank, tile, tokens, key_start,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Element mask (BM, BN), or its transpose, of the pairs from (query_start, key_start) on.
+    """Element mask (BM, BN), or its transpose, of the queries `tokens` and keys from key_start on.
 
     A query's bits are read word by word: a tile of pointers would be pipelined through shared
     memory.
     """
     WORDS: tl.constexpr = (BLOCK_K + 31) // 32
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
-    queries = query_start % BLOCK_Q + tl.arange(0, BM)
-    words = (
-        bank + tile.to(tl.int64) * (BLOCK_Q * WORDS) + queries * WORDS + key_start % BLOCK_K // 32
-    )
+    rows = bank + tile.to(tl.int64) * (BLOCK_Q * WORDS) + tokens % BLOCK_Q * WORDS
+    words = rows + key_start % BLOCK_K // 32
     keys = tl.expand_dims(tl.arange(0, BN), QUERY_AXIS)
     word = tl.expand_dims(tl.load(words), 1 - QUERY_AXIS)
     for WORD in tl.static_range(1, BN // 32):
@@ -243,7 +244,7 @@ def attended(
 
 @triton.jit
 def of_head(bias, bias_head, head):
-    """The biases of one head, if there are any."""
+    """The biases of one head, or of a column of heads, if there are any."""
     row = bias
     if bias is not None:
         row = bias + head.to(tl.int64) * bias_head
@@ -252,16 +253,16 @@ def of_head(bias, bias_head, head):
 
 @triton.jit
 def modified(
-    products, batch, head, cap, biases, query_start, key_start, q_len, k_len, scale2,
-    SOFTCAP: tl.constexpr, SCORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+    SOFTCAP: tl.constexpr, SCORE: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(scores in base 2, the derivative of score and softcap) of the products Q K^T of a tile.
+    """(scores in base 2, the derivative of score and softcap) of the products Q K^T of a tile,
+    the queries `tokens` with the keys from key_start on; head: one or a column of them.
 
     scores = log2(e) * (score(softcap(scale * products)) + bias)
     """
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
-    queries = tl.expand_dims(query_start + tl.arange(0, BM), 1 - QUERY_AXIS)
+    queries = tl.expand_dims(tokens, 1 - QUERY_AXIS)
     keys = tl.expand_dims(key_start + tl.arange(0, BN), QUERY_AXIS)
     slopes = 1.0
     if SOFTCAP:
@@ -295,14 +296,14 @@ def tanh(x):
 
 
 @triton.jit
-def kept(seed, threshold, pair, query_start, key_start, BM: tl.constexpr, BN: tl.constexpr):
-    """Dropout's keep mask (BM, BN) of the pairs from (query_start, key_start) on.
+def kept(seed, threshold, pair, tokens, key_start, BM: tl.constexpr, BN: tl.constexpr):
+    """Dropout's keep mask (BM, BN) of the queries `tokens` and the keys from key_start on.
 
     One Philox call serves four neighbouring keys: (q, k) uses word k % 4 of counter
-    (k // 4, q, pair, 0), where pair = batch index * heads + head.
+    (k // 4, q, pair, 0), where pair = batch index * heads + head, one or a column of them.
     """
     keys = tl.broadcast_to((key_start // 4 + tl.arange(0, BN // 4))[None, :], BM, BN // 4)
-    queries = tl.broadcast_to((query_start + tl.arange(0, BM))[:, None], BM, BN // 4)
+    queries = tl.broadcast_to(tokens[:, None], BM, BN // 4)
     zero = tl.zeros_like(keys)
     word0, word1, word2, word3 = tl.philox(seed, keys, queries, zero + pair, zero)
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))

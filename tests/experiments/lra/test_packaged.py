@@ -11,6 +11,7 @@ MODULES = {
     "nystromformer": "nystrom_attention",
     "performer": "performer_pytorch",
     "linformer": "linformer",
+    "reformer": "transformers",
 }
 
 
@@ -30,6 +31,11 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "linformer", None)
     with pytest.raises(ImportError, match=r"linformer is not installed: pip install .*lra-peers"):
         PACKAGED["linformer"](16, 2, 64)
+
+
+def test_chunks_must_fill_the_sequence():
+    with pytest.raises(ValueError, match="reformer needs a multiple of 64 tokens, got 100"):
+        PACKAGED["reformer"](16, 2, 100)
 
 
 def test_layers_without_turns_refuse_rotary_positions():

@@ -48,6 +48,17 @@ class TestStore:
         assert again["x"].tolist() == [1, 2, 3]
         store.verify(folder)
 
+    def test_the_first_of_two_that_generate_at_once_is_kept(self, tmp_path):
+        folder = tmp_path / "data"
+
+        def late(allocate):
+            store.stored(folder, {"a": 1}, self.generate)
+            allocate("x", (3,), np.uint8)[:] = [1, 2, 3]
+
+        assert store.stored(folder, {"a": 1}, late)["x"].tolist() == [1, 2, 3]
+        assert list(tmp_path.iterdir()) == [folder]
+        store.verify(folder)
+
     def test_a_killed_generator_leaves_nothing(self, tmp_path):
         def killed(allocate):
             self.generate(allocate)
@@ -87,6 +98,31 @@ class TestListOps:
             (ids,), label = expressions[i]
             symbols = listops.to_source(ids).replace("(", "").replace(")", "").split()
             assert plain_value(iter(symbols)) == label
+
+    def test_short_expressions_are_another_task(self, tmp_path):
+        task = ListOps(sizes=(30, 4, 4), lengths=(20, 100))
+        assert (task.name, task.shape.seq_len) == ("listops-20-100", 128)
+        assert (ListOps().name, ListOps().shape.seq_len) == ("listops", 2048)
+        lengths = [len(ids) for (ids,), _ in task.splits(tmp_path)["train"]]
+        assert 20 < min(lengths) <= max(lengths) < 100
+        with pytest.raises(ValueError, match="lengths must be 20 <= low < high - 1, got"):
+            ListOps(lengths=(9, 50))
+        with pytest.raises(ValueError, match="lengths of published expressions are"):
+            ListOps("published", lengths=(20, 100))
+
+    def test_shorter_expressions_are_for_training_only(self, tmp_path):
+        task = ListOps(sizes=(40, 30, 30), lengths=(60, 100), shortest=20)
+        assert (task.name, task.shape.seq_len) == ("listops-60-100", 128)
+        splits = task.splits(tmp_path)
+        assert [len(splits[split]) for split in SPLITS] == [40, 30, 30]
+        train, test = (
+            {bytes(ids) for (ids,), _ in (splits[split][i] for i in range(30))}
+            for split in ("train", "test")
+        )
+        assert min(map(len, train)) < 60 < min(map(len, test))
+        assert not train & test
+        with pytest.raises(ValueError, match="shortest must be 20 <= shortest < 500, got 500"):
+            ListOps(shortest=500)
 
     def test_published_file_is_read(self, tmp_path):
         folder = tmp_path / "listops-1000"
@@ -134,6 +170,21 @@ class TestPathfinder:
         assert ink.mean() == pytest.approx(0.45, abs=0.02)
         # Discs of one contour are not much further apart than discs of two: distance says little.
         assert abs(np.median(apart[labels == 1]) - np.median(apart[labels == 0])) < 2
+
+    def test_a_part_of_the_training_images_has_shorter_contours(self, tmp_path):
+        images = Pathfinder().images("train", 2000, shorter=0.5)
+        segments = [images.segments_of(i) for i in range(2000)]
+        assert sorted(set(segments)) == list(range(3, 15))
+        assert np.mean([n < 14 for n in segments]) == pytest.approx(0.5, abs=0.05)
+        assert images.draw(segments.index(3)).image.shape == (32, 32)
+        shorter = Pathfinder(shorter=1.0).splits(tmp_path)
+        plain = Pathfinder().splits(tmp_path)
+        for split, same in (("train", False), ("validation", True), ("test", True)):
+            assert np.array_equal(shorter[split][0][0], plain[split][0][0]) == same
+        with pytest.raises(ValueError, match="shorter is for source 'fresh', got"):
+            Pathfinder(source="stored", shorter=0.5)
+        with pytest.raises(ValueError, match="shorter must be from 0 to 1, got 2"):
+            Pathfinder(shorter=2)
 
     def test_moving_a_disc_turns_the_label_and_little_else(self):
         images = Pathfinder().images("test", 10)

@@ -8,11 +8,11 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from experiments.lra import __main__ as command
 from experiments.lra import presets
-from experiments.lra.callbacks import StuckAtChance
+from experiments.lra.callbacks import Averaged, Curve, Deadline, StuckAtChance
 from experiments.lra.data import ArenaData, StepBatches
 from experiments.lra.learner import (
     Learner,
@@ -21,6 +21,7 @@ from experiments.lra.learner import (
     accuracy_of,
     read_checkpoint,
     repeated_over_grid,
+    schedule_of,
 )
 from experiments.lra.model import EncoderConfig
 from experiments.lra.tasks import SPLITS, Shape, Task
@@ -143,7 +144,7 @@ def test_a_small_task_is_learned(tmp_path):
 @pytest.mark.parametrize("ema", [False, True])
 def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
     def averages():
-        return [EMAWeightAveraging(decay=0.9)] if ema else []
+        return [Averaged(decay=0.9)] if ema else []
 
     whole = fit(tmp_path / "whole", *averages())[3]
     killed = Losses(killed_at=7)
@@ -155,7 +156,46 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
     assert {**killed.values, **resumed} == whole
 
 
+def test_a_deadline_stops_a_run_that_can_go_on(tmp_path):
+    whole = fit(tmp_path / "whole", Averaged(decay=0.9))[3]
+    curve = Curve()
+    trainer, *_, first = fit(tmp_path / "cut", Averaged(decay=0.9), curve, Deadline(at=0))
+    assert trainer.global_step == 1
+    # It is validated where it stops.
+    assert [point[0] for point in curve.points] == [1]
+    assert json.loads((tmp_path / "cut" / "curve.json").read_text()) == curve.points
+    last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    rest = fit(tmp_path / "cut", Averaged(decay=0.9), Curve(), Deadline(), ckpt_path=last)[3]
+    assert {**first, **rest} == whole
+
+
+def test_what_is_tested_is_the_average(tmp_path):
+    trainer, learner, data, _ = fit(tmp_path, Averaged(decay=0.5), steps=6)
+    saved = read_checkpoint(tmp_path / "last.ckpt")
+    trainer.test(learner, data, ckpt_path=tmp_path / "last.ckpt", weights_only=True, verbose=False)
+    name = "classifier.answer.weight"
+    assert torch.equal(learner.state_dict()[name], saved["state_dict"][name])
+    assert not torch.equal(learner.state_dict()[name], saved["current_model_state"][name])
+
+
+def test_a_trapezoid_stays_and_falls_over_the_last_fifth():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="trapezoid")
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    schedule = schedule_of(config, optimizer, 100)
+    rates = []
+    for _ in range(101):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    kinks = [rates[step] for step in (0, 9, 10, 80, 90, 100)]
+    assert kinks == pytest.approx([0.1, 1, 1, 1, 0.5, 0])
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores",  # of torch.compile
+    "ignore:The AccumulateGrad node's stream",  # of torch.cuda.make_graphed_callables
+)
 @pytest.mark.parametrize("passes", ["compiled", "cuda_graph"])
 def test_other_passes_have_the_losses_of_eager_ones(tmp_path, passes):
     encoder = replace(ENCODER, dropout=0.0, attention_dropout=0.0)

@@ -8,7 +8,7 @@ import torch._dynamo.testing
 from torch import nn
 
 import masks
-from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer
+from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer, attention
 
 EMBED, HEADS, LENGTH = 32, 4, 50
 PATTERN = masks.local(7) & masks.causal()
@@ -87,6 +87,35 @@ def test_a_cache_gives_what_the_whole_sequence_gives(pattern, rotary):
         module(x[:, :1], cache=cache)
     cache.reset()
     torch.testing.assert_close(module(steps[0], cache=cache), result[:, :30])
+
+
+def test_steps_of_padded_sequences():
+    module = SparseAttention(EMBED, HEADS, PATTERN.in_blocks(16))
+    x = torch.randn(2, LENGTH, EMBED)
+    lengths = torch.tensor([20, LENGTH])
+    cache = KeyValueCache(2, HEADS, 64, EMBED // HEADS)
+    module(x[:, :33], cache=cache)
+    result = module(x[:, 33:35], cache=cache, key_lengths=lengths)
+    torch.testing.assert_close(
+        result, module(x[:, :35], key_lengths=lengths.clamp(max=35))[:, 33:]
+    )
+
+
+def test_steps_share_a_length_and_cut_their_rows_out_of_one_mask(monkeypatch):
+    compiled, k_lens = [], []
+    pattern = masks.pattern(lambda q, k: compiled.append(1) or (k <= q) & (k % 3 != 1))
+    spy = attention.attention
+    monkeypatch.setattr(
+        attention,
+        "attention",
+        lambda q, k, *a, **o: k_lens.append(k.shape[2]) or spy(q, k, *a, **o),
+    )
+    module = SparseAttention(EMBED, HEADS, pattern.in_blocks(16))
+    cache = KeyValueCache(1, HEADS, 60, EMBED // HEADS)
+    for token in torch.randn(40, 1, 1, EMBED):
+        module(token, cache=cache)
+    assert sorted(set(k_lens)) == [1, 2, 4, 8, 16, 32, 60]
+    assert len(compiled) == 1
 
 
 def test_rotary_scores_depend_on_the_distance():

@@ -35,6 +35,7 @@ def call(
     kv_heads: int = 2,
     key_lengths: torch.Tensor | None = None,
     grad_out: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> None:
     """Both passes of one call. The query is also grad_out unless there is one."""
     (q_len, k_len), heads = mask.seq_len, 2
@@ -42,31 +43,32 @@ def call(
     key = torch.empty(batch, kv_heads, k_len, head_dim, dtype=dtype)
     spec = AttentionSpec(
         *(batch, heads, kv_heads, q_len, k_len, head_dim, dtype, query.device),
-        *(mask.block_size, mask.num_heads, 1.0, 0.0, key_lengths is not None),
+        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None),
     )
-    call = (mask.table(), key_lengths, 0, spec)
+    call = (mask.table(), key_lengths, 1, spec)
     out, lse = hopper.forward(query, key, key, *call)
     grad_out = query if grad_out is None else grad_out
-    hopper.backward(grad_out, None, query, key, key, out, lse, *call, (True, True, True))
+    needs = (True, True, True, False, False)
+    hopper.backward(grad_out, None, query, key, key, out, lse, *call, needs)
 
 
 def report_variants(head_dim: int):
-    """Full masks without all that is optional, and causal ones with it."""
-    lengths = torch.ones(1, dtype=torch.int32)
+    """Full masks without all that is optional, causal ones without it and with it."""
+    optional = {
+        "dtype": torch.float16,
+        "kv_heads": 1,
+        "key_lengths": torch.ones(1, dtype=torch.int32),
+        "dropout_p": 0.1,
+    }
     for name, pattern, options in (
         ("full", masks.full(), {}),
         ("causal", masks.causal(), {}),
-        (
-            "padded",
-            masks.causal(),
-            {"dtype": torch.float16, "kv_heads": 1, "key_lengths": lengths},
-        ),
+        ("causal, with options", masks.causal(), optional),
     ):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block_size=128), head_dim, **options)
-        for which, kernel in KERNELS.items():
-            (made,) = compiled(kernel)
+        for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
             yield {
                 "which": which,
@@ -78,6 +80,14 @@ def report_variants(head_dim: int):
                 "waits": code.count("WARPGROUP.DEPBAR"),
                 "unset": unset_operands(code),
             }
+
+
+def compiled_passes():
+    """(name, compiled kernel) of every launch of one call."""
+    for which, kernel in KERNELS.items():
+        made = compiled(kernel)
+        names = [which] if len(made) == 1 else ["dk", "dv"]
+        yield from zip(names, made, strict=True)
 
 
 def report_calls(head_dim: int):
@@ -99,6 +109,7 @@ def report_layouts(head_dim: int):
                 call(mask, head_dim, kv_heads=kv_heads, key_lengths=key_lengths)
     mask = masks.full()(256, block_size=128)
     call(mask, head_dim, dtype=torch.float16)
+    call(mask, head_dim, dropout_p=0.1)
     for strides in ((2**20, 64, 128, 1), (2**35, 8, 1024, 1), (3, 8, 8, 1)):
         size = (2, 2, 256, head_dim)
         grad_out = torch.empty_strided(size, strides, dtype=torch.bfloat16, device="meta")

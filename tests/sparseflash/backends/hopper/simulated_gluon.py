@@ -221,6 +221,10 @@ def warpgroup_mma_wait(pendings, deps):
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def opaque(number):
+    return number
+
+
 def load_tile(descriptor, start, barrier, buffer):
     buffer.tensor.fill_(torch.nan)
 
@@ -302,12 +306,19 @@ class Kernel:
 
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, enable_fp_fusion, **constants):
-            pointers = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
+            arguments = [_argument(x) for x in arguments]
             for number in range(grid[0]):
                 _program.__dict__.update(number=number, programs=grid[0])
-                self.function(*pointers, **constants)
+                self.function(*arguments, **constants)
 
         return launch
+
+
+def _argument(x):
+    """Tensors as pointers, integers as those of 32 bits that they are in a kernel."""
+    if isinstance(x, Tensor):
+        return Pointer(x)
+    return torch.tensor(x, dtype=torch.int32) if isinstance(x, int) else x
 
 
 class SharedLayout:
@@ -327,6 +338,14 @@ def _tensors(function):
     return lambda *values: function(*map(torch.as_tensor, values))
 
 
+def _upper_half(a: Tensor, b: int) -> Tensor:
+    """The upper words of the products of words, all unsigned though their type is signed."""
+    a, b = a.long() & 0xFFFFFFFF, b & 0xFFFFFFFF
+    # An int64 product of two words would wrap, so each half of `a` has its own.
+    upper = (a >> 16) * b + ((a & 0xFFFF) * b >> 16) >> 16
+    return upper.to(torch.int32)
+
+
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
 gl = SimpleNamespace(
     constexpr=constexpr,
@@ -338,6 +357,7 @@ gl = SimpleNamespace(
     **dict.fromkeys(("NVMMADistributedLayout", "SwizzledSharedLayout"), lambda *_: None),
     **dict.fromkeys(("SliceLayout", "BlockedLayout"), lambda *_: None),
     DotOperandLayout=lambda **_: None,
+    DistributedLinearLayout=lambda *_: None,
     NVMMASharedLayout=SharedLayout,
     program_id=lambda axis: torch.tensor(_program.number),
     num_programs=lambda axis: _program.programs,
@@ -350,14 +370,15 @@ gl = SimpleNamespace(
     arange=lambda start, end, layout: torch.arange(start, end),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     full=lambda shape, value, dtype, layout: torch.zeros(shape, dtype=dtype) + value,
-    convert_layout=lambda tensor, layout, assert_trivial: tensor,
+    convert_layout=lambda tensor, layout, assert_trivial=False: tensor,
     expand_dims=Tensor.unsqueeze,
     maximum=_tensors(torch.maximum),
     minimum=_tensors(torch.minimum),
     where=_tensors(torch.where),
     cdiv=lambda a, b: -(-a // b),
     max=lambda tensor, axis: tensor.amax(axis),
-    sum=lambda tensor, axis: tensor.sum(axis),
+    sum=lambda tensor, axis: tensor.sum(axis, dtype=tensor.dtype),
+    umulhi=_upper_half,
     exp2=torch.exp2,
     log2=torch.log2,
 )

@@ -34,11 +34,13 @@ def attend(query, key, value, mask, **options):
     return sparseflash.attention(query, key, value, mask, **options)
 
 
-def check(pattern, lengths, head_dim, *, batch=2, heads=2, kv_heads=None, **options):
+def check(
+    pattern, lengths, head_dim, *, batch=2, heads=2, kv_heads=None, block_size=128, **options
+):
     kinds = {name: options.pop(name) for name in ("dtype", "strides") if name in options}
     kinds = {"dtype": torch.bfloat16, "device": DEVICE} | kinds
     inputs = make_inputs(batch, heads, *lengths, head_dim, kv_heads=kv_heads, **kinds)
-    mask = pattern(lengths, block_size=128, device=DEVICE)
+    mask = pattern(lengths, block_size, device=DEVICE)
     if "key_lengths" in options:
         options["key_lengths"] = torch.tensor(options["key_lengths"], device=DEVICE)
 
@@ -56,23 +58,57 @@ def test_patterns(name, lengths, head_dim):
     check(PATTERNS[name], lengths, head_dim)
 
 
+@pytest.mark.parametrize("block_size", [16, 32, 64, 256, (128, 64), (32, 256)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_blocks_of_other_sizes(name, block_size):
+    check(PATTERNS[name], (700, 460), 128, kv_heads=1, block_size=block_size)
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_float16(head_dim):
     check(PATTERNS["local"], (700, 900), head_dim, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_heads_with_masks_of_their_own(kv_heads, head_dim):
+@pytest.mark.parametrize(("kv_heads", "block_size"), [(1, 128), (2, 128), (1, 32)])
+def test_grouped_heads_with_masks_of_their_own(kv_heads, block_size, head_dim):
     names = ["causal", "blocks", "causal", "empty rows"]
     pattern = masks.stack([PATTERNS[name] for name in names])
-    check(pattern, (500, 660), head_dim, heads=4, kv_heads=kv_heads)
+    check(pattern, (500, 660), head_dim, heads=4, kv_heads=kv_heads, block_size=block_size)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("name", ["full", "causal", "empty rows"])
-def test_padded_keys(name, head_dim):
-    check(PATTERNS[name], (500, 700), head_dim, batch=5, key_lengths=[0, 1, 384, 450, 700])
+def test_padded_keys(name, block_size, head_dim):
+    options = {"batch": 5, "key_lengths": [0, 1, 384, 450, 700], "block_size": block_size}
+    check(PATTERNS[name], (500, 700), head_dim, **options)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ["full", "local", "blocks", "empty rows"])
+def test_dropout(name, head_dim):
+    check(PATTERNS[name], (700, 460), head_dim, dropout_p=0.3, seed=-(2**40) - 3)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dropout_with_all_that_is_optional(head_dim):
+    pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
+    options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
+    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 64, "dtype": torch.float16}
+    check(pattern, (500, 660), head_dim, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_dropout_drops_the_pairs_that_the_triton_backend_drops(head_dim):
+    inputs = make_inputs(1, 2, 300, 300, head_dim, dtype=torch.float16, device=DEVICE)
+    ones = torch.ones_like(inputs[2])
+    options = {"dropout_p": 0.4, "seed": 7}
+    results = [
+        sparseflash.attention(*inputs[:2], ones, masks.causal(), backend=name, **options)
+        for name in ("hopper", "triton")
+    ]
+    torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
 
 
 def test_padded_keys_may_hold_anything():

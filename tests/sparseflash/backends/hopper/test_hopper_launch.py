@@ -30,6 +30,14 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
     assert descriptor.strides == list(addressed.stride())
 
 
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (96, 128), (192, 256), (256, 256)])
+def test_tiles_are_as_wide_as_a_power_of_two(head_dim, width):
+    query, *_ = make_inputs(1, 1, 40, 40, head_dim, dtype=torch.float16)
+    descriptor = launch.tiles_of(query, 64)
+    assert descriptor.block_shape == [1, 1, 64, width]
+    assert descriptor.shape == list(query.shape)
+
+
 def test_strides_of_single_entries_do_not_matter():
     query = torch.zeros(1, 1, 40, 64, dtype=torch.float16).as_strided(
         (1, 1, 40, 64), (3, 5, 64, 1)

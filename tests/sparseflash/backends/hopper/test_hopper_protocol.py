@@ -14,6 +14,7 @@ import simulated_gluon
 import torch
 
 import masks
+import sparseflash.backends.compiled  # noqa: F401 (imports Triton once, before the simulations)
 from sparseflash.autograd import run
 from sparseflash.backends import hopper
 from sparseflash.call import Call
@@ -21,7 +22,7 @@ from sparseflash.spec import AttentionSpec
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 
 MODULES = (
-    *("device", "launch", "row_terms", "query_gradient", "key_value_gradient"),
+    *("device", "dropout", "launch", "row_terms", "query_gradient", "key_value_gradient"),
     *("forward_pass", "backward_pass"),
 )
 PROGRAMS = 2
@@ -46,7 +47,9 @@ def simulation(module="", code="", planted=""):
         yield
 
 
-def check(pattern, head_dim=64, *, lengths=(500, 400), kv_heads=1, key_lengths=None):
+def check(
+    pattern, head_dim=64, *, lengths=(500, 400), kv_heads=1, key_lengths=None, dropout_p=0.0
+):
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
     kinds = {"kv_heads": kv_heads, "dtype": torch.bfloat16}
     query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)
@@ -54,13 +57,16 @@ def check(pattern, head_dim=64, *, lengths=(500, 400), kv_heads=1, key_lengths=N
     options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
     spec = AttentionSpec(
         *(batch, heads, kv_heads, *lengths, head_dim, query.dtype, query.device),
-        *((128, 128), mask.num_heads, head_dim**-0.5, 0.0, bool(options)),
+        *((128, 128), mask.num_heads, head_dim**-0.5, dropout_p, bool(options)),
     )
+    seed = -(2**40) - 3
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "seed": seed}
 
     def attention(*inputs):
         lengths = options.get("key_lengths")
         with poisoned_empty():
-            call = Call(spec, hopper, mask.table(), lengths, 0)
+            call = Call(spec, hopper, mask.table(), lengths, seed)
             return run(call, *inputs)
 
     check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)
@@ -81,10 +87,16 @@ def test_simulated_kernels_are_right(name):
         check(PATTERNS[name])
 
 
-def test_simulated_kernels_with_all_that_is_optional():
+@pytest.mark.parametrize("head_dim", [96, 128, 192])
+def test_simulated_kernels_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
     with simulation():
-        check(pattern, 128, kv_heads=2, key_lengths=[0, 130, 400])
+        check(pattern, head_dim, key_lengths=[0, 130, 400], dropout_p=0.3)
+
+
+def test_simulated_kernels_of_the_widest_tiles():
+    with simulation():
+        check(PATTERNS["blocks"], 256)
 
 
 PLANTED = {

@@ -21,18 +21,17 @@ def capability(monkeypatch):
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
 
 
-def test_serves_a_plain_call():
-    assert hopper.why_not(SPEC) == []
+def test_serves_a_plain_call_and_one_with_dropout():
+    assert hopper.why_not(SPEC) == hopper.why_not(replace(SPEC, dropout_p=0.5)) == []
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"dtype": torch.float32}, ["dtype", "torch.float32", "torch.bfloat16"]),
-        ({"head_dim": 96}, ["head_dim", "96", "(64, 128)"]),
-        ({"block_size": (128, 64)}, ["block_size", "(128, 64)", "(128, 128)"]),
+        ({"head_dim": 80}, ["head_dim", "80", "(64, 96, 128, 192, 256)"]),
         ({"device": torch.device("cpu")}, ["device", "cpu", "cuda"]),
-        ({"dropout_p": 0.5}, ["dropout_p", "0.5"]),
+        ({"block_size": (64, 64), "fill": None}, ["block_size", "(64, 64)", "(128, 128)"]),
     ],
 )
 def test_says_what_came_and_what_is_allowed(change, words):
@@ -50,6 +49,24 @@ def test_auto_passes_over_head_dims_that_are_no_faster(monkeypatch):
     select.cache_clear()
 
 
+@pytest.mark.parametrize("block_size", [(16, 16), (64, 128), (256, 32), (256, 256)])
+def test_reads_tables_of_its_own_blocks(block_size):
+    spec = replace(SPEC, block_size=block_size, fill=0.25)
+    assert hopper.why_not(spec) == []
+    assert hopper.tiling(spec) == (128, 128)
+    described = hopper.describe(*(torch.empty(0),) * 3, None, spec)
+    assert "25%" in described["tiles"]
+    assert str(block_size) in described["tiles"]
+
+
+def test_auto_passes_over_tiles_that_are_hardly_filled():
+    wide = replace(SPEC, head_dim=128)
+    assert hopper.pass_over(replace(wide, block_size=(16, 16), fill=0.95)) == []
+    assert hopper.pass_over(replace(wide, block_size=(256, 256))) == []
+    (reason,) = hopper.pass_over(replace(wide, block_size=(16, 256), fill=0.1))
+    assert all(words in reason for words in ("(16, 256)", "10%", "(128, 128)", "30%"))
+
+
 def test_refuses_other_architectures(monkeypatch):
     monkeypatch.setattr(hopper, "_capability", lambda device: (10, 0))
     (reason,) = hopper.why_not(SPEC)
@@ -58,7 +75,7 @@ def test_refuses_other_architectures(monkeypatch):
 
 
 def test_lists_every_reason():
-    change = {"dtype": torch.float64, "head_dim": 7, "block_size": (16, 16)}
+    change = {"dtype": torch.float64, "head_dim": 7, "device": torch.device("cpu")}
     assert len(hopper.why_not(replace(SPEC, **change))) == 3
 
 

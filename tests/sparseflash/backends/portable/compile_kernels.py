@@ -20,6 +20,7 @@ from masks.block_mask import BlockMask
 from sparseflash.backends.portable import (
     backward_pass,
     configs,
+    decoding,
     forward_pass,
     launch,
     score_sums,
@@ -32,6 +33,7 @@ KERNELS = {
     "dq": backward_pass.query_gradient_kernel,
     "dkdv": backward_pass.key_value_gradient_kernel,
     "sums": score_sums.score_sums_kernel,
+    "decode": decoding.decode_kernel,
 }
 
 
@@ -44,14 +46,19 @@ BENT = ScoreFunction("bent", lambda score, *pair: (score, 1.0), bent)
 
 
 def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **facts):
-    """One pass over a query that is also the key (its first heads) and the value.
+    """One pass over a query (for "decode" its first token) that is also the key (its first heads)
+    and the value.
 
     facts: of AttentionSpec, where they are not those of a plain call
     """
     batch, heads, seq_len, head_dim = query.shape
     key = query[:, :kv_heads]
+    if which == "decode":
+        query, mask = query[:, :, :1], mask.rows(seq_len - 1, seq_len)
+        bias = None if bias is None else bias[:, :seq_len]
     spec = AttentionSpec(
-        *(batch, heads, key.shape[1], seq_len, seq_len, head_dim, query.dtype, query.device),
+        *(batch, heads, key.shape[1], query.shape[2], seq_len),
+        *(head_dim, query.dtype, query.device),
         *(mask.block_size, mask.num_heads, 1.0, facts.pop("dropout_p", 0.0)),
         has_key_lengths=key_lengths is not None,
         bias=bias is not None,
@@ -60,6 +67,8 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
     call = (mask.table(), key_lengths, 1, spec)
     if which == "forward":
         forward_pass.forward(query, key, key, *call, bias)
+    elif which == "decode":
+        decoding.forward(query, key, key, *call, bias)
     else:
         lse = torch.empty(query.shape[:3])
         sums = which == "sums"
@@ -73,11 +82,11 @@ def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
 
 def variants(architecture: int):
     """(pass, dtype, head dim, configuration, options) of the kernels that ship."""
-    for which in configs.PASSES:
+    for which in (*configs.PASSES, "decode"):
         for head_dim in (32, 64, 128, 256):
             listed = configs.candidates(architecture, which, torch.bfloat16, head_dim)
-            small = len(configs.SMALL) if head_dim != 64 else 0
-            for config in listed[: len(listed) - small]:
+            shared = configs.SMALL_DECODE if which == "decode" else configs.SMALL
+            for config in listed if head_dim == 64 else listed[: -len(shared)]:
                 yield which, torch.bfloat16, head_dim, config, {}
             best, *_ = configs.candidates(architecture, which, torch.float32, head_dim)
             yield which, torch.float32, head_dim, best, {}
@@ -144,9 +153,9 @@ def report_products(architecture: int):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         query = torch.empty(1, 1, 64, 32)
-        for which in configs.PASSES:
+        for which in KERNELS:
             call(which, query, causal(64, (64, 64)), precision=precision)
-        ptx = {which: compiled(KERNELS[which])[0].asm["ptx"] for which in configs.PASSES}
+        ptx = {which: compiled(KERNELS[which])[0].asm["ptx"] for which in KERNELS}
         yield {which: ".tf32" in text for which, text in ptx.items()}
 
 
@@ -166,7 +175,7 @@ def report_layouts(architecture: int):
         "wide": ((2**40, 640, 16, 1), 0),
         "wide and odd": ((2**31 + 1, 640, 16, 1), 0),
     }
-    for (strides, offset), which in itertools.product(layouts.values(), configs.PASSES):
+    for (strides, offset), which in itertools.product(layouts.values(), KERNELS):
         query = storage.as_strided(sizes, strides, offset)
         lengths = torch.ones(3, dtype=torch.int32)
         for key_lengths in (None, lengths[:1], lengths[1:2]):
@@ -179,5 +188,6 @@ if __name__ == "__main__":
     what, architecture = sys.argv[1], int(sys.argv[2])
     VARIANTS = compile_instead_of_launching(architecture)
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
+    configs.processors = lambda device: 4
     for report in globals()[f"report_{what}"](architecture):
         print(json.dumps(report), flush=True)

@@ -1,0 +1,139 @@
+"""Trained runs gathered into one record, and the picture of how they learned.
+
+    python -m experiments.lra.results listops runs/listops-flash runs/listops-butterfly
+
+Every folder is a group: the seeds of one configuration, as `python -m experiments.lra.seeds`
+leaves them, each in a folder seed<n>. A run that went on from a checkpoint counts once, as it
+ended. Writes results/lra-<name>-<device>.json, which holds the command, commit and environment of
+every run, and results/lra-<name>-<device>-curves.png, which is drawn from the JSON file alone.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import typer
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.table import Table
+
+from experiments.lra.seeds import summary_of
+from experiments.plots import COLOURS
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main(
+    name: Annotated[str, typer.Argument(help="of the record")],
+    groups: Annotated[list[Path], typer.Argument(exists=True, file_okay=False)],
+    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+) -> None:
+    """Writes the record of trained runs and draws their curves."""
+    record = record_of(name, {group.name: ended(group) for group in groups})
+    machine = re.sub(r"\W+", "-", record["device"].lower())
+    path = output / f"lra-{name}-{machine}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    picture = draw_curves(path)
+    Console().print(table_of(record), f"wrote {path} and {picture}", sep="\n")
+
+
+def ended(group: Path) -> list[dict]:
+    """The result of each seed of a group, the newest where a run went on.
+
+    Raises ValueError for a folder without results.
+    """
+    newest = {}
+    for path in sorted(group.rglob("result.json"), key=lambda path: path.stat().st_mtime):
+        newest[path.relative_to(group).parts[0]] = json.loads(path.read_text())
+    if not newest:
+        raise ValueError(f"{group} holds no result.json: no run of it ended")
+    return sorted(newest.values(), key=lambda result: result["seed"])
+
+
+def record_of(name: str, groups: dict[str, list[dict]]) -> dict:
+    """What is written: floors once, and for each group its mean, deviation and runs.
+
+    Raises ValueError for runs of different tasks or devices.
+    """
+    runs = [run for group in groups.values() for run in group]
+    for what, found in {
+        "task": {run["task"] for run in runs},
+        "device": {run["environment"]["device"] for run in runs},
+    }.items():
+        if len(found) > 1:
+            raise ValueError(f"runs of a record must have one {what}, got {sorted(found)}")
+    return {
+        "name": name,
+        "task": runs[0]["task"],
+        "device": runs[0]["environment"]["device"],
+        "floors": floors_of(runs),
+        "groups": {label: summary_of(group) | {"runs": group} for label, group in groups.items()},
+    }
+
+
+def floors_of(runs: list[dict]) -> dict[str, float]:
+    """The floors of the task, and the class prior of the test set."""
+    tested = [run for run in runs if not run["stuck"]]
+    prior = {"class prior": tested[0]["test/class_prior"]} if tested else {}
+    return prior | runs[0]["floors"]
+
+
+def draw_curves(record_path: Path) -> Path:
+    """Draws validation accuracy against steps for every run of a record, a colour for each group,
+    with the floors as levels; returns the path of the picture."""
+    record = json.loads(record_path.read_text())
+    figure, ax = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for colour, (label, group) in zip(COLOURS, record["groups"].items(), strict=False):
+        _draw_group(ax, colour, label, group)
+    for name, floor in record["floors"].items():
+        if floor <= ax.get_ylim()[1] / 100 + 0.1:
+            ax.axhline(100 * floor, color="#666666", linestyle=":", linewidth=1)
+            ax.annotate(name, (1, 100 * floor), xycoords=("axes fraction", "data"), **FLOOR_TEXT)
+    ax.set(xlabel="steps", ylabel="validation accuracy, %", title=record["task"])
+    ax.legend(frameon=False)
+    path = record_path.with_name(f"{record_path.stem}-curves.png")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+FLOOR_TEXT = {"ha": "right", "va": "bottom", "fontsize": 7, "color": "#666666"}
+
+
+def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
+    for run in group["runs"]:
+        steps, accuracies = ([point[n] for point in run["curve"]] for n in (0, 1))
+        style = ":" if run["stuck"] else "-"
+        ax.plot(steps, [100 * a for a in accuracies], style, color=colour, linewidth=1)
+    ax.plot([], [], color=colour, label=f"{label}: {in_words(group)}")
+
+
+def in_words(group: dict) -> str:
+    """Test accuracy of a group: "37.10 ± 0.52 % of 3, 1 stuck"."""
+    if group["accuracy"] is None:
+        return f"{group['stuck']} stuck"
+    words = f"{100 * group['accuracy']:.2f}"
+    if group["deviation"] is not None:
+        words += f" ± {100 * group['deviation']:.2f}"
+    stuck = f", {group['stuck']} stuck" if group["stuck"] else ""
+    return f"{words} % of {group['finished']}{stuck}"
+
+
+def table_of(record: dict) -> Table:
+    """Test accuracy of each group, and how far it is above each floor."""
+    floors = record["floors"]
+    table = Table("", "test accuracy", *floors, title=f"{record['task']}: points above floors")
+    for label, group in record["groups"].items():
+        mean = group["accuracy"]
+        above = [] if mean is None else [f"{100 * (mean - f):+.1f}" for f in floors.values()]
+        table.add_row(label, in_words(group), *above)
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

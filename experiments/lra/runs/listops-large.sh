@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# A larger model of ListOps: first short expressions, then those of the arena.
+set -euo pipefail
+python -m experiments.lra.seeds --seeds 1 --output runs/listops-large-short -- --preset listops/short
+start=$(find runs/listops-large-short -name best.ckpt)
+python -m experiments.lra.seeds --seeds 1 --output runs/listops-large -- \
+  --preset listops/arena --model.init_from "$start"
+python -m experiments.lra.results listops-large runs/listops-large

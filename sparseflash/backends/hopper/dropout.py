@@ -1,0 +1,89 @@
+"""Dropout in the kernels: the bits of sparseflash.dropout, packed as those of a partial block.
+
+One Philox call serves four neighbouring keys of a query. In the layout of a product four threads
+share a row: each draws the bits of a quarter of its keys, and then they exchange them.
+"""
+
+from sparseflash.backends.hopper.device import PART
+from sparseflash.backends.hopper.gluon_shim import gl, gluon
+
+THREADS = gl.constexpr(4)  # that share a row of a product
+ROUNDS = gl.constexpr(10)
+# Words of 32 bits, signed as all integers of the kernels.
+MULTIPLIER_0, MULTIPLIER_1 = gl.constexpr(0xD2511F53 - 2**32), gl.constexpr(0xCD9E8D57 - 2**32)
+WEYL_0, WEYL_1 = gl.constexpr(0x9E3779B9 - 2**32), gl.constexpr(0xBB67AE85 - 2**32)
+SIGN = gl.constexpr(-(2**31))
+
+
+@gluon.constexpr_function
+def pieces_layout():
+    """Quarters of the rows of a product of four warps, each where the product has its row."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.jit
+def kept_words(drop, pair, query, key, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The bits of pairs that are kept, like device.mask_words: for each of PART queries from
+    `query` on, the words of COLUMNS keys from `key` on.
+
+    drop: a device.Dropout; pair: batch index * heads + head
+    """
+    PIECES: gl.constexpr = pieces_layout()
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    QUADS: gl.constexpr = COLUMNS // (4 * THREADS)  # of each thread
+    PER_WORD: gl.constexpr = 8 // QUADS  # threads that share a word
+    threads = gl.arange(0, THREADS, layout=gl.SliceLayout(0, PIECES)).to(gl.int32)
+    queries = query + gl.arange(0, PART, layout=gl.SliceLayout(1, PIECES))
+    queries = gl.expand_dims(queries.to(gl.int32), 1)
+    quads = gl.expand_dims(key // 4 + threads * QUADS, 0)
+    bits = gl.zeros([PART, THREADS], gl.int32, PIECES)
+    for i in gl.static_range(QUADS):
+        words = philox(drop, (quads + i).to(gl.int32), queries, pair.to(gl.int32))
+        for k in gl.static_range(4):
+            kept = (words[k] ^ SIGN) >= drop.threshold
+            bits = bits | (kept.to(gl.int32) << (4 * i + k))
+    threads = gl.expand_dims(threads, 0)
+    bits = bits << (threads % PER_WORD * (4 * QUADS))
+    first = gl.sum(gl.where(threads // PER_WORD == 0, bits, 0), axis=1)
+    second = gl.sum(gl.where(threads // PER_WORD == 1, bits, 0), axis=1)
+    packed = (
+        gl.convert_layout(first, ROWS, assert_trivial=True),
+        gl.convert_layout(second, ROWS, assert_trivial=True),
+    )
+    if PER_WORD == 1:
+        third = gl.sum(gl.where(threads == 2, bits, 0), axis=1)
+        fourth = gl.sum(gl.where(threads == 3, bits, 0), axis=1)
+        packed = (
+            packed[0],
+            packed[1],
+            gl.convert_layout(third, ROWS, assert_trivial=True),
+            gl.convert_layout(fourth, ROWS, assert_trivial=True),
+        )
+    return packed
+
+
+@gluon.jit
+def transposed(words, LAYOUT: gl.constexpr):
+    """Element mask (keys, queries) out of the bits of kept_words for PART keys.
+
+    A thread's keys differ in the bit of 8 alone: without it, one shift serves both.
+    """
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    keys = gl.expand_dims(gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    first = gl.expand_dims(gl.convert_layout(words[0], COLUMNS), 0)
+    second = gl.expand_dims(gl.convert_layout(words[1], COLUMNS), 0)
+    word = gl.where((keys & 32) == 0, first, second) >> (keys & 23)
+    return (word & (1 << (keys & 8))) != 0
+
+
+@gluon.jit
+def philox(drop, c0, c1, c2):
+    """Four words for each counter (c0, c1, c2, 0); see sparseflash.dropout.philox."""
+    k0, k1, c3 = drop.seed_low, drop.seed_high, c2 * 0
+    for _ in gl.static_range(ROUNDS):
+        high0, high1 = gl.umulhi(c0, MULTIPLIER_0), gl.umulhi(c2, MULTIPLIER_1)
+        low0, low1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + WEYL_0, k1 + WEYL_1
+    return c0, c1, c2, c3

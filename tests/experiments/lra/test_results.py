@@ -1,0 +1,78 @@
+"""Records of trained runs, and that committed ones say what their runs gave."""
+
+import json
+import os
+from statistics import fmean, stdev
+
+import pytest
+
+from experiments.lra import results
+
+
+def run(seed, accuracy, stuck=False, task="listops"):
+    tested = {} if stuck else {"test/accuracy": accuracy, "test/class_prior": 0.17}
+    return {
+        "task": task,
+        "seed": seed,
+        "stuck": stuck,
+        "curve": [[500, accuracy - 0.1, 1.9], [1000, accuracy, 1.8]],
+        "floors": {"root operator only": 0.357, "root and 4 levels": 0.888},
+        "environment": {"device": "A GPU", "command": f"--seed {seed}", "git": {"commit": "c"}},
+        **tested,
+    }
+
+
+def leave(folder, result, at=0):
+    """A result as a run leaves it."""
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))
+    os.utime(folder / "result.json", (at, at))
+
+
+@pytest.fixture
+def groups(tmp_path):
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    for seed, accuracy in enumerate((0.36, 0.37, 0.38)):
+        leave(dense / f"seed{seed}" / "version_0", run(seed, accuracy))
+    leave(sparse / "seed0" / "version_0", run(0, 0.17, stuck=True))
+    leave(sparse / "seed1000" / "version_1", run(1000, 0.4), at=2)
+    leave(sparse / "seed1000" / "version_0", run(1000, 0.3), at=1)
+    return [dense, sparse]
+
+
+def test_a_record_holds_runs_means_floors_and_stuck_runs(groups, tmp_path, capsys):
+    results.main("x", groups, tmp_path)
+    record = json.loads((tmp_path / "lra-x-a-gpu.json").read_text())
+    dense, sparse = record["groups"]["dense"], record["groups"]["sparse"]
+    assert dense["accuracy"] == pytest.approx(0.37)
+    assert dense["deviation"] == pytest.approx(0.01)
+    assert [run["environment"]["command"] for run in dense["runs"]] == [
+        f"--seed {seed}" for seed in range(3)
+    ]
+    assert (sparse["accuracy"], sparse["finished"], sparse["stuck"]) == (0.4, 1, 1)
+    assert record["floors"]["class prior"] == 0.17
+    assert "+1.3" in capsys.readouterr().out
+    assert (tmp_path / "lra-x-a-gpu-curves.png").stat().st_size > 10_000
+
+
+def test_a_folder_without_results_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no result\.json: no run of it ended"):
+        results.ended(tmp_path)
+
+
+def test_one_record_is_of_one_task():
+    groups = {"a": [run(0, 0.4)], "b": [run(0, 0.7, task="pathfinder32-hard")]}
+    with pytest.raises(ValueError, match=r"must have one task, got \['listops', 'pathfinder32"):
+        results.record_of("x", groups)
+
+
+def test_committed_records_say_what_their_runs_gave():
+    for path in results.RESULTS.glob("lra-*.json"):
+        record = json.loads(path.read_text())
+        for label, group in record.get("groups", {}).items():
+            tested = [run["test/accuracy"] for run in group["runs"] if not run["stuck"]]
+            assert group["accuracy"] == pytest.approx(fmean(tested)), (path.name, label)
+            if len(tested) > 1:
+                assert group["deviation"] == pytest.approx(stdev(tested)), (path.name, label)
+            assert all(run["environment"]["git"]["commit"] for run in group["runs"]), path.name
+            assert results.floors_of(group["runs"]).items() <= record["floors"].items()
