@@ -15,7 +15,8 @@ def measure_roofs(dtype: torch.dtype) -> dict[str, float]:
     product = time_call(lambda: lambda: a @ b, Clock.GRAPH, BUDGET_MS)
     source = torch.empty(COPY_BYTES, dtype=torch.int8, device="cuda").random_()
     target = torch.empty_like(source)
-    copy = time_call(lambda: lambda: target.copy_(source), Clock.GRAPH, BUDGET_MS)
+    # A graph hands copies to a slower engine.
+    copy = time_call(lambda: lambda: target.copy_(source), Clock.EVENTS, BUDGET_MS)
     return {
         "matrix_product_tflops": 2 * MATRIX**3 / (product.median_ms * 1e9),
         "copy_terabytes_per_second": 2 * COPY_BYTES / (copy.median_ms * 1e9),

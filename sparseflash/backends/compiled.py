@@ -1,9 +1,12 @@
 """Launches of Triton kernels that do not ask Triton each time which of its kernels to launch."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
+from triton import knobs
+from triton.runtime import driver
 
 
 def launch(
@@ -23,7 +26,7 @@ def launch(
     known = (kernel.__module__, kernel.__name__, variant)
     if known in _COMPILED:
         compiled, constant_arguments = _COMPILED[known]
-        compiled[grid](*arguments, *constant_arguments)
+        _start(compiled, grid, (*arguments, *constant_arguments))
         return
     compiled = kernel[grid](*arguments, **constants)
     if isinstance(kernel, triton.JITFunction):  # and not interpreted
@@ -32,6 +35,18 @@ def launch(
 
 
 _COMPILED: dict[tuple, tuple] = {}
+
+
+def _start(compiled, grid: tuple[int, int, int], arguments: tuple) -> None:
+    """compiled[grid](*arguments), which tells who listens to launches; if nobody does, at once."""
+    hooks = knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[grid](*arguments)
+        return
+    active: Any = driver.active
+    stream = active.get_current_stream(active.get_current_device())
+    no_hooks = (None, None, None)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)
 
 
 def on_device(device: torch.device):
