@@ -13,7 +13,7 @@ from sparseflash.testing import make_inputs
 
 HEADS, KV_HEADS = 4, 2
 OPTIONS = {
-    "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True}),
+    "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True, "chosen": True}),
     "hopper": ({}, {"dropout_p": 0.1, "seed": 1}),
 }
 
@@ -24,12 +24,20 @@ def passes(backend: str, mask: str, lengths: tuple[int, int], head_dim: int, **o
         2, HEADS, *lengths, head_dim, kv_heads=KV_HEADS, dtype=torch.float16, device="cuda"
     )
     leaves = [x.requires_grad_() for x in inputs[:3]]
+    attended = masks.parse(mask)(lengths, device="cuda")
+    wanted = list(leaves)
     if options.pop("bias", False):
-        options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda")
+        options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda", requires_grad=True)
+        wanted.append(options["bias"])
+    if options.pop("chosen", False):
+        grid = attended.grid
+        scores = torch.rand(2, HEADS, grid.nq, grid.nk, device="cuda", requires_grad=True)
+        attended = attended.keep_topk(scores, 2)
+        wanted.append(scores)
     out, lse = sparseflash.attention(
-        *leaves, masks.parse(mask), backend=backend, return_lse=True, **options
+        *leaves, attended, backend=backend, return_lse=True, **options
     )
-    torch.autograd.grad((out, lse), leaves, (inputs[3], torch.ones_like(lse)))
+    torch.autograd.grad((out, lse), wanted, (inputs[3], torch.ones_like(lse)))
 
 
 def main(backend: str) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import triton
+import triton.language as tl
 from test_portable import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 import masks
@@ -97,13 +98,13 @@ def test_gradients(split):
 @triton.jit
 def faded_of_triton(score, batch, head, query, key):
     slope = 1.0 / (1.0 + head + batch)
-    return score * slope - 0.1 * (query - key), slope
+    return score * slope - 0.1 * tl.abs(query - key), slope
 
 
 FADED = sparseflash.ScoreFunction(
     "faded",
     lambda score, batch, head, query, key: (
-        score / (1.0 + head + batch) - 0.1 * (query - key),
+        score / (1.0 + head + batch) - 0.1 * (query - key).abs(),
         1.0 / (1.0 + head + batch),
     ),
     faded_of_triton,
