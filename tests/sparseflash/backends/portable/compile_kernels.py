@@ -16,7 +16,7 @@ import torch
 import triton
 from compile_only import SHARED_MEMORY, compile_instead_of_launching, compiled, stack_bytes
 
-from masks.block_mask import BlockMask
+from masks import BlockMask, DynamicMask
 from sparseflash.backends.portable import (
     backward_pass,
     configs,
@@ -54,7 +54,7 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
     batch, heads, seq_len, head_dim = query.shape
     key = query[:, :kv_heads]
     if which == "decode":
-        query, mask = query[:, :, :1], mask.rows(seq_len - 1, seq_len)
+        query, mask = query[:, :, :1], of_last_query(mask)
         bias = None if bias is None else bias[:, :seq_len]
     spec = AttentionSpec(
         *(batch, heads, key.shape[1], query.shape[2], seq_len),
@@ -74,6 +74,13 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
         sums = which == "sums"
         needs = (which == "dq", which == "dkdv", which == "dkdv", sums and bias is not None, sums)
         backward_pass.backward(query, None, query, key, key, query, lse, *call, needs, bias)
+
+
+def of_last_query(mask: BlockMask | DynamicMask) -> BlockMask | DynamicMask:
+    end = mask.seq_len[0]
+    if isinstance(mask, DynamicMask):
+        return mask.within.rows(end - 1, end).keep(mask.blocks[..., -1:, :])
+    return mask.rows(end - 1, end)
 
 
 def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
