@@ -28,6 +28,11 @@ PATTERNS = (
     masks.random(0.4) - masks.global_tokens(40),  # some queries have no key
     masks.pattern(lambda q, k: (q * k) % 5 == 1),
 )
+Lengths = tuple[int, int]
+CHECKS: tuple[tuple[masks.Pattern, Lengths], ...] = (
+    *((pattern, LENGTHS) for pattern in PATTERNS),
+    (masks.causal(align="bottom-right"), (3, 500)),  # few queries, as in decoding
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,9 @@ class Case:
     dropout_p: float
     padded: bool
 
-    def inputs(self):
+    def inputs(self, lengths: Lengths):
         return make_inputs(
-            *(2, 2, *LENGTHS, self.head_dim),
+            *(2, 2, *lengths, self.head_dim),
             kv_heads=1,
             dtype=self.dtype,
             device=self.device,
@@ -52,19 +57,19 @@ class Case:
 
     def why_not(self) -> list[str]:
         """The backend's reasons against this case."""
-        query, key, _, _ = self.inputs()
+        query, key, _, _ = self.inputs(LENGTHS)
         mask = block_mask(PATTERNS[0](LENGTHS, self.block_size, self.device), query, key)
         spec = spec_of(query, key, mask, self.padded, None, 0.0, self.dropout_p, "ieee")
         (backend,) = (b for b in BACKENDS if b.name == self.backend)
         return backend.reasons(self.backend, spec)
 
-    def run(self, pattern: masks.Pattern) -> None:
+    def run(self, pattern: masks.Pattern, lengths: Lengths) -> None:
         """Raises AssertionError where a result errs by more than the error budget."""
-        query, key, value, grad_out = self.inputs()
-        mask = pattern(LENGTHS, self.block_size, self.device)
+        query, key, value, grad_out = self.inputs(lengths)
+        mask = pattern(lengths, self.block_size, self.device)
         options = {}
         if self.padded:
-            options["key_lengths"] = torch.tensor([0, LENGTHS[1] - 70], device=self.device)
+            options["key_lengths"] = torch.tensor([0, lengths[1] - 70], device=self.device)
         if self.dropout_p:
             options |= {"dropout_p": self.dropout_p, "seed": 1}
 
@@ -88,7 +93,11 @@ def selfcheck(console: Console | None = None) -> int:
     to_check = list(cases())
     failures = int(not to_check)
     for case in track(to_check, "selfcheck", console=console, transient=True):
-        found = [f"{p}: {why}" for p in PATTERNS if (why := _failure(partial(case.run, p)))]
+        found = [
+            f"{pattern} at {lengths}: {why}"
+            for pattern, lengths in CHECKS
+            if (why := _failure(partial(case.run, pattern, lengths)))
+        ]
         failures += len(found)
         options = ["dropout"] * (case.dropout_p > 0) + ["padded keys"] * case.padded
         table.add_row(

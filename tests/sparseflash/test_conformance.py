@@ -14,7 +14,7 @@ from sparseflash import __main__, backends, conformance
 def few(monkeypatch):
     monkeypatch.setattr(conformance, "DTYPES", (torch.float32,))
     monkeypatch.setattr(conformance, "HEAD_DIMS", (32, 64, 80))
-    monkeypatch.setattr(conformance, "PATTERNS", conformance.PATTERNS[4:])
+    monkeypatch.setattr(conformance, "CHECKS", conformance.CHECKS[4:])
     monkeypatch.setattr(conformance, "BACKENDS", backends.BACKENDS[:1])
     monkeypatch.setattr(conformance, "_devices", lambda: ["cpu"])
 
@@ -38,7 +38,7 @@ def test_a_wrong_backend_fails(monkeypatch):
     result = CliRunner().invoke(__main__.app, ["selfcheck"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "error" in result.output
-    assert "6 failures" in result.output
+    assert "9 failures" in result.output
 
 
 def test_nothing_checked_is_a_failure(monkeypatch):
