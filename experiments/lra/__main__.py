@@ -65,7 +65,9 @@ class ArenaCLI(LightningCLI):
         task = self.datamodule.task
         if run["stuck"] or not isinstance(task, Pathfinder):
             return {}
-        return moved_discs(self.model.classifier, task)
+        # The trainer has taken the model off its device.
+        classifier = self.model.classifier.to(self.trainer.strategy.root_device)
+        return moved_discs(classifier, task)
 
     def _callbacks(self, kind: type) -> list:
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,7 +87,7 @@ class ArenaCLI(LightningCLI):
             **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "floors": floors(task),
             "moved discs": self._moved_discs(run),
-            "environment": environment(self.model.device),
+            "environment": environment(self.trainer.strategy.root_device),
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from experiments.lra.model import Classifier
-from experiments.lra.tasks import Pathfinder, collate
+from experiments.lra.tasks import Pathfinder, Sample, collate
 
 IMAGES = 512
 BATCH = 32
@@ -25,7 +25,7 @@ def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dic
     for start in range(0, count, BATCH):
         indices = range(start, min(start + BATCH, count))
         drawn = [images.draw(i, moved) for i in indices for moved in (False, True)]
-        samples = [([drawing.image.reshape(-1)], drawing.label) for drawing in drawn]
+        samples = [Sample([drawing.image.reshape(-1)], drawing.label) for drawing in drawn]
         batch = collate(task.shape, samples)
         answers = _answers(model, batch.ids).view(-1, 2)
         different += int((answers[:, 0] != answers[:, 1]).sum())
@@ -35,5 +35,6 @@ def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dic
 
 def _answers(model: Classifier, ids: Tensor) -> Tensor:
     device = next(model.parameters()).device
-    # Calling a compiled model would compile it anew for batches of this size.
-    return model.forward(ids.to(device)).argmax(-1).cpu()
+    # A compiled model would be compiled anew for batches of this size.
+    with torch.compiler.set_stance("force_eager"):
+        return model(ids.to(device)).argmax(-1).cpu()

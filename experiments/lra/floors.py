@@ -71,7 +71,7 @@ def listops_floors(samples: int, seed: int = 1) -> dict[str, float]:
     )
     right = np.zeros(LEVELS)
     for n in range(held_out):
-        (ids,), label = expressions[n]
+        (ids,), label, _ = expressions[n]
         right += [read(ids, levels, guesses) == label for levels in range(LEVELS)]
     names = ["root operator only", *(f"root and {n} levels" for n in range(1, LEVELS))]
     return dict(zip(names, (right / held_out).round(4).tolist(), strict=True))

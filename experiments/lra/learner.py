@@ -15,9 +15,13 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from experiments.lra.model import Classifier, EncoderConfig
+from experiments.lra.model import Classifier, EncoderConfig, pooled_by
 from experiments.lra.tasks import Batch, Task
 from experiments.lra.tasks.hashing import stream_of
+
+# Classes of a traced token: on no contour with a disc, on one with a single disc, with both.
+TRACES = 3
+HEADS = ("restore.", "trace.")  # weights of training alone
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class OptimizerConfig:
 class ObjectiveConfig:
     """The loss: labels * cross-entropy of the label + pixels * cross-entropy of hidden tokens.
 
-    hidden: part of the tokens that are hidden; ink: weight of tokens other than 0, of which images
-    of contours have few. labels = 0 is pre-training without labels.
+    traces: weight of the cross-entropy of every token's class, for a task whose training samples
+    are traced. hidden: part of the tokens that are hidden; ink: weight of tokens (and classes)
+    other than 0, of which images of contours have few. labels = 0 is pre-training without labels.
     """
 
     labels: float = 1.0
     pixels: float = 0.0
+    traces: float = 0.0
     hidden: float = 0.5
     ink: float = 1.0
 
@@ -79,13 +85,17 @@ class Learner(L.LightningModule):
         self.classifier = Classifier(encoder, task.shape)
         # What guesses hidden tokens.
         self.restore = nn.Linear(encoder.dim, task.shape.vocabulary) if objective.pixels else None
+        # What tells the class of a token.
+        self.trace = nn.Linear(encoder.dim, TRACES) if objective.traces else None
         classes = task.shape.classes
         self.accuracy = MulticlassAccuracy(classes, average="micro")
         self.confusion = MulticlassConfusionMatrix(classes)
         if init_from is not None:
             start_from(self, init_from)
         if passes == "compiled":
-            self.classifier.compile(dynamic=False)
+            # Traces and hidden tokens read the encoder, labels the whole classifier.
+            whole = not (objective.traces or objective.pixels)
+            (self.classifier if whole else self.classifier.encoder).compile(dynamic=False)
 
     def on_train_start(self) -> None:
         if self.passes == "cuda_graph":
@@ -114,7 +124,8 @@ class Learner(L.LightningModule):
         loss = torch.zeros((), device=self.device)
         right = None
         if self.objective.labels:
-            logits = self.classifier(*batch.inputs)
+            logits, traces = self.answers(batch)
+            loss = loss + self.objective.traces * traces
             loss = loss + self.objective.labels * cross_entropy(logits, batch.labels)
             right = (logits.argmax(-1) == batch.labels).float().mean()
             self.log("train/accuracy", right, prog_bar=True)
@@ -124,6 +135,22 @@ class Learner(L.LightningModule):
             self.log("train/pixels", pixels, prog_bar=True)
         self.log("train/loss", loss, prog_bar=True)
         return {"loss": loss} if right is None else {"loss": loss, "accuracy": right.detach()}
+
+    def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits of the labels, and the loss of the traces."""
+        if self.trace is None:
+            return self.classifier(*batch.inputs), torch.zeros((), device=self.device)
+        if batch.traces is None:
+            raise ValueError("objective.traces needs a task that is traced")
+        encoder = self.classifier.encoder
+        features, _ = encoder(batch.ids[:, 0], None)
+        classes = batch.traces if encoder.order is None else batch.traces[:, encoder.order]
+        weights = torch.ones(TRACES, device=self.device)
+        weights[1:] = self.objective.ink
+        logits = self.trace(features[:, features.shape[1] - classes.shape[1] :])
+        traces = cross_entropy(logits.flatten(0, 1).float(), classes.flatten(), weights)
+        self.log("train/traces", traces, prog_bar=True)
+        return self.classifier.classify(pooled_by(encoder.config.pool, features, None)), traces
 
     def restoration_loss(self, batch: Batch) -> Tensor:
         """Cross-entropy of hidden tokens, over all ids; ink counts more."""
@@ -214,7 +241,7 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def start_from(learner: Learner, path: Path) -> None:
-    """Loads weights; learned positions are fitted, the guesser of hidden tokens may be new or old.
+    """Loads weights; learned positions are fitted, the heads of training alone may be new or old.
 
     Raises ValueError for a checkpoint of another model.
     """
@@ -227,7 +254,9 @@ def start_from(learner: Learner, path: Path) -> None:
         missing, unexpected = learner.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{path} holds another model: {error}") from error
-    if others := [key for key in (*missing, *unexpected) if not key.startswith("restore.")]:
+    if others := [
+        key for key in (*missing, *unexpected) if not key.startswith(("restore.", "trace."))
+    ]:
         raise ValueError(f"{path} holds another model: {others} are in one of the two only")
 
 

@@ -5,7 +5,16 @@ from experiments.lra.tasks.listops import ListOps
 from experiments.lra.tasks.pathfinder import Pathfinder
 from experiments.lra.tasks.retrieval import Retrieval
 from experiments.lra.tasks.synthetic import Synthetic
-from experiments.lra.tasks.task import SPLITS, Batch, MissingData, Samples, Shape, Task, collate
+from experiments.lra.tasks.task import (
+    SPLITS,
+    Batch,
+    MissingData,
+    Sample,
+    Samples,
+    Shape,
+    Task,
+    collate,
+)
 from experiments.lra.tasks.text import Text
 
 __all__ = [
@@ -16,6 +25,7 @@ __all__ = [
     "MissingData",
     "Pathfinder",
     "Retrieval",
+    "Sample",
     "Samples",
     "Shape",
     "Synthetic",

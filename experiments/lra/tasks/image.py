@@ -46,7 +46,7 @@ class GreyImages:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        return [self.images[index]], self.labels[index]
+        return Sample([self.images[index]], self.labels[index])
 
 
 def read_batch(path: Path) -> tuple[np.ndarray, list[int]]:

@@ -110,7 +110,7 @@ class Expressions:
 
     def __getitem__(self, index: int) -> Sample:
         begin, end = self.offsets[index : index + 2]
-        return [np.asarray(self.tokens[begin:end])], int(self.labels[index])
+        return Sample([np.asarray(self.tokens[begin:end])], int(self.labels[index]))
 
 
 def generate(count: int, seed: int, lengths: tuple[int, int] = LENGTHS) -> Arrays:

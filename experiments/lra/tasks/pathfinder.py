@@ -35,6 +35,8 @@ class Pathfinder(Task):
     sizes: samples of train, validation and test; seed: of the generator.
     shorter: part of the fresh training images whose contours have fewer segments, evenly from 3
         up: a curriculum. Validation and test have the task's own.
+    traced: fresh training images come with a trace: how many discs the contour of each pixel
+        has. That is more than the arena's labels say.
     skip_corrupt: leave out (and count) released images that cannot be read, instead of stopping.
     """
 
@@ -47,12 +49,16 @@ class Pathfinder(Task):
         seed: int = 0,
         skip_corrupt: bool = False,
         shorter: float = 0.0,
+        traced: bool = False,
     ):
-        if shorter and source != "fresh":
-            raise ValueError(f"shorter is for source 'fresh', got {shorter} and {source!r}")
+        if (shorter or traced) and source != "fresh":
+            raise ValueError(
+                f"shorter and traced are for source 'fresh', got {shorter} and {traced} with "
+                f"{source!r}"
+            )
         if not 0 <= shorter <= 1:
             raise ValueError(f"shorter must be from 0 to 1, got {shorter}")
-        self.shorter = shorter
+        self.shorter, self.traced = shorter, traced
         self.name = f"pathfinder{side}-{difficulty}"
         self.shape = Shape(seq_len=side * side, vocabulary=256, classes=2, side=side)
         self.side, self.difficulty, self.source = side, difficulty, source
@@ -66,12 +72,14 @@ class Pathfinder(Task):
         }
         if self.source == "stored":
             return {split: self._stored(data_root, split, fresh[split]) for split in SPLITS}
-        return fresh | {"train": self.images("train", ENDLESS, self.shorter)}
+        return fresh | {"train": self.images("train", ENDLESS, self.shorter, self.traced)}
 
-    def images(self, split: str, count: int, shorter: float = 0.0) -> "FreshImages":
+    def images(
+        self, split: str, count: int, shorter: float = 0.0, traced: bool = False
+    ) -> "FreshImages":
         """Images 0 to count - 1 of a split, drawn when they are asked for."""
         segments = DIFFICULTIES[self.difficulty]
-        return FreshImages(self.side, segments, split, self.seed, count, shorter)
+        return FreshImages(self.side, segments, split, self.seed, count, shorter, traced)
 
     def _stored(self, data_root: Path, split: str, fresh: "FreshImages") -> "PackedImages":
         name = f"{self.name}-seed{self.seed}-{split}-{len(fresh)}"
@@ -99,9 +107,17 @@ class FreshImages:
     """Images that are functions of split, seed and index."""
 
     def __init__(
-        self, side: int, segments: int, split: str, seed: int, count: int, shorter: float = 0.0
+        self,
+        side: int,
+        segments: int,
+        split: str,
+        seed: int,
+        count: int,
+        shorter: float = 0.0,
+        traced: bool = False,
     ):
-        self.side, self.segments, self.count, self.shorter = side, segments, count, shorter
+        self.side, self.segments, self.count = side, segments, count
+        self.shorter, self.traced = shorter, traced
         self.stream = stream_of("pathfinder", side, segments, seed, split)
         self.lengths = stream_of("pathfinder", "segments", seed, split)
 
@@ -110,7 +126,8 @@ class FreshImages:
 
     def __getitem__(self, index: int) -> Sample:
         drawing = self.draw(index)
-        return [drawing.image.reshape(-1)], drawing.label
+        trace = drawing.trace.reshape(-1) if self.traced else None
+        return Sample([drawing.image.reshape(-1)], drawing.label, trace)
 
     def draw(self, index: int, moved: bool = False) -> Drawing:
         return draw(self.side, self.segments_of(index), self.stream, index, moved)
@@ -129,7 +146,7 @@ class FreshImages:
         discs = allocate("discs", (self.count, 2, 2), np.int16)
 
         def fill(index: int) -> None:
-            images[index], labels[index], discs[index] = self.draw(index)
+            images[index], labels[index], discs[index], _ = self.draw(index)
 
         with ThreadPoolExecutor(cpu_count()) as pool:
             done = pool.map(fill, range(self.count))
@@ -147,7 +164,7 @@ class PackedImages:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        return [np.asarray(self.images[index]).reshape(-1)], int(self.labels[index])
+        return Sample([np.asarray(self.images[index]).reshape(-1)], int(self.labels[index]))
 
 
 def pack_released(source: Path, side: int, skip_corrupt: bool, allocate: Allocate) -> None:

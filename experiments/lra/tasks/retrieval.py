@@ -61,7 +61,8 @@ class Pairs:
         columns = line.rstrip(b"\n").split(b"\t")
         try:
             label, _, _, first, second = columns
-            return [bytes_to_ids(text[:KEPT_BYTES]) for text in (first, second)], int(float(label))
+            ids = [bytes_to_ids(text[:KEPT_BYTES]) for text in (first, second)]
+            return Sample(ids, int(float(label)))
         except ValueError as error:
             raise ValueError(
                 f"{self.path}, line {index + 1}: must be {COLUMNS} columns, the first a number; "

@@ -26,6 +26,7 @@ DISTRACTOR_TRIES = 5
 FREE = 0.3  # a pixel whose occupancy is at most this is free
 OVERLAP = 1.8  # occupancies of two segments may add up to less than this
 CROWDED = 0.01  # no distractor is tried where a smaller part of the image is free
+VISIBLE = 0.25  # part of a line's brightness from which a pixel is of its contour
 NO_CHOICE = 1e-4  # a contour ends where the weights of its candidates sum to less
 
 
@@ -191,11 +192,13 @@ def _marker(radius: float) -> np.ndarray:
 
 class Drawing(NamedTuple):
     """image: uint8 (side, side); label: whether the discs lie on one contour; discs: int64 (2, 2),
-    row and column of the first and of the second."""
+    row and column of the first and of the second; trace: uint8 (side, side), the discs on the
+    contour of each pixel, 0 for those of no contour."""
 
     image: np.ndarray
     label: int
     discs: np.ndarray
+    trace: np.ndarray
 
 
 def draw(side: int, segments: int, stream: np.uint64, index: int, moved: bool = False) -> Drawing:
@@ -230,7 +233,18 @@ def _draw(s, segments, seed, moved):
     discs[1] = contours[second, -1, :2]
     for row, column in discs:
         _merge(image, s.disc, row, column, np.float32(1))
-    return _to_bytes(image), label, discs
+    return _to_bytes(image), label, discs, _traced(s, contours, first, second)
+
+
+@numba.njit(nogil=True)
+def _traced(s, contours, first, second):
+    """How many discs the contour of each pixel has."""
+    trace = np.zeros((s.side, s.side), np.uint8)
+    for c in range(2):
+        line = np.zeros((s.side, s.side), np.float32)
+        _paint(s, line, contours[c], 1)
+        trace = np.where(line > VISIBLE, np.uint8((first == c) + (second == c)), trace)
+    return trace
 
 
 @numba.njit(nogil=True)

@@ -31,4 +31,4 @@ class Noise:
     def __getitem__(self, index: int) -> Sample:
         random = np.random.default_rng([self.stream, index])
         ids = random.integers(1, self.shape.vocabulary, (self.shape.documents, self.shape.seq_len))
-        return list(ids), int(random.integers(self.shape.classes))
+        return Sample(list(ids), int(random.integers(self.shape.classes)))

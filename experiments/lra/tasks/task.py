@@ -32,11 +32,17 @@ class Shape:
     side: int | None = None
 
 
-Sample = tuple[list[np.ndarray], int]
+class Sample(NamedTuple):
+    """documents: ids of each, integers (n,); label; trace: a class of each token, (n,), where the
+    task has them for training."""
+
+    documents: list[np.ndarray]
+    label: int
+    trace: np.ndarray | None = None
 
 
 class Samples(Protocol):
-    """Samples by index: the ids of each document, integers (n,), and the label."""
+    """Samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -59,11 +65,13 @@ class Task(ABC):
 
 class Batch(NamedTuple):
     """ids: int64 (batch, documents, seq_len), padded with 0; lengths: int64 (batch, documents), or
-    None where every sequence fills seq_len; labels: int64 (batch,)."""
+    None where every sequence fills seq_len; labels: int64 (batch,); traces: int64
+    (batch, seq_len), the class of each token, or None."""
 
     ids: Tensor
     lengths: Tensor | None
     labels: Tensor
+    traces: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -81,14 +89,20 @@ def collate(shape: Shape, samples: Sequence[Sample]) -> Batch:
     """Pads samples to the length of the task, and cuts off what goes beyond it."""
     ids = np.zeros((len(samples), shape.documents, shape.seq_len), np.int64)
     lengths = np.zeros((len(samples), shape.documents), np.int64)
-    for n, (documents, _) in enumerate(samples):
-        for d, document in enumerate(documents):
+    for n, sample in enumerate(samples):
+        for d, document in enumerate(sample.documents):
             kept = document[: shape.seq_len]
             ids[n, d, : len(kept)] = kept
             lengths[n, d] = len(kept)
-    labels = torch.tensor([label for _, label in samples])
+    labels = torch.tensor([sample.label for sample in samples])
+    traces = [sample.trace for sample in samples if sample.trace is not None]
     whole = bool((lengths == shape.seq_len).all()) and shape.side is not None
-    return Batch(torch.from_numpy(ids), None if whole else torch.from_numpy(lengths), labels)
+    return Batch(
+        torch.from_numpy(ids),
+        None if whole else torch.from_numpy(lengths),
+        labels,
+        torch.from_numpy(np.stack(traces)).long() if traces else None,
+    )
 
 
 class Subset:

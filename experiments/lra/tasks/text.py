@@ -64,4 +64,4 @@ class Reviews:
 
     def __getitem__(self, index: int) -> Sample:
         path, label = self.files[index]
-        return [bytes_to_ids(path.read_bytes())], label
+        return Sample([bytes_to_ids(path.read_bytes())], label)

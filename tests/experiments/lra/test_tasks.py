@@ -12,6 +12,7 @@ from experiments.lra.tasks import (
     MissingData,
     Pathfinder,
     Retrieval,
+    Sample,
     Synthetic,
     Text,
     collate,
@@ -95,7 +96,7 @@ class TestListOps:
     def test_values_are_those_of_a_plain_reader(self):
         expressions = listops.Expressions(listops.generate(20, seed=1))
         for i in range(20):
-            (ids,), label = expressions[i]
+            (ids,), label, _ = expressions[i]
             symbols = listops.to_source(ids).replace("(", "").replace(")", "").split()
             assert plain_value(iter(symbols)) == label
 
@@ -103,7 +104,7 @@ class TestListOps:
         task = ListOps(sizes=(30, 4, 4), lengths=(20, 100))
         assert (task.name, task.shape.seq_len) == ("listops-20-100", 128)
         assert (ListOps().name, ListOps().shape.seq_len) == ("listops", 2048)
-        lengths = [len(ids) for (ids,), _ in task.splits(tmp_path)["train"]]
+        lengths = [len(ids) for (ids,), _, _ in task.splits(tmp_path)["train"]]
         assert 20 < min(lengths) <= max(lengths) < 100
         with pytest.raises(ValueError, match="lengths must be 20 <= low < high - 1, got"):
             ListOps(lengths=(9, 50))
@@ -116,7 +117,7 @@ class TestListOps:
         splits = task.splits(tmp_path)
         assert [len(splits[split]) for split in SPLITS] == [40, 30, 30]
         train, test = (
-            {bytes(ids) for (ids,), _ in (splits[split][i] for i in range(30))}
+            {bytes(ids) for (ids,), _, _ in (splits[split][i] for i in range(30))}
             for split in ("train", "test")
         )
         assert min(map(len, train)) < 60 < min(map(len, test))
@@ -130,7 +131,7 @@ class TestListOps:
         for name in listops.PUBLISHED.values():
             source = "( ( ( [MAX 4 ) ( ( ( [SM 7 ) 8 ) ] ) ) ] )"
             (folder / name).write_text(f"Source\tTarget\n{source}\t5\n")
-        (ids,), label = ListOps("published").splits(tmp_path)["test"][0]
+        (ids,), label, _ = ListOps("published").splits(tmp_path)["test"][0]
         assert [listops.SYMBOLS[i - listops.FIRST] for i in ids] == ["[MAX", *"4", "[SM", *"78XX"]
         assert label == 5
         assert listops.to_source(ids) == source
@@ -181,7 +182,7 @@ class TestPathfinder:
         plain = Pathfinder().splits(tmp_path)
         for split, same in (("train", False), ("validation", True), ("test", True)):
             assert np.array_equal(shorter[split][0][0], plain[split][0][0]) == same
-        with pytest.raises(ValueError, match="shorter is for source 'fresh', got"):
+        with pytest.raises(ValueError, match="shorter and traced are for source 'fresh', got"):
             Pathfinder(source="stored", shorter=0.5)
         with pytest.raises(ValueError, match="shorter must be from 0 to 1, got 2"):
             Pathfinder(shorter=2)
@@ -221,7 +222,7 @@ class TestPathfinder:
         release(tmp_path, real_npy, count=20)
         splits = Pathfinder(source="released").splits(tmp_path)
         assert [len(splits[split]) for split in SPLITS] == [17, 1, 1]
-        (pixels,), label = splits["train"][0]
+        (pixels,), label, _ = splits["train"][0]
         assert pixels.shape == (1024,)
         assert label == pixels[0] % 2
 
@@ -265,7 +266,7 @@ def test_text_is_bytes_of_reviews(tmp_path):
                 (folder / f"{n}_1.txt").write_text(f"{part} {sentiment}")
     splits = Text().splits(tmp_path)
     assert [len(splits[split]) for split in SPLITS] == [18, 2, 20]
-    (ids,), label = splits["test"][0]
+    (ids,), label, _ = splits["test"][0]
     assert bytes((ids - 1).astype(np.uint8)) == b"test neg"
     assert label == 0
     on_test = Text(validate_on_test=True).splits(tmp_path)
@@ -281,7 +282,7 @@ def test_retrieval_reads_pairs_in_place(tmp_path):
         (folder / f"new_aan_pairs.{part}.tsv").write_bytes(b"\n".join(lines) + b"\n")
     pairs = Retrieval().splits(tmp_path)["validation"]
     assert len(pairs) == 2
-    documents, label = pairs[0]
+    documents, label, _ = pairs[0]
     assert [bytes((ids - 1).astype(np.uint8)) for ids in documents] == [b'one "text', b"other"]
     assert label == 1
     assert len(pairs[1][0][0]) == 4000
@@ -309,7 +310,7 @@ class TestImage:
         self.batches(tmp_path, {b"data": colours, b"labels": [0, 1, 2, 3]})
         splits = ImageTask().splits(tmp_path)
         assert [len(splits[split]) for split in SPLITS] == [18, 2, 4]
-        (pixels,), label = splits["test"][2]
+        (pixels,), label, _ = splits["test"][2]
         assert set(pixels) == {60}
         assert label == 2
 
@@ -329,7 +330,9 @@ def test_missing_files_are_named(task, tmp_path):
 
 def test_collate_pads_and_cuts():
     shape = Text.shape
-    batch = collate(shape, [([np.ones(5000, np.int16)], 1), ([np.ones(3, np.int16)], 0)])
+    batch = collate(
+        shape, [Sample([np.ones(5000, np.int16)], 1), Sample([np.ones(3, np.int16)], 0)]
+    )
     assert batch.ids.shape == (2, 1, 4096)
     assert batch.lengths.tolist() == [[4096], [3]]
     assert batch.ids.sum() == 4096 + 3
@@ -345,6 +348,6 @@ def test_images_have_no_lengths(tmp_path):
 
 def test_stand_ins_have_the_shape_of_their_task(tmp_path):
     samples = Synthetic(Retrieval()).splits(tmp_path)["train"]
-    documents, label = samples[0]
+    documents, label, _ = samples[0]
     assert [len(ids) for ids in documents] == [4096, 4096]
     assert 0 <= label < 2

@@ -24,7 +24,7 @@ from experiments.lra.learner import (
     schedule_of,
 )
 from experiments.lra.model import EncoderConfig
-from experiments.lra.tasks import SPLITS, Shape, Task
+from experiments.lra.tasks import SPLITS, Sample, Shape, Task
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -58,7 +58,7 @@ class Majority(Task):
         random = np.random.default_rng(stream)
         ids = random.integers(1, 3, (96, 15))
         labels = random.integers(2, size=96) if self.random else (ids == 2).sum(1) > 7
-        return [([row], int(label)) for row, label in zip(ids, labels, strict=True)]
+        return [Sample([row], int(label)) for row, label in zip(ids, labels, strict=True)]
 
 
 ENCODER = EncoderConfig(dim=16, feedforward=32, block_size=16, attention="local(4)")
