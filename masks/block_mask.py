@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from masks import tiles
-from masks.grid import Grid, OnGrid
+from masks.grid import Grid, OnGrid, definite
 from masks.handle import Handled
 from masks.intervals import Runs, combine, concatenate, empty, from_points
 from masks.lookup_table import LookupTable
@@ -239,7 +239,7 @@ class BlockMask(OnGrid, Handled):
         return self._select([self.head_layer[index]])
 
     def to(self, device) -> "BlockMask":
-        device = torch.device(device)
+        device = definite(device)
         if device == self.device:
             return self
         return replace(
@@ -256,7 +256,7 @@ class BlockMask(OnGrid, Handled):
         """The lookup table that kernels read, of the same elements in blocks of `block_size`
         (tokens, by default its own); compiled once per device and block size.
         """
-        device = self.device if device is None else torch.device(device)
+        device = self.device if device is None else definite(device)
         block_size = self.block_size if block_size is None else block_size
         if (device, block_size) not in self._made:
             from masks.compile import compile_table

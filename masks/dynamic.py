@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
-from masks.grid import Grid, OnGrid
+from masks.grid import Grid, OnGrid, definite
 from masks.handle import Handled
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
 
@@ -86,7 +86,7 @@ class DynamicMask(OnGrid, Handled):
         """The lookup table that kernels read. Raises ValueError for another device or block size
         (tokens).
         """
-        if device is not None and torch.device(device) != self.device:
+        if device is not None and definite(device) != self.device:
             raise ValueError(f"mask must be on {device}, got {self.device}: it cannot be moved")
         if block_size not in (None, self.block_size):
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")

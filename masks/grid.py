@@ -12,6 +12,14 @@ from masks.intervals import Runs
 BLOCK_SIDES = (16, 32, 64, 128, 256)
 
 
+def definite(device: torch.device | str) -> torch.device:
+    """The device with its number, as tensors name theirs: "cuda" is the current one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @dataclass(frozen=True)
 class Grid:
     """The blocks of a (q_len, k_len) score matrix cut into (bq, bk) rectangles, both in tokens.
@@ -35,7 +43,7 @@ class Grid:
             raise ValueError(f"seq_len must be at least 1 token, got {seq_len}")
         if bq not in BLOCK_SIDES or bk not in BLOCK_SIDES:
             raise ValueError(f"block_size must be made of {BLOCK_SIDES}, got {block_size}")
-        return cls(q_len, k_len, bq, bk, torch.device("cpu" if device is None else device))
+        return cls(q_len, k_len, bq, bk, definite("cpu" if device is None else device))
 
     @property
     def seq_len(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import masks
 from masks import BlockMask
+from masks.grid import Grid
 
 SIDES = (16, 32, 64, 128)
 
@@ -178,3 +179,11 @@ def test_equality_sees_one_element():
 def test_largest_and_smallest_blocks(block_size):
     mask = masks.local(37)(700, block_size)
     assert mask == BlockMask.from_dense(mask.to_dense(), block_size)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    grid = Grid.of(100, 16, "cuda")
+    assert grid.device == torch.device("cuda", 3)
+    assert Grid.of(100, 16, "cuda:1").device == torch.device("cuda", 1)
+    assert Grid.of(100, 16).device == torch.device("cpu")
