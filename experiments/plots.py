@@ -109,9 +109,10 @@ def _bars(rows: list[Row], record: Record) -> Figure:
     directions = list(dict.fromkeys(r.direction for r in rows))
     contenders = list(dict.fromkeys(r.contender for r in rows))
     cases = list(dict.fromkeys(_case(r) for r in rows))
-    width = max(7.0, 0.22 * len(cases) * len(contenders))
+    width = max(7.0, 0.15 * len(cases) * len(contenders))
+    height = 3.2 * len(directions) + 1.8  # below the last panel, the names of the cases
     figure, axes = plt.subplots(
-        len(directions), 1, figsize=(width, 3.2 * len(directions)), sharex=True, squeeze=False
+        len(directions), 1, figsize=(width, height), sharex=True, squeeze=False
     )
     bar = 0.8 / len(contenders)
     for direction, ax in zip(directions, axes.flat, strict=True):
