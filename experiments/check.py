@@ -64,9 +64,9 @@ def dense_rows(mask: BlockMask, rows: Tensor) -> Tensor:
     bits = torch.arange(bk, device=rows.device)
     by_query = table.by_query
     allowed = torch.zeros(
-        table.mask_heads, len(rows), columns, bk, dtype=torch.bool, device=rows.device
+        table.head_layer.numel(), len(rows), columns, bk, dtype=torch.bool, device=rows.device
     )
-    for head, layer in enumerate(table.head_layer.tolist()):
+    for head, layer in enumerate(table.head_layer.flatten().tolist()):
         bounds = by_query.bounds[layer, rows // bq].tolist()
         for n, (row, (full, fulls, partial, partials)) in enumerate(
             zip(rows.tolist(), bounds, strict=True)

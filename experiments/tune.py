@@ -37,7 +37,7 @@ from sparseflash.backends.portable import configs, launch
 from sparseflash.backends.portable.configs import Config
 from sparseflash.call import prepare
 
-NEEDS = {"dq": (True, False, False), "dkdv": (False, True, True)}
+NEEDS = {"dq": (True, False, False, False, False), "dkdv": (False, True, True, False, False)}
 SIDES = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
 STAGES = (2, 3)

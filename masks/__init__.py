@@ -1,6 +1,7 @@
 """Sparsity patterns, their algebra, and the lookup tables that kernels read."""
 
 from masks.block_mask import BlockMask
+from masks.dynamic import DynamicMask
 from masks.lookup_table import BlockRows, LookupTable
 from masks.parse import parse
 from masks.pattern import Pattern, block_pattern, pattern, stack
@@ -24,6 +25,7 @@ from masks.storage import from_json, load, save, to_json
 __all__ = [
     "BlockMask",
     "BlockRows",
+    "DynamicMask",
     "LookupTable",
     "Pattern",
     "bigbird",

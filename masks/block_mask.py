@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy.sparse
@@ -10,15 +11,21 @@ import torch
 from torch import Tensor
 
 from masks import tiles
-from masks.grid import Grid
+from masks.grid import Grid, OnGrid, definite
 from masks.handle import Handled
 from masks.intervals import Runs, combine, concatenate, empty, from_points
 from masks.lookup_table import LookupTable
 from masks.transpose import transpose_points, transpose_runs
 
+if TYPE_CHECKING:
+    from masks.dynamic import DynamicMask
+
+# What tile_of_block says of blocks without a tile.
+FULL, EMPTY = -1, -2
+
 
 @dataclass(frozen=True, eq=False)
-class BlockMask(Handled):
+class BlockMask(OnGrid, Handled):
     """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or
     empty.
 
@@ -42,65 +49,44 @@ class BlockMask(Handled):
     bank: Tensor
     _made: dict = field(default_factory=dict, repr=False)
 
-    @classmethod
+    @staticmethod
     def from_blocks(
-        cls,
         blocks: Tensor,
         block_size: int | tuple[int, int] = 128,
         seq_len: int | tuple[int, int] | None = None,
-    ) -> "BlockMask":
-        """The mask whose blocks are full where `blocks`, bool (nq, nk) or (heads, nq, nk), is
-        true.
+    ) -> "DynamicMask":
+        """The mask of the blocks where `blocks`, bool (nq, nk), (heads, nq, nk) or (batch, heads,
+        nq, nk), is true.
 
         seq_len: tokens, an int or (q_len, k_len); by default whole blocks. Raises ValueError when
-        it does not need exactly nq by nk blocks.
+        it does not need exactly nq by nk blocks. Like from_topk and from_threshold it never waits
+        for the device.
         """
-        blocks = _bool_matrix("blocks", blocks)
-        nq, nk = blocks.shape[1:]
-        grid = Grid.of((1, 1) if seq_len is None else seq_len, block_size, blocks.device)
-        if seq_len is None:
-            grid = replace(grid, q_len=nq * grid.bq, k_len=nk * grid.bk)
-        if (grid.nq, grid.nk) != (nq, nk):
-            raise ValueError(
-                f"blocks must be ({grid.nq}, {grid.nk}) for seq_len {grid.seq_len} in blocks of "
-                f"{grid.block_size}, got ({nq}, {nk})"
-            )
-        head_layer, kept = _distinct_layers(blocks)
-        row, column = blocks[kept].flatten(0, 1).nonzero(as_tuple=True)
-        return cls.of_full(grid, from_points(grid.number(row, column)), head_layer)
+        return _every_block(blocks, block_size, seq_len).keep(blocks)
 
-    @classmethod
+    @staticmethod
     def from_topk(
-        cls,
         scores: Tensor,
         k: int,
         block_size: int | tuple[int, int] = 128,
         seq_len: int | tuple[int, int] | None = None,
-    ) -> "BlockMask":
-        """In every row the k full blocks of the highest scores, (nq, nk) or (heads, nq, nk); fewer
-        where fewer scores are above -inf.
-
-        seq_len is as in from_blocks. Raises ValueError for k below 1.
+    ) -> "DynamicMask":
+        """The mask of the k blocks of the highest scores in every row; see keep_topk, and
+        from_blocks for the rest.
         """
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
-        best, column = scores.topk(min(k, scores.shape[-1]), dim=-1)
-        blocks = torch.zeros_like(scores, dtype=torch.bool)
-        return cls.from_blocks(blocks.scatter_(-1, column, best > -np.inf), block_size, seq_len)
+        return _every_block(scores, block_size, seq_len).keep_topk(scores, k)
 
-    @classmethod
+    @staticmethod
     def from_threshold(
-        cls,
         scores: Tensor,
-        threshold: float,
+        threshold: float | Tensor,
         block_size: int | tuple[int, int] = 128,
         seq_len: int | tuple[int, int] | None = None,
-    ) -> "BlockMask":
-        """The full blocks whose scores, (nq, nk) or (heads, nq, nk), are above the threshold.
-
-        seq_len is as in from_blocks.
+    ) -> "DynamicMask":
+        """The mask of the blocks whose scores are above the threshold; see keep_above, and
+        from_blocks for the rest.
         """
-        return cls.from_blocks(scores > threshold, block_size, seq_len)
+        return _every_block(scores, block_size, seq_len).keep_above(scores, threshold)
 
     @classmethod
     def from_dense(cls, dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
@@ -140,28 +126,19 @@ class BlockMask(Handled):
         return cls(grid, head_layer, full, nothing, nothing, bank)
 
     @property
-    def seq_len(self) -> tuple[int, int]:
-        """(q_len, k_len) in tokens."""
-        return self.grid.seq_len
-
-    @property
-    def block_size(self) -> tuple[int, int]:
-        """(bq, bk) in tokens."""
-        return self.grid.block_size
-
-    @property
     def num_heads(self) -> int:
         """Heads with a mask of their own; 1 serves any number of heads."""
         return len(self.head_layer)
 
     @property
+    def num_batches(self) -> int:
+        """Batch elements with a mask of their own: one mask serves any number of them."""
+        return 1
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """(q_len, k_len), or (num_heads, q_len, k_len) when heads have masks of their own."""
         return self.seq_len if self.num_heads == 1 else (self.num_heads, *self.seq_len)
-
-    @property
-    def device(self) -> torch.device:
-        return self.grid.device
 
     @property
     def num_layers(self) -> int:
@@ -198,6 +175,25 @@ class BlockMask(Handled):
 
     def _per_layer(self, rows: Tensor) -> Tensor:
         return rows.view(self.num_layers, self.grid.nq)[list(self.head_layer)]
+
+    def tile_of_block(self) -> Tensor:
+        """int64 (num_heads, nq, nk): the tile of each block in bank_with_cuts, or FULL or EMPTY.
+
+        Blocks that the end of the sequence cuts have a tile. Never waits for the device.
+        """
+        g = self.grid
+        row = torch.arange(self.num_layers * g.nq, device=self.device).unsqueeze(1)
+        number = g.number(row, torch.arange(g.nk, device=self.device))
+        cut = g.cut(number)
+        inside = torch.where(cut == 0, FULL, len(self.bank) + cut - 1)
+        tile = torch.where(self.full.contains(number), inside, EMPTY)
+        tile[g.split(self.partial)] = self.partial_tile
+        layers = tile.view(self.num_layers, g.nq, g.nk).unbind()
+        return torch.stack([layers[layer] for layer in self.head_layer])
+
+    def bank_with_cuts(self) -> Tensor:
+        """The bank, then the tiles of blocks that the end of the sequence cuts."""
+        return torch.cat([self.bank, self.grid.cut_tiles()[1:]])
 
     def to_blocks(self) -> Tensor:
         """bool (nq, nk), or (num_heads, nq, nk): the non-zero blocks."""
@@ -243,7 +239,7 @@ class BlockMask(Handled):
         return self._select([self.head_layer[index]])
 
     def to(self, device) -> "BlockMask":
-        device = torch.device(device)
+        device = definite(device)
         if device == self.device:
             return self
         return replace(
@@ -260,7 +256,7 @@ class BlockMask(Handled):
         """The lookup table that kernels read, of the same elements in blocks of `block_size`
         (tokens, by default its own); compiled once per device and block size.
         """
-        device = self.device if device is None else torch.device(device)
+        device = self.device if device is None else definite(device)
         block_size = self.block_size if block_size is None else block_size
         if (device, block_size) not in self._made:
             from masks.compile import compile_table
@@ -374,6 +370,33 @@ class BlockMask(Handled):
         view[row, :, column] = tiles.unpack(self.bank[self.partial_tile[near]], g.bk)
         dense = view.view(-1, g.nk * g.bk)
         return dense[begin - first * g.bq : end - first * g.bq, : g.k_len]
+
+    def keep(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
+        """The blocks of this mask where `blocks` is true, whatever it holds when a kernel runs.
+
+        blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk), on the mask's device,
+            where 1 stands for any number of heads or batch elements
+        scores: floating-point, of the same shape; attention's gradient of them is that of the
+            blocks, if they require one: see DynamicMask
+        Never waits for the device. Raises TypeError or ValueError naming the argument.
+        """
+        from masks.dynamic import DynamicMask
+
+        return DynamicMask.of(self, blocks, scores)
+
+    def keep_topk(self, scores: Tensor, k: int) -> "DynamicMask":
+        """In every row the k blocks of this mask that have the highest scores; fewer where fewer
+        scores are above -inf.
+
+        scores: as in keep. Raises ValueError for k below 1.
+        """
+        from masks.dynamic import DynamicMask
+
+        return DynamicMask.of_topk(self, scores, k)
+
+    def keep_above(self, scores: Tensor, threshold: float | Tensor) -> "DynamicMask":
+        """The blocks of this mask whose scores, as in keep, are above the threshold."""
+        return self.keep(scores.detach() > threshold, scores)
 
     def reblock(self, block_size) -> "BlockMask":
         """The same elements in blocks of another size."""
@@ -522,6 +545,24 @@ def assemble(
     full = combine(torch.bitwise_or, full, grown) if len(grown.begin) else full
     keep = is_partial[inverse]
     return BlockMask(grid, head_layer, full, number[keep], where[inverse[keep]], kept)
+
+
+def of_blocks(grid: Grid, blocks: Tensor) -> BlockMask:
+    """The mask whose blocks are full where `blocks`, bool (heads, nq, nk), is true."""
+    head_layer, kept = _distinct_layers(blocks)
+    row, column = blocks[kept].flatten(0, 1).nonzero(as_tuple=True)
+    return BlockMask.of_full(grid, from_points(grid.number(row, column)), head_layer)
+
+
+def _every_block(
+    like: Tensor, block_size: int | tuple[int, int], seq_len: int | tuple[int, int] | None
+) -> BlockMask:
+    """All pairs in as many blocks as the last two dimensions of `like` say."""
+    grid = Grid.of((1, 1) if seq_len is None else seq_len, block_size, like.device)
+    if seq_len is None:
+        nq, nk = like.shape[-2:]
+        grid = replace(grid, q_len=nq * grid.bq, k_len=nk * grid.bk)
+    return BlockMask.of_full(grid, grid.every_row())
 
 
 STRIP = 1 << 22  # pairs that are looked at together when a mask is read element by element

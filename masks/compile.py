@@ -41,7 +41,7 @@ def compile_table(mask: BlockMask) -> LookupTable:
         by_query=_block_rows(rows, g, layers),
         by_key=_block_rows(columns, g.T, layers),
         bank=bank,
-        head_layer=torch.tensor(mask.head_layer, dtype=torch.int32, device=mask.device),
+        head_layer=torch.tensor([mask.head_layer], dtype=torch.int32, device=mask.device),
         seq_len=g.seq_len,
         block_size=g.block_size,
     )

@@ -12,6 +12,14 @@ from masks.intervals import Runs
 BLOCK_SIDES = (16, 32, 64, 128, 256)
 
 
+def definite(device: torch.device | str) -> torch.device:
+    """The device with its number, as tensors name theirs: "cuda" is the current one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @dataclass(frozen=True)
 class Grid:
     """The blocks of a (q_len, k_len) score matrix cut into (bq, bk) rectangles, both in tokens.
@@ -35,7 +43,7 @@ class Grid:
             raise ValueError(f"seq_len must be at least 1 token, got {seq_len}")
         if bq not in BLOCK_SIDES or bk not in BLOCK_SIDES:
             raise ValueError(f"block_size must be made of {BLOCK_SIDES}, got {block_size}")
-        return cls(q_len, k_len, bq, bk, torch.device("cpu" if device is None else device))
+        return cls(q_len, k_len, bq, bk, definite("cpu" if device is None else device))
 
     @property
     def seq_len(self) -> tuple[int, int]:
@@ -86,6 +94,10 @@ class Grid:
 
     @cached_property
     def whole(self) -> Tensor:
+        """See cut_tiles."""
+        return self.cut_tiles()
+
+    def cut_tiles(self) -> Tensor:
         """int32 (4, bq, words): every pair of a block that lies in the sequence, for each value of
         cut.
         """
@@ -100,6 +112,26 @@ class Grid:
     @property
     def T(self) -> "Grid":
         return Grid(self.k_len, self.q_len, self.bk, self.bq, self.device)
+
+
+class OnGrid:
+    """What has a grid: its lengths and block sizes, in tokens, and its device."""
+
+    grid: Grid
+
+    @property
+    def seq_len(self) -> tuple[int, int]:
+        """(q_len, k_len) in tokens."""
+        return self.grid.seq_len
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """(bq, bk) in tokens."""
+        return self.grid.block_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.grid.device
 
 
 def _pair(name: str, value) -> tuple[int, int]:

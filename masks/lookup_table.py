@@ -1,5 +1,6 @@
 """The lookup table: a compiled mask in the form that kernels read."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -29,6 +30,8 @@ class BlockRows:
     order:         int32 (layers, rows)     the rows of a layer, most blocks first
     max_count:     most non-zero blocks in any row
     total:         non-zero blocks over all layers (shared storage counted once per row)
+
+    Both are None in the table of a DynamicMask: only the device knows.
     """
 
     bounds: Tensor
@@ -36,12 +39,19 @@ class BlockRows:
     partial_index: Tensor
     partial_tile: Tensor
     order: Tensor
-    max_count: int
-    total: int
+    max_count: int | None
+    total: int | None
 
     @property
     def rows(self) -> int:
         return self.bounds.shape[1]
+
+    @property
+    def unevenness(self) -> float:
+        """How many times the mean the heaviest row holds; inf where only the device knows."""
+        if self.max_count is None or self.total is None:
+            return math.inf
+        return self.max_count * self.bounds.shape[0] * self.rows / max(self.total, 1)
 
     def to(self, device: torch.device | str) -> "BlockRows":
         return _move(self, device)
@@ -55,8 +65,8 @@ class LookupTable:
     by_key:     the transpose: rows are key blocks, columns are query blocks (dK, dV)
     bank:       int32 (tiles, bq, ceil(bk / 32)); bit c % 32 of bank[t, r, c // 32] is pair (query
                 r, key c) of tile t, in both directions; bits outside the sequence are 0
-    head_layer: int32 (mask heads,): the layer that each head reads; one entry serves any number of
-        heads
+    head_layer: int32 (mask batch, mask heads): the layer that each head reads; one entry serves
+        any number of heads, and of batch elements
     seq_len:    (q_len, k_len) in tokens
     block_size: (bq, bk) in tokens
 
@@ -76,10 +86,6 @@ class LookupTable:
     @property
     def device(self) -> torch.device:
         return self.bank.device
-
-    @property
-    def mask_heads(self) -> int:
-        return self.head_layer.shape[0]
 
     @cached_property
     def bank_by_key(self) -> Tensor:

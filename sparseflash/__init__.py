@@ -7,10 +7,12 @@ from sparseflash.conformance import selfcheck
 from sparseflash.explanation import explain
 from sparseflash.mass import block_mass
 from sparseflash.merge import merge_attention
+from sparseflash.score import ScoreFunction
 from sparseflash.varlen import attention_varlen
 
 __all__ = [
     "BackendError",
+    "ScoreFunction",
     "alibi",
     "attention",
     "attention_varlen",

@@ -5,8 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from masks import BlockMask, Pattern, full
+from masks import BlockMask, DynamicMask, Pattern, full
+from sparseflash.score import ScoreFunction, named
 
+AnyMask = Pattern | BlockMask | DynamicMask
 FULL = full()
 PRECISIONS = ("ieee", "tf32")
 
@@ -23,11 +25,17 @@ def checked_tensors(
 
 
 def checked_options(
-    scale: float | None, softcap: float | None, dropout_p: float, precision: str
-) -> tuple[float | None, float, float, str]:
+    scale: float | None,
+    softcap: float | None,
+    score: ScoreFunction | str | None,
+    dropout_p: float,
+    precision: str,
+) -> tuple[float | None, float, str | None, float, str]:
+    """The options as operators take them: the name of a score function stands for it."""
     return (
         _checked_positive("scale", scale),
         _checked_positive("softcap", softcap) or 0.0,
+        _checked_score(score),
         _checked_dropout(dropout_p),
         _checked_precision(precision),
     )
@@ -113,12 +121,26 @@ def _check_key_lengths(lengths: Tensor, query: Tensor) -> None:
         )
 
 
-def checked_mask(mask: Pattern | BlockMask | None) -> Pattern | BlockMask:
+def checked_mask(mask: AnyMask | None) -> AnyMask:
     if mask is None:
         return FULL
-    if not isinstance(mask, (Pattern, BlockMask)):
-        raise TypeError(f"mask must be a Pattern, a BlockMask or None, got {type(mask).__name__}")
+    if not isinstance(mask, AnyMask):
+        raise TypeError(
+            "mask must be a Pattern, a BlockMask, a DynamicMask or None, got "
+            f"{type(mask).__name__}"
+        )
     return mask
+
+
+def checked_block_scores(mask: AnyMask) -> Tensor | None:
+    """The scores of a DynamicMask that want a gradient."""
+    if not isinstance(mask, DynamicMask):
+        return None
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("mask must not be a DynamicMask in a compiled graph")
+    if mask.scores is None or not mask.scores.requires_grad:
+        return None
+    return mask.scores
 
 
 def _checked_positive(name: str, value: float | None) -> float | None:
@@ -127,6 +149,16 @@ def _checked_positive(name: str, value: float | None) -> float | None:
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be positive and finite, got {value}")
     return float(value)
+
+
+def _checked_score(score: ScoreFunction | str | None) -> str | None:
+    if score is None or isinstance(score, ScoreFunction):
+        return None if score is None else score.name
+    if not isinstance(score, str):
+        raise TypeError(
+            f"score must be a ScoreFunction or the name of one, got {type(score).__name__}"
+        )
+    return named(score).name
 
 
 def _checked_dropout(dropout_p: float) -> float:

@@ -5,11 +5,12 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from masks import BlockMask, Pattern
 from sparseflash import operators
 from sparseflash.arguments import (
+    AnyMask,
     check_sinks,
     checked_bias,
+    checked_block_scores,
     checked_mask,
     checked_options,
     checked_seed,
@@ -18,6 +19,7 @@ from sparseflash.arguments import (
 from sparseflash.autograd import run
 from sparseflash.call import prepare
 from sparseflash.merge import with_sinks
+from sparseflash.score import ScoreFunction
 
 
 @overload
@@ -25,13 +27,14 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Pattern | BlockMask | None = None,
+    mask: AnyMask | None = None,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: Literal[False] = False,
     softcap: float | None = None,
+    score: ScoreFunction | str | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
@@ -43,13 +46,14 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Pattern | BlockMask | None = None,
+    mask: AnyMask | None = None,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: Literal[True],
     softcap: float | None = None,
+    score: ScoreFunction | str | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
@@ -60,13 +64,14 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Pattern | BlockMask | None = None,
+    mask: AnyMask | None = None,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     return_lse: bool = False,
     softcap: float | None = None,
+    score: ScoreFunction | str | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
@@ -75,14 +80,15 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention that skips every zero block of `mask`, forward and backward.
 
-    S = softcap(scale Q K^T) + bias, -inf where masked;  P = softmax over keys and the sink;
+    S = score(softcap(scale Q K^T)) + bias, -inf where masked;  P = softmax over keys and the sink;
     O = dropout(P) V
 
     query: (batch, heads, q_len, head_dim); key, value: (batch, kv_heads, k_len, head_dim), any
         strides. heads is a multiple of kv_heads; query head h reads key head h // (heads //
         kv_heads).
-    mask: a Pattern, a BlockMask of this length, or None for all pairs; True means attend. A
-        Pattern is compiled once per length and device, in blocks of its own size.
+    mask: a Pattern, a BlockMask or DynamicMask of this length, or None for all pairs; True means
+        attend. A Pattern is compiled once per length and device, in blocks of its own size. The
+        scores of a DynamicMask get a gradient if they require one.
     scale: 1 / sqrt(head_dim) by default.
     dropout_p, seed: dropout on P, in [0, 1); the same seed drops the same pairs on every backend.
         Without a seed one is drawn from torch's default generator.
@@ -90,6 +96,7 @@ def attention(
         are masked. Those on the CPU are checked without waiting for the device; those on a CUDA
         device are waited for, except while a CUDA graph is captured: then they are clamped.
     softcap: c > 0, which keeps scores within (-c, c): softcap(s) = c tanh(s / c).
+    score: a function of one's own, or the name of one: see ScoreFunction.
     bias: (1 or heads, q_len + k_len - 1), added to the score of query q and key k at
         [h, k - q + q_len - 1]: one number for each distance. See alibi.
     sinks: (1 or heads,), the score of one more key for every query, whose value is 0. The lse
@@ -105,27 +112,41 @@ def attention(
     torch.compile and torch.export the mask must be made outside.
 
     Raises TypeError or ValueError naming the argument, and BackendError when no backend can serve
-    the call; all before anything is computed.
+    the call; all before anything is computed. NotImplementedError for a DynamicMask under
+    torch.compile and torch.export, whose graphs keep their masks.
     Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse).
     """
     query, key, value = checked_tensors(query, key, value, key_lengths)
     mask = checked_mask(mask)
-    options = checked_options(scale, softcap, dropout_p, precision)
+    block_scores = checked_block_scores(mask)
+    options = checked_options(scale, softcap, score, dropout_p, precision)
     bias = None if bias is None else checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
     drawn = checked_seed(seed) if dropout_p > 0 else None
     if operators.is_traced(query):
         out, lse = operators.attention(
-            query, key, value, bias, mask.handle, key_lengths, drawn, *options, backend
+            query,
+            key,
+            value,
+            bias,
+            block_scores,
+            mask.handle,
+            key_lengths,
+            drawn,
+            *options,
+            backend,
         )
     else:
         drawn = 0 if drawn is None else int(drawn)
-        differentiates = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+        differentiated = [
+            x is not None and x.requires_grad and torch.is_grad_enabled()
+            for x in (bias, block_scores)
+        ]
         call = prepare(
-            query, key, mask, key_lengths, drawn, *options, backend, bias, differentiates
+            query, key, mask, key_lengths, drawn, *options, backend, bias, *differentiated
         )
-        out, lse = run(call, query, key, value)
+        out, lse = run(call, query, key, value, block_scores)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -7,11 +7,13 @@ from torch.autograd import forward_ad
 from sparseflash.call import Call
 
 
-def run(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call, differentiable."""
-    if not _is_differentiated(query, key, value, call.bias):
+def run(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, block_scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call, differentiable; block_scores get the gradient of the blocks."""
+    if not _is_differentiated(query, key, value, call.bias, block_scores):
         return call.forward(query, key, value)  # autograd would take a fifth of the host time
-    return _BlockSparseAttention.apply(query, key, value, call.bias, call)
+    return _BlockSparseAttention.apply(query, key, value, call.bias, block_scores, call)
 
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:
@@ -25,7 +27,7 @@ class _BlockSparseAttention(torch.autograd.Function):
     """(out, lse) of one call; what the backward needs is O(N): the inputs, out and lse."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, call):
+    def forward(ctx, query, key, value, bias, block_scores, call):
         out, lse = call.forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
@@ -35,9 +37,9 @@ class _BlockSparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
-            return (None,) * 5
+            return (None,) * 6
         grads = _Gradients.apply(
-            ctx.call, ctx.needs_input_grad[:4], grad_out, grad_lse, *ctx.saved_tensors
+            ctx.call, ctx.needs_input_grad[:5], grad_out, grad_lse, *ctx.saved_tensors
         )
         return *grads, None
 

@@ -8,8 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from masks import BlockMask, Pattern
+from masks import BlockMask, DynamicMask, Pattern
 from masks.lookup_table import LookupTable
+from sparseflash.arguments import AnyMask
 from sparseflash.backends import Backend, select
 from sparseflash.spec import TILE, AttentionSpec
 
@@ -40,21 +41,22 @@ class Call:
         saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of query, key, value and bias, None where needs says no.
+        """The gradients of query, key, value, bias and blocks, None where needs says no.
 
         saved: query, key, value, out, lse
         """
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
-        if self.bias is None:
-            needs = needs[:3]
         with _without_autocast(grad_out.device.type):
-            grads = self.backend.backward(
+            *grads, grad_blocks = self.backend.backward(
                 *(grad_out, grad_lse, *saved),
                 *(self.table, self.key_lengths, self.seed, self.spec, needs),
                 **self._bias(),
             )
-        return grads if self.bias is not None else (*grads, None)
+        if grad_blocks is not None:
+            masks = (self.spec.mask_batch, self.spec.mask_heads)
+            grad_blocks = grad_blocks.sum_to_size(*masks, *grad_blocks.shape[2:])
+        return *grads, grad_blocks
 
     def _bias(self) -> dict[str, Tensor]:
         return {} if self.bias is None else {"bias": self.bias}
@@ -63,16 +65,18 @@ class Call:
 def prepare(
     query: Tensor,
     key: Tensor,
-    mask: Pattern | BlockMask,
+    mask: AnyMask,
     key_lengths: Tensor | None = None,
     seed: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
+    score: str | None = None,
     dropout_p: float = 0.0,
     precision: str = "ieee",
     backend: str = "auto",
     bias: Tensor | None = None,
     differentiates_bias: bool = False,
+    differentiates_blocks: bool = False,
 ) -> Call:
     """The call of checked tensors and options.
 
@@ -83,8 +87,9 @@ def prepare(
     if key_lengths is not None:
         key_lengths = _in_range(key_lengths, key.shape[2], query.device)
     padded = key_lengths is not None
-    options = (scale, softcap, dropout_p, precision, bias is not None, differentiates_bias)
-    spec = spec_of(query, key, mask, padded, *options)
+    options = (scale, softcap, score, dropout_p, precision, bias is not None)
+    differentiated = (differentiates_bias, differentiates_blocks)
+    spec = spec_of(query, key, mask, padded, *options, *differentiated)
     chosen = select(backend, spec)
     table = mask.table(query.device, chosen.tiling(spec))
     return Call(spec, chosen, table, key_lengths, seed, bias)
@@ -93,19 +98,23 @@ def prepare(
 def spec_of(
     query: Tensor,
     key: Tensor,
-    mask: BlockMask,
+    mask: BlockMask | DynamicMask,
     has_key_lengths: bool,
     scale: float | None,
     softcap: float,
+    score: str | None,
     dropout_p: float,
     precision: str,
     bias: bool = False,
     differentiates_bias: bool = False,
+    differentiates_blocks: bool = False,
 ) -> AttentionSpec:
     """The facts of a call of checked arguments."""
     tensors = (query.shape, key.shape, query.dtype, query.device)
-    options = (has_key_lengths, scale, softcap, dropout_p, precision, bias, differentiates_bias)
-    return _spec(*tensors, mask.block_size, mask.num_heads, mask.fill(TILE), *options)
+    options = (has_key_lengths, scale, softcap, score, dropout_p, precision, bias)
+    differentiated = (differentiates_bias, differentiates_blocks)
+    masks = (mask.block_size, mask.num_batches, mask.num_heads, mask.fill(TILE))
+    return _spec(*tensors, *masks, *options, *differentiated)
 
 
 @lru_cache(maxsize=4096)
@@ -115,15 +124,18 @@ def _spec(
     dtype: torch.dtype,
     device: torch.device,
     block_size: tuple[int, int],
+    mask_batch: int,
     mask_heads: int,
     fill: float,
     has_key_lengths: bool,
     scale: float | None,
     softcap: float,
+    score: str | None,
     dropout_p: float,
     precision: str,
     bias: bool,
     differentiates_bias: bool,
+    differentiates_blocks: bool,
 ) -> AttentionSpec:
     batch, heads, q_len, head_dim = query_shape
     kv_heads, k_len = key_shape[1:3]
@@ -143,24 +155,29 @@ def _spec(
         has_key_lengths=has_key_lengths,
         precision=precision,
         softcap=softcap,
+        score=score,
         bias=bias,
         differentiates_bias=differentiates_bias,
+        mask_batch=mask_batch,
+        differentiates_blocks=differentiates_blocks,
         fill=fill,
     )
 
 
-def block_mask(mask: Pattern | BlockMask, query: Tensor, key: Tensor) -> BlockMask:
+def block_mask(mask: AnyMask, query: Tensor, key: Tensor) -> BlockMask | DynamicMask:
     """The mask of a call; a pattern is compiled in blocks of its own size.
 
-    Raises ValueError for a mask of other lengths or heads.
+    Raises ValueError for a mask of other lengths, heads or batch elements.
     """
-    heads, q_len, k_len = query.shape[1], query.shape[2], key.shape[2]
+    batch, heads, q_len, k_len = *query.shape[:3], key.shape[2]
     if isinstance(mask, Pattern):
         mask = _compiled(mask, q_len, k_len, query.device)
     if mask.seq_len != (q_len, k_len):
         raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
     if mask.num_heads not in (1, heads):
         raise ValueError(f"mask must have 1 or {heads} heads, got {mask.num_heads}")
+    if mask.num_batches not in (1, batch):
+        raise ValueError(f"mask must be of 1 or {batch} batch elements, got {mask.num_batches}")
     return mask
 
 

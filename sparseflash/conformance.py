@@ -59,7 +59,7 @@ class Case:
         """The backend's reasons against this case."""
         query, key, _, _ = self.inputs(LENGTHS)
         mask = block_mask(PATTERNS[0](LENGTHS, self.block_size, self.device), query, key)
-        spec = spec_of(query, key, mask, self.padded, None, 0.0, self.dropout_p, "ieee")
+        spec = spec_of(query, key, mask, self.padded, None, 0.0, None, self.dropout_p, "ieee")
         (backend,) = (b for b in BACKENDS if b.name == self.backend)
         return backend.reasons(self.backend, spec)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
-from masks import BlockMask, Pattern
-from sparseflash.arguments import FULL, checked_mask, checked_options, checked_tensors
+from sparseflash.arguments import FULL, AnyMask, checked_mask, checked_options, checked_tensors
 from sparseflash.attention import attention
 from sparseflash.backends import BACKENDS, BackendError, select
 from sparseflash.call import block_mask, spec_of
+from sparseflash.score import ScoreFunction
 from sparseflash.spec import AttentionSpec
 
 SECONDS = 0.2  # of measurement for each time
@@ -84,13 +84,14 @@ class Explanation:
 
 
 def explain(
-    mask: Pattern | BlockMask | None,
+    mask: AnyMask | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    score: ScoreFunction | str | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
@@ -101,12 +102,12 @@ def explain(
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
 
     measure: also time the call, the full mask and torch's dense attention, each forward and
-        backward, with the options of the call (torch's without softcap, bias and
-        key_lengths).
+        backward, with the options of the call (torch's without softcap, score, bias
+        and key_lengths).
     Raises what attention raises, but no BackendError: `backend` is None in what it returns.
     """
     query, key, value = (x.detach() for x in checked_tensors(query, key, value, key_lengths))
-    options = checked_options(scale, softcap, dropout_p, precision)
+    options = checked_options(scale, softcap, score, dropout_p, precision)
     found = block_mask(checked_mask(mask), query, key)
     spec = spec_of(query, key, found, key_lengths is not None, *options, bias is not None)
     why_not = {b.name: reasons for b in BACKENDS if (reasons := b.reasons(backend, spec))}
@@ -126,12 +127,13 @@ def explain(
     if not measure:
         return explanation()
 
-    def attend(mask: Pattern | BlockMask) -> Times:
+    def attend(mask: AnyMask) -> Times:
         call = partial(
             attention,
             mask=mask,
             scale=scale,
             softcap=softcap,
+            score=score,
             bias=bias,
             dropout_p=dropout_p,
             key_lengths=key_lengths,

@@ -4,7 +4,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from masks import BlockMask, Pattern
+from masks import BlockMask, DynamicMask, Pattern
 from sparseflash.arguments import checked_mask, checked_tensors
 from sparseflash.attention import attention
 from sparseflash.call import block_mask
@@ -33,8 +33,10 @@ def block_mass(
     """
     query, key, _ = checked_tensors(query, key, key, key_lengths)
     query, key = query.float(), key.float()
-    mask = block_mask(checked_mask(mask), query, key)
-    bq, bk = mask.block_size
+    found = block_mask(checked_mask(mask), query, key)
+    if isinstance(found, DynamicMask):
+        raise TypeError("mask must not be a DynamicMask, of which block_mass could take no part")
+    bq, bk = found.block_size
     q_len, k_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
     # Values that say in which block a key is make attention add the probabilities of its keys up;
     # they tell as many blocks apart as a value has entries.
@@ -46,7 +48,7 @@ def block_mass(
             query,
             key[:, :, start:end],
             _block_of_key(end - start, bk, head_dim, key),
-            mask if (start, end) == (0, k_len) else mask.crop(q_len, end).T.rows(start, end).T,
+            found if (start, end) == (0, k_len) else found.crop(q_len, end).T.rows(start, end).T,
             scale=scale,
             softcap=softcap,
             bias=None if bias is None else bias[:, start : start + q_len + end - start - 1],

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from masks import BlockMask, Pattern
+from masks import DynamicMask
 from masks.handle import find
+from sparseflash.arguments import AnyMask
 from sparseflash.autograd import refuse_second_derivative
 from sparseflash.call import Call, prepare
 
-_of_graphs: dict[str, Pattern | BlockMask] = {}
+_of_graphs: dict[str, AnyMask] = {}
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -34,21 +35,24 @@ def attention(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
+    block_scores: Tensor | None,
     mask: str,
     key_lengths: Tensor | None,
     seed: Tensor | None,
     scale: float | None,
     softcap: float,
+    score: str | None,
     dropout_p: float,
     precision: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments.
 
-    mask: the handle of a Pattern or BlockMask; seed: int64 () on the CPU, None without dropout.
+    mask: the handle of a Pattern, BlockMask or DynamicMask; block_scores: those that a DynamicMask
+    has and that want its gradient; seed: int64 () on the CPU, None without dropout.
     """
-    options = (scale, softcap, dropout_p, precision, backend)
-    call = _prepare(query, key, bias, False, mask, key_lengths, seed, *options)
+    options = (scale, softcap, score, dropout_p, precision, backend)
+    call = _prepare(query, key, bias, (False, False), mask, key_lengths, seed, *options)
     out, lse = call.forward(query, key, value)
     return _laid_out_like(out, query), lse
 
@@ -63,21 +67,23 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
+    block_scores: Tensor | None,
     mask: str,
     key_lengths: Tensor | None,
     seed: Tensor | None,
     scale: float | None,
     softcap: float,
+    score: str | None,
     dropout_p: float,
     precision: str,
     backend: str,
     needs: list[bool],
 ) -> list[Tensor]:
-    """The gradients of those of (query, key, value, bias) that `needs` names."""
-    options = (scale, softcap, dropout_p, precision, backend)
-    call = _prepare(query, key, bias, needs[3], mask, key_lengths, seed, *options)
+    """The gradients of those of (query, key, value, bias, block_scores) that `needs` names."""
+    options = (scale, softcap, score, dropout_p, precision, backend)
+    call = _prepare(query, key, bias, needs[3:], mask, key_lengths, seed, *options)
     grads = call.backward(grad_out, grad_lse, (query, key, value, out, lse), tuple(needs))
-    inputs = (query, key, value, bias)
+    inputs = (query, key, value, bias, block_scores)
     return [
         _laid_out_like(grad, x)
         for grad, x in zip(grads, inputs, strict=True)
@@ -85,8 +91,10 @@ def attention_backward(
     ]
 
 
-def _prepare(query, key, bias, needs_bias, mask, key_lengths, seed, *options) -> Call:
+def _prepare(query, key, bias, needs, mask, key_lengths, seed, *options) -> Call:
+    """needs: whether the gradients of bias and block_scores are wanted"""
     seed = 0 if seed is None else int(seed)
+    needs_bias, needs_blocks = needs
     return prepare(
         query,
         key,
@@ -96,6 +104,7 @@ def _prepare(query, key, bias, needs_bias, mask, key_lengths, seed, *options) ->
         *options,
         bias=bias,
         differentiates_bias=needs_bias,
+        differentiates_blocks=needs_blocks,
     )
 
 
@@ -106,37 +115,37 @@ def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
 
 
 @attention.register_fake
-def _(query, key, value, bias, mask, *options):
+def _(query, key, value, bias, block_scores, mask, *options):
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
 
 
 @attention_backward.register_fake
-def _(grad_out, grad_lse, query, key, value, out, lse, bias, *options):
-    inputs = (query, key, value, bias)
+def _(grad_out, grad_lse, query, key, value, out, lse, bias, block_scores, *options):
+    inputs = (query, key, value, bias, block_scores)
     return [torch.empty_like(x) for x, needed in zip(inputs, options[-1], strict=True) if needed]
 
 
 def _save(ctx, inputs, output):
-    query, key, value, bias, mask, key_lengths, seed, *options = inputs
-    ctx.save_for_backward(query, key, value, *output, bias, key_lengths, seed)
+    query, key, value, bias, block_scores, mask, key_lengths, seed, *options = inputs
+    ctx.save_for_backward(query, key, value, *output, bias, block_scores, key_lengths, seed)
     ctx.mask, ctx.options = mask, options
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    nothing = [None] * 12
+    nothing = [None] * 14
     if grad_out is None and grad_lse is None:
         return tuple(nothing)
     *saved, key_lengths, seed = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
+    needs = list(ctx.needs_input_grad[:5])
     grads = iter(
         attention_backward(
             grad_out, grad_lse, *saved, ctx.mask, key_lengths, seed, *ctx.options, needs
         )
     )
-    return *(next(grads) if needed else None for needed in needs), *nothing[4:]
+    return *(next(grads) if needed else None for needed in needs), *nothing[5:]
 
 
 attention.register_autograd(_differentiate, setup_context=_save)
@@ -157,13 +166,16 @@ def _(info, in_dims, *arguments):
 def _folded(operator, bias, info, in_dims, arguments):
     """The results of an operator with the mapped dimension made part of the batch.
 
-    bias: its place among the arguments, after which come mask, key_lengths, seed and options.
+    bias: its place among the arguments, after which come block_scores, mask, key_lengths, seed and
+        options.
     """
-    dropout_p = arguments[bias + 6]
+    dropout_p = arguments[bias + 8]
     if dropout_p > 0:
         raise NotImplementedError(f"dropout_p must be 0 under torch.func.vmap, got {dropout_p}")
     if in_dims[bias] is not None or (operator is attention_backward and arguments[-1][3]):
         raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
+    if isinstance(find(arguments[bias + 2]), DynamicMask):
+        raise NotImplementedError("mask must not be a DynamicMask under vmap")
     folded = (
         _into_batch(x, dim, info.batch_size) if isinstance(x, Tensor) and i != bias else x
         for i, (x, dim) in enumerate(zip(arguments, in_dims, strict=True))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash.dropout import keep_mask
+from sparseflash.score import ScoreFunction
 
 
 def standard_attention(
@@ -28,6 +29,7 @@ def standard_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    score: ScoreFunction | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -37,12 +39,12 @@ def standard_attention(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention with its score matrix written down: (out, lse).
 
-    S = softcap(scale Q K^T) + bias, -inf where masked;  P = exp(S - lse);  O = dropout(P) V
+    S = score(softcap(scale Q K^T)) + bias, -inf where masked;  P = exp(S - lse);  O = dropout(P) V
     lse = log(sum_k exp(S) + exp(sink))
 
     mask:  bool, broadcastable to (batch, heads, q_len, k_len), True means attend; or anything
            with a .to_dense() that returns such a tensor; None for all pairs
-    softcap, bias, sinks: as in sparseflash.attention
+    softcap, score, bias, sinks: as in sparseflash.attention
     dtype: of the products and of `out`; the softmax and lse are float32 at least
     A query without a key gets out 0, lse -inf and zero gradients.
     Raises ValueError for dropout without a seed.
@@ -53,6 +55,8 @@ def standard_attention(
     scores = einsum(query, key, "b h q d, b h k d -> b h q k") * _scale(scale, query)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if score is not None:
+        scores = score.torch(scores, *_places(scores))[0].to(dtype)
     if bias is not None:
         scores = scores + _by_pair(bias, query.shape[2], key.shape[2]).to(dtype)
     scores = scores.masked_fill(~pairs.allowed, -math.inf)
@@ -196,6 +200,12 @@ def _prepare(query, key, value, dtype) -> tuple[Tensor, Tensor, Tensor]:
     group = query.shape[1] // key.shape[1]
     key, value = (repeat(x.to(dtype), "b h k d -> b (h g) k d", g=group) for x in (key, value))
     return query.to(dtype), key, value
+
+
+def _places(scores: Tensor) -> list[Tensor]:
+    """Batch element, head, query and key of every score, to broadcast."""
+    sizes = [torch.arange(n, device=scores.device) for n in scores.shape]
+    return [n.view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate(sizes)]
 
 
 def _by_pair(bias: Tensor, q_len: int, k_len: int) -> Tensor:

@@ -16,9 +16,11 @@ class AttentionSpec:
 
     query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
     query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
-    mask) or heads. precision, "ieee" or "tf32", is that of float32 products. softcap is 0 for
-    none; bias says whether there is one, differentiates_bias whether its gradient may be wanted.
-    fill is the share that blocks of the mask cover of the TILEs that they touch.
+    mask) or heads, mask_batch likewise 1 or batch. precision, "ieee" or "tf32", is that of float32
+    products. softcap is 0 for none; score names a ScoreFunction; bias says whether there is one,
+    differentiates_bias whether its gradient may be wanted, differentiates_blocks whether that of
+    the blocks of a DynamicMask may be. fill is the share that blocks of the mask cover of the
+    TILEs that they touch, None where only the device knows.
     """
 
     batch: int
@@ -36,9 +38,12 @@ class AttentionSpec:
     has_key_lengths: bool
     precision: str = "ieee"
     softcap: float = 0.0
+    score: str | None = None
     bias: bool = False
     differentiates_bias: bool = False
-    fill: float = 1.0
+    mask_batch: int = 1
+    differentiates_blocks: bool = False
+    fill: float | None = 1.0
 
     @property
     def few_queries(self) -> bool:
@@ -50,8 +55,11 @@ class AttentionSpec:
         """What the call asks for that not every backend knows."""
         asked = {
             "softcap": self.softcap > 0,
+            "score function": self.score is not None,
             "bias": self.bias,
             "gradient of bias": self.differentiates_bias,
+            "mask of each batch element": self.mask_batch > 1,
+            "gradient of blocks": self.differentiates_blocks,
         }
         return frozenset(name for name, wanted in asked.items() if wanted)
 

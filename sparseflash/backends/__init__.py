@@ -22,8 +22,9 @@ class Backend:
         out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads,
         q_len), contiguous.
     backward(grad_out, grad_lse, query, key, value, out, lse, table, key_lengths, seed, spec,
-        needs) -> (grad_query, grad_key, grad_value), None where needs says no; grad_lse may be
-        None. With a bias, needs and the results have a fourth entry for it.
+        needs) -> gradients of (query, key, value, bias, blocks), None where needs, in the same
+        order, says no; grad_lse may be None. That of the blocks is float32 (batch, heads, nq,
+        nk): see masks.DynamicMask.
     describe(query, key, value, table, spec) -> {pass: how it would run}; empty when there is one
         way.
     tiling(spec): the block size (tokens) of the table that it reads: the mask's elements in blocks
@@ -48,6 +49,17 @@ class Backend:
         return against or (self.pass_over(spec) if name == "auto" else [])
 
 
+EVERY_EXTRA = frozenset(
+    {
+        "softcap",
+        "score function",
+        "bias",
+        "gradient of bias",
+        "mask of each batch element",
+        "gradient of blocks",
+    }
+)
+
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (
     Backend(
@@ -55,7 +67,7 @@ BACKENDS = (
         cpu.why_not,
         cpu.forward,
         cpu.backward,
-        extras=frozenset({"softcap", "bias", "gradient of bias"}),
+        extras=EVERY_EXTRA,
     ),
     Backend(
         "hopper",
@@ -72,7 +84,7 @@ BACKENDS = (
         portable.forward,
         portable.backward,
         portable.describe,
-        extras=frozenset({"softcap", "bias"}),
+        extras=EVERY_EXTRA,
     ),
 )
 

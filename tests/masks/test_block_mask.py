@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import masks
 from masks import BlockMask
+from masks.grid import Grid
 
 SIDES = (16, 32, 64, 128)
 
@@ -114,27 +115,11 @@ def test_scipy_round_trip(dense, block_size):
 
 def test_blocks_round_trip_and_figures():
     blocks = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
-    mask = BlockMask.from_blocks(blocks, (16, 32), (30, 70))
+    mask = BlockMask.from_blocks(blocks, (16, 32), (30, 70)).read()
     assert torch.equal(mask.to_blocks(), blocks)
     assert (mask.nnz_blocks, mask.density, mask.partial_blocks) == (3, 0.5, 0)
     assert mask.blocks_per_row().tolist() == [[2, 1]]
     assert (mask.shape, mask.block_size, mask.num_heads) == ((30, 70), (16, 32), 1)
-
-
-def test_blocks_of_the_highest_scores():
-    scores = torch.rand(3, 5, 7)
-    scores[1, 2, 1:] = -torch.inf
-    mask = BlockMask.from_topk(scores, 3, 16, (70, 112))
-    kept = mask.to_blocks()
-    assert kept[1, 2].tolist() == [True] + [False] * 6
-    kept[1, 2] = scores[1, 2] >= 0
-    lowest = scores.masked_fill(~kept, 2.0).amin(-1)
-    highest = scores.masked_fill(kept, -1.0).amax(-1)
-    assert (lowest > highest).all()
-    assert kept.sum(-1).flatten().tolist() == [3] * 7 + [1] + [3] * 7
-    assert BlockMask.from_topk(scores[0], 9, 16) == masks.full()((80, 112), 16)
-    above = BlockMask.from_threshold(scores, 0.5, 16, (70, 112))
-    assert torch.equal(above.to_blocks(), scores > 0.5)
 
 
 def test_stack_shares_equal_heads():
@@ -194,3 +179,11 @@ def test_equality_sees_one_element():
 def test_largest_and_smallest_blocks(block_size):
     mask = masks.local(37)(700, block_size)
     assert mask == BlockMask.from_dense(mask.to_dense(), block_size)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    grid = Grid.of(100, 16, "cuda")
+    assert grid.device == torch.device("cuda", 3)
+    assert Grid.of(100, 16, "cuda:1").device == torch.device("cuda", 1)
+    assert Grid.of(100, 16).device == torch.device("cpu")

@@ -32,7 +32,7 @@ def test_coverage_is_the_fraction_of_pairs_of_each_cell():
 
 def test_text_is_darker_where_more_pairs_are_set():
     blocks = torch.tensor([[1, 0], [1, 1]], dtype=torch.bool)
-    assert draw.text(BlockMask.from_blocks(blocks, 16, 32)).splitlines() == ["██  ", "████"]
+    assert draw.text(BlockMask.from_blocks(blocks, 16, 32).read()).splitlines() == ["██  ", "████"]
     assert "░" in draw.text(masks.local(0)(32, block_size=16))
 
 

@@ -12,34 +12,44 @@ import sparseflash
 from sparseflash.testing import make_inputs
 
 HEADS, KV_HEADS = 4, 2
+LOCAL = masks.local(90, align="bottom-right")
+BEFORE = LOCAL & masks.causal(align="bottom-right")
 OPTIONS = {
-    "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True}),
+    "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True, "chosen": True}),
     "hopper": ({}, {"dropout_p": 0.1, "seed": 1}),
 }
 
 
-def passes(backend: str, mask: str, lengths: tuple[int, int], head_dim: int, **options) -> None:
+def passes(
+    backend: str, pattern: masks.Pattern, lengths: tuple[int, int], head_dim: int, **options
+) -> None:
     """The forward and, for more than a few queries, the backward pass of one call."""
     inputs = make_inputs(
         2, HEADS, *lengths, head_dim, kv_heads=KV_HEADS, dtype=torch.float16, device="cuda"
     )
     leaves = [x.requires_grad_() for x in inputs[:3]]
+    mask = pattern(lengths, device="cuda")
+    wanted = list(leaves)
     if options.pop("bias", False):
-        options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda")
-    out, lse = sparseflash.attention(
-        *leaves, masks.parse(mask), backend=backend, return_lse=True, **options
-    )
-    torch.autograd.grad((out, lse), leaves, (inputs[3], torch.ones_like(lse)))
+        options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda", requires_grad=True)
+        wanted.append(options["bias"])
+    if options.pop("chosen", False):
+        rows, columns = mask.grid.nq, mask.grid.nk
+        scores = torch.rand(2, HEADS, rows, columns, device="cuda", requires_grad=True)
+        mask = mask.keep_topk(scores, 2)
+        wanted.append(scores)
+    out, lse = sparseflash.attention(*leaves, mask, backend=backend, return_lse=True, **options)
+    torch.autograd.grad((out, lse), wanted, (inputs[3], torch.ones_like(lse)))
 
 
 def main(backend: str) -> None:
     key_lengths = torch.tensor([0, 170], device="cuda")
     for head_dim in (64, 128):
-        for mask in ("full()", "causal() & local(90)"):
+        for pattern in (masks.full(), BEFORE):
             for options in OPTIONS[backend]:
-                passes(backend, mask, (200, 330), head_dim, **options)
-        passes(backend, "local(90)", (200, 330), head_dim, key_lengths=key_lengths)
-        passes(backend, "full()", (3, 2000), head_dim)
+                passes(backend, pattern, (200, 330), head_dim, **options)
+        passes(backend, LOCAL, (200, 330), head_dim, key_lengths=key_lengths)
+        passes(backend, masks.full(), (3, 2000), head_dim)
     torch.cuda.synchronize()
     print("every kernel ran")
 

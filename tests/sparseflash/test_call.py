@@ -34,7 +34,7 @@ def test_a_spec_says_how_far_blocks_fill_tiles():
 
     def fill(pattern, block_size):
         mask = block_mask(pattern(512, block_size), *tensors)
-        return spec_of(*tensors, mask, False, None, 0.0, 0.0, "ieee").fill
+        return spec_of(*tensors, mask, False, None, 0.0, None, 0.0, "ieee").fill
 
     assert fill(masks.full(), 16) == 1.0
     assert fill(masks.local(1), 256) == 1.0

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 
 import masks
 import sparseflash
+from masks import BlockMask
 from sparseflash import operators
 from sparseflash.reference import standard_attention
 from sparseflash.testing import make_inputs
@@ -108,10 +109,13 @@ def test_opcheck(backend, strides):
     tensors = inputs(16, 20, device=BACKENDS[backend], strides=strides)
     lengths = torch.tensor([16, 20], device=BACKENDS[backend], dtype=torch.int32)
     mask, seed = PATTERN((16, 20), 16), torch.tensor(3)
-    bias = torch.randn(2, 35, device=BACKENDS[backend], requires_grad=backend == "cpu")
+    bias = torch.randn(2, 35, device=BACKENDS[backend], requires_grad=True)
+    scores = torch.rand(2, 1, 1, 2, device=BACKENDS[backend], requires_grad=True)
+    chosen = BlockMask.from_topk(scores, 1, 16, (16, 20))
     for options in (
-        (None, mask.handle, None, None, None, 0.0, 0.0, "ieee", backend),
-        (bias, mask.handle, lengths, seed, 0.3, 5.0, 0.2, "tf32", backend),
+        (None, None, mask.handle, None, None, None, 0.0, None, 0.0, "ieee", backend),
+        (bias, None, mask.handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", backend),
+        (None, scores, chosen.handle, None, None, None, 0.0, None, 0.0, "ieee", backend),
     ):
         torch.library.opcheck(operators.attention, (*tensors, *options))
 

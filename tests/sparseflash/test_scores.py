@@ -1,7 +1,9 @@
-"""Soft caps, biases of distances and sinks, on every backend, against float64."""
+"""Soft caps, own functions, biases of distances and sinks, on every backend, against float64."""
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import masks
 import sparseflash
@@ -48,6 +50,59 @@ def test_softcap_of_huge_scores(backend):
     out, lse = sparseflash.attention(*leaves, softcap=20.0, return_lse=True, backend=backend)
     assert (lse <= 20 + torch.log(torch.tensor(49.0))).all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(out, leaves, grad))
+
+
+@triton.jit
+def bent_of_triton(score, batch, head, query, key):
+    slope = 1.0 / (1.0 + head)
+    near = (query - key + batch) % 3 == 0
+    bent = score * slope + 0.1 * score * score
+    return tl.where(near, bent, score), tl.where(near, slope + 0.2 * score, 1.0)
+
+
+def bent_of_torch(score, batch, head, query, key):
+    near, slope = (query - key + batch) % 3 == 0, 1.0 / (1.0 + head)
+    bent = score * slope + 0.1 * score**2
+    return torch.where(near, bent, score), torch.where(near, slope + 0.2 * score, 1.0)
+
+
+BENT = sparseflash.ScoreFunction("bent", bent_of_torch, bent_of_triton)
+TORCH_ALONE = sparseflash.ScoreFunction("torch alone", lambda score, *pair: (-score, -1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mask", MASKS)
+def test_score_function(backend, mask, dtype):
+    check(backend, mask, score=BENT, dtype=dtype)
+
+
+def test_score_function_with_every_other_option(backend):
+    options = {"softcap": 3.0, "bias": torch.randn(2, 82), "dropout_p": 0.2, "seed": 3}
+    check(backend, "causal", score=BENT, key_lengths=torch.tensor([40]), **options)
+
+
+def test_score_functions_are_found_by_name(backend):
+    device = BACKENDS[backend]
+    tensors = [x.requires_grad_() for x in make_inputs(1, 2, 30, 30, 16, device=device)[:3]]
+
+    def attend(*tensors):
+        return sparseflash.attention(*tensors, MASKS["full"], score="bent", backend=backend)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    expected = sparseflash.attention(*tensors, MASKS["full"], score=BENT, backend=backend)
+    assert torch.equal(compiled(*tensors), expected)
+    grads = torch.autograd.grad(compiled(*tensors).sum(), tensors)
+    assert all(map(torch.equal, grads, torch.autograd.grad(expected.sum(), tensors)))
+    torch._dynamo.reset()
+
+
+def test_functions_without_a_form_for_triton_are_refused():
+    tensors = [x.to(BACKENDS["triton"]) for x in make_inputs(1, 2, 30, 30, 16)[:3]]
+    with pytest.raises(sparseflash.BackendError, match="no function for Triton"):
+        sparseflash.attention(*tensors, score=TORCH_ALONE, backend="triton")
+    with pytest.raises(ValueError, match="name must be new, got 'bent'"):
+        sparseflash.ScoreFunction("bent", bent_of_torch)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -107,12 +162,6 @@ def test_learned_distances(backend):
     attend = lambda: sparseflash.attention(  # noqa: E731
         query, key, value, bias=sparseflash.relative_bias(weights, 40, 40), backend=backend
     )
-    if backend == "triton":
-        with pytest.raises(sparseflash.BackendError, match="takes no gradient of bias"):
-            attend()
-        with torch.no_grad():
-            attend()
-        return
     (result,) = torch.autograd.grad(attend(), weights, grad)
     bias = sparseflash.relative_bias(weights, 40, 40)
     expected, _ = standard_attention(query, key, value, bias=bias)
@@ -123,7 +172,7 @@ def test_learned_distances(backend):
 def test_scores_in_a_graph(backend):
     device = BACKENDS[backend]
     tensors = [x.requires_grad_() for x in make_inputs(1, 2, 30, 30, 16, device=device)[:3]]
-    slopes = torch.tensor([0.5, 0.1], device=device, requires_grad=backend == "cpu")
+    slopes = torch.tensor([0.5, 0.1], device=device, requires_grad=True)
     sinks = torch.zeros(2, device=device, requires_grad=True)
 
     def attend(*tensors):
@@ -134,7 +183,7 @@ def test_scores_in_a_graph(backend):
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    leaves = [*tensors, sinks, *([slopes] if slopes.requires_grad else [])]
+    leaves = [*tensors, sinks, slopes]
     for result, expected in zip(
         torch.autograd.grad(compiled(*tensors).square().sum(), leaves),
         torch.autograd.grad(attend(*tensors).square().sum(), leaves),
@@ -148,6 +197,8 @@ def test_scores_in_a_graph(backend):
     ("options", "message"),
     [
         ({"softcap": 0.0}, "softcap must be positive"),
+        ({"score": "unheard of"}, "score must be a ScoreFunction or the name of one, got 'unhe"),
+        ({"score": bent_of_torch}, "score must be a ScoreFunction or the name of one, got func"),
         ({"bias": torch.zeros(3, 31)}, r"bias must be of shape \(1, 31\) or \(2, 31\)"),
         ({"bias": torch.zeros(2, 31, dtype=torch.int64)}, "bias must be a floating-point"),
         ({"sinks": torch.zeros(3)}, r"sinks must be of shape \(1,\) or \(2,\)"),

@@ -2,7 +2,7 @@
 
 Whole rows of scores are computed at once, so the softmax needs no running maximum:
 
-    S = log2(e) * (softcap(scale * Q K^T) + bias), -inf where masked
+    S = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked
     P = exp2(S - max S),  l = sum P,  O = dropout(P) V / l,  LSE = ln(2) * max S + ln(l)
 
 The backward pass recomputes P = exp2(S - log2(e) * LSE), one batch of block rows after another:
@@ -10,7 +10,8 @@ The backward pass recomputes P = exp2(S - log2(e) * LSE), one batch of block row
     dS = P * (dropout(dO V^T) - delta)        delta = rowsum(dO * O) - dLSE
     dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
 
-where a soft cap multiplies dS by its derivative, and dS summed over each distance is dbias.
+where score and softcap multiply dS by their derivatives; dS summed over each distance is dbias,
+and summed over each block the gradient of the blocks.
 
 Sequences are handled as blocks, (batch * heads * blocks, block, width), in float32 (float64 for
 float64 inputs).
@@ -77,9 +78,8 @@ def backward(
     needs: tuple[bool, ...],
     bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value and bias; see sparseflash.backends.Backend."""
-    needs_query, needs_key, needs_value, *rest = needs
-    needs_bias = any(rest)
+    """The gradients of query, key, value, bias and blocks; see sparseflash.backends.Backend."""
+    needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
     bq = table.block_size[0]
     q, grad_o = _blocks(query, bq), _blocks(grad_out, bq)
     k, v = _key_blocks(key, value, table, key_lengths)
@@ -91,6 +91,8 @@ def backward(
     grad_o = grad_o / (1 - spec.dropout_p)
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     grad_bias = q.new_zeros(bias.numel() if bias is not None else 0)
+    rows, columns = table.by_query.rows, table.by_key.rows
+    grad_blocks = q.new_zeros((spec.batch, spec.heads, rows, columns) if needs_blocks else 0)
 
     for problem in problems(table, key_lengths, seed, spec, bias):
         q_here, grad_o_here = problem.queries_of(q), problem.queries_of(grad_o)
@@ -109,13 +111,15 @@ def backward(
             weights.sub_(lse_part).exp2_()
             if needs_value:
                 grad_v_here.baddbmm_(_drop(weights, kept).mT, grad_o_part)
-            if needs_query or needs_key or needs_bias:
+            if needs_query or needs_key or needs_bias or needs_blocks:
                 grad_weights = _drop(problem.product("grad", grad_o_part, v_here.mT), kept)
                 grad_scores = grad_weights.sub_(delta_part).mul_(weights)
                 if needs_bias and bias is not None:
                     grad_bias.index_add_(
                         0, problem.places(bias, part).flatten(), grad_scores.flatten()
                     )
+                if needs_blocks:
+                    problem.add_block_sums(grad_blocks, grad_scores, part)
                 if slopes is not None:
                     grad_scores.mul_(slopes)
                 if needs_query:
@@ -126,14 +130,13 @@ def backward(
         problem.write_queries(grad_q, grad_q_here)
         problem.add_keys(grad_k, grad_k_here)
         problem.add_keys(grad_v, grad_v_here)
-    grads = (
+    return (
         _sequence(grad_q.mul_(spec.scale), query).to(query.dtype) if needs_query else None,
         _sequence(grad_k.mul_(spec.scale), key).to(key.dtype) if needs_key else None,
         _sequence(grad_v, value).to(value.dtype) if needs_value else None,
+        grad_bias.view_as(bias) if needs_bias and bias is not None else None,
+        grad_blocks if needs_blocks else None,
     )
-    if bias is None:
-        return grads
-    return *grads, grad_bias.view_as(bias) if needs_bias else None
 
 
 def _drop(x: Tensor, kept: Tensor | None) -> Tensor:

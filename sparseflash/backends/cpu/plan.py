@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
@@ -36,7 +37,7 @@ SEGMENT_KEYS = (128, 512)
 class Group:
     """Lists of equally many full and partial blocks, each read by equally many block rows.
 
-    head:          int64 (lists,)         mask head
+    head:          int64 (lists,)         mask head, counted over the mask's batch elements
     full_start:    int64 (lists,)         where the list starts in the table's full_index
     partial_start: int64 (lists,)         where it starts in partial_index
     rows:          int64 (lists, merged)  the block rows that read it
@@ -82,9 +83,10 @@ def groups_of(table: LookupTable) -> list[Group]:
 def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
     """Every non-empty block row of every head of a call exactly once."""
     lists = table.by_query
-    copies = spec.batch * spec.heads // table.mask_heads
+    readers = _readers_of_masks(table, spec)
+    copies = len(readers)
     for group in groups_of(table):
-        bh = (torch.arange(copies).unsqueeze(1) * table.mask_heads + group.head).flatten()
+        bh = readers[:, group.head].flatten()
         query_blocks = bh.unsqueeze(1) * table.by_query.rows + group.rows.repeat(copies, 1)
         key_head = bh // (spec.heads // spec.kv_heads)
         first_key_block = (key_head * table.by_key.rows).unsqueeze(1)
@@ -96,6 +98,16 @@ def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
             columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
             key_blocks = first_key_block[here] + columns
             yield Chunk(bh[here], query_blocks[here], key_blocks, lists.partial_tile[partial])
+
+
+def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:
+    """int64 (copies, mask heads of all mask batch elements): batch element * heads + head of those
+    that read each.
+    """
+    mask_batch, mask_heads = table.head_layer.shape
+    bh = torch.arange(spec.batch * spec.heads)
+    sizes = {"mb": mask_batch, "mh": mask_heads, "heads": spec.heads // mask_heads}
+    return rearrange(bh, "(batch mb heads mh) -> (batch heads) (mb mh)", **sizes)
 
 
 def queries_at_once(keys: int) -> int:
@@ -131,7 +143,7 @@ def _readers(table: LookupTable) -> dict[tuple[int, ...], list[int]]:
     """(mask head, *bounds) of every non-empty list -> the block rows that read it."""
     readers = defaultdict(list)
     bounds = table.by_query.bounds.tolist()
-    for head, layer in enumerate(table.head_layer.tolist()):
+    for head, layer in enumerate(table.head_layer.flatten().tolist()):
         for row, (full_start, full, partial_start, partial) in enumerate(bounds[layer]):
             if full + partial:
                 readers[head, full_start, full, partial_start, partial].append(row)

@@ -16,6 +16,7 @@ from sparseflash.backends.cpu.plan import (
 )
 from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dropout import keep_mask_of_quads
+from sparseflash.score import named
 from sparseflash.spec import AttentionSpec
 
 LOG2E = math.log2(math.e)
@@ -69,6 +70,17 @@ class Problem:
     def add_keys(self, blocks: Tensor, here: Tensor):
         blocks.index_add_(0, self._key_blocks, here.view(-1, *blocks.shape[1:]))
 
+    def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):
+        """Adds what each block has of `pairs`, (problems * segments, part, width), to totals
+        (batch, heads, nq, nk).
+        """
+        by_key_block = self.by_problem(pairs).transpose(1, 2).flatten(2)
+        by_key_block = by_key_block.unflatten(2, (-1, self._block_k)).sum(-1)
+        row = self._chunk.query_blocks.repeat_interleave(self._block_q, 1)[:, part].unsqueeze(2)
+        column = (self._chunk.key_blocks % self._columns).unsqueeze(1)
+        place = (row * self._columns + column).flatten()
+        totals.view(-1).index_add_(0, place, by_key_block.flatten())
+
     def parts(self) -> Iterator[slice]:
         """Slices of the queries whose scores fit in the cache, usually one."""
         queries = self._chunk.query_blocks.shape[1] * self._block_q
@@ -92,11 +104,11 @@ class Problem:
 
     def scores(
         self, part: slice, query: Tensor, key: Tensor, slopes: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | float | None]:
         """(scores, slopes), both (problems * segments, part, width).
 
-        scores = log2(e) * (softcap(scale * Q K^T) + bias), -inf where masked; slopes, if asked for
-        and not 1, are the derivatives of softcap.
+        scores = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked; slopes, if
+        asked for and not 1, are the derivatives of score and softcap.
         query: those of `part`, for every segment
         """
         cap = self._spec.softcap
@@ -106,6 +118,11 @@ class Problem:
             # 1 - tanh^2, but without the cancellation where the cap is reached.
             slope = scores.cosh().pow_(-2) if slopes else None
             scores.tanh_().mul_(cap * LOG2E)
+        if self._spec.score is not None:
+            function = named(self._spec.score).torch
+            changed, derivative = function(scores / LOG2E, *self._pairs(part))
+            scores.copy_(changed).mul_(LOG2E)
+            slope = derivative if slope is None else slope * derivative
         if self._bias is not None:
             scores.add_(self._bias.flatten()[self.places(self._bias, part)], alpha=LOG2E)
         if self._tile_bias is not None:
@@ -118,15 +135,20 @@ class Problem:
         """Where in the flattened bias each pair's is: int64, in the shape of scores."""
         spec = self._spec
         distances = spec.q_len + spec.k_len - 1
+        _, head, query, key = self._pairs(part)
+        # Pairs outside the sequence are masked; their place must exist.
+        place = (key - query + spec.q_len - 1).clamp_(0, distances - 1)
+        if len(bias) > 1:
+            place += head * distances
+        return place
+
+    def _pairs(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch element, head, query and key of every score, to broadcast: int64."""
         query = _tokens(self._chunk.query_blocks % self._rows, self._block_q)[:, part]
         key = _tokens(self._chunk.key_blocks % self._columns, self._block_k)
-        distance = key.view(-1, 1, self._width) - self.to_segments(query.unsqueeze(2))
-        # Pairs outside the sequence are masked; their place must exist.
-        place = (distance + spec.q_len - 1).clamp_(0, distances - 1)
-        if len(bias) > 1:
-            head = (self._chunk.bh % spec.heads).view(-1, 1, 1)
-            place += self.to_segments(head) * distances
-        return place
+        bh = self.to_segments(self._chunk.bh.view(-1, 1, 1))
+        batch, head = bh // self._spec.heads, bh % self._spec.heads
+        return batch, head, self.to_segments(query.unsqueeze(2)), key.view(-1, 1, self._width)
 
     def kept(self, part: slice) -> Tensor | None:
         """The pairs that dropout keeps: bool, in the shape of scores; None without dropout."""

@@ -36,6 +36,10 @@ def why_not(spec: AttentionSpec) -> list[str]:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim is {spec.head_dim}, needs one of {HEAD_DIMS}")
+    if spec.fill is None:
+        reasons.append(
+            f"block_size is {spec.block_size}, needs {TILE} where the device chooses the blocks"
+        )
     return reasons
 
 
@@ -48,7 +52,7 @@ def describe(
     query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
 ) -> dict[str, str]:
     """How a mask of other blocks is served; see sparseflash.backends.Backend."""
-    if spec.block_size == TILE:
+    if spec.block_size == TILE or spec.fill is None:
         return {}
     return {"tiles": f"{TILE}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"}
 
@@ -59,7 +63,7 @@ def pass_over(spec: AttentionSpec) -> list[str]:
     if spec.head_dim not in FAST_HEAD_DIMS:
         reasons.append(f"head_dim is {spec.head_dim}, at which others are as fast")
     least = LEAST_FILL.get(min(spec.block_size), 0.0)
-    if spec.fill < least:
+    if spec.fill is not None and spec.fill < least:
         reasons.append(
             f"blocks of {spec.block_size} cover {spec.fill:.0%} of the {TILE} tiles that they "
             f"touch, which pays from {least:.0%} on"
@@ -101,12 +105,11 @@ def backward(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(grad_query, grad_key, grad_value); see sparseflash.backends.Backend."""
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients; see sparseflash.backends.Backend."""
     from sparseflash.backends.hopper import backward_pass
 
     saved = (query, key, value, out, lse)
-    return backward_pass.backward(
-        grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs
-    )
+    call = (table, key_lengths, seed, spec, needs[:3])
+    return *backward_pass.backward(grad_out, grad_lse, *saved, *call), None, None

@@ -145,11 +145,10 @@ def schedule(
     """
     pairs = spec.batch * heads
     tiles = pairs * rows.rows
-    heaviest = rows.max_count * rows.bounds.shape[0] * rows.rows / max(rows.total, 1)
     counter = None
-    if heaviest > UNEVEN:
+    if rows.unevenness > UNEVEN:
         counter = torch.zeros(1, dtype=torch.int32, device=spec.device)
-    together = pairs if heaviest > VERY_UNEVEN else 1
+    together = pairs if rows.unevenness > VERY_UNEVEN else 1
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.rows, tiles, together)
     return (counter, *sizes), (min(tiles, multiprocessors(spec.device)), 1, 1)

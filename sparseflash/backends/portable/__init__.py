@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.score import named
 from sparseflash.spec import AttentionSpec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,6 +41,8 @@ def _why_not_call(spec: AttentionSpec) -> list[str]:
         reasons.append(f"head_dim is {spec.head_dim}, needs {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
     if not set(spec.block_size) <= set(BLOCK_SIDES):
         reasons.append(f"block_size is {spec.block_size}, needs sides out of {BLOCK_SIDES}")
+    if spec.score is not None and named(spec.score).triton is None:
+        reasons.append(f"score is {spec.score!r}, which has no function for Triton")
     for name in ("batch", "heads"):
         if getattr(spec, name) > launch.GRID_LIMIT:
             reasons.append(f"{name} is {getattr(spec, name)}, needs at most {launch.GRID_LIMIT}")

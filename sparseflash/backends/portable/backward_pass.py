@@ -4,8 +4,9 @@
     dS = P * (dropout(dO V^T) - delta)
     dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
 
-P is computed anew, tile by tile, by both kernels. Neither adds to memory that another program
-writes, so the same inputs give the same bits.
+P is computed anew, tile by tile, by both kernels, and by a third where dS is to be summed over
+distances or blocks. None adds to memory that another program writes, so the same inputs give the
+same bits.
 """
 
 import torch
@@ -18,6 +19,7 @@ from sparseflash.backends.portable.key_value_gradient import key_value_gradient_
 from sparseflash.backends.portable.launch import launch_pass, launch_with_layout
 from sparseflash.backends.portable.query_gradient import query_gradient_kernel
 from sparseflash.backends.portable.row_terms import row_terms_kernel
+from sparseflash.backends.portable.score_sums import score_sums
 from sparseflash.spec import AttentionSpec
 
 
@@ -36,9 +38,9 @@ def backward(
     needs: tuple[bool, ...],
     bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of one call, None for a bias; see sparseflash.backends.Backend."""
-    needs_query, needs_key, needs_value = needs[:3]
-    grad_query = grad_key = grad_value = None
+    """The gradients of one call; see sparseflash.backends.Backend."""
+    needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
+    grad_query = grad_key = grad_value = grad_bias = grad_blocks = None
     padded_len = table.by_query.rows * spec.block_size[0]
     shape = (spec.batch, spec.heads, 2, padded_len)
     terms = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -56,8 +58,11 @@ def backward(
             grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
             tensors = (query, key, value, grad_out, grad_key, grad_value)
             launch_pass("dkdv", key_value_gradient_kernel, tensors, (0, 3), (terms,), *call)
-    grads = (grad_query, grad_key if needs_key else None, grad_value if needs_value else None)
-    return grads if bias is None else (*grads, None)
+        if needs_bias or needs_blocks:
+            tensors = (query, key, value, grad_out)
+            grad_bias, grad_blocks = score_sums(tensors, terms, needs_bias, needs_blocks, *call)
+    grad_key, grad_value = (grad_key if needs_key else None, grad_value if needs_value else None)
+    return grad_query, grad_key, grad_value, grad_bias, grad_blocks
 
 
 def _launch_row_terms(out, grad_out, lse_arguments, padded_len, spec):

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from sparseflash.backends.portable import tiles
+from sparseflash.score import named
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,8 @@ def accumulators(config: Config, which: str, head_dim: int) -> float:
 
 
 def with_room(config: Config, which: str, head_dim: int) -> Config:
-    """Random numbers and soft caps take registers of their own: what would spill gets twice the
-    threads.
+    """Random numbers and changes of scores take registers of their own: what would spill gets
+    twice the threads.
     """
     warps = config.warps
     if accumulators(config, which, head_dim) > MOST_WITH_DROPOUT:
@@ -294,6 +295,7 @@ def plan(
     block_size: tuple[int, int],
     dropout: bool,
     softcap: bool,
+    score: str | None,
     bias: bool,
     precision: str,
     tma: bool,
@@ -302,10 +304,11 @@ def plan(
     """The configuration of one pass, with the compile-time constants that follow from it."""
     found = choose(which, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
     config = FORCED.get(which, found)
-    if softcap and which == "dkdv":
-        # Scores and the slopes of the cap are held side by side: a wider tile spills.
+    sloped = softcap or score is not None
+    if sloped and which == "dkdv":
+        # Scores and their slopes are held side by side: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
-    if dropout or softcap:
+    if dropout or sloped:
         config = with_room(config, which, head_dim)
     if bias and (which != "decode" or config.bm > 16):
         # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
@@ -315,6 +318,7 @@ def plan(
     constants = {
         "DROPOUT": dropout,
         "SOFTCAP": softcap,
+        "SCORE": None if score is None else named(score).triton,
         "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),

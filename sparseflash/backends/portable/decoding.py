@@ -73,7 +73,9 @@ def describe(key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
 def splits_of(made: Prepared, table: LookupTable, spec: AttentionSpec) -> int:
     """Between how many programs the keys of a row are split."""
     programs = made.parts * made.heads * spec.batch
-    return fastest_splits(programs, table.by_query.max_count, spec.block_size[1], made.slots)
+    longest = table.by_query.max_count
+    blocks = table.by_key.rows if longest is None else longest
+    return fastest_splits(programs, blocks, spec.block_size[1], made.slots)
 
 
 @lru_cache(maxsize=4096)
@@ -93,7 +95,8 @@ def fastest_splits(programs: int, blocks: int, block_k: int, slots: int) -> int:
 
 def _packed(table: LookupTable, spec: AttentionSpec) -> int:
     """How many heads are rows of one tile."""
-    return spec.heads // spec.kv_heads if table.by_query.bounds.shape[0] == 1 else 1
+    shared = spec.mask_heads == 1 or table.by_query.bounds.shape[0] == 1
+    return spec.heads // spec.kv_heads if shared else 1
 
 
 def _launch_merge(out: Tensor, lse: Tensor, parts: Tensor, spec: AttentionSpec) -> None:
@@ -120,9 +123,10 @@ def decode_kernel(
     key_descriptor, value_descriptor, lse, parts,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
     key_lengths, bias, bias_head, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    mask_batch, mask_head,
     scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
@@ -132,7 +136,9 @@ def decode_kernel(
     parts: for each split and each query its sums: acc, total and peak; None without a split
     """
     table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
-    sizes = tiles.Sizes(heads, q_len, k_len, layers, rows, ordered, heavy_first)
+    sizes = tiles.Sizes(
+        heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
+    )
     LENGTHS: tl.constexpr = key_lengths is not None
     tiles_of_row = tl.cdiv(q_len * PACKED, BM)
     split = tl.program_id(0) // tiles_of_row
@@ -140,7 +146,7 @@ def decode_kernel(
     first_head = tl.program_id(1) * PACKED
     batch = tl.program_id(2)
     kv_head = first_head // GROUP
-    layer = tiles.mask_layer(table, sizes, first_head)
+    layer = tiles.mask_layer(table, sizes, batch, first_head)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
     starts, counts = tiles.key_phases(table, sizes, layer, 0, length, BLOCK_K, LENGTHS)
     starts, counts = share(starts, counts, split, splits)
@@ -159,17 +165,18 @@ def decode_kernel(
     strides = (value_batch, value_head, value_token, value_dim)
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
-    biases = tiles.of_head(bias, bias_head, own_heads[:, None])
+    head = own_heads[:, None]
+    biases = tiles.of_head(bias, bias_head, head)
     total = tl.zeros([BM], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, DIMS], tl.float32)
     for PHASE in tl.static_range(3 if LENGTHS else 2):
         total, peak, acc = attend(
             total, peak, acc, q,
-            keys, values, key_descriptor, value_descriptor, batch, kv_head,
+            keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, pairs[:, None],
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, PRECISION,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
         )  # fmt: skip
 

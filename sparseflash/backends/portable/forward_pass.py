@@ -55,19 +55,23 @@ def forward_kernel(
     key_descriptor, value_descriptor, lse,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
     key_lengths, bias, bias_head, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    mask_batch, mask_head,
     scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
-    sizes = tiles.Sizes(heads, q_len, k_len, layers, rows, ordered, heavy_first)
+    sizes = tiles.Sizes(
+        heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
+    )
     LENGTHS: tl.constexpr = key_lengths is not None
     rank, part, batch, head = tiles.program_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
     pair = batch * heads + head
-    layer = tiles.mask_layer(table, sizes, head)
+    layer = tiles.mask_layer(table, sizes, batch, head)
     row = tiles.ranked_row(table, sizes, layer, rank)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
     starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
@@ -90,10 +94,10 @@ def forward_kernel(
     for PHASE in tl.static_range(3 if LENGTHS else 2):
         total, peak, acc = attend(
             total, peak, acc, q,
-            keys, values, key_descriptor, value_descriptor, batch, kv_head,
+            keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, pair,
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, PRECISION,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
         )  # fmt: skip
 
@@ -106,11 +110,11 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    total, peak, acc, q, keys, values, key_descriptor, value_descriptor, batch, kv_head,
+    total, peak, acc, q, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
     table, start, count, block, tokens, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +127,7 @@ def attend(
     """
     PARTS: tl.constexpr = BLOCK_K // BN
     MASKED: tl.constexpr = PARTIAL or CUT
-    MODIFIED: tl.constexpr = SOFTCAP or biases is not None
+    MODIFIED: tl.constexpr = SOFTCAP or SCORE is not None or biases is not None
     index = table.partial_index if PARTIAL else table.full_index
     bits = tl.load(table.partial_tile + start) if PARTIAL else block
     for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
@@ -135,8 +139,8 @@ def attend(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED or MODIFIED:
             scores, _ = tiles.modified(
-                scores, cap, biases, tokens, key_start, q_len, k_len, scale2,
-                SOFTCAP, BN, False,
+                scores, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+                SOFTCAP, SCORE, BN, False,
             )  # fmt: skip
             if PARTIAL:
                 mask = tiles.attended(

@@ -18,8 +18,10 @@ def key_value_gradient_kernel(
     query_descriptor, grad_out_descriptor, terms,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
     key_lengths, bias, bias_head, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    mask_batch, mask_head,
     scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
@@ -30,9 +32,11 @@ def key_value_gradient_kernel(
     tile do not mix, so the loops need no mask for them.
     """
     table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
-    sizes = tiles.Sizes(heads, q_len, k_len, layers, rows, ordered, heavy_first)
+    sizes = tiles.Sizes(
+        heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
+    )
     rank, part, batch, kv_head = tiles.program_tile(sizes, BLOCK_K // BN)
-    layer = tiles.mask_layer(table, sizes, kv_head * GROUP)
+    layer = tiles.mask_layer(table, sizes, batch, kv_head * GROUP)
     row = tiles.ranked_row(table, sizes, layer, rank)
     start = row * BLOCK_K + part * BN
     length = k_len if key_lengths is None else tl.load(key_lengths + batch).to(tl.int32)
@@ -48,7 +52,7 @@ def key_value_gradient_kernel(
     for member in range(GROUP):
         head = kv_head * GROUP + member
         pair = batch * heads + head
-        layer = tiles.mask_layer(table, sizes, head)
+        layer = tiles.mask_layer(table, sizes, batch, head)
         full_start, full_count, partial_start, partial_count = tiles.row_lists(
             table, sizes, layer, row
         )
@@ -70,7 +74,7 @@ def key_value_gradient_kernel(
                 queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
                 table, starts[PHASE], counts[PHASE], firsts[PHASE], start, q_len,
                 cap, biases, k_len, scale2, seed, threshold, keep_scale, pair,
-                PHASE == 0, DROPOUT, SOFTCAP, PRECISION,
+                PHASE == 0, DROPOUT, SOFTCAP, SCORE, PRECISION,
                 HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
             )  # fmt: skip
 
@@ -91,7 +95,8 @@ def add_key_value_gradients(
     queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
     table, start, count, block, key_start, q_len,
     cap, biases, k_len, scale2, seed, threshold, keep_scale, pair,
-    PARTIAL: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -109,8 +114,8 @@ def add_key_value_gradients(
         lse2 = tl.load(lse2_row + tokens)
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         scores, slopes = tiles.modified(
-            products, cap, biases, tokens, key_start, q_len, k_len, scale2,
-            SOFTCAP, BN, True,
+            products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+            SOFTCAP, SCORE, BN, True,
         )  # fmt: skip
         scores -= lse2[None, :]
         if PARTIAL:
@@ -132,7 +137,7 @@ def add_key_value_gradients(
         if DROPOUT:
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - tl.load(delta_row + tokens)[None, :])
-        if SOFTCAP:
+        if SOFTCAP or SCORE is not None:
             ds *= slopes
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         ahead = start + (step + 1) // PARTS

@@ -181,7 +181,7 @@ def _prepare(
 
 def _plan(which: str, spec: AttentionSpec, describable: bool, packed_rows: int) -> Plan:
     facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size)
-    variants = (spec.dropout_p > 0, spec.softcap > 0, spec.bias, spec.precision)
+    variants = (spec.dropout_p > 0, spec.softcap > 0, spec.score, spec.bias, spec.precision)
     return plan(which, *facts, *variants, describable, packed_rows)
 
 
@@ -285,10 +285,11 @@ def _sizes_and_grid(
     """tiles.Sizes, and the grid with `parts` programs for each block row of each head."""
     layers = rows.bounds.shape[0]
     tiles = rows.rows * parts
-    slots = rows.max_count * layers * rows.rows
-    ordered = slots != rows.total
-    heavy_first = slots > HEAVY_ROW * rows.total and tiles <= GRID_LIMIT
-    sizes = (spec.heads, spec.q_len, spec.k_len, layers, rows.rows, int(ordered), int(heavy_first))
+    ordered = rows.unevenness != 1
+    heavy_first = rows.unevenness > HEAVY_ROW and tiles <= GRID_LIMIT
+    order = (layers, rows.rows, int(ordered), int(heavy_first))
+    masks = (spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1))
+    sizes = (spec.heads, spec.q_len, spec.k_len, *order, *masks)
     return sizes, (heads, spec.batch, tiles) if heavy_first else (tiles, heads, spec.batch)
 
 

@@ -21,18 +21,22 @@ def query_gradient_kernel(
     grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, terms,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer,
     key_lengths, bias, bias_head, heads, q_len, k_len, layers, rows, ordered, heavy_first,
+    mask_batch, mask_head,
     scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
-    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
-    sizes = tiles.Sizes(heads, q_len, k_len, layers, rows, ordered, heavy_first)
+    sizes = tiles.Sizes(
+        heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
+    )
     LENGTHS: tl.constexpr = key_lengths is not None
     rank, part, batch, head = tiles.program_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
-    layer = tiles.mask_layer(table, sizes, head)
+    layer = tiles.mask_layer(table, sizes, batch, head)
     row = tiles.ranked_row(table, sizes, layer, rank)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
     starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
@@ -62,10 +66,10 @@ def query_gradient_kernel(
     for PHASE in tl.static_range(3 if LENGTHS else 2):
         dq = add_query_gradient(
             dq, q, do, lse2, delta,
-            keys, values, key_descriptor, value_descriptor, batch, kv_head,
+            keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, batch * heads + head,
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, PRECISION,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
         )  # fmt: skip
 
@@ -76,49 +80,29 @@ def query_gradient_kernel(
 
 @triton.jit
 def add_query_gradient(
-    dq, q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, kv_head,
+    dq, q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
     table, start, count, block, tokens, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq + dS K over `count` listed blocks; PARTIAL, CUT and `block` as in the forward pass."""
     PARTS: tl.constexpr = BLOCK_K // BN
-    MASKED: tl.constexpr = PARTIAL or CUT
     index = table.partial_index if PARTIAL else table.full_index
     bits = tl.load(table.partial_tile + start) if PARTIAL else block
     for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block * BLOCK_K + step % PARTS * BN
-        k = tiles.stream_rows(
-            key_descriptor, batch, kv_head, keys, key_start, limit,
-            BN, DIMS, HEAD_DIM, MASKED, CUT,
+        ds, slopes, k = score_gradients(
+            q, do, lse2, delta,
+            keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
+            table, bits, tokens, key_start, limit,
+            cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
+            PARTIAL, CUT, DROPOUT, SOFTCAP, SCORE, PRECISION,
+            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN,
         )  # fmt: skip
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores, slopes = tiles.modified(
-            products, cap, biases, tokens, key_start, q_len, k_len, scale2,
-            SOFTCAP, BN, False,
-        )  # fmt: skip
-        scores -= lse2[:, None]
-        if PARTIAL:
-            mask = tiles.attended(
-                table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, False
-            )
-            scores = tl.where(mask, scores, float("-inf"))
-        if CUT:
-            scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))
-        p = tl.exp2(scores)
-        v = tiles.stream_rows(
-            value_descriptor, batch, kv_head, values, key_start, limit,
-            BN, DIMS, HEAD_DIM, MASKED, CUT,
-        )  # fmt: skip
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
-        if SOFTCAP:
+        if SOFTCAP or SCORE is not None:
             ds *= slopes
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         ahead = start + (step + 1) // PARTS
@@ -126,3 +110,40 @@ def add_query_gradient(
         if PARTIAL:
             bits = tl.load(table.partial_tile + ahead)
     return dq
+
+
+@triton.jit
+def score_gradients(
+    q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
+    table, bits, tokens, key_start, limit,
+    cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
+    PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """(dS, the derivative of the soft cap, K) of one tile."""
+    MASKED: tl.constexpr = PARTIAL or CUT
+    k = tiles.stream_rows(
+        key_descriptor, batch, kv_head, keys, key_start, limit, BN, DIMS, HEAD_DIM, MASKED, CUT
+    )
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores, slopes = tiles.modified(
+        products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+        SOFTCAP, SCORE, BN, False,
+    )  # fmt: skip
+    scores -= lse2[:, None]
+    if PARTIAL:
+        mask = tiles.attended(table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, False)
+        scores = tl.where(mask, scores, float("-inf"))
+    if CUT:
+        scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))
+    p = tl.exp2(scores)
+    v = tiles.stream_rows(
+        value_descriptor, batch, kv_head, values, key_start, limit, BN, DIMS, HEAD_DIM, MASKED, CUT
+    )
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if DROPOUT:
+        keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    return p * (dp - delta[:, None]), slopes, k

@@ -41,11 +41,14 @@ def row_terms(
     batch, head, heads, start, q_len,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The terms of the rows from `start` on, stored and returned; zeros past the sequence."""
+    """The terms of the rows from `start` on, stored and returned; those past the sequence have
+    no keys.
+    """
     tokens = start + tl.arange(0, BM)
     in_sequence = tokens < q_len
     pair = (batch * heads + head).to(tl.int64)
-    lse2 = tl.load(lse + pair * q_len + tokens, mask=in_sequence, other=0.0) * tiles.LOG2E
+    found = tl.load(lse + pair * q_len + tokens, mask=in_sequence, other=float("-inf"))
+    lse2 = found * tiles.LOG2E
     lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
     o = tiles.load_rows(outs, start, q_len, BM, DIMS, HEAD_DIM, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)

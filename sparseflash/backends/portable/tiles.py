@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
     ordered:     1 if programs take the rows in the table's order, 0 if all rows weigh the same
     heavy_first: 1 if the heaviest rows of all heads start before any lighter row, 0 if the heads
                  follow one another
+    mask_batch, mask_head: strides of the table's head_layer, 0 where one entry serves all
     """
 
     heads: tl.tensor
@@ -38,6 +39,8 @@ class Sizes(NamedTuple):
     rows: tl.tensor
     ordered: tl.tensor
     heavy_first: tl.tensor
+    mask_batch: tl.tensor
+    mask_head: tl.tensor
 
 
 class Head(NamedTuple):
@@ -58,7 +61,7 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
     strides = [f"{tensor}_{axis}" for tensor in tensors for axis in ("batch", "head", "token")]
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return {
-        "do_not_specialize": [*strides, *Sizes._fields, "bias_head", "splits"],
+        "do_not_specialize": [*strides, *Sizes._fields, "bias_head", "batches", "splits"],
         "do_not_specialize_on_alignment": [
             *dim_strides,
             *Table._fields,
@@ -81,11 +84,11 @@ def program_tile(sizes, PARTS: tl.constexpr):
 
 
 @triton.jit
-def mask_layer(table, sizes, head):
+def mask_layer(table, sizes, batch, head):
     """The mask layer that a query head reads."""
     layer = 0
     if sizes.layers > 1:
-        layer = tl.load(table.head_layer + head)
+        layer = tl.load(table.head_layer + batch * sizes.mask_batch + head * sizes.mask_head)
     return layer
 
 
@@ -250,24 +253,28 @@ def of_head(bias, bias_head, head):
 
 @triton.jit
 def modified(
-    products, cap, biases, tokens, key_start, q_len, k_len, scale2,
-    SOFTCAP: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
+    SOFTCAP: tl.constexpr, SCORE: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(scores in base 2, the derivative of the soft cap) of the products Q K^T of a tile, the
-    queries `tokens` with the keys from key_start on.
+    """(scores in base 2, the derivative of score and softcap) of the products Q K^T of a tile,
+    the queries `tokens` with the keys from key_start on; head: one or a column of them.
 
-    scores = log2(e) * (softcap(scale * products) + bias)
+    scores = log2(e) * (score(softcap(scale * products)) + bias)
     """
+    QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
+    queries = tl.expand_dims(tokens, 1 - QUERY_AXIS)
+    keys = tl.expand_dims(key_start + tl.arange(0, BN), QUERY_AXIS)
     slopes = 1.0
     if SOFTCAP:
         capped, slopes = tanh(products * (scale2 * LN2 / cap))
         scores = capped * (cap * LOG2E)
     else:
         scores = products * scale2
+    if SCORE is not None:
+        scores, slope = SCORE(scores * LN2, batch, head, queries, keys)
+        scores *= LOG2E
+        slopes *= slope
     if biases is not None:
-        QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
-        queries = tl.expand_dims(tokens, 1 - QUERY_AXIS)
-        keys = tl.expand_dims(key_start + tl.arange(0, BN), QUERY_AXIS)
         places = keys - queries + (q_len - 1)
         inside = (places >= 0) & (places < q_len + k_len - 1)
         scores += tl.load(biases + places, mask=inside, other=0.0) * LOG2E

@@ -24,15 +24,18 @@ def step(model: nn.Module, x: torch.Tensor) -> nn.Module:
     return model
 
 
-def process(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=PROCESSES)
+def process(rank: int, device: str, store: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=PROCESSES)
     torch.manual_seed(0)
-    layer = SparseEncoderLayer(32, 4, 48, dropout=0.0, pattern="local(7) & causal()")
-    batch = torch.randn(2 * PROCESSES, 50, 32)
+    layer = SparseEncoderLayer(32, 4, 48, dropout=0.0, pattern="local(7) & causal()").to(device)
+    batch = torch.randn(2 * PROCESSES, 50, 32).to(device)
     expected = step(copy.deepcopy(layer), batch)
     own = batch[rank::PROCESSES]
     replicated = dict(step(DistributedDataParallel(copy.deepcopy(layer)), own).named_parameters())
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh(device, (PROCESSES,))
     sharded = step(fully_shard(copy.deepcopy(layer), mesh=mesh), own)
     for name, weight in expected.named_parameters():
         torch.testing.assert_close(replicated[f"module.{name}"], weight)
@@ -43,5 +46,8 @@ def process(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_step_like_one(tmp_path):
-    spawn(process, (str(tmp_path / "store"),), nprocs=PROCESSES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_processes_step_like_one(device, tmp_path):
+    if device == "cuda" and torch.cuda.device_count() < PROCESSES:
+        pytest.skip(f"needs {PROCESSES} CUDA devices")
+    spawn(process, (device, str(tmp_path / "store")), nprocs=PROCESSES)

@@ -31,6 +31,7 @@ def test_serves_a_plain_call_and_one_with_dropout():
         ({"dtype": torch.float32}, ["dtype", "torch.float32", "torch.bfloat16"]),
         ({"head_dim": 80}, ["head_dim", "80", "(64, 96, 128, 192, 256)"]),
         ({"device": torch.device("cpu")}, ["device", "cpu", "cuda"]),
+        ({"block_size": (64, 64), "fill": None}, ["block_size", "(64, 64)", "(128, 128)"]),
     ],
 )
 def test_says_what_came_and_what_is_allowed(change, words):

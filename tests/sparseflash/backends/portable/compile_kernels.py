@@ -13,24 +13,36 @@ import math
 import sys
 
 import torch
+import triton
 from compile_only import SHARED_MEMORY, compile_instead_of_launching, compiled, stack_bytes
 
-from masks.block_mask import BlockMask
+from masks import BlockMask, DynamicMask
 from sparseflash.backends.portable import (
     backward_pass,
     configs,
     decoding,
     forward_pass,
     launch,
+    score_sums,
 )
+from sparseflash.score import ScoreFunction
 from sparseflash.spec import AttentionSpec
 
 KERNELS = {
     "forward": forward_pass.forward_kernel,
     "dq": backward_pass.query_gradient_kernel,
     "dkdv": backward_pass.key_value_gradient_kernel,
+    "sums": score_sums.score_sums_kernel,
     "decode": decoding.decode_kernel,
 }
+
+
+@triton.jit
+def bent(score, batch, head, query, key):
+    return score + 0.1 * score * score, 1.0 + 0.2 * score
+
+
+BENT = ScoreFunction("bent", lambda score, *pair: (score, 1.0), bent)
 
 
 def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **facts):
@@ -42,7 +54,7 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
     batch, heads, seq_len, head_dim = query.shape
     key = query[:, :kv_heads]
     if which == "decode":
-        query, mask = query[:, :, :1], mask.rows(seq_len - 1, seq_len)
+        query, mask = query[:, :, :1], of_last_query(mask)
         bias = None if bias is None else bias[:, :seq_len]
     spec = AttentionSpec(
         *(batch, heads, key.shape[1], query.shape[2], seq_len),
@@ -59,8 +71,16 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
         decoding.forward(query, key, key, *call, bias)
     else:
         lse = torch.empty(query.shape[:3])
-        needs = (which == "dq", which == "dkdv", which == "dkdv")
+        sums = which == "sums"
+        needs = (which == "dq", which == "dkdv", which == "dkdv", sums and bias is not None, sums)
         backward_pass.backward(query, None, query, key, key, query, lse, *call, needs, bias)
+
+
+def of_last_query(mask: BlockMask | DynamicMask) -> BlockMask | DynamicMask:
+    end = mask.seq_len[0]
+    if isinstance(mask, DynamicMask):
+        return mask.within.rows(end - 1, end).keep(mask.blocks[..., -1:, :])
+    return mask.rows(end - 1, end)
 
 
 def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
@@ -69,7 +89,7 @@ def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
 
 def variants(architecture: int):
     """(pass, dtype, head dim, configuration, options) of the kernels that ship."""
-    for which in KERNELS:
+    for which in (*configs.PASSES, "decode"):
         for head_dim in (32, 64, 128, 256):
             listed = configs.candidates(architecture, which, torch.bfloat16, head_dim)
             shared = configs.SMALL_DECODE if which == "decode" else configs.SMALL
@@ -83,7 +103,11 @@ def variants(architecture: int):
         for head_dim in (64, 128):
             best, *_ = configs.candidates(architecture, which, torch.bfloat16, head_dim)
             yield which, torch.bfloat16, head_dim, best, {"softcap": 20.0}
+            yield which, torch.bfloat16, head_dim, best, {"score": BENT.name}
             yield which, torch.bfloat16, head_dim, best, {"bias": True}
+    for head_dim, options in itertools.product((64, 128), ({}, {"bias": True})):
+        best, *_ = configs.candidates(architecture, "dq", torch.bfloat16, head_dim)
+        yield "sums", torch.bfloat16, head_dim, best, options
 
 
 def report_variants(architecture: int):
@@ -97,13 +121,14 @@ def report_variants(architecture: int):
         if "bias" in options:
             tensors["bias"] = torch.zeros(1, 4 * side - 1)
         mask = causal(2 * side, (side, side))
-        with launch.forced(config, which):
+        pass_of_config = "dq" if which == "sums" else which
+        with launch.forced(config, pass_of_config):
             call(which, query, mask, **(options | tensors))
         (kernel,) = compiled(KERNELS[which])
         yield {
             "variant": f"{which} {dtype} d{head_dim} {config} {options}",
             "shared": kernel.metadata.shared,
-            "estimate": configs.shared_memory(config, which, dtype, head_dim),
+            "estimate": configs.shared_memory(config, pass_of_config, dtype, head_dim),
             "limit": SHARED_MEMORY[architecture],
             "stack": stack_bytes(kernel.asm["cubin"]),
             "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
@@ -127,7 +152,7 @@ def report_calls(architecture: int):
                     query = torch.empty(batch, 2, seq_len, head_dim, dtype=torch.float16)
                     for which in KERNELS:
                         call(which, query, mask)
-        yield {which: len(compiled(KERNELS[which])) for which in KERNELS}
+        yield {which: len(compiled(kernel)) for which, kernel in KERNELS.items()}
 
 
 def report_products(architecture: int):

@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_portable import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 import masks
@@ -91,6 +93,36 @@ def test_gradients(split):
     split(3)
     inputs = make_inputs(1, 2, 2, 50, 16, kv_heads=1, device=DEVICE)
     check(inputs, rows_of(2, 50, (16, 16)), (16, 16))
+
+
+@triton.jit
+def faded_of_triton(score, batch, head, query, key):
+    slope = 1.0 / (1.0 + head + batch)
+    return score * slope - 0.1 * tl.abs(query - key), slope
+
+
+FADED = sparseflash.ScoreFunction(
+    "faded",
+    lambda score, batch, head, query, key: (
+        score / (1.0 + head + batch) - 0.1 * (query - key).abs(),
+        1.0 / (1.0 + head + batch),
+    ),
+    faded_of_triton,
+)
+
+
+@pytest.mark.parametrize("leading", [(2, 4), (2, 1), (4,), ()])
+def test_chosen_blocks_and_a_score_function(leading):
+    query, key, value, _ = make_inputs(2, 4, 3, 100, 16, kv_heads=2, device=DEVICE)
+    within = masks.causal(align="bottom-right")((3, 100), 16, DEVICE)
+    mask = within.keep_topk(torch.rand(*leading, 1, 7, device=DEVICE), 4)
+
+    def attend(q, k, v):
+        chosen = {"score": FADED, "backend": "triton"}
+        return sparseflash.attention(q, k, v, mask, return_lse=True, **chosen)
+
+    with poisoned_empty():
+        check_attention(attend, query, key, value, mask, score=FADED)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -1,0 +1,196 @@
+"""DynamicMask: the blocks of a mask that a tensor chooses, in lists that a device makes alone."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
+from masks.grid import Grid, OnGrid, definite
+from masks.handle import Handled
+from masks.lookup_table import PREFETCH, BlockRows, LookupTable
+
+MOST_BLOCKS = 2**31 - 1 - PREFETCH  # tables number their entries in 32 bits
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicMask(OnGrid, Handled):
+    """The blocks of a BlockMask that a tensor chooses, for each batch element and head.
+
+    grid:   the sequence length, block size and device
+    within: the mask whose blocks are chosen from
+    blocks: bool (batch or 1, heads or 1, nq, nk)
+    scores: floating-point, of the same shape, or None
+
+    Making one and attending with it takes operations of the device only, of fixed sizes: nothing
+    waits, and a CUDA graph may hold it all, from the scores to the gradients. Its table has room
+    for every block. What is read from it on the host waits for the device: density, to_blocks,
+    to_dense, read.
+
+    Where scores require a gradient, attention gives them the straight-through one: what a gate g
+    of each chosen block would get, at g = 1, in
+
+        S[q, k] = softcap(scale Q K^T)[q, k] + bias + log g[i, j]    for q in row i, k in column j
+        dL/dscores[i, j] = dL/dg[i, j] = sum over q in i, k in j of dS[q, k]
+        dS = P * (dropout(dO V^T) - rowsum(dO * O) + dLSE)
+
+    and 0 for blocks that are not chosen, which were not computed.
+    Source: Bengio, Léonard, Courville, "Estimating or propagating gradients through stochastic
+    neurons", 2013 (straight-through); gates at 1 as in Michel, Levy, Neubig, "Are sixteen heads
+    really better than one?", 2019.
+    """
+
+    grid: Grid
+    within: BlockMask
+    blocks: Tensor
+    scores: Tensor | None
+    _table: LookupTable
+
+    @classmethod
+    def of(cls, within: BlockMask, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
+        """See BlockMask.keep."""
+        if blocks.dtype != torch.bool:
+            raise TypeError(f"blocks must be bool, got {blocks.dtype}")
+        if scores is not None and scores.shape != blocks.shape:
+            raise ValueError(
+                f"scores must have the shape of blocks, {tuple(blocks.shape)}, got "
+                f"{tuple(scores.shape)}"
+            )
+        blocks = _of_heads("blocks", blocks, within)
+        scores = None if scores is None else _checked_scores(scores, within)
+        return cls(within.grid, within, blocks, scores, _table_of(within, blocks))
+
+    @classmethod
+    def of_topk(cls, within: BlockMask, scores: Tensor, k: int) -> "DynamicMask":
+        """See BlockMask.keep_topk."""
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        scores = _checked_scores(scores, within)
+        eligible = scores.detach().masked_fill(within.tile_of_block() == EMPTY, -torch.inf)
+        best, column = eligible.topk(min(k, eligible.shape[-1]), dim=-1)
+        blocks = torch.zeros_like(eligible, dtype=torch.bool)
+        return cls.of(within, blocks.scatter_(-1, column, best > -torch.inf), scores)
+
+    @property
+    def num_batches(self) -> int:
+        """Batch elements with a mask of their own; 1 serves any number of them."""
+        return self._table.head_layer.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        """Heads with a mask of their own; 1 serves any number of heads."""
+        return self._table.head_layer.shape[1]
+
+    def table(self, device=None, block_size: tuple[int, int] | None = None) -> LookupTable:
+        """The lookup table that kernels read. Raises ValueError for another device or block size
+        (tokens).
+        """
+        if device is not None and definite(device) != self.device:
+            raise ValueError(f"mask must be on {device}, got {self.device}: it cannot be moved")
+        if block_size not in (None, self.block_size):
+            raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
+        return self._table
+
+    def fill(self, block_size: tuple[int, int]) -> float | None:
+        """See BlockMask.fill; None for blocks of another size, of which only the device knows."""
+        return 1.0 if block_size == self.block_size else None
+
+    @cached_property
+    def density(self) -> float:
+        """s: non-zero blocks over all blocks."""
+        return float(self.to_blocks().double().mean())
+
+    def to_blocks(self) -> Tensor:
+        """bool (batch or 1, heads or 1, nq, nk): the non-zero blocks."""
+        return self.blocks & (self.within.tile_of_block() != EMPTY)
+
+    def to_dense(self) -> Tensor:
+        """bool (batch or 1, heads or 1, q_len, k_len): every pair."""
+        g = self.grid
+        pairs = self.blocks.repeat_interleave(g.bq, 2).repeat_interleave(g.bk, 3)
+        return pairs[..., : g.q_len, : g.k_len] & self.within.to_dense()
+
+    def read(self, batch_index: int = 0) -> BlockMask:
+        """The mask of a batch element as it is now."""
+        return of_blocks(self.grid, self.blocks[batch_index]) & self.within
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicMask(num_batches={self.num_batches}, num_heads={self.num_heads}, "
+            f"within={self.within})"
+        )
+
+
+def _of_heads(name: str, blocks: Tensor, within: BlockMask) -> Tensor:
+    """A tensor of blocks with all four dimensions, and the heads of the mask."""
+    g, heads = within.grid, within.num_heads
+    shape = (1,) * (4 - blocks.ndim) + tuple(blocks.shape)
+    if not 2 <= blocks.ndim <= 4 or 0 in shape or shape[2:] != (g.nq, g.nk):
+        raise ValueError(
+            f"{name} must be ({g.nq}, {g.nk}), with or without (heads,) or (batch, heads) in "
+            f"front, for seq_len {g.seq_len} in blocks of {g.block_size}, got "
+            f"{tuple(blocks.shape)}"
+        )
+    if heads > 1 and shape[1] not in (1, heads):
+        raise ValueError(f"{name} must be of 1 or {heads} heads, got {shape[1]}")
+    if blocks.device != within.device:
+        raise ValueError(f"{name} must be on {within.device} like the mask, got {blocks.device}")
+    return blocks.view(shape).expand(-1, max(heads, shape[1]), -1, -1)
+
+
+def _checked_scores(scores: Tensor, within: BlockMask) -> Tensor:
+    if not scores.is_floating_point():
+        raise TypeError(f"scores must be floating-point, got {scores.dtype}")
+    return _of_heads("scores", scores, within)
+
+
+def _table_of(within: BlockMask, blocks: Tensor) -> LookupTable:
+    """A table with room for all blocks; every tensor has a size that the host knows."""
+    tile = torch.where(blocks, within.tile_of_block(), EMPTY)
+    if tile.numel() > MOST_BLOCKS:
+        raise ValueError(f"blocks must be at most {MOST_BLOCKS}, got {tile.numel()}")
+    batch, heads = tile.shape[:2]
+    # A block that only the queries cut is full by query, and one that only the keys cut by key.
+    cut_keys, cut_queries = len(within.bank), len(within.bank) + 1
+    layers = torch.arange(batch * heads, dtype=torch.int32, device=within.device)
+    tile = tile.flatten(0, 1)
+    return LookupTable(
+        by_query=_block_rows(tile.masked_fill(tile == cut_queries, FULL)),
+        by_key=_block_rows(tile.masked_fill(tile == cut_keys, FULL).mT),
+        bank=within.bank_with_cuts(),
+        head_layer=layers.view(batch, heads),
+        seq_len=within.seq_len,
+        block_size=within.block_size,
+    )
+
+
+def _block_rows(tile: Tensor) -> BlockRows:
+    """Lists of the blocks of (layers, rows, columns) tiles: each row has room for all its columns
+    and holds the full ones, then the partial ones.
+    """
+    layers, rows, columns = tile.shape
+    full, partial = tile == FULL, tile >= 0
+    fulls, partials = full.sum(-1), partial.sum(-1)
+    after_fulls = fulls.unsqueeze(-1) + partial.cumsum(-1) - 1
+    place = torch.where(full, full.cumsum(-1) - 1, after_fulls)
+    place = place.masked_fill(~(full | partial), columns)
+    start = torch.arange(layers * rows, device=tile.device).view(layers, rows) * columns
+    index = _listed(torch.arange(columns, device=tile.device).expand_as(tile), place)
+    return BlockRows(
+        bounds=torch.stack([start, fulls, start + fulls, partials], dim=-1).int(),
+        full_index=index,
+        partial_index=index,
+        partial_tile=_listed(tile.clamp(min=0), place),
+        order=torch.argsort(fulls + partials, dim=1, descending=True, stable=True).int(),
+        max_count=None,
+        total=None,
+    )
+
+
+def _listed(entries: Tensor, place: Tensor) -> Tensor:
+    """Every row's entries at their places, those past its end left out, row after row."""
+    columns = entries.shape[-1]
+    room = entries.new_zeros(*entries.shape[:-1], columns + 1, dtype=torch.int32)
+    room.scatter_(-1, place, entries.int())
+    return torch.nn.functional.pad(room[..., :columns].flatten(), (0, PREFETCH))

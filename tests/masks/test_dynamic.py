@@ -1,0 +1,121 @@
+"""Masks whose blocks a tensor chooses, against the mask that it spells out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import decode
+
+import masks
+from masks import BlockMask
+
+SEQ_LEN, BLOCKS = (70, 101), (16, 32)
+NQ, NK = 5, 4
+WITHIN = {
+    "full": masks.full(),
+    "causal": masks.causal(align="bottom-right"),
+    "holes": masks.random(0.5) - masks.global_tokens(20),
+    "heads": masks.stack([masks.butterfly(), masks.full(), masks.causal(align="top-left")]),
+}
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 1), (2, 3), (1, 3)])
+@pytest.mark.parametrize("name", WITHIN)
+def test_both_directions_hold_the_chosen_blocks(name, leading):
+    within = WITHIN[name](SEQ_LEN, BLOCKS)
+    blocks = torch.rand(*leading, NQ, NK) < 0.6
+    mask = within.keep(blocks)
+    chosen = blocks.view((1,) * (2 - len(leading)) + tuple(blocks.shape))
+    pairs = chosen.repeat_interleave(BLOCKS[0], 2).repeat_interleave(BLOCKS[1], 3)
+    expected = pairs[..., : SEQ_LEN[0], : SEQ_LEN[1]] & within.to_dense()
+    table = mask.table()
+    assert (mask.num_batches, mask.num_heads) == tuple(expected.shape[:2])
+    for rows, transposed in ((table.by_query, False), (table.by_key, True)):
+        dense = decode(table, rows, transposed)
+        assert torch.equal(dense[..., : SEQ_LEN[0], : SEQ_LEN[1]], expected)
+        assert int(dense.sum()) == int(expected.sum()), "a bit outside the sequence is set"
+    assert torch.equal(mask.to_dense(), expected)
+    for b in range(mask.num_batches):
+        assert torch.equal(mask.read(b).to_dense().view_as(expected[b]), expected[b])
+    densities = [mask.read(b).density for b in range(mask.num_batches)]
+    assert mask.density == pytest.approx(sum(densities) / len(densities))
+
+
+def test_order_puts_heavy_rows_first():
+    rows = BlockMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16).table().by_key
+    count = rows.bounds[..., 1] + rows.bounds[..., 3]
+    assert (count.gather(1, rows.order.long()).diff(dim=1) <= 0).all()
+    assert (rows.max_count, rows.total, rows.unevenness) == (None, None, float("inf"))
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 9), st.integers(0, 2**31))
+def test_topk_keeps_the_highest_scores_that_are_possible(k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(2, 3, NQ, NK, generator=generator)
+    scores[0, 1, 2, 1:] = -torch.inf
+    within = WITHIN["holes"](SEQ_LEN, BLOCKS)
+    kept = within.keep_topk(scores, k).to_blocks()
+    possible = within.to_blocks() & (scores > -torch.inf)
+    assert torch.equal(kept.sum(-1), possible.sum(-1).clamp(max=k))
+    assert not (kept & ~possible).any()
+    lowest = scores.masked_fill(~kept, 2.0).amin(-1)
+    highest = scores.masked_fill(kept | ~possible, -1.0).amax(-1)
+    assert (lowest > highest).all()
+
+
+def test_few_queries_leave_blocks_full():
+    every = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    rows = masks.full()((1, 100), 16).keep(every).table().by_query
+    assert rows.bounds.tolist() == [[[0, 6, 6, 1]], [[7, 6, 13, 1]]]
+
+
+def test_how_far_blocks_fill_others_is_known_of_their_own_size_alone():
+    mask = BlockMask.from_topk(torch.rand(3, 3), 1, (128, 64))
+    assert (mask.fill((128, 64)), mask.fill((128, 128))) == (1.0, None)
+
+
+def test_masks_of_scores_alone():
+    scores = torch.rand(5, 7)
+    assert BlockMask.from_topk(scores, 9, 16).read() == masks.full()((80, 112), 16)
+    above = BlockMask.from_threshold(scores, 0.5, 16, (70, 112))
+    assert torch.equal(above.to_blocks()[0, 0], scores > 0.5)
+    causal = masks.causal()((80, 80), 16)
+    assert causal.keep_above(scores[:, :5], 0.0).read() == causal
+
+
+def test_scores_keep_their_graph_and_blocks_have_none():
+    scores = torch.rand(2, 5, 7, requires_grad=True)
+    for mask in (BlockMask.from_topk(scores, 2, 16), BlockMask.from_threshold(scores, 0.5, 16)):
+        assert mask.scores.requires_grad
+        assert not mask.blocks.requires_grad
+        assert mask.scores.shape == mask.blocks.shape == (1, 2, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.keep(torch.ones(4, 4)), "blocks must be bool, got torch.float32"),
+        (lambda m: m.keep(torch.ones(4, 5, dtype=torch.bool)), r"blocks must be \(4, 4\)"),
+        (
+            lambda m: m.keep(torch.ones(1, 1, 1, 4, 4, dtype=torch.bool)),
+            r"blocks must be \(4, 4\)",
+        ),
+        (lambda m: m.keep_topk(torch.ones(4, 4, dtype=torch.int), 1), "scores must be floating"),
+        (
+            lambda m: m.keep(torch.ones(4, 4) > 0, torch.ones(2, 4, 4)),
+            "scores must have the shape",
+        ),
+        (lambda m: m.keep_topk(torch.ones(4, 4), 0), "k must be at least 1, got 0"),
+        (lambda m: masks.stack([m, ~m]).keep_above(torch.ones(3, 4, 4), 0), "1 or 2 heads, got 3"),
+        (lambda m: m.keep(torch.ones(4, 4, device="meta") > 0), "blocks must be on cpu"),
+        (lambda m: m.keep(torch.ones(4, 4) > 0).table("meta"), "mask must be on meta, got cpu"),
+        (
+            lambda m: m.keep(torch.ones(4, 4) > 0).table(block_size=(32, 16)),
+            r"block_size must be \(16, 16\), got \(32, 16\)",
+        ),
+    ],
+)
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(masks.causal()(64, 16))

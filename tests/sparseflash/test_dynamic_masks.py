@@ -1,0 +1,231 @@
+"""Attention whose blocks are chosen by a tensor: values, and the gradient that its scores get."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import masks
+import sparseflash
+from masks import BlockMask
+from sparseflash.testing import check_attention, make_inputs, poisoned_empty
+
+HAS_GPU = torch.cuda.is_available()
+BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
+LENGTHS, BLOCKS = (50, 75), (16, 32)
+BATCH, HEADS, NQ, NK = 2, 4, 4, 3
+CAUSAL = masks.causal(align="bottom-right")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def inputs(device, **options):
+    return make_inputs(BATCH, HEADS, *LENGTHS, 16, kv_heads=2, device=device, **options)
+
+
+def gated(query, key, value, mask, gates, options):
+    """(out, lse) in float64 with a gate (batch, heads, nq, nk) on the weights of each block."""
+    key, value = (x.double().repeat_interleave(HEADS // 2, 1) for x in (key, value))
+    scores = query.double() @ key.mT / query.shape[3] ** 0.5
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    if "bias" in options:
+        distance = torch.arange(LENGTHS[1]) - torch.arange(LENGTHS[0])[:, None] + LENGTHS[0] - 1
+        scores = scores + options["bias"].double()[:, distance.to(query.device)]
+    gates = gates.repeat_interleave(BLOCKS[0], 2).repeat_interleave(BLOCKS[1], 3)
+    weights = gates[..., : LENGTHS[0], : LENGTHS[1]] * scores.exp()
+    weights = weights * mask.to_dense()
+    if "key_lengths" in options:
+        positions = torch.arange(LENGTHS[1], device=query.device)
+        weights = weights * (positions < options["key_lengths"].view(-1, 1, 1, 1))
+    total = weights.sum(-1, keepdim=True)
+    total = torch.where(total > 0, total, 1)
+    return weights @ value / total, total.squeeze(-1).log()
+
+
+@pytest.mark.parametrize("leading", [(BATCH, HEADS), (BATCH, 1), (HEADS,), ()])
+def test_masks_of_batch_elements_and_heads(backend, leading):
+    device = BACKENDS[backend]
+    mask = CAUSAL(LENGTHS, BLOCKS, device).keep_topk(torch.rand(*leading, NQ, NK).to(device), 2)
+
+    def attend(q, k, v):
+        return sparseflash.attention(q, k, v, mask, return_lse=True, backend=backend)
+
+    with poisoned_empty():
+        check_attention(attend, *inputs(device)[:3], mask)
+
+
+@pytest.mark.parametrize(
+    ("leading", "extras"),
+    [((BATCH, HEADS), ()), ((BATCH, 1), ("softcap", "bias")), ((), ("key_lengths",))],
+)
+def test_scores_get_the_gradient_of_gates_of_one(backend, extras, leading):
+    device = BACKENDS[backend]
+    *tensors, grad_out = inputs(device)
+    every_option = {
+        "softcap": 2.0,
+        "bias": torch.randn(HEADS, sum(LENGTHS) - 1, device=device),
+        "key_lengths": torch.tensor([75, 20], device=device),
+    }
+    options = {name: every_option[name] for name in extras}
+    scores = torch.rand(*leading, NQ, NK, device=device, requires_grad=True)
+    mask = CAUSAL(LENGTHS, BLOCKS, device).keep_topk(scores, 2)
+    out, lse = sparseflash.attention(*tensors, mask, return_lse=True, backend=backend, **options)
+    grad_lse = torch.randn_like(lse).masked_fill(lse.isneginf(), 0.0)
+    (result,) = torch.autograd.grad((out, lse), scores, (grad_out, grad_lse))
+
+    gates = mask.to_blocks().double().requires_grad_()
+    out, lse = gated(*tensors, mask, gates.expand(BATCH, HEADS, -1, -1), options)
+    loss = (out * grad_out).sum() + (lse * grad_lse).sum()
+    (expected,) = torch.autograd.grad(loss, gates)
+    expected = expected.where(mask.to_blocks(), 0.0).view_as(result)
+    torch.testing.assert_close(result, expected.float(), rtol=1e-4, atol=1e-4)
+    assert result.count_nonzero() > 0
+
+
+def test_dropout_takes_part_in_the_gradient_of_blocks(backend):
+    """The mean of dS over a row of blocks is 0 with any dropout, and blocks differ."""
+    device = BACKENDS[backend]
+    *tensors, grad_out = inputs(device)
+    scores = torch.rand(NQ, NK, device=device, requires_grad=True)
+    mask = BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS)
+
+    def gradient(**options):
+        out = sparseflash.attention(*tensors, mask, backend=backend, **options)
+        return torch.autograd.grad(out, scores, grad_out)[0]
+
+    dropped, kept = gradient(dropout_p=0.5, seed=1), gradient()
+    zeros = torch.zeros(NQ, device=device)
+    torch.testing.assert_close(dropped.sum(-1), zeros, atol=1e-3, rtol=0)
+    assert (dropped - kept).abs().max() > 0.1
+
+
+def test_only_scores_that_want_a_gradient_get_one(backend):
+    device = BACKENDS[backend]
+    tensors = [x.requires_grad_() for x in inputs(device)[:3]]
+    scores = torch.rand(NQ, NK, device=device, requires_grad=True)
+    mask = BlockMask.from_topk(scores.detach(), 2, BLOCKS, LENGTHS)
+    sparseflash.attention(*tensors, mask, backend=backend).sum().backward()
+    assert scores.grad is None
+
+
+def test_checkpointed_and_refused_where_graphs_keep_their_masks(backend):
+    device = BACKENDS[backend]
+    *tensors, grad_out = inputs(device)
+    scores = torch.rand(NQ, NK, device=device, requires_grad=True)
+
+    def attend(scores):
+        mask = BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS)
+        return sparseflash.attention(*tensors, mask, backend=backend)
+
+    (expected,) = torch.autograd.grad(attend(scores), scores, grad_out)
+    again = checkpoint(attend, scores, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again, scores, grad_out)[0], expected)
+    mask = BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS)
+    compiled = torch.compile(
+        lambda q: sparseflash.attention(q, *tensors[1:], mask, backend=backend),
+        backend="eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match="mask must not be a DynamicMask in a compiled graph"):
+        compiled(tensors[0])
+    torch._dynamo.reset()
+    mapped = torch.func.vmap(lambda q: sparseflash.attention(q, *tensors[1:], mask))
+    with pytest.raises(NotImplementedError, match="mask must not be a DynamicMask under vmap"):
+        mapped(tensors[0].unsqueeze(0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((3, 1, NQ, NK), "1 or 2 batch elements"), ((3, NQ, NK), "1 or 4 heads")],
+)
+def test_masks_of_other_batches_and_heads_are_refused(shape, message):
+    mask = BlockMask.from_topk(torch.rand(shape), 1, BLOCKS, LENGTHS)
+    with pytest.raises(ValueError, match=message):
+        sparseflash.attention(*inputs("cpu")[:3], mask)
+
+
+def test_block_mass_takes_no_dynamic_mask():
+    mask = BlockMask.from_topk(torch.rand(NQ, NK), 1, BLOCKS, LENGTHS)
+    with pytest.raises(TypeError, match="mask must not be a DynamicMask"):
+        sparseflash.block_mass(*inputs("cpu")[:2], mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not HAS_GPU or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs compute capability 9.0",
+)
+def test_hopper_takes_masks_of_heads_but_not_of_batch_elements():
+    shape = {"dtype": torch.float16, "device": "cuda", "kv_heads": 2}
+    tensors = make_inputs(2, 4, 500, 700, 128, **shape)[:3]
+    scores = torch.rand(2, 4, 4, 6, device="cuda")
+
+    def attend(mask):
+        return lambda q, k, v: sparseflash.attention(
+            q, k, v, mask, return_lse=True, backend="hopper"
+        )
+
+    within = CAUSAL((500, 700), 128, "cuda")
+    mask = within.keep_topk(scores[0], 3)
+    check_attention(attend(mask), *tensors, mask)
+    with pytest.raises(sparseflash.BackendError, match="takes no mask of each batch element"):
+        attend(within.keep_topk(scores, 3))(*tensors)
+    with pytest.raises(sparseflash.BackendError, match="takes no gradient of blocks"):
+        attend(within.keep_topk(scores[0].requires_grad_(), 3))(*tensors)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    *tensors, grad_out = inputs("cuda", dtype=torch.bfloat16)
+    within = masks.causal(align="bottom-right")(LENGTHS, BLOCKS, "cuda")
+    for x in tensors:
+        x.requires_grad_()
+    scores = torch.rand(BATCH, HEADS, NQ, NK, device="cuda", requires_grad=True)
+
+    def step():
+        for mask in (
+            BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS),
+            BlockMask.from_threshold(scores, 0.5, BLOCKS, LENGTHS),
+            BlockMask.from_blocks(scores.detach() > 0.5, BLOCKS, LENGTHS),
+            within.keep_topk(scores, 2),
+        ):
+            sparseflash.attention(*tensors, mask, backend="triton").backward(grad_out)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("within", [None, CAUSAL])
+def test_a_cuda_graph_chooses_blocks_anew_at_every_replay(within):
+    *tensors, grad_out = inputs("cuda", dtype=torch.float16)
+    for x in tensors:
+        x.requires_grad_()
+    scores = torch.rand(BATCH, HEADS, NQ, NK, device="cuda", requires_grad=True)
+    every = (within or masks.full())(LENGTHS, BLOCKS, "cuda")
+
+    def step():
+        out = sparseflash.attention(*tensors, every.keep_topk(scores, 2), backend="triton")
+        return out, *torch.autograd.grad(out, (*tensors, scores), grad_out)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            scores.copy_(torch.rand_like(scores))
+        graph.replay()
+        for result, expected in zip(captured, step(), strict=True):
+            assert torch.equal(result, expected)

@@ -1,0 +1,123 @@
+"""What only a GPU shows: many launches, long sequences, CUDA graphs."""
+
+import pytest
+import torch
+
+import masks
+import sparseflash
+from sparseflash.testing import check_attention, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+# The hopper kernels want head dim 128 here, the portable ones take any.
+HEAD_DIMS = {"triton": 64, "hopper": 128}
+REACH = 200
+
+
+@pytest.fixture(params=HEAD_DIMS)
+def backend(request):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("hopper kernels need compute capability 9.0")
+    return request.param
+
+
+def step(tensors, mask, backend, **options):
+    """(out, dq, dk, dv)"""
+    *leaves, grad_out = tensors
+    out = sparseflash.attention(*leaves, mask, backend=backend, **options)
+    return out, *torch.autograd.grad(out, leaves, grad_out)
+
+
+def inputs(heads, length, backend, **options):
+    *leaves, grad_out = make_inputs(
+        1,
+        heads,
+        length,
+        length,
+        HEAD_DIMS[backend],
+        dtype=torch.bfloat16,
+        device="cuda",
+        **options,
+    )
+    return *(x.requires_grad_() for x in leaves), grad_out
+
+
+def same_bits_every_time(run, times):
+    expected = run()
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(times):
+        for result, first in zip(run(), expected, strict=True):
+            differs |= (result != first).any()
+    assert not differs
+
+
+def test_ten_thousand_launches_give_the_same_bits(backend):
+    tensors = inputs(4, 1000, backend, kv_heads=2)
+    mask = (masks.random(0.3) | masks.local(50))(1000, 128, "cuda")
+    same_bits_every_time(lambda: step(tensors, mask, backend), 10_000)
+
+
+def test_a_thousand_sums_over_distances_and_blocks_give_the_same_bits():
+    tensors = inputs(4, 1000, "triton", kv_heads=2)
+    bias = torch.randn(4, 1999, device="cuda", requires_grad=True)
+    scores = torch.rand(4, 8, 8, device="cuda", requires_grad=True)
+    mask = masks.causal()(1000, 128, "cuda").keep_topk(scores, 3)
+
+    def run():
+        out = sparseflash.attention(*tensors[:3], mask, bias=bias, backend="triton")
+        return torch.autograd.grad(out, (bias, scores), tensors[3])
+
+    same_bits_every_time(run, 1000)
+
+
+def test_a_million_tokens_with_offsets_past_32_bits(backend):
+    length = 1 << 20
+    heads = 2**31 // (length * HEAD_DIMS[backend]) + 2
+    tensors = inputs(heads, length, backend, strides="bshd")
+    assert tensors[0].numel() > 2**31
+    mask = masks.local(REACH)(length, 128, "cuda")
+    out, *grads = step(tensors, mask, backend)
+    for head, start in ((0, 0), (heads - 1, 512_000), (heads - 1, length - 8 * REACH)):
+        check_window(head, start, mask, backend, tensors, (out, *grads))
+
+
+def check_window(head, start, mask, backend, tensors, results):
+    """The results of some tokens, which only their neighbours take part in, against float64."""
+    window = slice(start, start + 8 * REACH)
+    inner = slice(
+        0 if start == 0 else 2 * REACH,
+        None if window.stop == mask.seq_len[0] else 6 * REACH,
+    )
+    here = [x[:, head : head + 1, window] for x in tensors]
+    neighbours = masks.local(REACH)(8 * REACH, 128, "cuda")
+    found = dict(zip(("out", "dq", "dk", "dv"), results, strict=True))
+    found = {n: x[:, head : head + 1, window][:, :, inner] for n, x in found.items()}
+
+    def attend(query, key, value):
+        return sparseflash.attention(
+            query, key, value, neighbours, backend=backend, return_lse=True
+        )
+
+    zeros = torch.zeros(here[0].shape[:3], device="cuda")
+    expected = check_attention(attend, *here[:3], neighbours, grad_out=here[3], grad_lse=zeros)
+    for name, result in found.items():
+        torch.testing.assert_close(result, expected[name][:, :, inner], rtol=0.02, atol=0.02)
+
+
+def test_a_cuda_graph_of_forward_and_backward(backend):
+    tensors = inputs(4, 1000, backend, kv_heads=2)
+    mask = masks.causal()(1000, 128, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(tensors, mask, backend)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(tensors, mask, backend)
+    with torch.no_grad():
+        for x in tensors:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for result, expected in zip(captured, step(tensors, mask, backend), strict=True):
+        assert torch.equal(result, expected)
