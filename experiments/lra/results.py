@@ -90,19 +90,22 @@ def draw_curves(record_path: Path) -> Path:
     figure, ax = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     for colour, (label, group) in zip(COLOURS, record["groups"].items(), strict=False):
         _draw_group(ax, colour, label, group)
+    highest = ax.get_ylim()[1] / 100 + 0.1
     for name, floor in record["floors"].items():
-        if floor <= ax.get_ylim()[1] / 100 + 0.1:
+        if floor <= highest:
             ax.axhline(100 * floor, color="#666666", linestyle=":", linewidth=1)
-            ax.annotate(name, (1, 100 * floor), xycoords=("axes fraction", "data"), **FLOOR_TEXT)
+            ax.annotate(
+                name, (1.01, 100 * floor), xycoords=("axes fraction", "data"), **FLOOR_TEXT
+            )
     ax.set(xlabel="steps", ylabel="validation accuracy, %", title=record["task"])
-    ax.legend(frameon=False)
+    figure.legend(title="test accuracy", loc="outside lower left", ncols=2, frameon=False)
     path = record_path.with_name(f"{record_path.stem}-curves.png")
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
 
 
-FLOOR_TEXT = {"ha": "right", "va": "bottom", "fontsize": 7, "color": "#666666"}
+FLOOR_TEXT = {"ha": "left", "va": "center", "fontsize": 7, "color": "#666666"}
 
 
 def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
@@ -114,14 +117,15 @@ def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
 
 
 def in_words(group: dict) -> str:
-    """Test accuracy of a group: "37.10 ± 0.52 % of 3, 1 stuck"."""
+    """Test accuracy of a group: "37.10 ± 0.52 %, 3 runs, 1 stuck"."""
     if group["accuracy"] is None:
         return f"{group['stuck']} stuck"
     words = f"{100 * group['accuracy']:.2f}"
     if group["deviation"] is not None:
         words += f" ± {100 * group['deviation']:.2f}"
     stuck = f", {group['stuck']} stuck" if group["stuck"] else ""
-    return f"{words} % of {group['finished']}{stuck}"
+    runs = "1 run" if group["finished"] == 1 else f"{group['finished']} runs"
+    return f"{words} %, {runs}{stuck}"
 
 
 def table_of(record: dict) -> Table:

@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# Pathfinder-32 with block-sparse attention: tiles, and raster order beside them.
+# Pathfinder-32 with block-sparse attention: tiles with traced contours, with labels alone, and raster order.
 set -euo pipefail
-rate=(--model.optimizer.learning_rate 1e-3)
-python -m experiments.lra.seeds --seeds 1 --output runs/pathfinder32-tiles -- \
-  --preset curriculum/pathfinder32 "${rate[@]}"
-python -m experiments.lra.seeds --seeds 1 --output runs/pathfinder32-raster -- \
-  --preset curriculum/pathfinder32 "${rate[@]}" \
+traced=(--data.task.init_args.traced true --model.objective.traces 1 --model.objective.ink 4)
+rate=(--model.optimizer.learning_rate 1e-3 --model.optimizer.warmup_steps 500)
+fit() {
+  python -m experiments.lra.seeds --seeds 1 --output "runs/pathfinder32-$1" -- \
+    --preset curriculum/pathfinder32 "${@:2}"
+}
+fit traced "${traced[@]}" "${rate[@]}" --trainer.max_steps 6600
+fit labels "${rate[@]}" --model.optimizer.learning_rate 5e-4 --data.batch_size 128 --trainer.max_steps 6000
+fit traced-raster "${traced[@]}" "${rate[@]}" --data.batch_size 128 --trainer.max_steps 6000 \
   --model.encoder.order raster --model.encoder.attention 'local(64) | butterfly()'
-python -m experiments.lra.results pathfinder32 runs/pathfinder32-tiles runs/pathfinder32-raster
+python -m experiments.lra.results pathfinder32 \
+  runs/pathfinder32-traced runs/pathfinder32-labels runs/pathfinder32-traced-raster

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lra import floors, speed
+from experiments.lra import floors, results, speed
 
 PAGE = (Path(speed.__file__).parent / "README.md").read_text().splitlines()
 MEANS = json.loads((speed.RESULTS / "lra-arena-nvidia-h200.json").read_text())[
@@ -29,3 +29,23 @@ def test_floors():
     for name in ("distance of the discs", "coordinates of the discs"):
         measured = [FLOORS[f"pathfinder{side}-hard"][name] for side in floors.SIDES]
         assert row(name)[1:] == [f"{100 * value:.1f}" for value in measured]
+
+
+@pytest.mark.parametrize(
+    ("record", "label", "begins"),
+    [
+        ("listops", "listops-flash", "ListOps, Nystromformer protocol"),
+        ("listops-large", "listops-large", "ListOps, larger model"),
+        ("listops-large", "listops-large-more", "the same, 5,000 steps more"),
+        ("pathfinder32", "pathfinder32-traced", "Pathfinder 32, traced |"),
+        ("pathfinder32", "pathfinder32-traced-raster", "Pathfinder 32, traced, raster order"),
+        ("pathfinder32", "pathfinder32-labels", "Pathfinder 32, labels alone"),
+    ],
+)
+def test_trained_runs(record, label, begins):
+    trained = json.loads((results.RESULTS / f"lra-{record}-nvidia-h200.json").read_text())
+    accuracy = 100 * trained["groups"][label]["accuracy"]
+    *_, printed, floor, above = row(begins)
+    assert printed.split(" ±")[0] == f"{accuracy:.2f}"
+    below = trained["floors"][floor.replace("one level", "1 levels")]
+    assert float(above) == pytest.approx(accuracy - 100 * below, abs=0.06)

@@ -187,6 +187,20 @@ class TestPathfinder:
         with pytest.raises(ValueError, match="shorter must be from 0 to 1, got 2"):
             Pathfinder(shorter=2)
 
+    def test_a_trace_says_which_discs_are_on_the_contour_of_a_pixel(self, tmp_path):
+        images = Pathfinder().images("train", 20)
+        for drawing in map(images.draw, range(20)):
+            classes = set(np.unique(drawing.trace)) - {0}
+            assert classes == ({2} if drawing.label else {1})
+            assert (drawing.image[drawing.trace > 0] > 0).all()
+            for row, column in drawing.discs:
+                near = drawing.trace[max(row - 2, 0) : row + 3, max(column - 2, 0) : column + 3]
+                assert near.any()
+        traced = Pathfinder(traced=True).splits(tmp_path)
+        batch = collate(Pathfinder().shape, [traced["train"][i] for i in range(3)])
+        assert np.array_equal(batch.traces[0].numpy().reshape(32, 32), images.draw(0).trace)
+        assert traced["test"][0].trace is None
+
     def test_moving_a_disc_turns_the_label_and_little_else(self):
         images = Pathfinder().images("test", 10)
         for i in range(10):

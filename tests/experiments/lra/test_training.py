@@ -227,6 +227,32 @@ def test_hidden_tokens_are_guessed_without_labels(tmp_path):
     assert losses[40] < losses[1]
 
 
+class Grey(Majority):
+    """Images of three greys, whose pixels' classes are these."""
+
+    def __init__(self):
+        self.shape = Shape(seq_len=16, vocabulary=3, classes=2, side=4)
+
+    def samples(self, stream):
+        images = np.random.default_rng(stream).integers(0, 3, (96, 16))
+        return [Sample([image], 0, image) for image in images]
+
+
+def test_classes_of_tokens_are_learned_in_the_order_of_tokens(tmp_path):
+    tiles = replace(ENCODER, order="tiles", tile=(2, 2), positions="axial", dropout=0.0)
+    trainer, *_ = fit(
+        tmp_path,
+        task=Grey(),
+        encoder=tiles,
+        objective=ObjectiveConfig(traces=1, ink=2),
+        steps=80,
+        every=80,
+    )
+    assert float(trainer.callback_metrics["train/traces"]) < 0.3
+    with pytest.raises(ValueError, match=r"objective\.traces needs a task that is traced"):
+        fit(tmp_path, objective=ObjectiveConfig(traces=1), steps=3)
+
+
 def test_black_pixels_cannot_be_both_masked_and_guessed():
     with pytest.raises(ValueError, match=r"mask_black does not go with objective\.pixels"):
         Learner(
