@@ -42,11 +42,11 @@ class BlockRows:
     max_count: int | None
     total: int | None
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.bounds.shape[1]
 
-    @property
+    @cached_property
     def unevenness(self) -> float:
         """How many times the mean the heaviest row holds; inf where only the device knows."""
         if self.max_count is None or self.total is None:
