@@ -126,7 +126,7 @@ def _spec(
     block_size: tuple[int, int],
     mask_batch: int,
     mask_heads: int,
-    fill: float,
+    fill: float | None,
     has_key_lengths: bool,
     scale: float | None,
     softcap: float,
