@@ -47,7 +47,7 @@ def keep_mask(
     which = k_index & 3
     even = torch.where(which == 0, words[0], words[2])
     odd = torch.where(which == 1, words[1], words[3])
-    return torch.where(which % 2 == 0, even, odd) >= _threshold(dropout_p)
+    return torch.where(which % 2 == 0, even, odd) >= threshold(dropout_p)
 
 
 def keep_mask_of_quads(
@@ -59,10 +59,11 @@ def keep_mask_of_quads(
     (..., 4 * quads).
     """
     words = _words(seed, rows_bh, q_index, quad_index)
-    return torch.stack([w >= _threshold(dropout_p) for w in words], dim=-1).flatten(-2)
+    return torch.stack([w >= threshold(dropout_p) for w in words], dim=-1).flatten(-2)
 
 
-def _threshold(dropout_p: float) -> int:
+def threshold(dropout_p: float) -> int:
+    """The least random word, of 32 bits, that keeps its pair."""
     return int(dropout_p * 2**32)
 
 

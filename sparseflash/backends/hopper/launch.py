@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
+from sparseflash import dropout
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper.device import LOG2E
 from sparseflash.backends.hopper.gluon_shim import TensorDescriptor, gl, gluon
@@ -127,7 +128,7 @@ def _dropout_arguments(dropout_p: float, seed: int) -> tuple[int | float | None,
     if dropout_p == 0:
         return (None,) * 4
     low, high = (_signed(word % 2**32) for word in (seed, seed >> 32))
-    return low, high, int(dropout_p * 2**32) - 2**31, 1 / (1 - dropout_p)
+    return low, high, dropout.threshold(dropout_p) - 2**31, 1 / (1 - dropout_p)
 
 
 def _signed(word: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from masks.lookup_table import BlockRows, LookupTable
+from sparseflash import dropout
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.portable.configs import (
     FORCED,
@@ -294,5 +295,5 @@ def _sizes_and_grid(
 
 
 def _scalars(spec: AttentionSpec) -> tuple[float, float, int, float]:
-    threshold = math.floor(spec.dropout_p * 2**32)
-    return spec.scale * LOG2E.value, spec.softcap, threshold, 1.0 / (1.0 - spec.dropout_p)
+    least = dropout.threshold(spec.dropout_p)
+    return spec.scale * LOG2E.value, spec.softcap, least, 1.0 / (1.0 - spec.dropout_p)
