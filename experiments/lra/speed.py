@@ -85,7 +85,8 @@ def case_of(task: str) -> Case:
     contenders = CONTENDERS
     if task in PATH:
         # Standard attention would need more memory than any GPU has.
-        contenders = (Contender("sdpa"), Contender("flash"), Contender(encoder["attention"]))
+        own = Contender(encoder["attention"], encoder.get("block_size", EncoderConfig.block_size))
+        contenders = (Contender("sdpa"), Contender("flash"), own)
     shape, batch = presets.task_of(values).shape, values["data"]["batch_size"]
     return Case(shape, batch, EncoderConfig(**encoder), contenders)
 

@@ -51,7 +51,8 @@ def test_unknown_tasks_list_the_known_ones():
 def test_cases_are_those_of_the_presets():
     case = speed.case_of("path-x")
     assert (case.shape.seq_len, case.model.layers, case.model.order) == (128 * 128, 6, "tiles")
-    assert case.contenders[-1].attention.startswith("neighborhood2d(8, 1)")
+    own = case.contenders[-1]
+    assert (own.attention.split(" | ")[0], own.block_size) == ("neighborhood2d(16, 3)", 64)
     assert speed.case_of("image").batch == 256
 
 

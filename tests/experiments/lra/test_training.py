@@ -159,10 +159,10 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
 def test_a_deadline_stops_a_run_that_can_go_on(tmp_path):
     whole = fit(tmp_path / "whole", Averaged(decay=0.9))[3]
     curve = Curve()
-    trainer, *_, first = fit(tmp_path / "cut", Averaged(decay=0.9), curve, Deadline(at=0))
-    assert trainer.global_step == 1
+    trainer, *_, first = fit(tmp_path / "cut", Averaged(decay=0.9), curve, Deadline(at=0, every=3))
+    assert trainer.global_step == 3
     # It is validated where it stops.
-    assert [point[0] for point in curve.points] == [1]
+    assert [point[0] for point in curve.points] == [3]
     assert json.loads((tmp_path / "cut" / "curve.json").read_text()) == curve.points
     last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
     rest = fit(tmp_path / "cut", Averaged(decay=0.9), Curve(), Deadline(), ckpt_path=last)[3]
