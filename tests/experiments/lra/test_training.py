@@ -22,6 +22,7 @@ from experiments.lra.learner import (
     read_checkpoint,
     repeated_over_grid,
     schedule_of,
+    start_from,
 )
 from experiments.lra.model import EncoderConfig
 from experiments.lra.tasks import SPLITS, Sample, Shape, Task
@@ -278,6 +279,9 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
             ObjectiveConfig(),
             init_from=start,
         )
+    torch.save({"weights": {}}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other\.pt holds no weights"):
+        start_from(learner, tmp_path / "other.pt")
 
 
 @pytest.mark.parametrize(
