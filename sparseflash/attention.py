@@ -139,10 +139,7 @@ def attention(
         )
     else:
         drawn = 0 if drawn is None else int(drawn)
-        differentiated = [
-            x is not None and x.requires_grad and torch.is_grad_enabled()
-            for x in (bias, block_scores)
-        ]
+        differentiated = _wants_gradient(bias), _wants_gradient(block_scores)
         call = prepare(
             query, key, mask, key_lengths, drawn, *options, backend, bias, *differentiated
         )
@@ -150,3 +147,7 @@ def attention(
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def _wants_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

@@ -34,7 +34,7 @@ KEY_STAGES = {
 # of warps adds, (queries, dims).
 FUSED_QUERIES = {64: 64, 128: 64}
 FUSED_PART = {64: (64, 32), 128: (64, 64)}
-FUSED_STAGES = {64: {"STAGES": 4, "SIDES": 4}, 128: {"STAGES": 3, "SIDES": 2}}
+FUSED_STAGES = {64: {"STAGES": 4, "SIDES": 4}, 128: {"STAGES": 2, "SIDES": 2}}
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
 FUSED = False

@@ -81,7 +81,7 @@ def fused_gradient_kernel(
         device.ring(values, 2, 1),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, QUERIES], terms.layout),
         Exchange(halves, full_halves),
-        gl.allocate_shared_memory(gl.float32, [2] + sums.block_type.shape, sums.layout),  # noqa: RUF005 (no star in Gluon)
+        gl.allocate_shared_memory(gl.float32, [4] + sums.block_type.shape, sums.layout),  # noqa: RUF005 (no star in Gluon)
     )
     turns = device.number_ring()
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
@@ -141,7 +141,7 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
     # What leaves is cast to the dtype of keys where dQ left: that buffer is this group's alone.
     leaving = reinterpreted(
-        rings.sum_buffers.index(MEMBER), DTYPE, grad_keys.block_type.shape, grad_keys.layout
+        rings.sum_buffers.index(2 * MEMBER), DTYPE, grad_keys.block_type.shape, grad_keys.layout
     )
     place = Place(0, 0, 0, 0)
     key_phase = 0
@@ -234,10 +234,10 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
             device.release(rings.query_ring, place.stage)
             if LAG:
                 dq = gl.where(lags, dq, 0.0)
-                add_query_gradient(sums, rings, dq, batch, head, lagging_token, MEMBER)
+                add_query_gradient(sums, rings, dq, lagging, batch, head, lagging_token, MEMBER)
                 lagging, lagging_token, lags = place, token, True
             else:
-                add_query_gradient(sums, rings, dq, batch, head, token, MEMBER)
+                add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
             place = following
             block = ahead
             dv, ds = differentiate(
@@ -251,15 +251,15 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
             dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
             device.release(rings.query_ring, place.stage)
             dq = gl.where(lags, dq, 0.0)
-            add_query_gradient(sums, rings, dq, batch, head, lagging_token, MEMBER)
+            add_query_gradient(sums, rings, dq, lagging, batch, head, lagging_token, MEMBER)
             dq = begin_query_gradient(rings, place, MEMBER)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_query_gradient(sums, rings, dq, batch, head, token, MEMBER)
+            add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
         else:
             dq = begin_query_gradient(rings, place, MEMBER)
             dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
             device.release(rings.query_ring, place.stage)
-            add_query_gradient(sums, rings, dq, batch, head, token, MEMBER)
+            add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
         place = after(place, STAGES, SIDES)
     return dk, dv, place
 
@@ -381,14 +381,14 @@ def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
 
 
 @gluon.jit
-def add_query_gradient(sums, rings, dq, batch, head, token, MEMBER: gl.constexpr):
+def add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER: gl.constexpr):
     """Adds a part of dQ to global memory."""
     buffers = rings.sum_buffers
     QUERIES: gl.constexpr = rings.query_ring.buffers.shape[3]
     ROWS: gl.constexpr = buffers.shape[3]
     DIMS: gl.constexpr = buffers.shape[4]
-    buffer = buffers.index(MEMBER)
-    wait_for_stores(0)
+    buffer = buffers.index(2 * MEMBER + place.side % 2)
+    wait_for_stores(1)
     buffer.reshape([ROWS, DIMS]).store(dq)
     fence_async_shared()
     if ROWS == QUERIES:
