@@ -178,6 +178,7 @@ def test_hopper_takes_masks_of_heads_but_not_of_batch_elements():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device():
     *tensors, grad_out = inputs("cuda", dtype=torch.bfloat16)
     within = masks.causal(align="bottom-right")(LENGTHS, BLOCKS, "cuda")
@@ -195,8 +196,8 @@ def test_nothing_waits_for_the_device():
             sparseflash.attention(*tensors, mask, backend="triton").backward(grad_out)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -213,7 +214,9 @@ def test_a_cuda_graph_chooses_blocks_anew_at_every_replay(within):
 
     def step():
         out = sparseflash.attention(*tensors, every.keep_topk(scores, 2), backend="triton")
-        return out, *torch.autograd.grad(out, (*tensors, scores), grad_out)
+        grads = torch.autograd.grad(out, (*tensors, scores), grad_out)
+        # Undetached, a capture keeps nodes of autograd that belong to its stream.
+        return out.detach(), *grads
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
