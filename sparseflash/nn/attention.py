@@ -1,7 +1,6 @@
 """Multi-head attention with a sparsity pattern."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from einops import rearrange
@@ -9,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import masks
-from masks import BlockMask, Pattern
+from masks import Pattern
 from sparseflash.attention import attention
 from sparseflash.nn.cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
 from sparseflash.spec import FEW_QUERIES
+from sparseflash.step import rows_of, shared_length
 
 
 class SparseAttention(nn.Module):
@@ -132,7 +132,7 @@ class SparseAttention(nn.Module):
                 key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
             if mask is not None:
                 rows = (begin, cache.length, key.shape[2])
-                mask = _rows(mask, cache.max_len, *rows, x.device)
+                mask = rows_of(mask, cache.max_len, *rows, x.device)
         out = attention(
             query,
             key,
@@ -182,23 +182,5 @@ def _pattern(
 
 
 def _room(cache: KeyValueCache) -> int:
-    """How many keys a step of few tokens attends, those to come masked by their lengths.
-
-    With a power of two, many steps share what is prepared for one length.
-    """
-    return min(cache.max_len, 1 << (cache.length - 1).bit_length())
-
-
-@lru_cache(maxsize=32)
-def _square(pattern: Pattern, length: int, device: torch.device) -> BlockMask:
-    """Made on the device and kept on the CPU: what is cut out of it must not wait for the
-    device."""
-    return pattern(length, device=device).to("cpu")
-
-
-@lru_cache(maxsize=128)
-def _rows(
-    pattern: Pattern, length: int, begin: int, end: int, k_len: int, device: torch.device
-) -> BlockMask:
-    """The mask of queries `begin` to `end` and of the first keys, of a pattern at `length`."""
-    return _square(pattern, length, device).rows(begin, end).crop(end - begin, k_len)
+    """How many keys a step of few tokens attends, those to come masked by their lengths."""
+    return min(cache.max_len, shared_length(cache.length))
