@@ -17,6 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 import masks
 from masks import BlockMask, Pattern
+from masks.parse import as_pattern
 from sparseflash.attention import attention
 from sparseflash.step import rows_of, shared_length
 
@@ -42,7 +43,7 @@ def register(
     """
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", got {name!r}')
-    pattern = masks.parse(pattern) if isinstance(pattern, str) else pattern
+    pattern = None if pattern is None else as_pattern(pattern)
     AttentionMaskInterface.register(name, partial(_mask_of_batch, pattern))
     AttentionInterface.register(name, partial(_attend, pattern, backend))
 

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 import masks
 from masks import Pattern
+from masks.parse import as_pattern
 from sparseflash.attention import attention
 from sparseflash.nn.cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
@@ -116,6 +117,9 @@ class SparseAttention(nn.Module):
             of the pattern at the cache's max_len.
         Raises ValueError for memory with a cache or rotary embedding, and what attention raises.
         """
+        for name, tokens in (("x", x), ("memory", memory)):
+            if tokens is not None:
+                self._check(name, tokens)
         if memory is not None and (cache is not None or self.rotary is not None):
             raise ValueError("memory must be None with a cache or a rotary embedding")
         query, key, value = self._projected(x, memory)
@@ -144,6 +148,12 @@ class SparseAttention(nn.Module):
         )
         return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
 
+    def _check(self, name: str, tokens: Tensor) -> None:
+        if tokens.dim() != 3 or tokens.shape[2] != self.embed_dim:
+            raise ValueError(
+                f"{name} must be (batch, seq, {self.embed_dim}), got {tuple(tokens.shape)}"
+            )
+
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, {self.pattern}, kv_heads={self.kv_heads}"
 
@@ -171,14 +181,14 @@ def _heads(projected: Tensor, head_dim: int) -> Tensor:
 def _pattern(
     pattern: Pattern | str | Sequence[Pattern | str] | None, num_heads: int
 ) -> Pattern | None:
-    if pattern is None or isinstance(pattern, Pattern):
-        return pattern
-    if isinstance(pattern, str):
-        return masks.parse(pattern)
+    if pattern is None:
+        return None
+    if isinstance(pattern, str) or not isinstance(pattern, Sequence):
+        return as_pattern(pattern)
     if len(pattern) != num_heads:
         raise ValueError(f"pattern must be one, or {num_heads} of them, got {len(pattern)}")
-    parsed = {p: masks.parse(p) for p in set(pattern) if isinstance(p, str)}
-    return masks.stack([p if isinstance(p, Pattern) else parsed[p] for p in pattern])
+    parsed = {p: as_pattern(p) for p in dict.fromkeys(pattern)}
+    return masks.stack([parsed[p] for p in pattern])
 
 
 def _room(cache: KeyValueCache) -> int:

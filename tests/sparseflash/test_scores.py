@@ -67,6 +67,7 @@ def bent_of_torch(score, batch, head, query, key):
 
 
 BENT = sparseflash.ScoreFunction("bent", bent_of_torch, bent_of_triton)
+NO_SLOPE = sparseflash.ScoreFunction("no slope", lambda score, *pair: -score)
 TORCH_ALONE = sparseflash.ScoreFunction("torch alone", lambda score, *pair: (-score, -1.0))
 
 
@@ -200,6 +201,7 @@ def test_scores_in_a_graph(backend):
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"score": "unheard of"}, "score must be a ScoreFunction or the name of one, got 'unhe"),
         ({"score": bent_of_torch}, "score must be a ScoreFunction or the name of one, got func"),
+        ({"score": NO_SLOPE}, r"'no slope' must return \(f, df / dscore\), got Tensor"),
         ({"bias": torch.zeros(3, 31)}, r"bias must be of shape \(1, 31\) or \(2, 31\)"),
         ({"bias": torch.zeros(2, 31, dtype=torch.int64)}, "bias must be a floating-point"),
         ({"sinks": torch.zeros(3)}, r"sinks must be of shape \(1,\) or \(2,\)"),
