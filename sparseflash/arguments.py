@@ -138,8 +138,6 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
     """The scores of a DynamicMask that want a gradient."""
     if not isinstance(mask, DynamicMask):
         return None
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("mask must not be a DynamicMask in a compiled graph")
     if mask.scores is None or not mask.scores.requires_grad:
         return None
     return mask.scores
