@@ -202,6 +202,15 @@ def test_vmap_is_a_larger_batch():
     same(mapped, [attend(q, key[0], v) for q, v in zip(query, value, strict=True)])
 
 
+def test_a_mask_made_under_vmap():
+    query = torch.randn(3, 1, 2, 40, 16, device=DEVICE)
+
+    def attend(query):
+        return sparseflash.attention(query, query, query, masks.causal()(40, 16, DEVICE))
+
+    same(torch.func.vmap(attend)(query), [attend(q) for q in query])
+
+
 def test_vmap_under_autograd():
     def loss(attend, tensors):
         return torch.autograd.grad(attend(*tensors).square().sum(), tensors)
