@@ -2,11 +2,12 @@
 
     python -m experiments.tune --head-dim 128 --block-size 128
 
-times every configuration that fits the device for the forward pass, dQ, and dK with dV, on a full
-mask and on a random one of density 1/16, and prints the fastest by their geometric mean. A result
-is compared with that of the configuration in use before it is timed. All times go to a JSON file,
-`experiments/results/tune-<gpu>.json`, into which later runs with other settings merge. The
-configurations in `sparseflash/backends/portable/configs.py` are written by hand from it.
+times every configuration that fits the device for the forward pass, dQ, dK with dV, and a step of
+decoding, on a full mask and on a random one of density 1/16, and prints the fastest by their
+geometric mean. A result is compared with that of the configuration in use before it is timed. All
+times go to a JSON file, `experiments/results/tune-<gpu>.json`, into which later runs with other
+settings merge. The configurations in `sparseflash/backends/portable/configs.py` are written by
+hand from it.
 """
 
 import contextlib
@@ -41,6 +42,7 @@ NEEDS = {"dq": (True, False, False, False, False), "dkdv": (False, True, True, F
 SIDES = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
 STAGES = (2, 3)
+DECODE_STAGES = (2, 3, 4)  # tiles of few rows leave room for more
 REGISTERS = (None, 128, 168)
 # What is slow without being measured. A thread of more accumulators spills; of its registers it
 # needs some for other things than accumulators; a warp of fewer or more pairs starves the matrix
@@ -48,8 +50,11 @@ REGISTERS = (None, 128, 168)
 MOST_ACCUMULATORS = 224
 ACCUMULATORS_OF_REGISTERS = 0.75
 PAIRS_OF_WARP = range(256, 4097)
-WARP_GROUP = 4
+WARP_GROUP, GROUP_ROWS = 4, 64
 PARTS = 4  # tiles along a side of a block, at most
+PASSES = (*configs.PASSES, "decode")
+CACHED = 65536  # keys that a step of decoding reads
+PACKED = (4, configs.MOST_PACKED)  # heads that read the same keys: in a short tile, in a tall one
 BUDGET_MS = 25.0
 SHOWN = 5
 FAILURES = (RuntimeError, configs.triton.TritonError)
@@ -57,7 +62,9 @@ FAILURES = (RuntimeError, configs.triton.TritonError)
 
 @dataclass(frozen=True)
 class Problem:
-    """One size: (batch, heads, seq_len, head_dim), its inputs and the gradient of its output."""
+    """One size: keys (batch, heads, seq_len, head_dim), and as many queries; or, for a step of
+    decoding, one query of each of `packed` heads that read the same keys.
+    """
 
     dtype: str
     head_dim: int
@@ -65,58 +72,78 @@ class Problem:
     batch: int
     heads: int
     seq_len: int
+    packed: int = 0
+
+    @property
+    def q_len(self) -> int:
+        return 1 if self.packed else self.seq_len
 
     def tensors(self) -> list[Tensor]:
+        """Query, key, value and the gradient of the output."""
         generator = torch.Generator("cuda").manual_seed(0)
-        shape = (self.batch, self.heads, self.seq_len, self.head_dim)
         options = {"dtype": DTYPES[self.dtype], "device": "cuda", "generator": generator}
-        return [torch.randn(shape, **options) for _ in range(4)]
+        queries = (self.batch, self.heads * max(1, self.packed), self.q_len, self.head_dim)
+        keys = (self.batch, self.heads, self.seq_len, self.head_dim)
+        return [torch.randn(shape, **options) for shape in (queries, keys, keys, queries)]
 
     def masks(self) -> dict[str, BlockMask]:
         patterns = {"1": masks.full(), "1/16": masks.random(1 / 16, seed=0)}
-        return {s: p(self.seq_len, self.block_size, "cuda") for s, p in patterns.items()}
+        lengths = (self.q_len, self.seq_len)
+        return {s: p(lengths, self.block_size, "cuda") for s, p in patterns.items()}
 
 
 def main(
     head_dim: Annotated[str, typer.Option(help="Head dims, such as 64,128.")] = "64,128",
     block_size: Annotated[BlockSize, typer.Option()] = BlockSize.B128,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.BF16,
-    passes: Annotated[str, typer.Option(help="Some of forward,dq,dkdv.")] = "forward,dq,dkdv",
-    seq_len: Annotated[int, typer.Option(min=1)] = 8192,
+    passes: Annotated[str, typer.Option(help="Some of them.")] = ",".join(PASSES),
+    seq_len: Annotated[int, typer.Option(min=1, help=f"Decoding reads {CACHED} keys.")] = 8192,
     batch: Annotated[int, typer.Option(min=1)] = 4,
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
     """Times every launch configuration that fits and prints the fastest."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("configurations are measured on a CUDA device; there is none")
+    if unknown := set(passes.split(",")) - set(PASSES):
+        raise typer.BadParameter(f"passes must be some of {PASSES}, got {sorted(unknown)}")
     console = Console(width=120)
     path = output / f"tune-{slug('cuda')}.json"
-    problems = [
+    sizes = [
         Problem(dtype.value, dims, int(block_size), batch, max(1, 2048 // dims), seq_len)
         for dims in numbers(head_dim, int)
     ]
     jobs = [
         (which, problem, list(fitting(which, problem)))
-        for problem, which in itertools.product(problems, passes.split(","))
+        for size, which in itertools.product(sizes, passes.split(","))
+        for problem in problems(which, size)
     ]
     compile_all([(which, problem, c) for which, problem, found in jobs for c in found])
     for which, problem, found in jobs:
         rows = [row for config in found for row in measure(which, problem, config, console)]
         save(path, which, problem, rows)
-        title = f"{which}, head dim {problem.head_dim}, blocks of {block_size}, {dtype.value}"
+        heads = f" of {problem.packed} heads" if problem.packed else ""
+        dims = f"head dim {problem.head_dim}"
+        title = f"{which}{heads}, {dims}, blocks of {block_size}, {dtype.value}"
         console.print(fastest(rows, title))
     console.print(f"wrote {path}", highlight=False)
+
+
+def problems(which: str, size: Problem) -> list[Problem]:
+    """What a pass is measured on."""
+    if which != "decode":
+        return [size]
+    return [replace(size, seq_len=CACHED, packed=packed) for packed in PACKED]
 
 
 def fitting(which: str, problem: Problem) -> Iterator[Config]:
     """Every configuration whose tiles divide the block and fit the device."""
     architecture, memory = configs.limits(torch.device("cuda"))
-    dtype, block = DTYPES[problem.dtype], problem.block_size
-    axes = itertools.product(SIDES, SIDES, WARPS, STAGES, (True, False), REGISTERS)
+    dtype = DTYPES[problem.dtype]
+    stages = DECODE_STAGES if which == "decode" else STAGES
+    axes = itertools.product(SIDES, SIDES, WARPS, stages, (True, False), REGISTERS)
     for config in itertools.starmap(Config, axes):
         if (
-            configs.divides(config, (block, block))
-            and PARTS * min(config.bm, config.bn) >= block
+            divides(config, problem)
             and configs.shared_memory(config, which, dtype, problem.head_dim) <= memory
             and sensible(which, config, problem.head_dim)
             and (architecture >= 90 or not config.tma)
@@ -124,14 +151,26 @@ def fitting(which: str, problem: Problem) -> Iterator[Config]:
             yield config
 
 
+def divides(config: Config, problem: Problem) -> bool:
+    """Whether tiles divide a block in few parts. One of packed rows has room for them, no more."""
+    block = problem.block_size
+    if problem.packed:
+        room = min(side for side in SIDES if side >= problem.packed)
+        return config.bm == room and config.bn <= block <= PARTS * config.bn
+    few = PARTS * min(config.bm, config.bn) >= block
+    return few and configs.divides(config, (block, block))
+
+
 def sensible(which: str, config: Config, head_dim: int) -> bool:
     """Leaves out what is known to be slow."""
     pairs = config.bm * config.bn
     most = ACCUMULATORS_OF_REGISTERS * config.registers if config.registers else MOST_ACCUMULATORS
+    rows = config.bm if which == "decode" else max(config.bm, config.bn)
+    few_rows = which == "decode" and rows < GROUP_ROWS
     return (
         configs.accumulators(config, which, head_dim) <= most
         and pairs // config.warps in PAIRS_OF_WARP
-        and (config.warps >= WARP_GROUP) == (max(config.bm, config.bn) >= 64)
+        and (few_rows or (config.warps >= WARP_GROUP) == (rows >= GROUP_ROWS))
         and (config.registers is None or config.warps == WARP_GROUP)
     )
 
@@ -145,8 +184,8 @@ def compile_all(jobs: list[tuple[str, Problem, Config]]) -> None:
 
 
 def _compile(which: str, problem: Problem, config: Config) -> None:
-    small = replace(problem, batch=1, heads=1, seq_len=256)
-    mask = masks.full()(small.seq_len, small.block_size, "cuda")
+    small = replace(problem, batch=1, heads=1, seq_len=1024)
+    mask = small.masks()["1"]
     # One that does not compile is left out, with its reason, where it would be measured.
     with contextlib.suppress(*FAILURES), launch.forced(config, which):
         runner(which, small, mask)()
@@ -171,7 +210,7 @@ def runner(which: str, problem: Problem, mask: BlockMask):
     """The pass alone, as a function of nothing."""
     query, key, value, grad_out = problem.tensors()
     call = prepare(query, key, mask, backend="triton")
-    if which == "forward":
+    if which in ("forward", "decode"):
         return lambda: call.forward(query, key, value)
     saved = (query, key, value, *call.forward(query, key, value))
     return lambda: call.backward(grad_out, None, saved, NEEDS[which])
@@ -187,11 +226,15 @@ def agree(result: Iterable, expected: Iterable, what: str) -> None:
 
 def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
     """Adds a run to those of the file, in place of an older one of the same pass and problem."""
-    what = {"pass": which, "problem": asdict(problem)}
     known = json.loads(path.read_text()) if path.exists() else []
-    kept = [run for run in known if {name: run[name] for name in what} != what]
+    kept = [r for r in known if (r["pass"], Problem(**r["problem"])) != (which, problem)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = what | {"environment": environment(torch.device("cuda")), "rows": rows}
+    fresh = {
+        "pass": which,
+        "problem": asdict(problem),
+        "environment": environment(torch.device("cuda")),
+        "rows": rows,
+    }
     path.write_text(json.dumps([*kept, fresh], indent=1) + "\n")
 
 

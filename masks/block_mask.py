@@ -13,7 +13,7 @@ from torch import Tensor
 from masks import tiles
 from masks.grid import Grid, OnGrid, definite
 from masks.handle import Handled
-from masks.intervals import Runs, combine, concatenate, empty, from_points
+from masks.intervals import Runs, combine, concatenate, from_points
 from masks.lookup_table import LookupTable
 from masks.transpose import transpose_points, transpose_runs
 
@@ -88,35 +88,23 @@ class BlockMask(OnGrid, Handled):
         """
         return _every_block(scores, block_size, seq_len).keep_above(scores, threshold)
 
-    @classmethod
-    def from_dense(cls, dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
+    @staticmethod
+    def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a bool (Nq, Nk) or (heads, Nq, Nk) tensor, exactly."""
-        dense = _bool_matrix("dense", dense)
-        grid = Grid.of(tuple(dense.shape[1:]), block_size, dense.device)
-        head_layer, kept = _distinct_layers(dense)
-        rows = dense[kept]
-        return from_strips(grid, lambda layer, q: rows[layer, q], head_layer)
+        from masks.elements import from_dense
 
-    @classmethod
-    def from_scipy(cls, matrix, block_size: int | tuple[int, int] = 128) -> "BlockMask":
+        return from_dense(dense, block_size)
+
+    @staticmethod
+    def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """The mask of a scipy.sparse matrix of shape (Nq, Nk): stored non-zero entries attend.
 
         A bsr_array whose blocks are `block_size` is read block by block, any other format element
         by element; neither goes through a dense matrix.
         """
-        if not scipy.sparse.issparse(matrix):
-            raise TypeError(
-                f"matrix must be a scipy.sparse array or matrix, got {type(matrix).__name__}"
-            )
-        if matrix.ndim != 2:
-            raise ValueError(f"matrix must have 2 dimensions, got {matrix.ndim}")
-        grid = Grid.of(tuple(int(n) for n in matrix.shape), block_size)
-        blocks = _padded_bsr(matrix, grid)
-        row = np.repeat(np.arange(grid.nq), np.diff(blocks.indptr))
-        number = grid.number(torch.from_numpy(row).long(), torch.from_numpy(blocks.indices).long())
-        number, position = number.sort()
-        pairs = torch.from_numpy(blocks.data != 0)[position]
-        return assemble(grid, (0,), empty(grid.device), number, *tiles.distinct(tiles.pack(pairs)))
+        from masks.elements import from_scipy
+
+        return from_scipy(matrix, block_size)
 
     @classmethod
     def of_full(cls, grid: Grid, full: Runs, head_layer: tuple[int, ...] = (0,)) -> "BlockMask":
@@ -221,18 +209,9 @@ class BlockMask(OnGrid, Handled):
         """A bool bsr_array (nq * bq, nk * bk): whole blocks, indices ascending. Raises ValueError
         for several heads.
         """
-        if self.num_heads != 1:
-            raise ValueError(
-                f"to_scipy takes a mask of one head, got {self.num_heads}; use mask.head(h)"
-            )
-        g = self.grid
-        number, order = torch.cat([self.full.expand(), self.partial]).sort()
-        inside = g.whole[g.cut(self.full.expand())]
-        pairs = tiles.unpack(torch.cat([inside, self.bank[self.partial_tile]])[order], g.bk)
-        row, column = g.split(number)
-        indptr = torch.searchsorted(row, torch.arange(g.nq + 1, device=self.device))
-        parts = (t.cpu().numpy() for t in (pairs, column, indptr))
-        return scipy.sparse.bsr_array(tuple(parts), shape=(g.nq * g.bq, g.nk * g.bk))
+        from masks.elements import to_scipy
+
+        return to_scipy(self)
 
     def head(self, index: int) -> "BlockMask":
         """The mask of one head."""
@@ -289,20 +268,9 @@ class BlockMask(OnGrid, Handled):
 
     def crop(self, q_len: int, k_len: int) -> "BlockMask":
         """The mask of the first q_len queries and k_len keys (tokens)."""
-        g = self.grid
-        if not (1 <= q_len <= g.q_len and 1 <= k_len <= g.k_len):
-            raise ValueError(f"crop must lie within seq_len {g.seq_len}, got ({q_len}, {k_len})")
-        cropped = replace(g, q_len=q_len, k_len=k_len)
-        row, begin = g.split(self.full.begin)
-        end = self.full.end - row * g.line
-        row = _renumber(row, g.nq, cropped.nq)
-        runs = Runs(cropped.number(row, begin), cropped.number(row, end.clamp(max=cropped.nk)))
-        runs = Runs(*(t[row >= 0] for t in runs)).nonempty()
-        row, column = g.split(self.partial)
-        row = _renumber(row, g.nq, cropped.nq)
-        keep = (row >= 0) & (column < cropped.nk)
-        number = cropped.number(row[keep], column[keep])
-        return assemble(cropped, self.head_layer, runs, number, self.bank, self.partial_tile[keep])
+        from masks.cut import crop
+
+        return crop(self, q_len, k_len)
 
     def rows(self, begin: int, end: int) -> "BlockMask":
         """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
@@ -310,66 +278,9 @@ class BlockMask(OnGrid, Handled):
         O(blocks of the row) where they lie in one row of blocks. Otherwise a `begin` within a
         block takes a look at all (end - begin) * k_len pairs of every distinct mask.
         """
-        g = self.grid
-        if not 0 <= begin < end <= g.q_len:
-            raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
-        if begin // g.bq == (end - 1) // g.bq:
-            return self._within_row(begin, end)
-        if begin % g.bq == 0:
-            return self.crop(end, g.k_len)._from_row(begin // g.bq)
+        from masks.cut import rows
 
-        def strip(layer: int, queries: slice) -> Tensor:
-            return self._pairs(layer, begin + queries.start, begin + queries.stop)
-
-        return from_strips(replace(g, q_len=end - begin), strip, self.head_layer)
-
-    def _within_row(self, begin: int, end: int) -> "BlockMask":
-        """The mask of queries that lie in one row of blocks."""
-        g = self.grid
-        rest = replace(g, q_len=end - begin)
-        runs, points, which = [], [], []
-        for layer in range(self.num_layers):
-            low = (layer * g.nq + begin // g.bq) * g.line
-            distance = layer * rest.layer - low
-            runs.append(self.full.between(low, low + g.line).shift(distance))
-            edges = torch.tensor([low, low + g.line], device=self.device)
-            first, last = torch.searchsorted(self.partial, edges).tolist()
-            points.append(self.partial[first:last] + distance)
-            which.append(self.partial_tile[first:last])
-        met, tile = torch.unique(torch.cat(which), return_inverse=True)
-        bank = self.bank[met].roll(-(begin % g.bq), dims=1)
-        return assemble(rest, self.head_layer, concatenate(runs), torch.cat(points), bank, tile)
-
-    def _from_row(self, first: int) -> "BlockMask":
-        """The mask from a block row on."""
-        g = self.grid
-        rest = replace(g, q_len=g.q_len - first * g.bq)
-
-        def renumbered(number: Tensor) -> tuple[Tensor, Tensor]:
-            row, column = g.split(number)
-            row = row // g.nq * rest.nq + row % g.nq - first
-            return rest.number(row, column), number // g.line % g.nq >= first
-
-        begin, keep = renumbered(self.full.begin)
-        length = (self.full.end - self.full.begin)[keep]
-        full = Runs(begin[keep], begin[keep] + length)
-        number, keep = renumbered(self.partial)
-        tile = self.partial_tile[keep]
-        return assemble(rest, self.head_layer, full, number[keep], self.bank, tile)
-
-    def _pairs(self, layer: int, begin: int, end: int) -> Tensor:
-        """bool (end - begin, k_len): the pairs of these queries in one layer."""
-        g = self.grid
-        first, last = begin // g.bq, -(-end // g.bq)
-        low, high = ((layer * g.nq + row) * g.line for row in (first, last))
-        view = torch.zeros(last - first, g.bq, g.nk, g.bk, dtype=torch.bool, device=self.device)
-        row, column = g.split(self.full.between(low, high).expand() - low)
-        view[row, :, column] = True
-        near = (self.partial >= low) & (self.partial < high)
-        row, column = g.split(self.partial[near] - low)
-        view[row, :, column] = tiles.unpack(self.bank[self.partial_tile[near]], g.bk)
-        dense = view.view(-1, g.nk * g.bk)
-        return dense[begin - first * g.bq : end - first * g.bq, : g.k_len]
+        return rows(self, begin, end)
 
     def keep(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
         """The blocks of this mask where `blocks` is true, whatever it holds when a kernel runs.
@@ -549,7 +460,7 @@ def assemble(
 
 def of_blocks(grid: Grid, blocks: Tensor) -> BlockMask:
     """The mask whose blocks are full where `blocks`, bool (heads, nq, nk), is true."""
-    head_layer, kept = _distinct_layers(blocks)
+    head_layer, kept = distinct_layers(blocks)
     row, column = blocks[kept].flatten(0, 1).nonzero(as_tuple=True)
     return BlockMask.of_full(grid, from_points(grid.number(row, column)), head_layer)
 
@@ -565,68 +476,7 @@ def _every_block(
     return BlockMask.of_full(grid, grid.every_row())
 
 
-STRIP = 1 << 22  # pairs that are looked at together when a mask is read element by element
-
-
-def from_strips(grid: Grid, pairs: Callable[[int, slice], Tensor], head_layer=(0,)) -> BlockMask:
-    """The mask read strip by strip: pairs(layer, slice of queries) is bool (queries, k_len)."""
-    rows = max(1, STRIP // (grid.bq * grid.k_len))
-    found_full, found_number, found_bank, found_tile = [], [], [], []
-    tiles_so_far = 0
-    for layer in range(max(head_layer) + 1):
-        for row in range(0, grid.nq, rows):
-            strip = pairs(layer, slice(row * grid.bq, min((row + rows) * grid.bq, grid.q_len)))
-            number, words = _strip_blocks(grid, strip, layer * grid.nq + row)
-            is_full = (words == grid.whole[grid.cut(number)]).flatten(1).all(1)
-            bank, tile = tiles.distinct(words[~is_full])
-            found_full.append(number[is_full])
-            found_number.append(number[~is_full])
-            found_bank.append(bank)
-            found_tile.append(tile + tiles_so_far)
-            tiles_so_far += len(bank)
-    full = from_points(torch.cat(found_full))
-    return assemble(
-        grid,
-        head_layer,
-        full,
-        torch.cat(found_number),
-        torch.cat(found_bank),
-        torch.cat(found_tile),
-    )
-
-
-def _strip_blocks(grid: Grid, strip: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
-    """Numbers and packed pairs of the non-zero blocks of a strip of whole block rows."""
-    short_q, short_k = -strip.shape[0] % grid.bq, -strip.shape[1] % grid.bk
-    if short_q or short_k:
-        strip = torch.nn.functional.pad(strip, (0, short_k, 0, short_q))
-    words = tiles.pack(strip.view(strip.shape[0], grid.nk, grid.bk))
-    words = words.view(-1, grid.bq, *words.shape[1:]).transpose(1, 2)
-    row, column = (words != 0).any(-1).any(-1).nonzero(as_tuple=True)
-    return grid.number(row + first_row, column), words[row, column]
-
-
-def _renumber(row: Tensor, old: int, new: int) -> Tensor:
-    """Rows counted over layers of `old` rows, recounted over layers of `new` rows; -1 for those
-    cut off.
-    """
-    layer, inside = row // old, row % old
-    return torch.where(inside < new, layer * new + inside, -1)
-
-
-def _bool_matrix(name: str, value) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        raise TypeError(
-            f"{name} must be a bool tensor, got {getattr(value, 'dtype', type(value).__name__)}"
-        )
-    if value.ndim not in (2, 3) or 0 in value.shape:
-        raise ValueError(
-            f"{name} must be (q, k) or (heads, q, k) and not empty, got {tuple(value.shape)}"
-        )
-    return value if value.ndim == 3 else value[None]
-
-
-def _distinct_layers(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
+def distinct_layers(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
     """(layer of each head, the first head of each layer): heads that are equal share a layer."""
     kept: list[int] = []
     head_layer = []
@@ -636,16 +486,3 @@ def _distinct_layers(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
             kept.append(h)
         head_layer.append(layer)
     return tuple(head_layer), kept
-
-
-def _padded_bsr(matrix, grid: Grid) -> scipy.sparse.bsr_array:
-    """The matrix as bsr_array of whole blocks, duplicates summed and indices ascending."""
-    if matrix.format == "bsr" and matrix.blocksize == grid.block_size:
-        blocks = scipy.sparse.bsr_array(matrix, copy=True)
-    else:
-        coo = scipy.sparse.coo_array(matrix != 0)
-        shape = (grid.nq * grid.bq, grid.nk * grid.bk)
-        padded = scipy.sparse.coo_array((coo.data, (coo.row, coo.col)), shape=shape)
-        blocks = padded.tobsr(blocksize=grid.block_size)
-    blocks.sum_duplicates()
-    return blocks

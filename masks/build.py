@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from masks import tiles
-from masks.block_mask import BlockMask, assemble, from_strips
+from masks.block_mask import BlockMask, assemble
+from masks.elements import from_strips
 from masks.grid import Grid
 from masks.intervals import Runs, combine, from_points
 

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
 from masks.grid import Grid, OnGrid, definite
-from masks.handle import Handled
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
 
 MOST_BLOCKS = 2**31 - 1 - PREFETCH  # tables number their entries in 32 bits
 
 
 @dataclass(frozen=True, eq=False)
-class DynamicMask(OnGrid, Handled):
+class DynamicMask(OnGrid):
     """The blocks of a BlockMask that a tensor chooses, for each batch element and head.
 
     grid:   the sequence length, block size and device
@@ -24,9 +23,9 @@ class DynamicMask(OnGrid, Handled):
     scores: floating-point, of the same shape, or None
 
     Making one and attending with it takes operations of the device only, of fixed sizes: nothing
-    waits, and a CUDA graph may hold it all, from the scores to the gradients. Its table has room
-    for every block. What is read from it on the host waits for the device: density, to_blocks,
-    to_dense, read.
+    waits, and a CUDA graph may hold it all, from the scores to the gradients; a graph of
+    torch.compile too, if `within` was made outside. Its table has room for every block. What is
+    read from it on the host waits for the device: density, to_blocks, to_dense, read.
 
     Where scores require a gradient, attention gives them the straight-through one: what a gate g
     of each chosen block would get, at g = 1, in
@@ -45,7 +44,7 @@ class DynamicMask(OnGrid, Handled):
     within: BlockMask
     blocks: Tensor
     scores: Tensor | None
-    _table: LookupTable
+    _table: LookupTable | None
 
     @classmethod
     def of(cls, within: BlockMask, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
@@ -59,7 +58,9 @@ class DynamicMask(OnGrid, Handled):
             )
         blocks = _of_heads("blocks", blocks, within)
         scores = None if scores is None else _checked_scores(scores, within)
-        return cls(within.grid, within, blocks, scores, _table_of(within, blocks))
+        # A graph takes the blocks, and what runs in it makes a table of them.
+        table = None if torch.compiler.is_compiling() else _table_of(within, blocks)
+        return cls(within.grid, within, blocks, scores, table)
 
     @classmethod
     def of_topk(cls, within: BlockMask, scores: Tensor, k: int) -> "DynamicMask":
@@ -75,12 +76,12 @@ class DynamicMask(OnGrid, Handled):
     @property
     def num_batches(self) -> int:
         """Batch elements with a mask of their own; 1 serves any number of them."""
-        return self._table.head_layer.shape[0]
+        return self.blocks.shape[0]
 
     @property
     def num_heads(self) -> int:
         """Heads with a mask of their own; 1 serves any number of heads."""
-        return self._table.head_layer.shape[1]
+        return self.blocks.shape[1]
 
     def table(self, device=None, block_size: tuple[int, int] | None = None) -> LookupTable:
         """The lookup table that kernels read. Raises ValueError for another device or block size
@@ -90,7 +91,7 @@ class DynamicMask(OnGrid, Handled):
             raise ValueError(f"mask must be on {device}, got {self.device}: it cannot be moved")
         if block_size not in (None, self.block_size):
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
-        return self._table
+        return _table_of(self.within, self.blocks) if self._table is None else self._table
 
     def fill(self, block_size: tuple[int, int]) -> float | None:
         """See BlockMask.fill; None for blocks of another size, of which only the device knows."""

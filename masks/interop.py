@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from masks import tiles
-from masks.block_mask import STRIP, BlockMask, assemble, stack
+from masks.block_mask import BlockMask, assemble, stack
+from masks.elements import STRIP
 from masks.grid import Grid
 from masks.intervals import from_points
 from masks.pattern import Pattern

@@ -34,6 +34,15 @@ def parse(text: str) -> Pattern:
         raise ValueError(f"pattern {text!r} cannot be read: {error}") from error
 
 
+def as_pattern(pattern: Pattern | str) -> Pattern:
+    """A pattern, or the one that a text names. Raises TypeError for anything else."""
+    if isinstance(pattern, str):
+        return parse(pattern)
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern or its text, got {type(pattern).__name__}")
+    return pattern
+
+
 def _evaluate(node: ast.expr) -> Pattern:
     match node:
         case ast.BinOp(left, op, right) if type(op) in _OPERATORS:

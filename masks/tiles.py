@@ -2,6 +2,7 @@
 tile stored once.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,7 @@ _CHUNK = 8192  # rows that are hashed or compared at a time
 
 def _hash(flat: Tensor) -> Tensor:
     """A 64-bit code for each row: a sum of odd multiples of its words, modulo 2^64."""
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator) * 2 + 1
-    weights = weights.to(flat.device)
+    # Not of torch, which refuses to draw anything under torch.func.vmap.
+    drawn = np.random.default_rng(0).integers(-(2**62), 2**62, flat.shape[1])
+    weights = torch.from_numpy(drawn).to(flat.device) * 2 + 1
     return torch.cat([(part.long() * weights).sum(1) for part in flat.split(_CHUNK)])

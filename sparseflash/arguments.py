@@ -11,6 +11,7 @@ from sparseflash.score import ScoreFunction, named
 AnyMask = Pattern | BlockMask | DynamicMask
 FULL = full()
 PRECISIONS = ("ieee", "tf32")
+MADE_BY = {Tensor: "masks.BlockMask.from_dense", str: "masks.parse"}
 
 
 def checked_tensors(
@@ -125,9 +126,10 @@ def checked_mask(mask: AnyMask | None) -> AnyMask:
     if mask is None:
         return FULL
     if not isinstance(mask, AnyMask):
+        maker = MADE_BY.get(type(mask))
         raise TypeError(
             "mask must be a Pattern, a BlockMask, a DynamicMask or None, got "
-            f"{type(mask).__name__}"
+            f"{type(mask).__name__}" + (f", of which {maker} makes one" if maker else "")
         )
     return mask
 
@@ -136,8 +138,6 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
     """The scores of a DynamicMask that want a gradient."""
     if not isinstance(mask, DynamicMask):
         return None
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("mask must not be a DynamicMask in a compiled graph")
     if mask.scores is None or not mask.scores.requires_grad:
         return None
     return mask.scores

@@ -109,11 +109,11 @@ def attention(
     (batch, heads, q_len), whose gradient is supported. A query without a key gets out 0, lse -inf
     and zero gradients. Extra memory is O(q_len) in both passes. The same inputs give the same
     bits. Under autocast, query, key and value are cast as torch's own attention casts them. Under
-    torch.compile and torch.export the mask must be made outside.
+    torch.compile and torch.export a Pattern or BlockMask must be made outside, and a DynamicMask
+    be made, in the graph or outside, of a BlockMask that was.
 
     Raises TypeError or ValueError naming the argument, and BackendError when no backend can serve
-    the call; all before anything is computed. NotImplementedError for a DynamicMask under
-    torch.compile and torch.export, whose graphs keep their masks.
+    the call; all before anything is computed.
     Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse).
     """
     query, key, value = checked_tensors(query, key, value, key_lengths)
@@ -131,7 +131,7 @@ def attention(
             value,
             bias,
             block_scores,
-            mask.handle,
+            *operators.mask_arguments(mask),
             key_lengths,
             drawn,
             *options,

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
-from sparseflash.arguments import FULL, AnyMask, checked_mask, checked_options, checked_tensors
+from sparseflash.arguments import (
+    FULL,
+    AnyMask,
+    check_sinks,
+    checked_bias,
+    checked_mask,
+    checked_options,
+    checked_tensors,
+)
 from sparseflash.attention import attention
 from sparseflash.backends import BACKENDS, BackendError, select
 from sparseflash.call import block_mask, spec_of
@@ -93,6 +101,7 @@ def explain(
     softcap: float | None = None,
     score: ScoreFunction | str | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     precision: str = "ieee",
@@ -102,12 +111,16 @@ def explain(
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
 
     measure: also time the call, the full mask and torch's dense attention, each forward and
-        backward, with the options of the call (torch's without softcap, score, bias
-        and key_lengths).
+        backward, with the options of the call (torch's without softcap, score, bias,
+        sinks and key_lengths).
     Raises what attention raises, but no BackendError: `backend` is None in what it returns.
     """
     query, key, value = (x.detach() for x in checked_tensors(query, key, value, key_lengths))
     options = checked_options(scale, softcap, score, dropout_p, precision)
+    if bias is not None:
+        checked_bias(bias, query, key)
+    if sinks is not None:
+        check_sinks(sinks, query)
     found = block_mask(checked_mask(mask), query, key)
     spec = spec_of(query, key, found, key_lengths is not None, *options, bias is not None)
     why_not = {b.name: reasons for b in BACKENDS if (reasons := b.reasons(backend, spec))}
@@ -135,6 +148,7 @@ def explain(
             softcap=softcap,
             score=score,
             bias=bias,
+            sinks=sinks,
             dropout_p=dropout_p,
             key_lengths=key_lengths,
             precision=precision,

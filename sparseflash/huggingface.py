@@ -7,7 +7,7 @@ masks of the batch, which transformers hands to the attention of every layer.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -17,7 +17,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 import masks
 from masks import BlockMask, Pattern
+from masks.parse import as_pattern
 from sparseflash.attention import attention
+from sparseflash.step import rows_of, shared_length
 
 
 def register(
@@ -29,19 +31,38 @@ def register(
 
     pattern: a Pattern, its text as masks.parse reads it, or None for the one that the model's
         configuration records: config.sparse_pattern = masks.to_json(pattern). Positions are those
-        of the padded sequence. In a step of generation the queries are the last ones of a sequence
-        of the length so far.
+        of the padded sequence. In a step of generation, whose keys come before its queries, the
+        pattern is that of the next power of two of the length, so that many steps share what is
+        compiled; which only a pattern that draws or counts blocks by the length can tell.
     name: must not contain "flash", which transformers takes for its own kernels.
 
     Padding after all tokens costs nothing; other padding takes one call for each kind of it in the
-    batch. Soft caps and attention sinks of a model count; calls raise ValueError for a position
-    bias, which is no function of the distance alone there.
+    batch. A mask of the model that is neither causal nor full (a sliding window, packed sequences)
+    is read pair by pair for every batch. Soft caps and attention sinks of a model count; calls
+    raise ValueError for a position bias, which is no function of the distance alone there.
     """
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", got {name!r}')
-    pattern = masks.parse(pattern) if isinstance(pattern, str) else pattern
+    pattern = None if pattern is None else as_pattern(pattern)
     AttentionMaskInterface.register(name, partial(_mask_of_batch, pattern))
     AttentionInterface.register(name, partial(_attend, pattern, backend))
+
+
+class Span(NamedTuple):
+    """The queries and keys of a call within the sequence, in tokens."""
+
+    q_offset: int
+    q_length: int
+    kv_offset: int
+    kv_length: int
+
+    @property
+    def q_end(self) -> int:
+        return self.q_offset + self.q_length
+
+    @property
+    def k_end(self) -> int:
+        return self.kv_offset + self.kv_length
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +75,13 @@ class BatchMask:
     masks: list[BlockMask]
     members: list[Tensor]
     key_lengths: Tensor | None = None
+
+    def contiguous(self):
+        """What `generate` asks of the masks of a cache of a fixed size: to be tensors."""
+        raise NotImplementedError(
+            'generate must have a cache that grows with blocksparse attention, such as "dynamic", '
+            "not one of a fixed size"
+        )
 
 
 def _mask_of_batch(
@@ -73,22 +101,25 @@ def _mask_of_batch(
     """A mask function as transformers calls it; attention_mask is bool (batch, tokens), False at
     padding.
     """
-    pattern = _pattern_of(pattern, config)
-    span = (int(q_offset), q_length, kv_offset, kv_length, torch.device(device))
-    if mask_function is causal_mask_function:
-        found = [_span(_causal(pattern), *span)] * batch_size
-    elif mask_function is bidirectional_mask_function:
-        found = [_span(pattern, *span)] * batch_size
+    pattern, device = _pattern_of(pattern, config), torch.device(device)
+    span = Span(int(q_offset), q_length, kv_offset, kv_length)
+    causal = mask_function is causal_mask_function
+    own = _mask_of_span(_causal(pattern) if causal else pattern, span, device)
+    if causal or mask_function is bidirectional_mask_function:
+        found = [own] * batch_size
     else:
-        functions = (partial(mask_function, torch.tensor(i)) for i in range(batch_size))
-        found = [_span.__wrapped__(pattern & _pattern_of_pairs(f), *span) for f in functions]
+        functions = (
+            partial(mask_function, torch.tensor(i, device=device)) for i in range(batch_size)
+        )
+        found = [own & _of_pairs(own, span, function, device) for function in functions]
     if attention_mask is None:
-        return _grouped(found)
+        return _grouped(found, device)
     allowed = _fitted(attention_mask, kv_offset, kv_length)
     lengths = allowed.sum(1).cpu()
     if bool((allowed.cpu() == (torch.arange(kv_length) < lengths[:, None])).all()):
-        return _grouped(found, lengths)
-    return _grouped([m & _of_keys(m, row) for m, row in zip(found, allowed, strict=True)])
+        return _grouped(found, device, lengths)
+    found = [m & _of_keys(m, row) for m, row in zip(found, allowed, strict=True)]
+    return _grouped(found, device)
 
 
 def _attend(
@@ -153,31 +184,32 @@ def _causal(pattern: Pattern) -> Pattern:
 
 
 @lru_cache(maxsize=256)
-def _span(
-    pattern: Pattern,
-    q_offset: int,
-    q_length: int,
-    kv_offset: int,
-    kv_length: int,
-    device: torch.device,
+def _mask_of_span(pattern: Pattern, span: Span, device: torch.device) -> BlockMask:
+    """The mask of a call out of that of the whole sequence."""
+    length = max(span.q_end, span.k_end)
+    if span.q_offset == 0 and span.kv_offset == 0:
+        return pattern(length, device=device).crop(span.q_end, span.k_end)
+    rows = (span.q_offset, span.q_end, span.k_end)
+    mask = rows_of(pattern, shared_length(length), *rows, device)
+    return mask if span.kv_offset == 0 else mask.T.rows(span.kv_offset, span.k_end).T
+
+
+def _of_pairs(
+    like: BlockMask, span: Span, attends_pair: Callable, device: torch.device
 ) -> BlockMask:
-    """The queries and keys of one call out of those of the whole sequence."""
-    q_end, k_end = q_offset + q_length, kv_offset + kv_length
-    square = pattern(max(q_end, k_end), device=device)
-    mask = square.rows(q_offset, q_end).crop(q_length, k_end)
-    return mask if kv_offset == 0 else mask.T.rows(kv_offset, k_end).T
+    """The pairs of a call for which transformers' function of (head, query, key) holds.
 
-
-def _pattern_of_pairs(attends_pair: Callable) -> Pattern:
-    """The pairs for which transformers' function of (head, query, key) holds."""
+    It is called on `device`, where its own tensors are.
+    """
     by_key = torch.vmap(attends_pair, in_dims=(None, None, 0))
     by_query = torch.vmap(by_key, in_dims=(None, 0, None))
+    any_head = torch.tensor(0, device=device)
 
     @masks.pattern
     def model(q: Tensor, k: Tensor) -> Tensor:
-        return by_query(torch.tensor(0), q.flatten(), k.flatten())
+        return by_query(any_head, q.flatten() + span.q_offset, k.flatten() + span.kv_offset)
 
-    return model
+    return model(like.seq_len, like.block_size, device).to(like.device)
 
 
 def _fitted(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
@@ -191,14 +223,17 @@ def _fitted(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
 
 def _of_keys(like: BlockMask, allowed: Tensor) -> BlockMask:
     """Every query attends the keys of `allowed`, bool (k_len,)."""
+    allowed = allowed.to(like.device)
     pattern = masks.pattern(lambda q, k: allowed[k].expand(len(q), -1))
     return pattern(like.seq_len, like.block_size, like.device)
 
 
-def _grouped(found: list[BlockMask], key_lengths: Tensor | None = None) -> BatchMask:
-    """Equal masks of several batch elements made one."""
+def _grouped(
+    found: list[BlockMask], device: torch.device, key_lengths: Tensor | None = None
+) -> BatchMask:
+    """Equal masks of several batch elements made one; members are listed on `device`."""
     members: dict[BlockMask, list[int]] = {}
     for element, mask in enumerate(found):
         members.setdefault(mask, []).append(element)
-    indices = [torch.tensor(m, device=found[0].device) for m in members.values()]
+    indices = [torch.tensor(m, device=device) for m in members.values()]
     return BatchMask(list(members), indices, key_lengths)

@@ -16,6 +16,14 @@ from sparseflash.arguments import AnyMask
 from sparseflash.autograd import refuse_second_derivative
 from sparseflash.call import Call, prepare
 
+
+def mask_arguments(mask: AnyMask) -> tuple[Tensor | None, str]:
+    """(blocks, mask) of the operators: which blocks of which mask, None for all of them."""
+    if isinstance(mask, DynamicMask):
+        return mask.blocks, mask.within.handle
+    return None, mask.handle
+
+
 _of_graphs: dict[str, AnyMask] = {}
 
 
@@ -36,6 +44,7 @@ def attention(
     value: Tensor,
     bias: Tensor | None,
     block_scores: Tensor | None,
+    blocks: Tensor | None,
     mask: str,
     key_lengths: Tensor | None,
     seed: Tensor | None,
@@ -48,11 +57,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments.
 
-    mask: the handle of a Pattern, BlockMask or DynamicMask; block_scores: those that a DynamicMask
-    has and that want its gradient; seed: int64 () on the CPU, None without dropout.
+    mask: the handle of a Pattern or BlockMask, of which `blocks` says what a DynamicMask keeps;
+    block_scores: those that a DynamicMask has and that want its gradient; seed: int64 () on the
+    CPU, None without dropout.
     """
     options = (scale, softcap, score, dropout_p, precision, backend)
-    call = _prepare(query, key, bias, (False, False), mask, key_lengths, seed, *options)
+    call = _prepare(query, key, bias, (False, False), blocks, mask, key_lengths, seed, *options)
     out, lse = call.forward(query, key, value)
     return _laid_out_like(out, query), lse
 
@@ -68,6 +78,7 @@ def attention_backward(
     lse: Tensor,
     bias: Tensor | None,
     block_scores: Tensor | None,
+    blocks: Tensor | None,
     mask: str,
     key_lengths: Tensor | None,
     seed: Tensor | None,
@@ -81,7 +92,7 @@ def attention_backward(
 ) -> list[Tensor]:
     """The gradients of those of (query, key, value, bias, block_scores) that `needs` names."""
     options = (scale, softcap, score, dropout_p, precision, backend)
-    call = _prepare(query, key, bias, needs[3:], mask, key_lengths, seed, *options)
+    call = _prepare(query, key, bias, needs[3:], blocks, mask, key_lengths, seed, *options)
     grads = call.backward(grad_out, grad_lse, (query, key, value, out, lse), tuple(needs))
     inputs = (query, key, value, bias, block_scores)
     return [
@@ -91,14 +102,15 @@ def attention_backward(
     ]
 
 
-def _prepare(query, key, bias, needs, mask, key_lengths, seed, *options) -> Call:
+def _prepare(query, key, bias, needs, blocks, mask, key_lengths, seed, *options) -> Call:
     """needs: whether the gradients of bias and block_scores are wanted"""
     seed = 0 if seed is None else int(seed)
     needs_bias, needs_blocks = needs
+    found = find(mask)
     return prepare(
         query,
         key,
-        find(mask),
+        found if blocks is None else DynamicMask.of(found, blocks),
         key_lengths,
         seed,
         *options,
@@ -115,7 +127,7 @@ def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
 
 
 @attention.register_fake
-def _(query, key, value, bias, block_scores, mask, *options):
+def _(query, key, value, bias, block_scores, blocks, mask, *options):
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
@@ -128,14 +140,16 @@ def _(grad_out, grad_lse, query, key, value, out, lse, bias, block_scores, *opti
 
 
 def _save(ctx, inputs, output):
-    query, key, value, bias, block_scores, mask, key_lengths, seed, *options = inputs
-    ctx.save_for_backward(query, key, value, *output, bias, block_scores, key_lengths, seed)
+    query, key, value, bias, block_scores, blocks, mask, key_lengths, seed, *options = inputs
+    tensors = (query, key, value, *output, bias, block_scores, blocks, key_lengths, seed)
+    ctx.save_for_backward(*tensors)
     ctx.mask, ctx.options = mask, options
+    ctx.kept = find(mask)  # it may have been made for this call alone
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    nothing = [None] * 14
+    nothing = [None] * 15
     if grad_out is None and grad_lse is None:
         return tuple(nothing)
     *saved, key_lengths, seed = ctx.saved_tensors
@@ -166,15 +180,15 @@ def _(info, in_dims, *arguments):
 def _folded(operator, bias, info, in_dims, arguments):
     """The results of an operator with the mapped dimension made part of the batch.
 
-    bias: its place among the arguments, after which come block_scores, mask, key_lengths, seed and
-        options.
+    bias: its place among the arguments, after which come block_scores, blocks, mask, key_lengths,
+        seed and options.
     """
-    dropout_p = arguments[bias + 8]
+    dropout_p = arguments[bias + 9]
     if dropout_p > 0:
         raise NotImplementedError(f"dropout_p must be 0 under torch.func.vmap, got {dropout_p}")
     if in_dims[bias] is not None or (operator is attention_backward and arguments[-1][3]):
         raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
-    if isinstance(find(arguments[bias + 2]), DynamicMask):
+    if arguments[bias + 2] is not None:
         raise NotImplementedError("mask must not be a DynamicMask under vmap")
     folded = (
         _into_batch(x, dim, info.batch_size) if isinstance(x, Tensor) and i != bias else x

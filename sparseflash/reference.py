@@ -56,7 +56,7 @@ def standard_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if score is not None:
-        scores = score.torch(scores, *_places(scores))[0].to(dtype)
+        scores = score.of_tensors(scores, *_places(scores))[0].to(dtype)
     if bias is not None:
         scores = scores + _by_pair(bias, query.shape[2], key.shape[2]).to(dtype)
     scores = scores.masked_fill(~pairs.allowed, -math.inf)

@@ -31,6 +31,18 @@ class ScoreFunction:
         if _functions.setdefault(self.name, self) is not self:
             raise ValueError(f"name must be new, got {self.name!r}, which another function has")
 
+    def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
+        """What `torch` makes of (score, batch, head, query, key). Raises TypeError where that is
+        not two values.
+        """
+        result = self.torch(*pairs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"score function {self.name!r} must return (f, df / dscore), got "
+                f"{type(result).__name__}"
+            )
+        return result
+
 
 _functions: dict[str, ScoreFunction] = {}
 

@@ -2,6 +2,7 @@
 it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,16 +53,8 @@ class AttentionSpec:
 
     @property
     def extras(self) -> frozenset[str]:
-        """What the call asks for that not every backend knows."""
-        asked = {
-            "softcap": self.softcap > 0,
-            "score function": self.score is not None,
-            "bias": self.bias,
-            "gradient of bias": self.differentiates_bias,
-            "mask of each batch element": self.mask_batch > 1,
-            "gradient of blocks": self.differentiates_blocks,
-        }
-        return frozenset(name for name, wanted in asked.items() if wanted)
+        """What the call asks for that not every backend knows: some of EVERY_EXTRA."""
+        return frozenset(name for name, asked in _ASKS_FOR.items() if asked(self))
 
     def __str__(self) -> str:
         return (
@@ -69,3 +62,14 @@ class AttentionSpec:
             f"key and value ({self.batch}, {self.kv_heads}, {self.k_len}, {self.head_dim}), "
             f"{self.dtype} on {self.device}, block size {self.block_size}"
         )
+
+
+_ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
+    "softcap": lambda spec: spec.softcap > 0,
+    "score function": lambda spec: spec.score is not None,
+    "bias": lambda spec: spec.bias,
+    "gradient of bias": lambda spec: spec.differentiates_bias,
+    "mask of each batch element": lambda spec: spec.mask_batch > 1,
+    "gradient of blocks": lambda spec: spec.differentiates_blocks,
+}
+EVERY_EXTRA = frozenset(_ASKS_FOR)

@@ -19,7 +19,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -37,7 +37,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -54,7 +54,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -71,7 +71,8 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k: int32 or int64 (documents + 1,): document n has the queries
         cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the keys likewise; from 0 to the total. They
         are read on the host: a tensor on the GPU is waited for.
-    pattern: which pairs of a document attend, at its own lengths; None for all of them.
+    pattern: which pairs of a document attend, at its own lengths: a Pattern, its text as
+        masks.parse reads it, or None for all of them.
 
     Everything else is as in sparseflash.attention. Returns out like query, and with return_lse the
     lse, (heads, total_q). One lookup table serves all documents: it is compiled when lengths are
@@ -115,7 +116,7 @@ def attention_varlen(
 def _packed(
     q_lengths: tuple[int, ...],
     k_lengths: tuple[int, ...],
-    pattern: Pattern | None,
+    pattern: Pattern | str | None,
     device: torch.device,
 ) -> BlockMask:
     return documents(q_lengths, k_lengths, pattern)(

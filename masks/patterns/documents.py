@@ -9,6 +9,7 @@ from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
 from masks.intervals import empty
+from masks.parse import as_pattern
 from masks.pattern import Pattern, builtin
 from masks.place import place
 
@@ -17,16 +18,16 @@ from masks.place import place
 def documents(
     lengths: Sequence[int],
     k_lengths: Sequence[int] | None = None,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
 ) -> Pattern:
     """Packed sequences: the queries of document n attend keys of document n, and no others.
 
     lengths: tokens of each document, summing to q_len; k_lengths: the same for the keys when they
         differ.
-    pattern: which of those keys: this pattern at the document's own lengths, its blocks counted
-        from the document's first token; by default all.
+    pattern: which of those keys: this pattern, or the one that this text names, at the document's
+        own lengths, its blocks counted from the document's first token; by default all.
     Raises ValueError for lengths below 0, for lists of different lengths, and for sums other than
-    the sequence length.
+    the sequence length; TypeError for a pattern of another type.
     """
     q_lengths = [int(n) for n in lengths]
     k_lengths = q_lengths if k_lengths is None else [int(n) for n in k_lengths]
@@ -35,17 +36,19 @@ def documents(
             f"lengths must be >= 0 and as many as k_lengths, got {q_lengths} and {k_lengths}"
         )
 
+    own = None if pattern is None else as_pattern(pattern)
+
     def build(grid: Grid) -> BlockMask:
         if (sum(q_lengths), sum(k_lengths)) != grid.seq_len:
             raise ValueError(
                 f"lengths must sum to seq_len {grid.seq_len}, got "
                 f"{(sum(q_lengths), sum(k_lengths))}"
             )
-        if pattern is None:
+        if own is None:
             return _all_keys(grid, q_lengths, k_lengths)
-        return _own_pattern(grid, q_lengths, k_lengths, pattern)
+        return _own_pattern(grid, q_lengths, k_lengths, own)
 
-    shown = "" if pattern is None else f", {pattern.name}"
+    shown = "" if own is None else f", {own.name}"
     span = f"{len(q_lengths)} of {min(q_lengths)} to {max(q_lengths)}"
     return Pattern(f"documents({span}{shown})", build)
 

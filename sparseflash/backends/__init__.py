@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sparseflash.backends import cpu, hopper, portable
-from sparseflash.spec import AttentionSpec
+from sparseflash.spec import EVERY_EXTRA, AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,6 @@ class Backend:
         against = unknown + self.why_not(spec)
         return against or (self.pass_over(spec) if name == "auto" else [])
 
-
-EVERY_EXTRA = frozenset(
-    {
-        "softcap",
-        "score function",
-        "bias",
-        "gradient of bias",
-        "mask of each batch element",
-        "gradient of blocks",
-    }
-)
 
 # Fastest first for the device it serves: "auto" takes the first that can.
 BACKENDS = (

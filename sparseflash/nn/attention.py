@@ -1,7 +1,6 @@
 """Multi-head attention with a sparsity pattern."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from einops import rearrange
@@ -9,11 +8,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import masks
-from masks import BlockMask, Pattern
+from masks import Pattern
+from masks.parse import as_pattern
 from sparseflash.attention import attention
 from sparseflash.nn.cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
 from sparseflash.spec import FEW_QUERIES
+from sparseflash.step import rows_of, shared_length
 
 
 class SparseAttention(nn.Module):
@@ -116,6 +117,9 @@ class SparseAttention(nn.Module):
             of the pattern at the cache's max_len.
         Raises ValueError for memory with a cache or rotary embedding, and what attention raises.
         """
+        for name, tokens in (("x", x), ("memory", memory)):
+            if tokens is not None:
+                self._check(name, tokens)
         if memory is not None and (cache is not None or self.rotary is not None):
             raise ValueError("memory must be None with a cache or a rotary embedding")
         query, key, value = self._projected(x, memory)
@@ -132,7 +136,7 @@ class SparseAttention(nn.Module):
                 key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
             if mask is not None:
                 rows = (begin, cache.length, key.shape[2])
-                mask = _rows(mask, cache.max_len, *rows, x.device)
+                mask = rows_of(mask, cache.max_len, *rows, x.device)
         out = attention(
             query,
             key,
@@ -143,6 +147,12 @@ class SparseAttention(nn.Module):
             backend=self.backend,
         )
         return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
+
+    def _check(self, name: str, tokens: Tensor) -> None:
+        if tokens.dim() != 3 or tokens.shape[2] != self.embed_dim:
+            raise ValueError(
+                f"{name} must be (batch, seq, {self.embed_dim}), got {tuple(tokens.shape)}"
+            )
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, {self.pattern}, kv_heads={self.kv_heads}"
@@ -171,34 +181,16 @@ def _heads(projected: Tensor, head_dim: int) -> Tensor:
 def _pattern(
     pattern: Pattern | str | Sequence[Pattern | str] | None, num_heads: int
 ) -> Pattern | None:
-    if pattern is None or isinstance(pattern, Pattern):
-        return pattern
-    if isinstance(pattern, str):
-        return masks.parse(pattern)
+    if pattern is None:
+        return None
+    if isinstance(pattern, str) or not isinstance(pattern, Sequence):
+        return as_pattern(pattern)
     if len(pattern) != num_heads:
         raise ValueError(f"pattern must be one, or {num_heads} of them, got {len(pattern)}")
-    parsed = {p: masks.parse(p) for p in set(pattern) if isinstance(p, str)}
-    return masks.stack([p if isinstance(p, Pattern) else parsed[p] for p in pattern])
+    parsed = {p: as_pattern(p) for p in dict.fromkeys(pattern)}
+    return masks.stack([parsed[p] for p in pattern])
 
 
 def _room(cache: KeyValueCache) -> int:
-    """How many keys a step of few tokens attends, those to come masked by their lengths.
-
-    With a power of two, many steps share what is prepared for one length.
-    """
-    return min(cache.max_len, 1 << (cache.length - 1).bit_length())
-
-
-@lru_cache(maxsize=32)
-def _square(pattern: Pattern, length: int, device: torch.device) -> BlockMask:
-    """Made on the device and kept on the CPU: what is cut out of it must not wait for the
-    device."""
-    return pattern(length, device=device).to("cpu")
-
-
-@lru_cache(maxsize=128)
-def _rows(
-    pattern: Pattern, length: int, begin: int, end: int, k_len: int, device: torch.device
-) -> BlockMask:
-    """The mask of queries `begin` to `end` and of the first keys, of a pattern at `length`."""
-    return _square(pattern, length, device).rows(begin, end).crop(end - begin, k_len)
+    """How many keys a step of few tokens attends, those to come masked by their lengths."""
+    return min(cache.max_len, shared_length(cache.length))

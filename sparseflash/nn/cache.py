@@ -30,13 +30,18 @@ class KeyValueCache:
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the tokens of key and value, and returns those of all tokens so far.
 
-        Raises ValueError when there is no room, or for tensors of other shapes.
+        Raises ValueError when there is no room, or for tensors of another shape, dtype or device.
         """
         batch, kv_heads, _, head_dim = self._keys.shape
         end = self.length + key.shape[2]
         if (*key.shape[:2], key.shape[3]) != (batch, kv_heads, head_dim):
             raise ValueError(
                 f"key must be ({batch}, {kv_heads}, tokens, {head_dim}), got {tuple(key.shape)}"
+            )
+        if (key.dtype, key.device) != (self._keys.dtype, self._keys.device):
+            raise ValueError(
+                f"key must be {self._keys.dtype} on {self._keys.device} like the cache, got "
+                f"{key.dtype} on {key.device}"
             )
         if end > self.max_len:
             raise ValueError(f"cache holds {self.max_len} tokens, got {end}")

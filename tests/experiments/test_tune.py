@@ -12,6 +12,7 @@ from sparseflash.backends.portable import configs
 from sparseflash.backends.portable.configs import Config
 
 PROBLEM = Problem("bf16", head_dim=128, block_size=128, batch=1, heads=2, seq_len=256)
+PROBLEMS = [(which, 0) for which in configs.PASSES] + [("decode", n) for n in tune.PACKED]
 H200 = (90, 232448)
 MEASURED = json.loads((tune.RESULTS / "tune-nvidia-h200.json").read_text())
 
@@ -21,17 +22,23 @@ def row(density, median_ms, **changes):
     return asdict(config) | {"density": density, "median_ms": median_ms}
 
 
+def choose(which, problem):
+    """The configuration in use on an H200."""
+    dtype, block_size = tune.DTYPES[problem.dtype], (problem.block_size, problem.block_size)
+    return configs.choose(which, *H200, dtype, problem.head_dim, block_size, True, problem.packed)
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(configs, "limits", lambda device: H200)
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("which", configs.PASSES)
+@pytest.mark.parametrize(("which", "packed"), PROBLEMS)
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_the_configuration_in_use_is_one_of_those_measured(which, head_dim):
-    problem = replace(PROBLEM, head_dim=head_dim)
-    in_use = configs.choose(which, *H200, torch.bfloat16, head_dim, (128, 128), True)
+def test_the_configuration_in_use_is_one_of_those_measured(which, packed, head_dim):
+    problem = replace(PROBLEM, head_dim=head_dim, packed=packed)
+    in_use = choose(which, problem)
     found = list(fitting(which, problem))
     assert in_use in found
     assert len(found) == len(set(found))
@@ -40,10 +47,8 @@ def test_the_configuration_in_use_is_one_of_those_measured(which, head_dim):
 
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda run: f"{run['pass']} {run['problem']}")
 def test_the_configuration_in_use_is_among_the_fastest(measured):
-    problem, times = Problem(**measured["problem"]), tune.times_by_config(measured["rows"])
-    block_size = (problem.block_size, problem.block_size)
-    dtype = tune.DTYPES[problem.dtype]
-    in_use = configs.choose(measured["pass"], *H200, dtype, problem.head_dim, block_size, True)
+    times = tune.times_by_config(measured["rows"])
+    in_use = choose(measured["pass"], Problem(**measured["problem"]))
     best = min(math.prod(by_density.values()) for by_density in times.values())
     assert math.sqrt(math.prod(times[in_use].values()) / best) <= 1.03
 
@@ -67,6 +72,8 @@ def test_a_later_run_replaces_its_own_rows_only(tmp_path, monkeypatch):
         ("forward", 2.0),
         ("dq", 3.0),
     ]
+    save(path, "decode", replace(PROBLEM, packed=4), [row("1", 4.0)])
+    assert len(json.loads(path.read_text())) == 3
 
 
 def test_a_wrong_result_is_not_timed():
@@ -77,8 +84,10 @@ def test_a_wrong_result_is_not_timed():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("which", configs.PASSES)
-def test_every_pass_is_measured_on_both_masks(which):
-    rows = list(tune.measure(which, PROBLEM, Config(64, 64, 4, 2), Console()))
+@pytest.mark.parametrize(("which", "packed"), PROBLEMS)
+def test_every_pass_is_measured_on_both_masks(which, packed):
+    problem = replace(PROBLEM, packed=packed)
+    config = Config(16 if packed == 4 else 64, 64, 4, 2)
+    rows = list(tune.measure(which, problem, config, Console()))
     assert [r["density"] for r in rows] == ["1", "1/16"]
     assert all(r["median_ms"] > 0 for r in rows)

@@ -14,6 +14,7 @@ from sparseflash.testing import make_inputs
 HEADS, KV_HEADS = 4, 2
 LOCAL = masks.local(90, align="bottom-right")
 BEFORE = LOCAL & masks.causal(align="bottom-right")
+UNEVEN = masks.global_tokens(1)  # whose rows programs take as they are done
 OPTIONS = {
     "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True, "chosen": True}),
     "hopper": ({}, {"dropout_p": 0.1, "seed": 1}),
@@ -44,8 +45,8 @@ def passes(
 
 def main(backend: str) -> None:
     key_lengths = torch.tensor([0, 170], device="cuda")
-    for head_dim in (64, 128):
-        for pattern in (masks.full(), BEFORE):
+    for head_dim in (64, 128, 256):
+        for pattern in (masks.full(), BEFORE, UNEVEN):
             for options in OPTIONS[backend]:
                 passes(backend, pattern, (200, 330), head_dim, **options)
         passes(backend, LOCAL, (200, 330), head_dim, key_lengths=key_lengths)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import masks
@@ -111,7 +112,7 @@ def test_only_scores_that_want_a_gradient_get_one(backend):
     assert scores.grad is None
 
 
-def test_checkpointed_and_refused_where_graphs_keep_their_masks(backend):
+def test_checkpointed(backend):
     device = BACKENDS[backend]
     *tensors, grad_out = inputs(device)
     scores = torch.rand(NQ, NK, device=device, requires_grad=True)
@@ -123,18 +124,62 @@ def test_checkpointed_and_refused_where_graphs_keep_their_masks(backend):
     (expected,) = torch.autograd.grad(attend(scores), scores, grad_out)
     again = checkpoint(attend, scores, use_reentrant=False)
     assert torch.equal(torch.autograd.grad(again, scores, grad_out)[0], expected)
-    mask = BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS)
-    compiled = torch.compile(
-        lambda q: sparseflash.attention(q, *tensors[1:], mask, backend=backend),
-        backend="eager",
-        fullgraph=True,
-    )
-    with pytest.raises(Exception, match="mask must not be a DynamicMask in a compiled graph"):
+
+
+# Of torch.compile, where a tensor of an object is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("inside", [True, False])
+def test_one_graph_serves_every_choice_of_blocks(inside):
+    backend, device = next(iter(BACKENDS.items()))
+    *tensors, grad_out = inputs(device)
+    tensors = [x.requires_grad_() for x in tensors]
+    within = CAUSAL(LENGTHS, BLOCKS, device)
+
+    def attend(*tensors, chosen):
+        mask = within.keep_topk(chosen, 2) if inside else chosen
+        return sparseflash.attention(*tensors, mask, backend=backend)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for _ in range(2):
+        scores = torch.rand(BATCH, HEADS, NQ, NK, device=device, requires_grad=True)
+        chosen = scores if inside else within.keep_topk(scores, 2)
+        results = (
+            torch.autograd.grad(run(*tensors, chosen=chosen), (*tensors, scores), grad_out)
+            for run in (compiled, attend)
+        )
+        assert all(map(torch.equal, *results))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_exported_with_the_choice_of_blocks():
+    tensors, within = inputs("cpu")[:3], CAUSAL(LENGTHS, BLOCKS)
+
+    class Module(torch.nn.Module):
+        def forward(self, query, key, value, scores):
+            return sparseflash.attention(query, key, value, within.keep_topk(scores, 2))
+
+    exported = torch.export.export(Module(), (*tensors, torch.rand(NQ, NK))).module()
+    scores = torch.rand(NQ, NK)
+    assert torch.equal(exported(*tensors, scores), Module()(*tensors, scores))
+
+
+def test_refused_where_it_cannot_be_served():
+    tensors = inputs("cpu")[:3]
+    scores = torch.rand(NQ, NK)
+
+    def attend(query):
+        mask = BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS)
+        return sparseflash.attention(query, *tensors[1:], mask)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="BlockMask must be made outside of a compiled graph"):
         compiled(tensors[0])
     torch._dynamo.reset()
-    mapped = torch.func.vmap(lambda q: sparseflash.attention(q, *tensors[1:], mask))
     with pytest.raises(NotImplementedError, match="mask must not be a DynamicMask under vmap"):
-        mapped(tensors[0].unsqueeze(0))
+        torch.func.vmap(attend)(tensors[0].unsqueeze(0))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +223,7 @@ def test_hopper_takes_masks_of_heads_but_not_of_batch_elements():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device():
     *tensors, grad_out = inputs("cuda", dtype=torch.bfloat16)
     within = masks.causal(align="bottom-right")(LENGTHS, BLOCKS, "cuda")
@@ -195,8 +241,8 @@ def test_nothing_waits_for_the_device():
             sparseflash.attention(*tensors, mask, backend="triton").backward(grad_out)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -213,7 +259,9 @@ def test_a_cuda_graph_chooses_blocks_anew_at_every_replay(within):
 
     def step():
         out = sparseflash.attention(*tensors, every.keep_topk(scores, 2), backend="triton")
-        return out, *torch.autograd.grad(out, (*tensors, scores), grad_out)
+        grads = torch.autograd.grad(out, (*tensors, scores), grad_out)
+        # Undetached, a capture keeps nodes of autograd that belong to its stream.
+        return out.detach(), *grads
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -25,7 +25,9 @@ def step(tensors, mask, backend, **options):
     """(out, dq, dk, dv)"""
     *leaves, grad_out = tensors
     out = sparseflash.attention(*leaves, mask, backend=backend, **options)
-    return out, *torch.autograd.grad(out, leaves, grad_out)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    # Undetached, a capture keeps nodes of autograd that belong to its stream.
+    return out.detach(), *grads
 
 
 def inputs(heads, length, backend, **options):

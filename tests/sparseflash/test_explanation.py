@@ -37,7 +37,8 @@ def test_no_backend_is_no_error():
 def test_times():
     tensors_ = tensors(kv_heads=1)
     mask = masks.causal()(100, 16, tensors_[0].device)
-    found = sparseflash.explain(mask, *tensors_, dropout_p=0.1)
+    sinks = torch.zeros(2, device=tensors_[0].device)
+    found = sparseflash.explain(mask, *tensors_, dropout_p=0.1, sinks=sinks)
     assert found.density == mask.density
     for times in (found.measured, found.full, found.dense):
         assert times.forward > 0
@@ -51,3 +52,5 @@ def test_times():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="precision must be"):
         sparseflash.explain(None, *tensors(), precision="half")
+    with pytest.raises(ValueError, match="sinks must be"):
+        sparseflash.explain(None, *tensors(), sinks=torch.zeros(3), measure=False)

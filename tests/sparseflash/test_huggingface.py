@@ -16,6 +16,7 @@ from transformers.masking_utils import and_masks, sdpa_mask  # noqa: E402
 from sparseflash import huggingface  # noqa: E402
 from sparseflash.reference import standard_attention  # noqa: E402
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PATTERN = masks.pattern(lambda q, k: ((q - k).abs() < 6) | (k % 7 == 0))
 
@@ -24,12 +25,12 @@ def bert():
     config = transformers.BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, **SIZES
     )
-    return transformers.BertForMaskedLM(config)
+    return transformers.BertForMaskedLM(config).to(DEVICE)
 
 
 def gpt2(**options):
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, **SIZES, **options)
-    return transformers.GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(config).to(DEVICE)
 
 
 def llama(**options):
@@ -42,7 +43,7 @@ def llama(**options):
         **SIZES,
         **options,
     )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config).to(DEVICE)
 
 
 MODELS = {"bert": bert, "gpt2": gpt2, "llama": llama}
@@ -82,14 +83,14 @@ def compare(model, ids, **options):
 
 
 def tokens(batch=3, length=40):
-    return torch.randint(3, 61, (batch, length))
+    return torch.randint(3, 61, (batch, length), device=DEVICE)
 
 
 def padded(lengths, length=40, side="right"):
     """attention_mask of sequences with so many tokens."""
-    token = torch.arange(length)
+    token = torch.arange(length, device=DEVICE)
     token = token if side == "right" else token.flip(0)
-    return (token < torch.tensor(lengths)[:, None]).long()
+    return (token < torch.tensor(lengths, device=DEVICE)[:, None]).long()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,34 +107,58 @@ def test_padding_is_honoured(name, side):
     compare(MODELS[name]().eval(), tokens(), attention_mask=padded([40, 23, 31], side=side))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_generation(name, side):
-    model = MODELS[name]().eval()
-    lengths = [20, 20, 20] if side == "right" else [20, 9, 14]
-    ids, padding = tokens(length=20), padded(lengths, 20, side)
-    results = []
-    for implementation in ("blocksparse", "dense"):
-        model.set_attn_implementation(implementation)
-        results.append(
-            model.generate(
-                ids,
-                attention_mask=padding,
-                max_new_tokens=12,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-                eos_token_id=None,
-            )
-        )
-    assert torch.equal(results[0].sequences, results[1].sequences)
-    torch.testing.assert_close(
-        torch.stack(results[0].logits), torch.stack(results[1].logits), atol=2e-5, rtol=1e-4
+def generated(model, implementation, ids, **options):
+    model.set_attn_implementation(implementation)
+    return model.generate(
+        ids,
+        max_new_tokens=12,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        **options,
     )
 
 
+def compare_generated(model, ids, **options):
+    ours, expected = (generated(model, name, ids, **options) for name in ("blocksparse", "dense"))
+    assert torch.equal(ours.sequences, expected.sequences)
+    for logits, other in zip(ours.logits, expected.logits, strict=True):
+        torch.testing.assert_close(logits, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation(name, side):
+    lengths = [20, 20, 20] if side == "right" else [20, 9, 14]
+    padding = padded(lengths, 20, side)
+    compare_generated(MODELS[name]().eval(), tokens(length=20), attention_mask=padding)
+
+
+@torch.no_grad()
+def test_a_cache_of_a_fixed_size():
+    model, ids = llama().eval(), tokens(length=21)
+    logits = []
+    for implementation in ("blocksparse", "dense"):
+        model.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        steps = (model(part, past_key_values=cache) for part in (ids[:, :20], ids[:, 20:]))
+        logits.append(torch.cat([step.logits for step in steps], dim=1))
+    torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="generate must have a cache that grows"):
+        generated(model, "blocksparse", ids, cache_implementation="static")
+
+
+def test_steps_of_generation_share_a_compiled_mask():
+    compiled = []
+    pattern = masks.pattern(lambda q, k: compiled.append(k.shape[1]) or (k <= q) & (k % 3 != 1))
+    huggingface.register(pattern, "blocksparse_counted")
+    generated(gpt2().eval(), "blocksparse_counted", tokens(length=20))
+    assert compiled == [20, 32]
+
+
 def test_packed_sequences():
-    positions = torch.cat([torch.arange(13), torch.arange(27)])[None]
+    positions = torch.cat([torch.arange(13), torch.arange(27)])[None].to(DEVICE)
     compare(llama().eval(), tokens(batch=1), position_ids=positions)
 
 
@@ -142,7 +167,9 @@ def test_a_sliding_window_of_the_model():
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48, sliding_window=4, **SIZES,
     )  # fmt: skip
-    compare(transformers.MistralForCausalLM(config).eval(), tokens(batch=2))
+    model = transformers.MistralForCausalLM(config).eval().to(DEVICE)
+    compare(model, tokens(batch=2))
+    compare_generated(model, tokens(batch=2, length=20))
 
 
 def test_the_configuration_records_the_pattern():
@@ -175,7 +202,7 @@ def test_what_is_not_supported_is_refused():
     model = llama().eval()
     model.set_attn_implementation("blocksparse")
     with pytest.raises(ValueError, match="attention_mask must be 2-dimensional"):
-        model(tokens(batch=1), attention_mask=torch.zeros(1, 1, 40, 40))
+        model(tokens(batch=1), attention_mask=torch.zeros(1, 1, 40, 40, device=DEVICE))
     attend = partial(huggingface._attend, PATTERN, "auto", torch.nn.Module())
     tensors = torch.zeros(3, 1, 2, 8, 4).unbind()
     with pytest.raises(ValueError, match="takes no position_bias"):

@@ -113,9 +113,12 @@ def test_opcheck(backend, strides):
     scores = torch.rand(2, 1, 1, 2, device=BACKENDS[backend], requires_grad=True)
     chosen = BlockMask.from_topk(scores, 1, 16, (16, 20))
     for options in (
-        (None, None, mask.handle, None, None, None, 0.0, None, 0.0, "ieee", backend),
-        (bias, None, mask.handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", backend),
-        (None, scores, chosen.handle, None, None, None, 0.0, None, 0.0, "ieee", backend),
+        (None, None, None, mask.handle, None, None, None, 0.0, None, 0.0, "ieee", backend),
+        (bias, None, None, mask.handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", backend),
+        (
+            *(None, scores, *operators.mask_arguments(chosen)),
+            *(None, None, None, 0.0, None, 0.0, "ieee", backend),
+        ),
     ):
         torch.library.opcheck(operators.attention, (*tensors, *options))
 
@@ -179,11 +182,33 @@ def test_checkpointing(options):
     same(result, expected)
 
 
+def test_a_mask_made_in_a_checkpoint_lives_until_its_gradient():
+    (query, *_), within = inputs(40, 40), masks.full()(40, 16, DEVICE)
+    blocks = torch.rand(3, 3, device=DEVICE) < 0.7
+
+    def attend(query):
+        causal = sparseflash.attention(query, query, query, masks.causal()(40, 16, DEVICE))
+        return sparseflash.attention(causal, query, query, within.keep(blocks))
+
+    expected = torch.autograd.grad(attend(query).sum(), query)
+    result = checkpoint(attend, query, use_reentrant=False, context_fn=selective)
+    same(torch.autograd.grad(result.sum(), query), expected)
+
+
 def test_vmap_is_a_larger_batch():
     query, key, value = (torch.randn(3, 2, 2, 40, 16, device=DEVICE) for _ in range(3))
     attend = partial(sparseflash.attention, mask=PATTERN)
     mapped = torch.func.vmap(attend, in_dims=(0, None, 1))(query, key[0], value.transpose(0, 1))
     same(mapped, [attend(q, key[0], v) for q, v in zip(query, value, strict=True)])
+
+
+def test_a_mask_made_under_vmap():
+    query = torch.randn(3, 1, 2, 40, 16, device=DEVICE)
+
+    def attend(query):
+        return sparseflash.attention(query, query, query, masks.causal()(40, 16, DEVICE))
+
+    same(torch.func.vmap(attend)(query), [attend(q) for q in query])
 
 
 def test_vmap_under_autograd():

@@ -1,4 +1,9 @@
-"""No kernel reads or writes where it must not."""
+"""No kernel reads or writes where it must not, and no two threads at once.
+
+racecheck watches what threads read and write in shared memory. It sees neither the copies of the
+tensor memory accelerator nor what tensor cores read there: whether the hopper kernels wait for
+those is checked in simulation, by backends/hopper/test_hopper_protocol.py.
+"""
 
 import os
 import subprocess
@@ -17,10 +22,11 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 @pytest.mark.slow
 @pytest.mark.skipif(which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("backend", ["triton"] + ["hopper"] * HOPPER)
-def test_memory_is_accessed_within_bounds(backend):
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_every_kernel_is_clean(tool, backend):
     # Every tensor an allocation of its own, so that its neighbours are out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     watched = subprocess.run(
         [*command, sys.executable, str(SCRIPT), backend],
         env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},

@@ -67,6 +67,7 @@ def bent_of_torch(score, batch, head, query, key):
 
 
 BENT = sparseflash.ScoreFunction("bent", bent_of_torch, bent_of_triton)
+NO_SLOPE = sparseflash.ScoreFunction("no slope", lambda score, *pair: -score)
 TORCH_ALONE = sparseflash.ScoreFunction("torch alone", lambda score, *pair: (-score, -1.0))
 
 
@@ -83,7 +84,8 @@ def test_score_function_with_every_other_option(backend):
 
 def test_score_functions_are_found_by_name(backend):
     device = BACKENDS[backend]
-    tensors = [x.requires_grad_() for x in make_inputs(1, 2, 30, 30, 16, device=device)[:3]]
+    *tensors, grad_out = make_inputs(1, 2, 30, 30, 16, device=device)
+    tensors = [x.requires_grad_() for x in tensors]
 
     def attend(*tensors):
         return sparseflash.attention(*tensors, MASKS["full"], score="bent", backend=backend)
@@ -92,8 +94,8 @@ def test_score_functions_are_found_by_name(backend):
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     expected = sparseflash.attention(*tensors, MASKS["full"], score=BENT, backend=backend)
     assert torch.equal(compiled(*tensors), expected)
-    grads = torch.autograd.grad(compiled(*tensors).sum(), tensors)
-    assert all(map(torch.equal, grads, torch.autograd.grad(expected.sum(), tensors)))
+    grads = torch.autograd.grad(compiled(*tensors), tensors, grad_out)
+    assert all(map(torch.equal, grads, torch.autograd.grad(expected, tensors, grad_out)))
     torch._dynamo.reset()
 
 
@@ -199,6 +201,7 @@ def test_scores_in_a_graph(backend):
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"score": "unheard of"}, "score must be a ScoreFunction or the name of one, got 'unhe"),
         ({"score": bent_of_torch}, "score must be a ScoreFunction or the name of one, got func"),
+        ({"score": NO_SLOPE}, r"'no slope' must return \(f, df / dscore\), got Tensor"),
         ({"bias": torch.zeros(3, 31)}, r"bias must be of shape \(1, 31\) or \(2, 31\)"),
         ({"bias": torch.zeros(2, 31, dtype=torch.int64)}, "bias must be a floating-point"),
         ({"sinks": torch.zeros(3)}, r"sinks must be of shape \(1,\) or \(2,\)"),

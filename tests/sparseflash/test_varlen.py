@@ -49,6 +49,12 @@ def test_documents_have_the_pattern_at_their_own_length(backend, name):
     check_attention(attend, query, key, value, dense)
 
 
+def test_a_pattern_by_its_text():
+    tensors, bounds = torch.randn(3, 8, 2, 4).unbind(), torch.tensor([0, 3, 8])
+    out = sparseflash.attention_varlen(*tensors, bounds, bounds, "causal()")
+    assert torch.equal(out, sparseflash.attention_varlen(*tensors, bounds, bounds, masks.causal()))
+
+
 def test_a_document_without_keys_and_one_without_queries():
     query, key, value = torch.randn(10, 2, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
     out, lse = sparseflash.attention_varlen(
@@ -68,6 +74,7 @@ def test_a_document_without_keys_and_one_without_queries():
     ("change", "message"),
     [
         ({"query": torch.zeros(1, 2, 8, 4)}, "query must be a tensor"),
+        ({"pattern": masks.causal()(8)}, "pattern must be a Pattern or its text, got BlockMask"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_q": torch.tensor([1, 3, 8])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_k": torch.tensor([0, 6, 3, 8])}, "cu_seqlens_k must ascend"),

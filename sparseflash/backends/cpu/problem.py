@@ -119,8 +119,8 @@ class Problem:
             slope = scores.cosh().pow_(-2) if slopes else None
             scores.tanh_().mul_(cap * LOG2E)
         if self._spec.score is not None:
-            function = named(self._spec.score).torch
-            changed, derivative = function(scores / LOG2E, *self._pairs(part))
+            function = named(self._spec.score)
+            changed, derivative = function.of_tensors(scores / LOG2E, *self._pairs(part))
             scores.copy_(changed).mul_(LOG2E)
             slope = derivative if slope is None else slope * derivative
         if self._bias is not None:

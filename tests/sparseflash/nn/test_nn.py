@@ -172,6 +172,11 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention(30, 4), "num_heads must divide"),
         (lambda: SparseAttention(32, 4, kv_heads=3), "multiple of kv_heads 3"),
         (lambda: SparseAttention(32, 4, [PATTERN]), "pattern must be one, or 4"),
+        (lambda: SparseAttention(32, 4)(torch.zeros(2, 32)), r"x must be \(batch, seq, 32\)"),
+        (
+            lambda: SparseAttention(32, 4)(torch.zeros(1, 2, 32), torch.zeros(1, 2, 16)),
+            r"memory must be \(batch, seq, 32\), got \(1, 2, 16\)",
+        ),
         (lambda: SparseAttention.from_torch(torch_attention(kdim=5)), "no kdim"),
         (lambda: Rotary(7), "head_dim must be even"),
         (
@@ -181,6 +186,10 @@ def test_copies_share_their_pattern():
             "memory must be None",
         ),
         (lambda: KeyValueCache(1, 4, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8)), "key must be"),
+        (
+            lambda: KeyValueCache(1, 3, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8).half()),
+            "key must be torch.float32 on cpu like the cache, got torch.float16",
+        ),
         (
             lambda: SparseEncoderLayer(32, 4)(torch.zeros(1, 2, 32), is_causal=True),
             "is_causal False",
@@ -196,3 +205,8 @@ def test_copies_share_their_pattern():
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_mask_is_no_pattern():
+    with pytest.raises(TypeError, match="pattern must be a Pattern or its text, got BlockMask"):
+        SparseAttention(32, 4, PATTERN(LENGTH))
