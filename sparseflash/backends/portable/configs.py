@@ -21,6 +21,8 @@ class Config:
 
     tma:       the loop reads through the tensor memory accelerator
     registers: most registers per thread, so that more programs share a multiprocessor
+    flipped:   products are computed transposed: the tokens that the loop reads, of several blocks
+               at a time, make up the 64 rows of a product, the tokens of the program its columns
     """
 
     bm: int
@@ -29,6 +31,7 @@ class Config:
     stages: int
     tma: bool = False
     registers: int | None = None
+    flipped: bool = False
 
 
 MOST_WITH_DROPOUT = 112  # accumulators of a thread
@@ -158,6 +161,7 @@ def candidates(
     architecture: int, which: str, dtype: torch.dtype, head_dim: int
 ) -> tuple[Config, ...]:
     """Configurations of one pass ("forward", "dq", "dkdv" or "decode"), best first."""
+    which = "dq" if which == "sums" else which
     bucket = (which, max(32, padded_dims(head_dim)))
     if dtype == torch.float32:
         return FLOAT32[bucket] + SMALL_FLOAT32
@@ -328,6 +332,7 @@ def plan(
         "BN": config.bn,
         # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
         "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
+        **({"FLIPPED": config.flipped} if which in PASSES else {}),
         "num_warps": config.warps,
         "num_stages": config.stages,
         "maxnreg": config.registers,
