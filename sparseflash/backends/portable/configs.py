@@ -177,8 +177,10 @@ def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int)
         1 if which in ("forward", "decode") else 2
     ) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
-    dropout = config.bm * config.bn
-    return operands + vectors + dropout
+    pairs = config.bm * config.bn
+    # Transposed weights reach their product through shared memory, those of dK and of dV.
+    weights = pairs * dtype.itemsize * (2 if which == "dkdv" else 1) if config.flipped else 0
+    return operands + vectors + pairs + weights
 
 
 def accumulators(config: Config, which: str, head_dim: int) -> float:

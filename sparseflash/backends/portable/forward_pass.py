@@ -81,7 +81,7 @@ def forward_kernel(
     start = row * BLOCK_Q + part * BM
     strides = (query_batch, query_head, query_token, query_dim)
     queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
-    q = tiles.load_rows(queries, start, q_len, BM, DIMS, HEAD_DIM, True)
+    q = tiles.turned(tiles.load_rows(queries, start, q_len, BM, DIMS, HEAD_DIM, True), FLIPPED)
     strides = (key_batch, key_head, key_token, key_dim)
     keys = tiles.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
     strides = (value_batch, value_head, value_token, value_dim)
@@ -109,7 +109,7 @@ def forward_kernel(
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tiles.one_head(out, strides, batch, head, ALIGN, INDEX)
     tiles.store_rows(
-        outs, tiles.upright(acc, FLIPPED) * weight[:, None], start, q_len, HEAD_DIM
+        outs, tiles.turned(acc, FLIPPED) * weight[:, None], start, q_len, HEAD_DIM
     )
 
 

@@ -47,6 +47,7 @@ def key_value_gradient_kernel(
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
     k = tiles.load_rows(keys, start, length, BN, DIMS, HEAD_DIM, True)
     v = tiles.load_rows(values, start, length, BN, DIMS, HEAD_DIM, True)
+    k, v = tiles.turned(k, FLIPPED), tiles.turned(v, FLIPPED)
 
     dk = tiles.zero_sums(BN, DIMS, FLIPPED)
     dv = tiles.zero_sums(BN, DIMS, FLIPPED)
@@ -80,7 +81,7 @@ def key_value_gradient_kernel(
             )  # fmt: skip
 
     valid = start + tl.arange(0, BN)[:, None] < length
-    dk, dv = tiles.upright(dk, FLIPPED), tiles.upright(dv, FLIPPED)
+    dk, dv = tiles.turned(dk, FLIPPED), tiles.turned(dv, FLIPPED)
     dk = tl.where(valid, dk * (scale2 * tiles.LN2), 0.0)
     dv = tl.where(valid, (dv * keep_scale) if DROPOUT else dv, 0.0)
     strides = (grad_key_batch, grad_key_head, grad_key_token, grad_key_dim)

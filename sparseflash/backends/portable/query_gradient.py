@@ -56,6 +56,7 @@ def query_gradient_kernel(
         do, outs, grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, terms,
         batch, head, heads, start, q_len, HEAD_DIM, DIMS, BLOCK_Q, BM,
     )  # fmt: skip
+    q, do = tiles.turned(q, FLIPPED), tiles.turned(do, FLIPPED)
     strides = (key_batch, key_head, key_token, key_dim)
     keys = tiles.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
     strides = (value_batch, value_head, value_token, value_dim)
@@ -76,7 +77,7 @@ def query_gradient_kernel(
 
     strides = (grad_query_batch, grad_query_head, grad_query_token, grad_query_dim)
     grad_queries = tiles.one_head(grad_query, strides, batch, head, ALIGN, INDEX)
-    dq = tiles.upright(dq, FLIPPED)
+    dq = tiles.turned(dq, FLIPPED)
     tiles.store_rows(grad_queries, dq * (scale2 * tiles.LN2), start, q_len, HEAD_DIM)
 
 

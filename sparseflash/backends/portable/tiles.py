@@ -166,9 +166,9 @@ def listed_block(
     if ROWS > BLOCK:
         entry = step * (ROWS // BLOCK) + tl.arange(0, ROWS) // BLOCK
         past = tl.cdiv(length, BLOCK)
-        block = tl.load(index + start + entry, mask=entry < count, other=past)
+        block = tl.load(index + (start + entry), mask=entry < count, other=past)
     else:
-        block = tl.load(index + start + step // (BLOCK // ROWS))
+        block = tl.load(index + (start + step // (BLOCK // ROWS)))
     return block
 
 
@@ -177,9 +177,9 @@ def listed_tile(table, start, count, step, BLOCK: tl.constexpr, ROWS: tl.constex
     """The bit tile of the block that a step reads; of each block where a tile holds several."""
     if ROWS > BLOCK:
         entry = step * (ROWS // BLOCK) + tl.arange(0, ROWS // BLOCK)
-        tile = tl.load(table.partial_tile + start + entry, mask=entry < count, other=0)
+        tile = tl.load(table.partial_tile + (start + entry), mask=entry < count, other=0)
     else:
-        tile = tl.load(table.partial_tile + start + step // (BLOCK // ROWS))
+        tile = tl.load(table.partial_tile + (start + step // (BLOCK // ROWS)))
     return tile
 
 
@@ -290,9 +290,11 @@ def stream_rows(
 
 @triton.jit
 def score_products(rows, streamed, PRECISION: tl.constexpr, FLIPPED: tl.constexpr):
-    """The products of the rows of a program with those that it streams; transposed if FLIPPED."""
+    """The products of the rows of a program with those that it streams; transposed if FLIPPED, as
+    the rows are then.
+    """
     if FLIPPED:
-        products = tl.dot(streamed, tl.trans(rows), input_precision=PRECISION)
+        products = tl.dot(streamed, rows, input_precision=PRECISION)
     else:
         products = tl.dot(rows, tl.trans(streamed), input_precision=PRECISION)
     return products
@@ -320,11 +322,11 @@ def zero_sums(ROWS: tl.constexpr, DIMS: tl.constexpr, FLIPPED: tl.constexpr):
 
 
 @triton.jit
-def upright(acc, FLIPPED: tl.constexpr):
-    """The (ROWS, DIMS) sums of add_weighted."""
+def turned(tile, FLIPPED: tl.constexpr):
+    """The tile, if FLIPPED transposed: rows for score_products, and sums of add_weighted."""
     if FLIPPED:
-        acc = tl.trans(acc)
-    return acc
+        tile = tl.trans(tile)
+    return tile
 
 
 @triton.jit
