@@ -108,9 +108,7 @@ def forward_kernel(
     tl.store(lse + pair.to(tl.int64) * q_len + tokens, row_lse, mask=tokens < q_len)
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tiles.one_head(out, strides, batch, head, ALIGN, INDEX)
-    tiles.store_rows(
-        outs, tiles.turned(acc, FLIPPED) * weight[:, None], start, q_len, HEAD_DIM
-    )
+    tiles.store_rows(outs, tiles.turned(acc, FLIPPED) * weight[:, None], start, q_len, HEAD_DIM)
 
 
 @triton.jit
@@ -118,11 +116,7 @@ def zero_total(BM: tl.constexpr, BN: tl.constexpr, FLIPPED: tl.constexpr):
     """A sum for each query; if FLIPPED one for each pair of a tile, so that the warps that share a
     query add theirs up but once.
     """
-    if FLIPPED:
-        total = tl.zeros([BN, BM], tl.float32)
-    else:
-        total = tl.zeros([BM], tl.float32)
-    return total
+    return tl.zeros([BN, BM] if FLIPPED else [BM], tl.float32)
 
 
 @triton.jit
@@ -179,15 +173,10 @@ def attend(
             p = tl.exp2(scores * scale2 - tl.expand_dims(shift, KEY_AXIS))
         decay = tl.exp2(peak - shift)
         peak = new_peak
-        if FLIPPED:
-            total = total * decay[None, :] + p
-        else:
-            total = total * decay + tl.sum(p, 1)
+        total = total * decay[None, :] + p if FLIPPED else total * decay + tl.sum(p, 1)
         acc = acc * tl.expand_dims(decay, KEY_AXIS)
         if DROPOUT:
-            keep = tiles.kept(
-                seed, threshold, pair, tokens, key_start, BM, BN, PACKED, FLIPPED
-            )
+            keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN, PACKED, FLIPPED)
             p = tl.where(keep, p, 0.0)
         v = tiles.stream_rows(
             value_descriptor, batch, kv_head, values, key_start, limit,

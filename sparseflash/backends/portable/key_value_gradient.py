@@ -112,9 +112,9 @@ def add_key_value_gradients(
     PACKED: tl.constexpr = BM > BLOCK_Q
     KEY_AXIS: tl.constexpr = 1 if FLIPPED else 0
     index = table.partial_index if PARTIAL else table.full_index
-    bits = table.partial_tile
+    bits = block
     if PARTIAL:
-        bits = tiles.listed_block(bits, start, count, 0, 0, BLOCK_Q, BM)
+        bits = tiles.listed_block(table.partial_tile, start, count, 0, 0, BLOCK_Q, BM)
     key_tokens = key_start + tl.arange(0, BN)
     steps = tiles.steps(count, BLOCK_Q, BM)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
@@ -142,9 +142,7 @@ def add_key_value_gradients(
         )  # fmt: skip
         dropped = p
         if DROPOUT:
-            keep = tiles.kept(
-                seed, threshold, pair, tokens, key_start, BM, BN, False, not FLIPPED
-            )
+            keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN, False, not FLIPPED)
             dropped = tl.where(keep, p, 0.0)
         dv = tiles.add_weighted(dv, dropped, do, PRECISION, FLIPPED)
         dp = tiles.score_products(v, do, PRECISION, FLIPPED)
@@ -157,15 +155,13 @@ def add_key_value_gradients(
         dk = tiles.add_weighted(dk, ds, q, PRECISION, FLIPPED)
         block = tiles.listed_block(index, start, count, step + 1, q_len, BLOCK_Q, BM)
         if PARTIAL:
-            bits = tiles.listed_block(
-                table.partial_tile, start, count, step + 1, 0, BLOCK_Q, BM
-            )
+            bits = tiles.listed_block(table.partial_tile, start, count, step + 1, 0, BLOCK_Q, BM)
     return dk, dv
 
 
 @triton.jit
 def load_term(row, tokens, q_len, other, BOUNDED: tl.constexpr):
-    """A row term of `tokens`; if BOUNDED `other` past the queries, where blocks that are none lie."""
+    """A row term of `tokens`; if BOUNDED `other` for those past the queries."""
     if BOUNDED:
         term = tl.load(row + tokens, mask=tokens < q_len, other=other)
     else:

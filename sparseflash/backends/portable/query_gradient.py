@@ -141,9 +141,7 @@ def score_gradients(
     )  # fmt: skip
     scores -= tl.expand_dims(lse2, KEY_AXIS)
     if PARTIAL:
-        mask = tiles.attended(
-            table.bank, bits, tokens, key_start, BN, BLOCK_Q, BLOCK_K, FLIPPED
-        )
+        mask = tiles.attended(table.bank, bits, tokens, key_start, BN, BLOCK_Q, BLOCK_K, FLIPPED)
         scores = tl.where(mask, scores, float("-inf"))
     if CUT:
         valid = tl.expand_dims(key_tokens, 1 - KEY_AXIS) < limit

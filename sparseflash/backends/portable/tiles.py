@@ -148,17 +148,11 @@ def first_blocks(table, starts, counts, length, BLOCK: tl.constexpr, ROWS: tl.co
 @triton.jit
 def steps(count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """How many tiles of ROWS tokens `count` blocks take: parts of a block, or several blocks."""
-    if ROWS > BLOCK:
-        tiles = tl.cdiv(count, ROWS // BLOCK)
-    else:
-        tiles = count * (BLOCK // ROWS)
-    return tiles
+    return tl.cdiv(count, ROWS // BLOCK) if ROWS > BLOCK else count * (BLOCK // ROWS)
 
 
 @triton.jit
-def listed_block(
-    index, start, count, step, length, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+def listed_block(index, start, count, step, length, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The block that a step reads; where a tile holds several, that of each of its ROWS tokens.
 
     Those after the last block get the one after a sequence of `length` tokens.
@@ -314,19 +308,13 @@ def add_weighted(acc, weights, streamed, PRECISION: tl.constexpr, FLIPPED: tl.co
 @triton.jit
 def zero_sums(ROWS: tl.constexpr, DIMS: tl.constexpr, FLIPPED: tl.constexpr):
     """What add_weighted starts from."""
-    if FLIPPED:
-        acc = tl.zeros([DIMS, ROWS], tl.float32)
-    else:
-        acc = tl.zeros([ROWS, DIMS], tl.float32)
-    return acc
+    return tl.zeros([DIMS, ROWS] if FLIPPED else [ROWS, DIMS], tl.float32)
 
 
 @triton.jit
 def turned(tile, FLIPPED: tl.constexpr):
     """The tile, if FLIPPED transposed: rows for score_products, and sums of add_weighted."""
-    if FLIPPED:
-        tile = tl.trans(tile)
-    return tile
+    return tl.trans(tile) if FLIPPED else tile
 
 
 @triton.jit
