@@ -37,7 +37,8 @@ FUSED_PART = {64: (64, 32), 128: (64, 64)}
 FUSED_STAGES = {64: {"STAGES": 4, "SIDES": 4}, 128: {"STAGES": 2, "SIDES": 2}}
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
-FUSED = False
+# The blocks of a row of keys, on average, from which on the fused kernel is the faster one.
+FUSED_BLOCKS = {64: 24, 128: 0}
 
 
 def backward(
@@ -66,7 +67,7 @@ def backward(
     with on_device(query.device):
         terms = row_terms(grad_out, out, lse, grad_lse)
         call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
-        if is_fused(spec, needs):
+        if is_fused(table, spec, needs):
             return _fused_gradients(*call)
         if needs_query:
             grad_query = _query_gradient(*call)
@@ -81,9 +82,14 @@ def backward(
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 
-def is_fused(spec: AttentionSpec, needs: tuple[bool, bool, bool]) -> bool:
+def is_fused(table: LookupTable, spec: AttentionSpec, needs: tuple[bool, bool, bool]) -> bool:
     """Whether one kernel computes all gradients, adding to dQ in no fixed order."""
-    return FUSED and all(needs) and launch.width(spec.head_dim) in FUSED_QUERIES
+    if spec.deterministic or not all(needs):
+        return False
+    width, blocks = launch.width(spec.head_dim), table.by_key.mean_count
+    if blocks is None or width not in FUSED_BLOCKS or (spec.dropout_p > 0 and width == 64):
+        return False
+    return blocks >= FUSED_BLOCKS[width]
 
 
 def _fused_gradients(
