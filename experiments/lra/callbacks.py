@@ -1,6 +1,5 @@
 """What happens around training steps: a bar with an end, a curve, runs that are given up."""
 
-import json
 import time
 from math import sqrt
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 
+from experiments.lra.files import write_json
 from experiments.lra.learner import Learner
 from experiments.lra.tasks import Batch
 
@@ -121,8 +121,7 @@ class Curve(Callback):
             self.points.append([trainer.global_step, *(float(measured[name]) for name in names)])
             folder = folder_of(trainer)
             if trainer.is_global_zero:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "curve.json").write_text(json.dumps(self.points) + "\n")
+                write_json(folder / "curve.json", self.points)
 
     def state_dict(self) -> dict:
         return {"points": self.points}

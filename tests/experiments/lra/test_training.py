@@ -3,6 +3,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -25,7 +26,7 @@ from experiments.lra.learner import (
     start_from,
 )
 from experiments.lra.model import EncoderConfig
-from experiments.lra.tasks import SPLITS, Sample, Shape, Task
+from experiments.lra.tasks import SPLITS, Pathfinder, Sample, Shape, Task
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -292,6 +293,25 @@ def test_a_broken_checkpoint_is_named(tmp_path, content):
         (tmp_path / "last.ckpt").write_bytes(content)
     with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint"):
         read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise SystemExit
+
+    monkeypatch.setattr(command, "moved_discs", killed)
+    cli, task = command.ArenaCLI.__new__(command.ArenaCLI), Pathfinder()
+    cli.model = Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig())
+    cli.datamodule = SimpleNamespace(task=task, batch_size=8)
+    cli.trainer = SimpleNamespace(
+        is_global_zero=True,
+        log_dir=tmp_path,
+        callback_metrics={"test/accuracy": 0.75},
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    with pytest.raises(SystemExit):
+        cli._report({"stuck": False})
+    assert json.loads((tmp_path / "result.json").read_text())["test/accuracy"] == 0.75
 
 
 def test_unknown_tasks_list_the_known_ones():
