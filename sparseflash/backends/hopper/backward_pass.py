@@ -30,15 +30,12 @@ KEY_STAGES = {
     128: {"STAGES": 3, "KEY_STAGES": 2},
     256: {"STAGES": 1, "KEY_STAGES": 1},
 }
-# Of the kernel that computes all three: the queries of a tile, and the part of dQ that each group
-# of warps adds, (queries, dims).
-FUSED_QUERIES = {64: 64, 128: 64}
-FUSED_PART = {64: (64, 32), 128: (64, 64)}
-FUSED_STAGES = {64: {"STAGES": 4, "SIDES": 4}, 128: {"STAGES": 2, "SIDES": 2}}
+# Of the kernel of all gradients: buffers of queries and dO, and the blocks of a row of keys, on
+# average, from which on it takes less time than the other two.
+FUSED_STAGES = {64: {"STAGES": 4}}
+FUSED_BLOCKS = {64: 12}
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
-# The blocks of a row of keys, on average, from which on the fused kernel is the faster one.
-FUSED_BLOCKS = {64: 24, 128: 0}
 
 
 def backward(
@@ -87,9 +84,7 @@ def is_fused(table: LookupTable, spec: AttentionSpec, needs: tuple[bool, bool, b
     if spec.deterministic or not all(needs):
         return False
     width, blocks = launch.width(spec.head_dim), table.by_key.mean_count
-    if blocks is None or width not in FUSED_BLOCKS or (spec.dropout_p > 0 and width == 64):
-        return False
-    return blocks >= FUSED_BLOCKS[width]
+    return blocks is not None and width in FUSED_BLOCKS and blocks >= FUSED_BLOCKS[width]
 
 
 def _fused_gradients(
@@ -98,12 +93,11 @@ def _fused_gradients(
     width = launch.width(spec.head_dim)
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-    queries = FUSED_QUERIES[width]
     tensors = (
-        *(launch.tiles_of(x, queries) for x in (query, grad_out)),
-        launch.terms_of(terms, queries),
+        *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
+        launch.terms_of(terms, PART.value),
         *(launch.tiles_of(x, PART.value) for x in (key, value)),
-        launch.tiles_of(sums, *FUSED_PART[width]),
+        launch.tiles_of(sums, PART.value, width // 2),
         *(launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
     )
     stages = FUSED_STAGES[width]

@@ -1,12 +1,14 @@
 """The kernel of all three gradients: key rows, with five products for each block.
 
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and of
-dK += dS^T Q, as in key_value_gradient. dS also goes through shared memory, where both groups of
-warps find the keys of the other: each computes its part of dS K and adds it to dQ in global
-memory, beside the programs of other keys. The order of those sums, and with it the last bits of
-dQ, differs from run to run.
+dK += dS^T Q, as in key_value_gradient. dS also goes through shared memory, where each group of
+warps finds the keys of the other: each computes half the dims of dS K and adds them to dQ in
+global memory, beside the programs of other keys. The order of those sums, and with it the last
+bits of dQ, differs from run to run.
 
-The scores of the next tile are computed while dQ of this one leaves.
+dQ lags behind, so that no group waits for the other, and leaves while the next scores are
+computed. Nothing may be in flight from one round of the loop to the next: ptxas would then wait
+for every product.
 """
 
 from typing import NamedTuple
@@ -28,6 +30,9 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 from sparseflash.backends.hopper.key_value_gradient import load_queries
 
+PARTS = gl.constexpr(2)  # tiles of PART queries in a block
+SIDES = gl.constexpr(4)  # buffers of dS of each group; with three one could overtake the other
+
 
 class Exchange(NamedTuple):
     """dS^T of both groups: entry 2 * side + group is filled by that group for both."""
@@ -37,7 +42,7 @@ class Exchange(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """sum_buffers: for each group the part of dQ that it adds to global memory"""
+    """sum_buffers: for each group the half of dQ that it adds to global memory"""
 
     query_ring: device.Ring
     grad_out_ring: device.Ring
@@ -49,7 +54,7 @@ class Rings(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a step is: its tile in the rings of queries, and its side of the exchange."""
+    """The buffers of a tile: in the rings of queries, and its side of the exchange."""
 
     stage: gl.tensor
     phase: gl.tensor
@@ -63,25 +68,19 @@ def fused_gradient_kernel(
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
     seed_low, seed_high, threshold, keep_scale,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    QUERIES: gl.constexpr = queries.block_type.shape[2]
-    DTYPE: gl.constexpr = queries.dtype
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, QUERIES], DTYPE)
-    halves = gl.allocate_shared_memory(DTYPE, [SIDES * 2, PART, QUERIES], HALF)
-    full_halves = gl.allocate_shared_memory(gl.int64, [SIDES * 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SIDES * 2):
-        mbarrier.init(full_halves.index(i), count=1)
+    sum_shape: gl.constexpr = [2] + sums.block_type.shape  # noqa: RUF005 (no star in Gluon)
     rings = Rings(
         device.ring(queries, STAGES, 2),
         device.ring(grad_outs, STAGES, 2),
         device.ring(keys, 2, 2),
         device.ring(values, 2, 1),
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, QUERIES], terms.layout),
-        Exchange(halves, full_halves),
-        gl.allocate_shared_memory(gl.float32, [4] + sums.block_type.shape, sums.layout),  # noqa: RUF005 (no star in Gluon)
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout),
+        exchange_of(queries.dtype),
+        gl.allocate_shared_memory(gl.float32, sum_shape, sums.layout),
     )
     turns = device.number_ring()
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
@@ -89,13 +88,24 @@ def fused_gradient_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume, (sums, grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES, SIDES)),
-            (consume, (sums, grad_keys, grad_values, rings, call, 1, GROUP, MASKED, STAGES, SIDES)),
+            (consume, (sums, grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES)),
+            (consume, (sums, grad_keys, grad_values, rings, call, 1, GROUP, MASKED, STAGES)),
             (produce, (queries, grad_outs, terms, keys, values, rings, call, GROUP, STAGES)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
+
+
+@gluon.jit
+def exchange_of(DTYPE: gl.constexpr):
+    """An exchange of which every entry is filled by one group."""
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, PART], DTYPE)
+    buffers = gl.allocate_shared_memory(DTYPE, [SIDES * 2, PART, PART], HALF)
+    filled = gl.allocate_shared_memory(gl.int64, [SIDES * 2, 1], mbarrier.MBarrierLayout())
+    for entry in gl.static_range(SIDES * 2):
+        mbarrier.init(filled.index(entry), count=1)
+    return Exchange(buffers, filled)
 
 
 @gluon.jit
@@ -118,30 +128,29 @@ def produce(queries, grad_outs, terms, keys, values, rings, call, GROUP: gl.cons
             head = kv_head * GROUP + member
             walk = device.walk_queries(call, batch, head, row)
             stage, phase = load_queries(
-                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring, rings.term_buffers, call,
-                batch, head, call.table.partial_index, walk.partial_start, walk.partials,
-                stage, phase, STAGES,
+                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring,
+                rings.term_buffers, call, batch, head, call.table.partial_index,
+                walk.partial_start, walk.partials, stage, phase, STAGES,
             )  # fmt: skip
             stage, phase = load_queries(
-                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring, rings.term_buffers, call,
-                batch, head, call.table.full_index, walk.full_start, walk.fulls,
-                stage, phase, STAGES,
+                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring,
+                rings.term_buffers, call, batch, head, call.table.full_index,
+                walk.full_start, walk.fulls, stage, phase, STAGES,
             )  # fmt: skip
         tile = following
 
 
 @gluon.jit
 def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl.constexpr,
-            MASKED: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr):  # fmt: skip
-    """Computes dK and dV of one half of each tile, and a part of dQ of all queries."""
+            MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Computes dK and dV of one half of each tile, and half the dims of dQ of all queries."""
     DIMS: gl.constexpr = rings.key_ring.buffers.shape[4]
     DTYPE: gl.constexpr = rings.key_ring.buffers.dtype
-    PARTS: gl.constexpr = BLOCK // rings.query_ring.buffers.shape[3]
     GRAD: gl.constexpr = device.product_layout(DIMS)
     offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
-    # What leaves is cast to the dtype of keys where dQ left: that buffer is this group's alone.
+    # dV and dK leave by the buffer by which dQ did.
     leaving = reinterpreted(
-        rings.sum_buffers.index(2 * MEMBER), DTYPE, grad_keys.block_type.shape, grad_keys.layout
+        rings.sum_buffers.index(MEMBER), DTYPE, grad_keys.block_type.shape, grad_keys.layout
     )
     place = Place(0, 0, 0, 0)
     key_phase = 0
@@ -163,11 +172,11 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
             if MASKED:
                 dk, dv, place = visit_tiles(
                     dk, dv, place, sums, rings, call, walk, batch, head, start, 0, masked,
-                    MEMBER, True, STAGES, SIDES, GRAD,
+                    MEMBER, True, STAGES, GRAD,
                 )  # fmt: skip
             dk, dv, place = visit_tiles(
                 dk, dv, place, sums, rings, call, walk, batch, head, start, masked,
-                masked + walk.fulls * PARTS, MEMBER, False, STAGES, SIDES, GRAD,
+                masked + walk.fulls * PARTS, MEMBER, False, STAGES, GRAD,
             )  # fmt: skip
         for part in gl.static_range(2):
             device.release(rings.key_ring, part)
@@ -189,8 +198,7 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
 def leave(descriptor, buffer, matrix, batch, head, token):
     """Stores a matrix as soon as what is on its way from the buffer has left it."""
     wait_for_stores(0)
-    rows: gl.constexpr = buffer.shape[2]
-    buffer.reshape([rows, buffer.shape[3]]).store(matrix.to(buffer.dtype))
+    buffer.reshape([buffer.shape[2], buffer.shape[3]]).store(matrix.to(buffer.dtype))
     fence_async_shared()
     store_tile(descriptor, [batch, head, token, 0], buffer)
 
@@ -198,15 +206,13 @@ def leave(descriptor, buffer, matrix, batch, head, token):
 @gluon.jit
 def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begin, end,
                 MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
-                SIDES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
+                GRAD: gl.constexpr):  # fmt: skip
     """Adds tiles `begin` to `end` of the listed blocks, all of partial ones or all of full ones.
 
     start: the first key
     """
     if begin < end:
-        QUERIES: gl.constexpr = rings.query_ring.buffers.shape[3]
-        PARTS: gl.constexpr = BLOCK // QUERIES
-        LAG: gl.constexpr = SIDES > 2
+        pair = batch * call.sizes.heads + head
         blocks = call.table.full_index + walk.full_start
         if PARTIAL:
             blocks = call.table.partial_index + walk.partial_start
@@ -215,57 +221,44 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
         block = gl.load(blocks)
         scores = begin_scores(rings.query_ring, key, place)
         dv, ds = differentiate(
-            dv, scores, place, begin, value, rings, call, walk, batch, head, start,
+            dv, scores, place, begin, value, rings, call, walk, pair, start,
             MEMBER, PARTIAL, GRAD,
         )  # fmt: skip
         # dQ lags two tiles behind the scores: that of the first round belongs to no tile.
-        lagging, lagging_token, lags = before(place, SIDES), 0, False
+        late, late_token, is_late = before(place), 0, False
         for i in range(1, end - begin):
             ahead = gl.load(blocks + i // PARTS)
-            token = block * BLOCK + (i - 1) % PARTS * QUERIES
-            dk = begin_key_gradient(dk, ds, rings, place, MEMBER)
-            if LAG:
-                dq = begin_query_gradient(rings, lagging, MEMBER)
-            else:
-                dq = begin_query_gradient(rings, place, MEMBER)
-            following = after(place, STAGES, SIDES)
+            token = block * BLOCK + (i - 1) % PARTS * PART
+            dk = begin_key_gradient(dk, ds, rings, place)
+            dq = begin_query_gradient(rings, late, MEMBER)
+            following = after(place, STAGES)
             scores = begin_scores(rings.query_ring, key, following)
             dk, dq = warpgroup_mma_wait(1, deps=(dk, dq))
             device.release(rings.query_ring, place.stage)
-            if LAG:
-                dq = gl.where(lags, dq, 0.0)
-                add_query_gradient(sums, rings, dq, lagging, batch, head, lagging_token, MEMBER)
-                lagging, lagging_token, lags = place, token, True
-            else:
-                add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
-            place = following
-            block = ahead
+            dq = gl.where(is_late, dq, 0.0)
+            add_query_gradient(sums, rings, dq, batch, head, late_token, MEMBER)
+            late, late_token, is_late = place, token, True
+            place, block = following, ahead
             dv, ds = differentiate(
-                dv, scores, place, begin + i, value, rings, call, walk, batch, head, start,
+                dv, scores, place, begin + i, value, rings, call, walk, pair, start,
                 MEMBER, PARTIAL, GRAD,
             )  # fmt: skip
-        token = block * BLOCK + (end - 1 - begin) % PARTS * QUERIES
-        dk = begin_key_gradient(dk, ds, rings, place, MEMBER)
-        if LAG:
-            dq = begin_query_gradient(rings, lagging, MEMBER)
-            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
-            device.release(rings.query_ring, place.stage)
-            dq = gl.where(lags, dq, 0.0)
-            add_query_gradient(sums, rings, dq, lagging, batch, head, lagging_token, MEMBER)
-            dq = begin_query_gradient(rings, place, MEMBER)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
-        else:
-            dq = begin_query_gradient(rings, place, MEMBER)
-            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
-            device.release(rings.query_ring, place.stage)
-            add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
-        place = after(place, STAGES, SIDES)
+        token = block * BLOCK + (end - 1 - begin) % PARTS * PART
+        dk = begin_key_gradient(dk, ds, rings, place)
+        dq = begin_query_gradient(rings, late, MEMBER)
+        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+        device.release(rings.query_ring, place.stage)
+        dq = gl.where(is_late, dq, 0.0)
+        add_query_gradient(sums, rings, dq, batch, head, late_token, MEMBER)
+        dq = begin_query_gradient(rings, place, MEMBER)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        add_query_gradient(sums, rings, dq, batch, head, token, MEMBER)
+        place = after(place, STAGES)
     return dk, dv, place
 
 
 @gluon.jit
-def after(place, STAGES: gl.constexpr, SIDES: gl.constexpr):
+def after(place, STAGES: gl.constexpr):
     """The place of the next tile."""
     stage, phase = device.advance(place.stage, place.phase, STAGES)
     side, side_phase = device.advance(place.side, place.side_phase, SIDES)
@@ -273,7 +266,7 @@ def after(place, STAGES: gl.constexpr, SIDES: gl.constexpr):
 
 
 @gluon.jit
-def before(place, SIDES: gl.constexpr):
+def before(place):
     """The place of the tile before, of which the side alone is known."""
     side, side_phase = place.side - 1, place.side_phase
     if side < 0:
@@ -285,60 +278,51 @@ def before(place, SIDES: gl.constexpr):
 @gluon.jit
 def begin_scores(query_ring, key, place):
     """S^T of a tile of queries, in flight."""
-    QUERIES: gl.constexpr = query_ring.buffers.shape[3]
-    SCORES: gl.constexpr = device.product_layout(QUERIES)
     mbarrier.wait(query_ring.filled.index(place.stage), place.phase)
     query = device.matrix(query_ring, place.stage)
-    zeros = gl.zeros([PART, QUERIES], gl.float32, SCORES)
+    zeros = gl.zeros([PART, PART], gl.float32, device.product_layout(PART))
     return warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def differentiate(dv, scores, place, i, value, rings, call, walk, batch, head, start,
-                  MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
-                  GRAD: gl.constexpr):  # fmt: skip
-    """(dV + P^T dO, dS^T) of the i-th tile of the listed blocks, whose scores are in flight."""
-    query_ring, grad_out_ring, term_buffers = (
-        rings.query_ring,
-        rings.grad_out_ring,
-        rings.term_buffers,
-    )
-    QUERIES: gl.constexpr = query_ring.buffers.shape[3]
-    PARTS: gl.constexpr = BLOCK // QUERIES
-    SCORES: gl.constexpr = device.product_layout(QUERIES)
+def differentiate(dv, scores, place, i, value, rings, call, walk, pair, start,
+                  MEMBER: gl.constexpr, PARTIAL: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
+    """(dV + P^T dO, dS^T) of the i-th tile of the listed blocks, whose scores are in flight.
+
+    pair: of batch and head; start: the first key
+    """
+    SCORES: gl.constexpr = device.product_layout(PART)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    stage = place.stage
+    stage, terms = place.stage, rings.term_buffers
     if PARTIAL:
         entry = walk.partial_start + i // PARTS
-        word = i % PARTS * (QUERIES // 32)
-        words = device.mask_words(call.table, entry, MEMBER * PART, word, QUERIES, SCORES)
-    grad_out = device.matrix(grad_out_ring, stage)
-    zeros = gl.zeros([PART, QUERIES], gl.float32, SCORES)
-    mbarrier.wait(grad_out_ring.filled.index(stage), place.phase)
+        words = device.mask_words(call.table, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
+    grad_out = device.matrix(rings.grad_out_ring, stage)
+    zeros = gl.zeros([PART, PART], gl.float32, SCORES)
+    mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)
     dp = warpgroup_mma(value, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if call.dropout.threshold is not None:
-        pair = batch * call.sizes.heads + head
-        token = device.listed_token(call, walk, i, QUERIES)
+        token = device.listed_token(call, walk, i, PART)
         kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
         kept = dropout.transposed(kept, SCORES)
-    lse2 = term_buffers.index(2 * stage).reshape([QUERIES]).load(COLUMNS)
+    lse2 = terms.index(2 * stage).reshape([PART]).load(COLUMNS)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
     if PARTIAL:
-        p = gl.where(device.attended(words, QUERIES, SCORES), p, 0.0)
+        p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
     weights = p
     if call.dropout.threshold is not None:
         weights = gl.where(kept, p, 0.0)
     weights = device.operand(weights, value.dtype, GRAD)
     dv = warpgroup_mma(weights, grad_out, dv, is_async=True)
-    delta = term_buffers.index(2 * stage + 1).reshape([QUERIES]).load(COLUMNS)
+    delta = terms.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     if call.dropout.threshold is not None:
         dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(value.dtype)
     hand_over(rings.exchange, ds, place.side, MEMBER)
     dv = warpgroup_mma_wait(0, deps=(dv,))
-    device.release(grad_out_ring, stage)
+    device.release(rings.grad_out_ring, stage)
     return dv, device.operand(ds, value.dtype, GRAD)
 
 
@@ -352,7 +336,7 @@ def hand_over(exchange, ds, side, MEMBER: gl.constexpr):
 
 
 @gluon.jit
-def begin_key_gradient(dk, ds, rings, place, MEMBER: gl.constexpr):
+def begin_key_gradient(dk, ds, rings, place):
     """dK + dS^T Q, in flight."""
     query = device.matrix(rings.query_ring, place.stage)
     return warpgroup_mma(ds, query, dk, is_async=True)
@@ -360,38 +344,29 @@ def begin_key_gradient(dk, ds, rings, place, MEMBER: gl.constexpr):
 
 @gluon.jit
 def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
-    """dS K of this group's queries, or of all queries and its dims, in flight: two products."""
-    QUERIES: gl.constexpr = rings.query_ring.buffers.shape[3]
-    ROWS: gl.constexpr = rings.sum_buffers.shape[3]
+    """This group's dims of dS K, in flight: one product for the keys of each group, its own
+    first.
+    """
     DIMS: gl.constexpr = rings.sum_buffers.shape[4]
     exchange = rings.exchange
-    dq = gl.zeros([ROWS, DIMS], gl.float32, device.product_layout(DIMS))
+    dq = gl.zeros([PART, DIMS], gl.float32, device.product_layout(DIMS))
     for turn in gl.static_range(2):
         group = (MEMBER + turn) % 2
         entry = place.side * 2 + group
         if turn == 1:
             mbarrier.wait(exchange.filled.index(entry), place.side_phase)
-        ds, key = exchange.buffers.index(entry), device.matrix(rings.key_ring, group)
-        if ROWS == QUERIES:
-            key = key.slice(MEMBER * DIMS, DIMS, dim=1)
-        else:
-            ds = ds.slice(MEMBER * ROWS, ROWS, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), key, dq, use_acc=turn == 1, is_async=True)
+        ds = exchange.buffers.index(entry).permute((1, 0))
+        key = device.matrix(rings.key_ring, group).slice(MEMBER * DIMS, DIMS, dim=1)
+        dq = warpgroup_mma(ds, key, dq, use_acc=turn == 1, is_async=True)
     return dq
 
 
 @gluon.jit
-def add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER: gl.constexpr):
-    """Adds a part of dQ to global memory."""
-    buffers = rings.sum_buffers
-    QUERIES: gl.constexpr = rings.query_ring.buffers.shape[3]
-    ROWS: gl.constexpr = buffers.shape[3]
-    DIMS: gl.constexpr = buffers.shape[4]
-    buffer = buffers.index(2 * MEMBER + place.side % 2)
-    wait_for_stores(1)
-    buffer.reshape([ROWS, DIMS]).store(dq)
+def add_query_gradient(sums, rings, dq, batch, head, token, MEMBER: gl.constexpr):
+    """Adds this group's dims to dQ in global memory."""
+    DIMS: gl.constexpr = rings.sum_buffers.shape[4]
+    buffer = rings.sum_buffers.index(MEMBER)
+    wait_for_stores(0)
+    buffer.reshape([PART, DIMS]).store(dq)
     fence_async_shared()
-    if ROWS == QUERIES:
-        add_tile(sums, [batch, head, token, MEMBER * DIMS], buffer)
-    else:
-        add_tile(sums, [batch, head, token + MEMBER * ROWS, 0], buffer)
+    add_tile(sums, [batch, head, token, MEMBER * DIMS], buffer)

@@ -16,13 +16,21 @@ from operands import unset_operands
 import masks
 from masks import BlockMask
 from sparseflash.backends import hopper
-from sparseflash.backends.hopper import forward_pass, key_value_gradient, launch, query_gradient
+from sparseflash.backends.hopper import (
+    backward_pass,
+    forward_pass,
+    fused_gradient,
+    key_value_gradient,
+    launch,
+    query_gradient,
+)
 from sparseflash.spec import AttentionSpec
 
 KERNELS = {
     "forward": forward_pass.forward_kernel,
     "dq": query_gradient.query_gradient_kernel,
     "dkdv": key_value_gradient.key_value_gradient_kernel,
+    "fused": fused_gradient.fused_gradient_kernel,
 }
 
 
@@ -36,6 +44,7 @@ def call(
     key_lengths: torch.Tensor | None = None,
     grad_out: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    deterministic: bool = True,
 ) -> None:
     """Both passes of one call. The query is also grad_out unless there is one."""
     (q_len, k_len), heads = mask.seq_len, 2
@@ -44,6 +53,7 @@ def call(
     spec = AttentionSpec(
         *(batch, heads, kv_heads, q_len, k_len, head_dim, dtype, query.device),
         *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None),
+        deterministic=deterministic,
     )
     call = (mask.table(), key_lengths, 1, spec)
     out, lse = hopper.forward(query, key, key, *call)
@@ -60,11 +70,14 @@ def report_variants(head_dim: int):
         "key_lengths": torch.ones(1, dtype=torch.int32),
         "dropout_p": 0.1,
     }
-    for name, pattern, options in (
+    variants = [
         ("full", masks.full(), {}),
         ("causal", masks.causal(), {}),
         ("causal, with options", masks.causal(), optional),
-    ):
+    ]
+    if head_dim in backward_pass.FUSED_BLOCKS:
+        variants += [(*rest, options | {"deterministic": False}) for *rest, options in variants]
+    for name, pattern, options in variants:
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block_size=128), head_dim, **options)
@@ -86,7 +99,7 @@ def compiled_passes():
     """(name, compiled kernel) of every launch of one call."""
     for which, kernel in KERNELS.items():
         made = compiled(kernel)
-        names = [which] if len(made) == 1 else ["dk", "dv"]
+        names = ["dk", "dv"] if len(made) == 2 else [which] * len(made)
         yield from zip(names, made, strict=True)
 
 
@@ -110,6 +123,7 @@ def report_layouts(head_dim: int):
     mask = masks.full()(256, block_size=128)
     call(mask, head_dim, dtype=torch.float16)
     call(mask, head_dim, dropout_p=0.1)
+    call(mask, head_dim, deterministic=False)
     for strides in ((2**20, 64, 128, 1), (2**35, 8, 1024, 1), (3, 8, 8, 1)):
         size = (2, 2, 256, head_dim)
         grad_out = torch.empty_strided(size, strides, dtype=torch.bfloat16, device="meta")
@@ -121,5 +135,6 @@ if __name__ == "__main__":
     what, head_dim = sys.argv[1], int(sys.argv[2])
     VARIANTS = compile_instead_of_launching(90)
     launch.multiprocessors = lambda device: 132
+    backward_pass.FUSED_BLOCKS = dict.fromkeys(backward_pass.FUSED_BLOCKS, 0)
     for report in globals()[f"report_{what}"](head_dim):
         print(json.dumps(report), flush=True)

@@ -1,7 +1,8 @@
 """A stand-in for sparseflash.backends.hopper.gluon_shim that runs the kernels on the CPU.
 
 It is unkind where the hardware may be, and the same at every run. The partitions of a program
-take turns: who has to wait for a barrier, or arrives at one, lets all others go first that can. A
+take turns: who has to wait for a barrier, or arrives at one, lets all others go first that can; or
+with HURRY the first of those that can go on does, so that it gets as far ahead as it may. A
 copy into shared memory destroys what was there at once and lands when somebody waits for it; a
 product reads its operands when it is waited for, and a store its buffer. So a buffer that is
 handed on too early, or read before it is filled, gives wrong numbers, and a barrier that is missed
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+HURRY = False
 _partition = threading.local()
 _program = SimpleNamespace()
 
@@ -71,8 +73,9 @@ class Partitions:
             del self.waits[_partition.number]
 
     def pass_on(self):
-        """The turn goes to the next partition, round and round, that can go on."""
-        following = sorted(self.waits, key=lambda number: (number <= _partition.number, number))
+        """The turn goes to the next partition that can go on, round and round unless HURRY."""
+        last = -1 if HURRY else _partition.number
+        following = sorted(self.waits, key=lambda number: (number <= last, number))
         able = [number for number in following if self.waits[number][0]()]
         if able:
             self.running = able[0]

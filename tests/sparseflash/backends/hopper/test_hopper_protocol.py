@@ -45,11 +45,20 @@ def simulation(module="", code="", planted=""):
             exec(compile(source, name, "exec"), vars(loaded))
             if name == "launch":
                 vars(loaded).update(multiprocessors=lambda device: PROGRAMS)
+            if name == "backward_pass":
+                vars(loaded).update(FUSED_BLOCKS={64: 0})
         yield
 
 
 def check(
-    pattern, head_dim=64, *, lengths=(500, 400), kv_heads=1, key_lengths=None, dropout_p=0.0
+    pattern,
+    head_dim=64,
+    *,
+    lengths=(500, 400),
+    kv_heads=1,
+    key_lengths=None,
+    dropout_p=0.0,
+    deterministic=True,
 ):
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
     kinds = {"kv_heads": kv_heads, "dtype": torch.bfloat16}
@@ -59,6 +68,7 @@ def check(
     spec = AttentionSpec(
         *(batch, heads, kv_heads, *lengths, head_dim, query.dtype, query.device),
         *((128, 128), mask.num_heads, head_dim**-0.5, dropout_p, bool(options)),
+        deterministic=deterministic,
     )
     seed = -(2**40) - 3
     if dropout_p:
@@ -93,6 +103,24 @@ def test_simulated_kernels_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
     with simulation():
         check(pattern, head_dim, key_lengths=[0, 130, 400], dropout_p=0.3)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_simulated_kernel_of_all_gradients(name):
+    with simulation():
+        check(PATTERNS[name], deterministic=False)
+
+
+def test_one_group_far_ahead_of_the_other(monkeypatch):
+    monkeypatch.setattr(simulated_gluon, "HURRY", True)
+    with simulation():
+        check(PATTERNS["causal"], deterministic=False)
+
+
+def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional():
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    with simulation():
+        check(pattern, key_lengths=[0, 130, 400], dropout_p=0.3, deterministic=False)
 
 
 def test_simulated_kernels_of_the_widest_tiles():
@@ -155,3 +183,31 @@ def test_planted_bugs_are_found(bug):
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 300))
     with simulation(*PLANTED[bug]), pytest.raises((simulated_gluon.Failure, AssertionError)):
         check(pattern, 128, lengths=(600, 520), kv_heads=2)
+
+
+PLANTED_IN_THE_FUSED_KERNEL = {
+    "dS of the other group not waited for": (
+        "            mbarrier.wait(exchange.filled.index(entry), place.side_phase)\n",
+        "            pass\n",
+    ),
+    "dS overwritten before the other group has read it": (
+        "SIDES = gl.constexpr(4)",
+        "SIDES = gl.constexpr(1)",
+    ),
+    "dQ overwritten before it has left": (
+        "    wait_for_stores(0)\n    buffer.reshape([PART, DIMS])",
+        "    buffer.reshape([PART, DIMS])",
+    ),
+    "a dQ that belongs to no tile added": ("dq = gl.where(is_late, dq, 0.0)", "dq = dq + 0.0"),
+    "keys released by one group alone": ("device.ring(keys, 2, 2)", "device.ring(keys, 2, 1)"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_THE_FUSED_KERNEL)
+def test_bugs_planted_in_the_kernel_of_all_gradients_are_found(bug, monkeypatch):
+    monkeypatch.setattr(simulated_gluon, "HURRY", True)
+    pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 300))
+    code = PLANTED_IN_THE_FUSED_KERNEL[bug]
+    found = pytest.raises((simulated_gluon.Failure, AssertionError))
+    with simulation("fused_gradient", *code), found:
+        check(pattern, 64, lengths=(600, 520), kv_heads=2, deterministic=False)
