@@ -62,8 +62,9 @@ class Learner(L.LightningModule):
 
     init_from: a checkpoint whose weights to start from. Learned positions of a smaller image are
         repeated over the larger one, as the FlashAttention paper did for Path-X.
-    passes: "compiled" has torch.compile fuse all but our kernels, "cuda_graph" replays the passes
-        of the classifier, which spares small models the wait for launches.
+    passes: "compiled" has torch.compile fuse all but our kernels, for every size of a batch anew:
+        choose sizes of splits that are multiples of the batch; "cuda_graph" replays the passes of
+        the classifier, which spares small models the wait for launches.
     seed: of the random numbers of a step, which are functions of seed, step and process.
     """
 

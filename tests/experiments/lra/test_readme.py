@@ -31,6 +31,18 @@ def test_floors():
         assert row(name)[1:] == [f"{100 * value:.1f}" for value in measured]
 
 
+def test_memory_is_linear():
+    arena = json.loads((speed.RESULTS / "lra-arena-nvidia-h200.json").read_text())["steps"]
+    tokens = {step["seq_len"]: {} for step in arena}
+    for step in arena:
+        if step["task"] != "retrieval":  # two documents a sample
+            taken = step["peak_bytes"] / step["batch"] / step["seq_len"] / 2**10
+            tokens[step["seq_len"]].setdefault(step["attention"], taken)
+    assert [round(tokens[n]["standard"]) for n in sorted(tokens)] == [47, 91, 179]
+    linear = ("sdpa", "flash", "butterfly()", "butterfly(2)", "local(64)", "bigbird(3, 1, 1)")
+    assert {f"{tokens[n][name]:.1f}" for n in tokens for name in linear} == {"5.1"}
+
+
 @pytest.mark.parametrize(
     ("record", "label", "begins"),
     [
@@ -39,6 +51,7 @@ def test_floors():
         ("listops-large", "listops-large-more", "the same, 5,000 steps more"),
         ("pathfinder32", "pathfinder32-traced", "Pathfinder 32, traced |"),
         ("pathfinder32", "pathfinder32-traced-raster", "Pathfinder 32, traced, raster order"),
+        ("pathfinder64", "pathfinder64-traced", "Pathfinder 64, traced"),
         ("pathfinder32", "pathfinder32-labels", "Pathfinder 32, labels alone"),
     ],
 )

@@ -300,14 +300,17 @@ def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatc
         raise SystemExit
 
     monkeypatch.setattr(command, "moved_discs", killed)
-    cli, task = command.ArenaCLI.__new__(command.ArenaCLI), Pathfinder()
-    cli.model = Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig())
-    cli.datamodule = SimpleNamespace(task=task, batch_size=8)
-    cli.trainer = SimpleNamespace(
-        is_global_zero=True,
-        log_dir=tmp_path,
-        callback_metrics={"test/accuracy": 0.75},
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    task = Pathfinder()
+    cli = command.ArenaCLI.__new__(command.ArenaCLI)
+    vars(cli).update(
+        model=Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig()),
+        datamodule=SimpleNamespace(task=task, batch_size=8),
+        trainer=SimpleNamespace(
+            is_global_zero=True,
+            log_dir=tmp_path,
+            callback_metrics={"test/accuracy": 0.75},
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        ),
     )
     with pytest.raises(SystemExit):
         cli._report({"stuck": False})
