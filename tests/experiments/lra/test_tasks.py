@@ -247,12 +247,15 @@ class TestPathfinder:
         assert drawing.discs.min() >= 0
         assert drawing.discs.max() < side
 
-    def test_longer_contours_leave_more_ink(self):
-        ink = [
-            np.mean([Pathfinder(32, d).images("train", 50).draw(i).image > 0 for i in range(50)])
-            for d in ("easy", "intermediate", "hard")
-        ]
-        assert ink == sorted(ink)
+    @pytest.mark.parametrize(
+        ("difficulty", "segments"), [("easy", 6), ("intermediate", 9), ("hard", 14)]
+    )
+    def test_contours_have_the_published_lengths(self, difficulty, segments):
+        images = Pathfinder(32, difficulty).images("train", 100)
+        drawings = [images.draw(i) for i in range(100)]
+        # A positive image has both discs on one contour, a negative one has them on two.
+        pixels = np.mean([(d.trace > 0).sum() / (2 - d.label) for d in drawings])
+        assert pixels / segments == pytest.approx(3.3, abs=0.05)
 
     def test_stored_images_are_the_fresh_ones(self, tmp_path):
         stored = Pathfinder(source="stored", sizes=(3, 2, 2)).splits(tmp_path)
