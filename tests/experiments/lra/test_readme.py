@@ -1,6 +1,7 @@
 """The figures of the room's page are those of the records."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,31 @@ def test_floors():
         assert row(name)[1:] == [f"{100 * value:.1f}" for value in measured]
 
 
+@pytest.mark.parametrize(
+    ("record", "task", "printed"),
+    [
+        (
+            "path",
+            "path-x",
+            "208 images/s block-sparse, 79 with our dense attention, 71 with torch's",
+        ),
+        ("path", "path-x", "each in 17,605 MiB"),
+        ("path-2-heads", "path-256", "66 images/s block-sparse, 8 and 9 dense"),
+        ("path-2-heads", "path-256", "each in 9,005 MiB"),
+    ],
+)
+def test_long_sequences(record, task, printed):
+    path = speed.RESULTS / f"lra-{record}-nvidia-h200.json"
+    steps = [step for step in json.loads(path.read_text())["steps"] if step["task"] == task]
+    measured = {f"{step['peak_bytes'] // 2**20:,}" for step in steps} | {
+        f"{1e3 * step['batch'] / step['median_ms']:.0f}"
+        for step in steps
+        if step["clock"] == "graph"
+    }
+    assert printed in " ".join(PAGE)
+    assert set(re.findall(r"[\d,]+\d|\d", printed)) <= measured
+
+
 def test_memory_is_linear():
     arena = json.loads((speed.RESULTS / "lra-arena-nvidia-h200.json").read_text())["steps"]
     tokens = {step["seq_len"]: {} for step in arena}
@@ -52,6 +78,7 @@ def test_memory_is_linear():
         ("pathfinder32", "pathfinder32-traced", "Pathfinder 32, traced |"),
         ("pathfinder32", "pathfinder32-traced-raster", "Pathfinder 32, traced, raster order"),
         ("pathfinder64", "pathfinder64-traced", "Pathfinder 64, traced"),
+        ("path-x", "path-x-traced", "Path-X, traced"),
         ("pathfinder32", "pathfinder32-labels", "Pathfinder 32, labels alone"),
     ],
 )

@@ -286,7 +286,7 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"no checkpoint", pickle.dumps(pytest.fail, protocol=2)]
+    "content", [None, b"", b"no checkpoint", b"broken\n", pickle.dumps(pytest.fail, protocol=2)]
 )
 def test_a_broken_checkpoint_is_named(tmp_path, content):
     if content is not None:
