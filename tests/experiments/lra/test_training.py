@@ -375,6 +375,7 @@ def test_two_processes_train_as_one(tmp_path):
         results.append((json.loads(result.read_text()), torch.load(checkpoint)["state_dict"]))
     (one, weights_of_one), (two, weights_of_two) = results
     assert one["test/samples"] == two["test/samples"] == 8
+    assert one["steps"] == one["tested_step"] == 3
     assert one["curve"] == [pytest.approx(two["curve"][0])]
     for name, weight in weights_of_one.items():
         torch.testing.assert_close(weight, weights_of_two[name])
