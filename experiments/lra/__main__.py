@@ -46,10 +46,12 @@ class ArenaCLI(LightningCLI):
     def after_fit(self) -> None:
         checkpoint = self.trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "") or None
+        steps = self.trainer.global_step
         # Testing reads the best checkpoint, which knows no more than the run did when it was made.
         run = {
             "stuck": any(callback.stuck for callback in self._callbacks(StuckAtChance)),
-            "steps": self.trainer.global_step,
+            "steps": steps,
+            "tested_step": read_checkpoint(Path(best))["global_step"] if best else steps,
             "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
         }
         if not run["stuck"]:

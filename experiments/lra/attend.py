@@ -13,6 +13,7 @@ from torch.nn.functional import dropout, elu, scaled_dot_product_attention
 
 import masks
 import sparseflash
+from experiments.lra.packaged import PACKAGED
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
@@ -30,7 +31,8 @@ def attend_by(expression: str | Sequence[str], block_size: int = 128) -> Attend:
             return by_pattern(masks.parse(expression), block_size)
         return by_pattern(masks.stack([masks.parse(head) for head in expression]), block_size)
     except ValueError as error:
-        raise ValueError(f"{error}; attentions with a name: {sorted(NAMED)}") from error
+        names = sorted([*NAMED, *PACKAGED])
+        raise ValueError(f"{error}; attentions with a name: {names}") from error
 
 
 def by_pattern(pattern: masks.Pattern, block_size: int) -> Attend:

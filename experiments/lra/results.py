@@ -91,13 +91,7 @@ def draw_curves(record_path: Path) -> Path:
     figure, ax = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     for colour, (label, group) in zip(COLOURS, record["groups"].items(), strict=False):
         _draw_group(ax, colour, label, group)
-    highest = ax.get_ylim()[1] / 100 + 0.1
-    for name, floor in record["floors"].items():
-        if floor <= highest:
-            ax.axhline(100 * floor, color="#666666", linestyle=":", linewidth=1)
-            ax.annotate(
-                name, (1.01, 100 * floor), xycoords=("axes fraction", "data"), **FLOOR_TEXT
-            )
+    _draw_floors(ax, {name: 100 * floor for name, floor in record["floors"].items()})
     ax.set(xlabel="steps", ylabel="validation accuracy, %", title=record["task"])
     figure.legend(title="test accuracy", loc="outside lower left", ncols=2, frameon=False)
     path = record_path.with_name(f"{record_path.stem}-curves.png")
@@ -106,6 +100,20 @@ def draw_curves(record_path: Path) -> Path:
     return path
 
 
+def _draw_floors(ax: Axes, floors: dict[str, float]) -> None:
+    """Levels that are not far above the curves, their names beside them, none over another."""
+    highest = ax.get_ylim()[1] + 10
+    shown = sorted((floor, name) for name, floor in floors.items() if floor <= highest)
+    for floor, _ in shown:
+        ax.axhline(floor, color="#666666", linestyle=":", linewidth=1)
+    bottom, top = ax.get_ylim()
+    height = float("-inf")
+    for floor, name in shown:
+        height = max(floor, height + FLOOR_LINE * (top - bottom))
+        ax.annotate(name, (1.01, height), xycoords=("axes fraction", "data"), **FLOOR_TEXT)
+
+
+FLOOR_LINE = 0.035  # of a picture's height
 FLOOR_TEXT = {"ha": "left", "va": "center", "fontsize": 7, "color": "#666666"}
 
 

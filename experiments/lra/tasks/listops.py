@@ -47,7 +47,8 @@ class ListOps(Task):
     sizes: samples of train, validation and test; seed: of the generator; lengths: of generated
     expressions in tokens, both exclusive. Short ones are for a curriculum: the arena's are the
     default, and no others have its name. Sequences are padded to a power of two. shortest: instead
-    of the lower bound, for training only.
+    of the lower bound, for training only. skip_corrupt: leave out (and count) published rows that
+    cannot be read, instead of stopping.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ListOps(Task):
         seed: int = 0,
         lengths: tuple[int, int] = LENGTHS,
         shortest: int | None = None,
+        skip_corrupt: bool = False,
     ):
         if source == "published" and (lengths != LENGTHS or shortest is not None):
             raise ValueError(f"lengths of published expressions are {LENGTHS}, all of them")
@@ -66,14 +68,14 @@ class ListOps(Task):
         if shortest is not None and not SHORTEST <= shortest < low:
             raise ValueError(f"shortest must be {SHORTEST} <= shortest < {low}, got {shortest}")
         self.source, self.sizes, self.seed = source, sizes, seed
-        self.lengths, self.shortest = lengths, shortest
+        self.lengths, self.shortest, self.skip_corrupt = lengths, shortest, skip_corrupt
         self.name = "listops" if lengths == LENGTHS else f"listops-{low}-{high}"
         padded = 1 << (high - 1).bit_length()
         self.shape = Shape(seq_len=padded, vocabulary=FIRST + len(SYMBOLS), classes=10)
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         if self.source == "published":
-            return {split: _published(data_root, PUBLISHED[split]) for split in SPLITS}
+            return {split: self._published(data_root, PUBLISHED[split]) for split in SPLITS}
         sizes = self.sizes if self.shortest is None else (0, *self.sizes[1:])
         everything = self._stored(data_root, self.lengths, sum(sizes))
         parts = split_by_hash(sum(sizes), sizes, "listops")
@@ -85,6 +87,12 @@ class ListOps(Task):
                 data_root, (self.shortest, self.lengths[1]), self.sizes[0]
             )
         return splits
+
+    def _published(self, data_root: Path, name: str) -> "Expressions":
+        path = data_root / "listops-1000" / name
+        if not path.exists():
+            raise MissingData(path, "unpack lra_release.gz of google-research/long-range-arena")
+        return read_tsv(path, self.skip_corrupt)
 
     def _stored(self, data_root: Path, lengths: tuple[int, int], count: int) -> "Expressions":
         facts = {"generator": 1, "count": count, "seed": self.seed, "lengths": lengths}
@@ -201,20 +209,13 @@ def apply(operator, values):
     return values.sum() % 10
 
 
-def _published(data_root: Path, name: str) -> Expressions:
-    path = data_root / "listops-1000" / name
-    if not path.exists():
-        raise MissingData(path, "unpack lra_release.gz of google-research/long-range-arena")
-    return read_tsv(path)
-
-
-def read_tsv(path: Path) -> Expressions:
+def read_tsv(path: Path, skip_corrupt: bool = False) -> Expressions:
     """The samples of a published file: header `Source\\tTarget`, brackets and parentheses between
     spaces.
 
-    Raises ValueError naming file and line for a row that cannot be read.
+    Raises ValueError naming file and line for a row that cannot be read, unless skip_corrupt.
     """
-    samples = []
+    samples, left_out = [], 0
     with path.open() as lines:
         if next(lines, "").rstrip("\n") != "Source\tTarget":
             raise ValueError(f"{path}, line 1: must be Source, a tab, Target")
@@ -223,7 +224,11 @@ def read_tsv(path: Path) -> Expressions:
                 source, target = line.rstrip("\n").split("\t")
                 samples.append((tokenize(source), int(target)))
             except (ValueError, KeyError) as error:
-                raise ValueError(f"{path}, line {number}: cannot be read: {error}") from error
+                if not skip_corrupt:
+                    raise ValueError(f"{path}, line {number}: cannot be read: {error}") from error
+                left_out += 1
+    if left_out:
+        print(f"{path}: {len(samples)} rows read, {left_out} left out")
     return Expressions(
         {
             "tokens": np.concatenate([ids for ids, _ in samples]),

@@ -31,45 +31,76 @@ COLUMNS = 5  # label, two identifiers, two texts; no header, no quoting
 
 class Retrieval(Task):
     """tsv_data/new_aan_pairs.{train,eval,test}.tsv, read in place: only where each line begins is
-    kept in memory."""
+    kept in memory.
+
+    skip_corrupt: leave out (and count) lines that cannot be read, instead of stopping.
+    """
 
     name = "retrieval"
     shape = Shape(seq_len=4096, vocabulary=BYTES, classes=2, documents=2)
 
+    def __init__(self, skip_corrupt: bool = False):
+        self.skip_corrupt = skip_corrupt
+
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
-        return {split: Pairs(data_root / "tsv_data" / FILES[split]) for split in SPLITS}
+        folder = data_root / "tsv_data"
+        return {split: Pairs(folder / FILES[split], self.skip_corrupt) for split in SPLITS}
 
 
 class Pairs:
     """The lines of one file, in any order; where they begin is kept beside the file."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, skip_corrupt: bool = False):
         if not path.exists():
             raise MissingData(path, "unpack lra_release.gz of google-research/long-range-arena")
-        self.path = path
-        index = path.with_name(f"{path.name}.index")
-        self.starts = stored(index, {"bytes": path.stat().st_size}, self._index)["starts"]
+        self.path, self.skip_corrupt = path, skip_corrupt
+        facts = {"bytes": path.stat().st_size, "skip_corrupt": skip_corrupt}
+        # Number, begin and end of each line.
+        self.lines = stored(path.with_name(f"{path.name}.index"), facts, self._index)["lines"]
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.lines)
 
     def __getitem__(self, index: int) -> Sample:
-        begin, end = self.starts[index : index + 2].tolist()
+        number, begin, end = self.lines[index].tolist()
         with self.path.open("rb") as file:
             file.seek(begin)
             line = file.read(end - begin)
-        columns = line.rstrip(b"\n").split(b"\t")
         try:
-            label, _, _, first, second = columns
-            ids = [bytes_to_ids(text[:KEPT_BYTES]) for text in (first, second)]
-            return Sample(ids, int(float(label)))
+            return read_pair(line)
         except ValueError as error:
-            raise ValueError(
-                f"{self.path}, line {index + 1}: must be {COLUMNS} columns, the first a number; "
-                f"got {len(columns)}, {columns[0][:20]!r}"
-            ) from error
+            raise ValueError(f"{self.path}, line {number}: {error}") from error
 
     def _index(self, allocate: Allocate) -> None:
+        found, number, begin = [], 0, 0
         with self.path.open("rb") as file:
-            lengths = [len(line) for line in track(file, f"indexing {self.path}", transient=True)]
-        allocate("starts", (len(lengths) + 1,), np.int64)[:] = np.cumsum([0, *lengths])
+            for line in track(file, f"indexing {self.path}", transient=True):
+                number, end = number + 1, begin + len(line)
+                if not self.skip_corrupt or _is_pair(line):
+                    found.append((number, begin, end))
+                begin = end
+        if number > len(found):
+            print(f"{self.path}: {len(found)} lines read, {number - len(found)} left out")
+        allocate("lines", (len(found), 3), np.int64)[:] = found
+
+
+def read_pair(line: bytes) -> Sample:
+    """The two texts of a line, and its label. Raises ValueError saying what a line must be."""
+    columns = line.rstrip(b"\n").split(b"\t")
+    try:
+        label, _, _, first, second = columns
+        ids = [bytes_to_ids(text[:KEPT_BYTES]) for text in (first, second)]
+        return Sample(ids, int(float(label)))
+    except ValueError as error:
+        raise ValueError(
+            f"must be {COLUMNS} columns, the first a number; got {len(columns)}, "
+            f"{columns[0][:20]!r}"
+        ) from error
+
+
+def _is_pair(line: bytes) -> bool:
+    try:
+        read_pair(line)
+    except ValueError:
+        return False
+    return True

@@ -91,7 +91,7 @@ def _take_space(path: Path, folder: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         needed = f"{path.name} of {folder} needs {size:,} bytes"
-        raise OSError(error.errno, f"{os.strerror(error.errno)}: {needed}") from error
+        raise OSError(error.errno, f"{error.strerror}: {needed}") from error
 
 
 def _name(draft: Path, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The figures of the room's page are those of the records."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,43 @@ def test_floors():
 
 
 @pytest.mark.parametrize(
+    ("record", "task", "printed"),
+    [
+        (
+            "path",
+            "path-x",
+            "208 images/s block-sparse, 79 with our dense attention, 71 with torch's",
+        ),
+        ("path", "path-x", "each in 17,605 MiB"),
+        ("path-2-heads", "path-256", "66 images/s block-sparse, 8 and 9 dense"),
+        ("path-2-heads", "path-256", "each in 9,005 MiB"),
+    ],
+)
+def test_long_sequences(record, task, printed):
+    path = speed.RESULTS / f"lra-{record}-nvidia-h200.json"
+    steps = [step for step in json.loads(path.read_text())["steps"] if step["task"] == task]
+    measured = {f"{step['peak_bytes'] // 2**20:,}" for step in steps} | {
+        f"{1e3 * step['batch'] / step['median_ms']:.0f}"
+        for step in steps
+        if step["clock"] == "graph"
+    }
+    assert printed in " ".join(PAGE)
+    assert set(re.findall(r"[\d,]+\d|\d", printed)) <= measured
+
+
+def test_memory_is_linear():
+    arena = json.loads((speed.RESULTS / "lra-arena-nvidia-h200.json").read_text())["steps"]
+    tokens = {step["seq_len"]: {} for step in arena}
+    for step in arena:
+        if step["task"] != "retrieval":  # two documents a sample
+            taken = step["peak_bytes"] / step["batch"] / step["seq_len"] / 2**10
+            tokens[step["seq_len"]].setdefault(step["attention"], taken)
+    assert [round(tokens[n]["standard"]) for n in sorted(tokens)] == [47, 91, 179]
+    linear = ("sdpa", "flash", "butterfly()", "butterfly(2)", "local(64)", "bigbird(3, 1, 1)")
+    assert {f"{tokens[n][name]:.1f}" for n in tokens for name in linear} == {"5.1"}
+
+
+@pytest.mark.parametrize(
     ("record", "label", "begins"),
     [
         ("listops", "listops-flash", "ListOps, Nystromformer protocol"),
@@ -39,6 +77,8 @@ def test_floors():
         ("listops-large", "listops-large-more", "the same, 5,000 steps more"),
         ("pathfinder32", "pathfinder32-traced", "Pathfinder 32, traced |"),
         ("pathfinder32", "pathfinder32-traced-raster", "Pathfinder 32, traced, raster order"),
+        ("pathfinder64", "pathfinder64-traced", "Pathfinder 64, traced"),
+        ("path-x", "path-x-traced", "Path-X, traced"),
         ("pathfinder32", "pathfinder32-labels", "Pathfinder 32, labels alone"),
     ],
 )

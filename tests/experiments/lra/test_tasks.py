@@ -1,5 +1,6 @@
 import errno
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -160,6 +161,16 @@ class TestListOps:
         with pytest.raises(ValueError, match=r"basic_test\.tsv, line 3: cannot be read"):
             listops.read_tsv(path)
 
+    def test_a_bad_row_is_skipped_and_counted_when_asked(self, tmp_path, capsys):
+        folder = tmp_path / "listops-1000"
+        folder.mkdir()
+        for name in listops.PUBLISHED.values():
+            rows = "Source\tTarget\n( [MAX 1 ] )\t1\n( [AVG 1 ] )\t1\n( [MIN 3 ] )\t3\n"
+            (folder / name).write_text(rows)
+        test = ListOps("published", skip_corrupt=True).splits(tmp_path)["test"]
+        assert [test[i][1] for i in range(len(test))] == [1, 3]
+        assert "basic_test.tsv: 2 rows read, 1 left out" in capsys.readouterr().out
+
 
 def plain_value(symbols):
     """The value of an expression without parentheses, read by recursion; None at a "]"."""
@@ -236,12 +247,15 @@ class TestPathfinder:
         assert drawing.discs.min() >= 0
         assert drawing.discs.max() < side
 
-    def test_longer_contours_leave_more_ink(self):
-        ink = [
-            np.mean([Pathfinder(32, d).images("train", 50).draw(i).image > 0 for i in range(50)])
-            for d in ("easy", "intermediate", "hard")
-        ]
-        assert ink == sorted(ink)
+    @pytest.mark.parametrize(
+        ("difficulty", "segments"), [("easy", 6), ("intermediate", 9), ("hard", 14)]
+    )
+    def test_contours_have_the_published_lengths(self, difficulty, segments):
+        images = Pathfinder(32, difficulty).images("train", 100)
+        drawings = [images.draw(i) for i in range(100)]
+        # A positive image has both discs on one contour, a negative one has them on two.
+        pixels = np.mean([(d.trace > 0).sum() / (2 - d.label) for d in drawings])
+        assert pixels / segments == pytest.approx(3.3, abs=0.05)
 
     def test_stored_images_are_the_fresh_ones(self, tmp_path):
         stored = Pathfinder(source="stored", sizes=(3, 2, 2)).splits(tmp_path)
@@ -320,13 +334,21 @@ def test_retrieval_reads_pairs_in_place(tmp_path):
     assert len(pairs[1][0][0]) == 4000
 
 
-def test_a_bad_line_of_retrieval_is_named(tmp_path):
+def test_a_bad_line_of_retrieval_is_named_or_skipped(tmp_path, capsys):
     folder = tmp_path / "tsv_data"
     folder.mkdir()
     for part in ("train", "eval", "test"):
-        (folder / f"new_aan_pairs.{part}.tsv").write_bytes(b"1.0\tA\tB\tx\ty\nbroken\n")
+        lines = [b"1.0\tA\tB\tx\ty", b"broken", b"0.0\tA\tC\tx\tz"]
+        (folder / f"new_aan_pairs.{part}.tsv").write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(ValueError, match=r"train\.tsv, line 2: must be 5 columns"):
         Retrieval().splits(tmp_path)["train"][1]
+    with pytest.raises(ValueError, match=r"holds .*'skip_corrupt': False"):
+        Retrieval(skip_corrupt=True).splits(tmp_path)
+    for index in folder.glob("*.index"):
+        shutil.rmtree(index)
+    train = Retrieval(skip_corrupt=True).splits(tmp_path)["train"]
+    assert [train[i][1] for i in range(len(train))] == [1, 0]
+    assert "train.tsv: 2 lines read, 1 left out" in capsys.readouterr().out
 
 
 class TestImage:

@@ -286,7 +286,7 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"no checkpoint", pickle.dumps(pytest.fail, protocol=2)]
+    "content", [None, b"", b"no checkpoint", b"broken\n", pickle.dumps(pytest.fail, protocol=2)]
 )
 def test_a_broken_checkpoint_is_named(tmp_path, content):
     if content is not None:
@@ -300,14 +300,17 @@ def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatc
         raise SystemExit
 
     monkeypatch.setattr(command, "moved_discs", killed)
-    cli, task = command.ArenaCLI.__new__(command.ArenaCLI), Pathfinder()
-    cli.model = Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig())
-    cli.datamodule = SimpleNamespace(task=task, batch_size=8)
-    cli.trainer = SimpleNamespace(
-        is_global_zero=True,
-        log_dir=tmp_path,
-        callback_metrics={"test/accuracy": 0.75},
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    task = Pathfinder()
+    cli = command.ArenaCLI.__new__(command.ArenaCLI)
+    vars(cli).update(
+        model=Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig()),
+        datamodule=SimpleNamespace(task=task, batch_size=8),
+        trainer=SimpleNamespace(
+            is_global_zero=True,
+            log_dir=tmp_path,
+            callback_metrics={"test/accuracy": 0.75},
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        ),
     )
     with pytest.raises(SystemExit):
         cli._report({"stuck": False})
@@ -372,6 +375,7 @@ def test_two_processes_train_as_one(tmp_path):
         results.append((json.loads(result.read_text()), torch.load(checkpoint)["state_dict"]))
     (one, weights_of_one), (two, weights_of_two) = results
     assert one["test/samples"] == two["test/samples"] == 8
+    assert one["steps"] == one["tested_step"] == 3
     assert one["curve"] == [pytest.approx(two["curve"][0])]
     for name, weight in weights_of_one.items():
         torch.testing.assert_close(weight, weights_of_two[name])
