@@ -67,14 +67,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BatchMask:
-    """The masks of a batch: of `members`, batch indices, masks[i] serves those of members[i].
-
-    key_lengths is that of sparseflash.attention, for all of them.
+    """The masks of a batch: masks[i] serves the batch indices members[i], with key_lengths[i] as
+    sparseflash.attention takes them.
     """
 
     masks: list[BlockMask]
     members: list[Tensor]
-    key_lengths: Tensor | None = None
+    key_lengths: list[Tensor | None]
 
     def contiguous(self):
         """What `generate` asks of the masks of a cache of a fixed size: to be tensors."""
@@ -160,13 +159,14 @@ def _attend(
 
 def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, mask: BatchMask):
     if len(mask.masks) == 1:
-        return call(query, key, value, mask.masks[0], key_lengths=mask.key_lengths)
-    out = torch.empty_like(query)
-    for block_mask, member in zip(mask.masks, mask.members, strict=True):
-        lengths = None if mask.key_lengths is None else mask.key_lengths[member]
-        part = call(query[member], key[member], value[member], block_mask, key_lengths=lengths)
-        out = out.index_copy(0, member, part)
-    return out
+        return call(query, key, value, mask.masks[0], key_lengths=mask.key_lengths[0])
+    parts = [
+        call(query[member], key[member], value[member], block_mask, key_lengths=lengths)
+        for block_mask, member, lengths in zip(
+            mask.masks, mask.members, mask.key_lengths, strict=True
+        )
+    ]
+    return torch.cat(parts)[torch.cat(mask.members).argsort()]
 
 
 def _pattern_of(pattern: Pattern | None, config: Any) -> Pattern:
@@ -235,5 +235,8 @@ def _grouped(
     members: dict[BlockMask, list[int]] = {}
     for element, mask in enumerate(found):
         members.setdefault(mask, []).append(element)
-    indices = [torch.tensor(m, device=device) for m in members.values()]
-    return BatchMask(list(members), indices, key_lengths)
+    return BatchMask(
+        list(members),
+        [torch.tensor(m, device=device) for m in members.values()],
+        [None if key_lengths is None else key_lengths[m] for m in members.values()],
+    )

@@ -24,6 +24,7 @@ class SparseAttention(nn.Module):
 
     pattern: a Pattern, its text as masks.parse reads it, a sequence of those with one for each
         head, or None for all pairs. Compiled once per length and device; see Pattern.in_blocks.
+        A checkpoint records it as masks.to_json(module.pattern): the state dict is torch's.
     kv_heads: heads of keys and values, num_heads by default, which they must divide.
     rotary: turns queries and keys; in self-attention only.
 
