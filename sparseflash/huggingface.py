@@ -231,7 +231,9 @@ def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, 
     allowed = nn.functional.pad(attention_mask.bool(), (0, missing))
     allowed = allowed[:, span.kv_offset : span.k_end]
     lengths = allowed.sum(1).cpu()
-    if bool((allowed.cpu() == (torch.arange(span.kv_length) < lengths[:, None])).all()):
+    if bool(
+        (allowed.cpu() == (torch.arange(span.kv_length, device="cpu") < lengths[:, None])).all()
+    ):
         return lengths, None
     return None, allowed
 

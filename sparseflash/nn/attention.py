@@ -133,7 +133,7 @@ class SparseAttention(nn.Module):
             key, value = cache.append(key, value)
             if x.shape[1] <= FEW_QUERIES:
                 key, value = cache.first(_room(cache))
-                seen = torch.full((x.shape[0],), cache.length, dtype=torch.int32)
+                seen = torch.full((x.shape[0],), cache.length, dtype=torch.int32, device="cpu")
                 key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
             if mask is not None:
                 rows = (begin, cache.length, key.shape[2])
