@@ -53,6 +53,11 @@ class BlockRows:
             return math.inf
         return self.max_count * self.bounds.shape[0] * self.rows / max(self.total, 1)
 
+    @cached_property
+    def mean_count(self) -> float | None:
+        """Non-zero blocks of a row on average; None where only the device knows."""
+        return None if self.total is None else self.total / (self.bounds.shape[0] * self.rows)
+
     def to(self, device: torch.device | str) -> "BlockRows":
         return _move(self, device)
 

@@ -31,7 +31,8 @@ def checked_options(
     score: ScoreFunction | str | None,
     dropout_p: float,
     precision: str,
-) -> tuple[float | None, float, str | None, float, str]:
+    deterministic: bool,
+) -> tuple[float | None, float, str | None, float, str, bool]:
     """The options as operators take them: the name of a score function stands for it."""
     return (
         _checked_positive("scale", scale),
@@ -39,6 +40,7 @@ def checked_options(
         _checked_score(score),
         _checked_dropout(dropout_p),
         _checked_precision(precision),
+        _checked_deterministic(deterministic),
     )
 
 
@@ -171,6 +173,12 @@ def _checked_precision(precision: str) -> str:
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     return precision
+
+
+def _checked_deterministic(deterministic: bool) -> bool:
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
+    return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def checked_seed(seed: int | None) -> Tensor:

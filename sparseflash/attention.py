@@ -38,6 +38,7 @@ def attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor: ...
@@ -57,6 +58,7 @@ def attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -75,6 +77,7 @@ def attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -103,14 +106,17 @@ def attention(
         counts it, and a query without a key gets out 0 and the sink for its lse.
     precision: of float32 products: "ieee", or "tf32", which lets a backend round their operands to
         10 bits where the device multiplies those faster.
+    deterministic: False lets a backend choose a faster backward pass that adds to the gradient of
+        query in no fixed order, so that its last bits differ from run to run; without effect under
+        torch.use_deterministic_algorithms.
     backend: "auto", or a name; a named backend never falls back.
 
     Returns out like query, and with return_lse the natural logsumexp of the masked scores, float32
     (batch, heads, q_len), whose gradient is supported. A query without a key gets out 0, lse -inf
     and zero gradients. Extra memory is O(q_len) in both passes. The same inputs give the same
-    bits. Under autocast, query, key and value are cast as torch's own attention casts them. Under
-    torch.compile and torch.export a Pattern or BlockMask must be made outside, and a DynamicMask
-    be made, in the graph or outside, of a BlockMask that was.
+    bits unless `deterministic` is False. Under autocast, query, key and value are cast as torch's
+    own attention casts them. Under torch.compile and torch.export a Pattern or BlockMask must be
+    made outside, and a DynamicMask be made, in the graph or outside, of a BlockMask that was.
 
     Raises TypeError or ValueError naming the argument, and BackendError when no backend can serve
     the call; all before anything is computed.
@@ -119,7 +125,7 @@ def attention(
     query, key, value = checked_tensors(query, key, value, key_lengths)
     mask = checked_mask(mask)
     block_scores = checked_block_scores(mask)
-    options = checked_options(scale, softcap, score, dropout_p, precision)
+    options = checked_options(scale, softcap, score, dropout_p, precision, deterministic)
     bias = None if bias is None else checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
@@ -139,10 +145,7 @@ def attention(
         )
     else:
         drawn = 0 if drawn is None else int(drawn)
-        differentiated = [
-            x is not None and x.requires_grad and torch.is_grad_enabled()
-            for x in (bias, block_scores)
-        ]
+        differentiated = _wants_gradient(bias), _wants_gradient(block_scores)
         call = prepare(
             query, key, mask, key_lengths, drawn, *options, backend, bias, *differentiated
         )
@@ -150,3 +153,7 @@ def attention(
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def _wants_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

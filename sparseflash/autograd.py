@@ -13,7 +13,7 @@ def run(
     """(out, lse) of a call, differentiable; block_scores get the gradient of the blocks."""
     if not _is_differentiated(query, key, value, call.bias, block_scores):
         return call.forward(query, key, value)  # autograd would take a fifth of the host time
-    return _BlockSparseAttention.apply(query, key, value, call.bias, block_scores, call)
+    return _apply(query, key, value, call.bias, block_scores, call)
 
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:
@@ -42,6 +42,11 @@ class _BlockSparseAttention(torch.autograd.Function):
             ctx.call, ctx.needs_input_grad[:5], grad_out, grad_lse, *ctx.saved_tensors
         )
         return *grads, None
+
+
+# Function.apply without what it does for torch.func, whose calls do not come here: see
+# operators.is_traced.
+_apply = super(torch.autograd.Function, _BlockSparseAttention).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Gradients(torch.autograd.Function):

@@ -73,6 +73,7 @@ def prepare(
     score: str | None = None,
     dropout_p: float = 0.0,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     bias: Tensor | None = None,
     differentiates_bias: bool = False,
@@ -87,7 +88,7 @@ def prepare(
     if key_lengths is not None:
         key_lengths = _in_range(key_lengths, key.shape[2], query.device)
     padded = key_lengths is not None
-    options = (scale, softcap, score, dropout_p, precision, bias is not None)
+    options = (scale, softcap, score, dropout_p, precision, deterministic, bias is not None)
     differentiated = (differentiates_bias, differentiates_blocks)
     spec = spec_of(query, key, mask, padded, *options, *differentiated)
     chosen = select(backend, spec)
@@ -105,13 +106,14 @@ def spec_of(
     score: str | None,
     dropout_p: float,
     precision: str,
+    deterministic: bool = True,
     bias: bool = False,
     differentiates_bias: bool = False,
     differentiates_blocks: bool = False,
 ) -> AttentionSpec:
     """The facts of a call of checked arguments."""
     tensors = (query.shape, key.shape, query.dtype, query.device)
-    options = (has_key_lengths, scale, softcap, score, dropout_p, precision, bias)
+    options = (has_key_lengths, scale, softcap, score, dropout_p, precision, deterministic, bias)
     differentiated = (differentiates_bias, differentiates_blocks)
     masks = (mask.block_size, mask.num_batches, mask.num_heads, mask.fill(TILE))
     return _spec(*tensors, *masks, *options, *differentiated)
@@ -133,6 +135,7 @@ def _spec(
     score: str | None,
     dropout_p: float,
     precision: str,
+    deterministic: bool,
     bias: bool,
     differentiates_bias: bool,
     differentiates_blocks: bool,
@@ -154,6 +157,7 @@ def _spec(
         dropout_p=dropout_p,
         has_key_lengths=has_key_lengths,
         precision=precision,
+        deterministic=deterministic,
         softcap=softcap,
         score=score,
         bias=bias,

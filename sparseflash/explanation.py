@@ -105,6 +105,7 @@ def explain(
     dropout_p: float = 0.0,
     key_lengths: Tensor | None = None,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     measure: bool = True,
 ) -> Explanation:
@@ -116,7 +117,7 @@ def explain(
     Raises what attention raises, but no BackendError: `backend` is None in what it returns.
     """
     query, key, value = (x.detach() for x in checked_tensors(query, key, value, key_lengths))
-    options = checked_options(scale, softcap, score, dropout_p, precision)
+    options = checked_options(scale, softcap, score, dropout_p, precision, deterministic)
     if bias is not None:
         checked_bias(bias, query, key)
     if sinks is not None:
@@ -152,6 +153,7 @@ def explain(
             dropout_p=dropout_p,
             key_lengths=key_lengths,
             precision=precision,
+            deterministic=deterministic,
             backend=chosen.name,
         )
         return _times(call, query, key, value)

@@ -53,6 +53,7 @@ def attention(
     score: str | None,
     dropout_p: float,
     precision: str,
+    deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments.
@@ -61,7 +62,7 @@ def attention(
     block_scores: those that a DynamicMask has and that want its gradient; seed: int64 () on the
     CPU, None without dropout.
     """
-    options = (scale, softcap, score, dropout_p, precision, backend)
+    options = (scale, softcap, score, dropout_p, precision, deterministic, backend)
     call = _prepare(query, key, bias, (False, False), blocks, mask, key_lengths, seed, *options)
     out, lse = call.forward(query, key, value)
     return _laid_out_like(out, query), lse
@@ -87,11 +88,12 @@ def attention_backward(
     score: str | None,
     dropout_p: float,
     precision: str,
+    deterministic: bool,
     backend: str,
     needs: list[bool],
 ) -> list[Tensor]:
     """The gradients of those of (query, key, value, bias, block_scores) that `needs` names."""
-    options = (scale, softcap, score, dropout_p, precision, backend)
+    options = (scale, softcap, score, dropout_p, precision, deterministic, backend)
     call = _prepare(query, key, bias, needs[3:], blocks, mask, key_lengths, seed, *options)
     grads = call.backward(grad_out, grad_lse, (query, key, value, out, lse), tuple(needs))
     inputs = (query, key, value, bias, block_scores)
@@ -149,7 +151,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    nothing = [None] * 15
+    nothing = [None] * 16
     if grad_out is None and grad_lse is None:
         return tuple(nothing)
     *saved, key_lengths, seed = ctx.saved_tensors

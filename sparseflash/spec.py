@@ -21,7 +21,8 @@ class AttentionSpec:
     products. softcap is 0 for none; score names a ScoreFunction; bias says whether there is one,
     differentiates_bias whether its gradient may be wanted, differentiates_blocks whether that of
     the blocks of a DynamicMask may be. fill is the share that blocks of the mask cover of the
-    TILEs that they touch, None where only the device knows.
+    TILEs that they touch, None where only the device knows. deterministic says whether the same
+    inputs must give the same bits.
     """
 
     batch: int
@@ -45,6 +46,7 @@ class AttentionSpec:
     mask_batch: int = 1
     differentiates_blocks: bool = False
     fill: float | None = 1.0
+    deterministic: bool = True
 
     @property
     def few_queries(self) -> bool:

@@ -27,6 +27,7 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor: ...
@@ -45,6 +46,7 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -62,6 +64,7 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     precision: str = "ieee",
+    deterministic: bool = True,
     backend: str = "auto",
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -105,6 +108,7 @@ def attention_varlen(
         softcap=softcap,
         sinks=sinks,
         precision=precision,
+        deterministic=deterministic,
         backend=backend,
         seed=seed,
     )

@@ -8,7 +8,6 @@ A preset is a file of presets/, after the common.yaml of its folders; every valu
 given on the command line, as --help lists them.
 """
 
-import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ from experiments.lra import presets, tasks
 from experiments.lra.callbacks import Curve, Deadline, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
 from experiments.lra.data import ArenaData
+from experiments.lra.files import write_json
 from experiments.lra.floors import floors
 from experiments.lra.learner import Learner, read_checkpoint
 from experiments.lra.tasks import Pathfinder, Task
@@ -73,11 +73,18 @@ class ArenaCLI(LightningCLI):
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _report(self, run: dict) -> None:
-        folder = folder_of(self.trainer)
+        path = folder_of(self.trainer) / "result.json"
         if not self.trainer.is_global_zero:
             return
+        result = self._result(run)
+        write_json(path, result)  # so that a run that is killed from here on has been tested
+        result["moved discs"] = self._moved_discs(run)
+        write_json(path, result)
+        show(result)
+
+    def _result(self, run: dict) -> dict:
         task = self.datamodule.task
-        result = {
+        return {
             "task": task.name,
             "attention": self.model.classifier.encoder.config.attention,
             "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -86,12 +93,8 @@ class ArenaCLI(LightningCLI):
             **run,
             **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "floors": floors(task),
-            "moved discs": self._moved_discs(run),
             "environment": environment(self.trainer.strategy.root_device),
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-        show(result)
 
 
 def show(result: dict) -> None:

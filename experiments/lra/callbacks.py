@@ -1,6 +1,5 @@
 """What happens around training steps: a bar with an end, a curve, runs that are given up."""
 
-import json
 import time
 from math import sqrt
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 
+from experiments.lra.files import write_json
 from experiments.lra.learner import Learner
 from experiments.lra.tasks import Batch
 
@@ -82,16 +82,19 @@ class Deadline(Checkpoint):
     """Stops a run at a moment, `at` seconds after 1970, and leaves the checkpoint from which it
     goes on; the run is validated and tested as if it had ended by itself.
 
+    every: steps from one look at the clock to the next. Several processes agree on what they see,
+        which makes each wait for its device.
+
     A Checkpoint, because Lightning calls these after all other callbacks of a step.
     """
 
-    def __init__(self, at: float | None = None):
-        self.at = at
+    def __init__(self, at: float | None = None, every: int = 10):
+        self.at, self.every = at, every
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Learner, outputs: dict, batch: Batch, batch_idx: int
     ) -> None:
-        if self.at is None or trainer.should_stop:
+        if self.at is None or trainer.should_stop or trainer.global_step % self.every:
             return
         # All processes stop at the same step.
         if trainer.strategy.reduce_boolean_decision(time.time() >= self.at, all=False):
@@ -118,8 +121,7 @@ class Curve(Callback):
             self.points.append([trainer.global_step, *(float(measured[name]) for name in names)])
             folder = folder_of(trainer)
             if trainer.is_global_zero:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "curve.json").write_text(json.dumps(self.points) + "\n")
+                write_json(folder / "curve.json", self.points)
 
     def state_dict(self) -> dict:
         return {"points": self.points}

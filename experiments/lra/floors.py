@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.environment import environment
+from experiments.lra.files import write_json
 from experiments.lra.tasks import ListOps, Pathfinder, Task
 from experiments.lra.tasks.listops import (
     CLOSE,
@@ -57,7 +58,7 @@ def main(
         measured[Pathfinder(side).name] = pathfinder_floors(Pathfinder(side), samples)
         console.print(measured)
     record = environment(torch.device("cpu")) | {"samples": samples, "floors": measured}
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(RESULTS, record)
 
 
 def listops_floors(samples: int, seed: int = 1) -> dict[str, float]:

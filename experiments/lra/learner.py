@@ -245,7 +245,10 @@ def start_from(learner: Learner, path: Path) -> None:
 
     Raises ValueError for a checkpoint of another model.
     """
-    weights = read_checkpoint(path)["state_dict"]
+    checkpoint = read_checkpoint(path)
+    if "state_dict" not in checkpoint:
+        raise ValueError(f"{path} holds no weights: it has no 'state_dict'")
+    weights = checkpoint["state_dict"]
     own = learner.state_dict()
     name = "classifier.encoder.positions.learned.weight"
     if name in weights and name in own:

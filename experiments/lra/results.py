@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
+from experiments.lra.files import write_json
 from experiments.lra.seeds import summary_of
 from experiments.plots import COLOURS
 
@@ -37,7 +38,7 @@ def main(
     record = record_of(name, {group.name: ended(group) for group in groups})
     machine = re.sub(r"\W+", "-", record["device"].lower())
     path = output / f"lra-{name}-{machine}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
     picture = draw_curves(path)
     Console().print(table_of(record), f"wrote {path} and {picture}", sep="\n")
 

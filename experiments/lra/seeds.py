@@ -16,6 +16,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from experiments.lra.files import write_json
+
 # Restarts take seeds far from those asked for.
 RESTART = 1000
 
@@ -31,7 +33,7 @@ def main(
     for seed in range(seeds):
         results += until_unstuck(seed, restarts, output, arguments)
     summary = summary_of(results)
-    (output / "runs.json").write_text(json.dumps(summary | {"runs": results}, indent=1) + "\n")
+    write_json(output / "runs.json", summary | {"runs": results})
     Console().print(summary)
 
 

@@ -10,7 +10,6 @@ bfloat16 autocast, without dropout of probabilities. Each step is timed as calle
 as a CUDA graph: steps of this size wait for their launches.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from torch.nn.functional import cross_entropy
 from experiments.environment import device_name, environment
 from experiments.lra import presets
 from experiments.lra.attend import NAMED
+from experiments.lra.files import write_json
 from experiments.lra.model import Classifier, EncoderConfig
 from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
@@ -85,7 +85,8 @@ def case_of(task: str) -> Case:
     contenders = CONTENDERS
     if task in PATH:
         # Standard attention would need more memory than any GPU has.
-        contenders = (Contender("sdpa"), Contender("flash"), Contender(encoder["attention"]))
+        own = Contender(encoder["attention"], encoder.get("block_size", EncoderConfig.block_size))
+        contenders = (Contender("sdpa"), Contender("flash"), own)
     shape, batch = presets.task_of(values).shape, values["data"]["batch_size"]
     return Case(shape, batch, EncoderConfig(**encoder), contenders)
 
@@ -117,12 +118,13 @@ def main(
     scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
     compiled: Annotated[bool, typer.Option(help="by torch.compile, but for our kernels")] = False,
     name: Annotated[str, typer.Option(help="of the table, in the name of its file")] = "arena",
-    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+    output: Annotated[Path, typer.Option(file_okay=False, writable=True)] = RESULTS,
 ) -> None:
     """Measures training steps of every attention on every task."""
     console = Console(width=132)
     if unknown := [name for name in tasks.split(",") if name not in ARENA | PATH]:
         raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(ARENA | PATH)}")
+    output.mkdir(parents=True, exist_ok=True)  # an error comes before all is measured
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     steps, failed = [], []
     for task in tasks.split(","):
@@ -144,7 +146,7 @@ def main(
     }
     machine = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", device_name(device).lower())
     path = output / f"lra-{name}-{machine}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
     console.print(table_of_means(record["geometric_mean_speedup"]))
     console.print(f"wrote {path}")
 

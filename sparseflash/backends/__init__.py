@@ -73,6 +73,7 @@ BACKENDS = (
         portable.forward,
         portable.backward,
         portable.describe,
+        portable.tiling,
         extras=EVERY_EXTRA,
     ),
 )

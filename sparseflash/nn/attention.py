@@ -27,6 +27,7 @@ class SparseAttention(nn.Module):
         A checkpoint records it as masks.to_json(module.pattern): the state dict is torch's.
     kv_heads: heads of keys and values, num_heads by default, which they must divide.
     rotary: turns queries and keys; in self-attention only.
+    deterministic: see sparseflash.attention.
 
     Parameters have the names and the layout of torch.nn.MultiheadAttention, whose state dict loads
     when kv_heads is num_heads. Tensors are (batch, seq, embed_dim).
@@ -46,6 +47,7 @@ class SparseAttention(nn.Module):
         bias: bool = True,
         rotary: Rotary | None = None,
         backend: str = "auto",
+        deterministic: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -60,6 +62,7 @@ class SparseAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.pattern = _pattern(pattern, num_heads)
         self.dropout, self.backend, self.rotary = dropout, backend, rotary
+        self.deterministic = deterministic
         rows = (num_heads + 2 * kv_heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(
             torch.empty(rows, embed_dim, device=device, dtype=dtype)
@@ -146,6 +149,7 @@ class SparseAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             key_lengths=key_lengths,
             backend=self.backend,
+            deterministic=self.deterministic,
         )
         return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
 

@@ -113,11 +113,11 @@ def test_opcheck(backend, strides):
     scores = torch.rand(2, 1, 1, 2, device=BACKENDS[backend], requires_grad=True)
     chosen = BlockMask.from_topk(scores, 1, 16, (16, 20))
     for options in (
-        (None, None, None, mask.handle, None, None, None, 0.0, None, 0.0, "ieee", backend),
-        (bias, None, None, mask.handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", backend),
+        (None, None, None, mask.handle, None, None, None, 0.0, None, 0.0, "ieee", True, backend),
+        (bias, None, None, mask.handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", True, backend),
         (
             *(None, scores, *operators.mask_arguments(chosen)),
-            *(None, None, None, 0.0, None, 0.0, "ieee", backend),
+            *(None, None, None, 0.0, None, 0.0, "ieee", True, backend),
         ),
     ):
         torch.library.opcheck(operators.attention, (*tensors, *options))

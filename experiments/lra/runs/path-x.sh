@@ -1,10 +1,20 @@
 #!/usr/bin/env bash
-# The curriculum: Pathfinder-32, then 64, then Path-X, each from the best weights of the one before.
+# The curriculum with traced contours: Pathfinder-32, Path-64, Path-X, each from the best weights of the one before; the
+# two larger on three devices, whose processes share a batch.
 set -euo pipefail
 start=()
-for size in pathfinder32 pathfinder64 path-x; do
-  python -m experiments.lra.seeds --seeds 1 --restarts 3 --output "runs/$size" -- \
-    --preset "curriculum/$size" "${start[@]}"
-  best=$(find "runs/$size" -name best.ckpt -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)
-  start=(--model.init_from "$best")
-done
+fit() {
+  python -m experiments.lra.seeds --seeds 1 --output "runs/$1-traced" -- --preset "curriculum/$1" "${start[@]}" \
+    --data.task.init_args.traced true --model.objective.traces 1 "${@:2}"
+  start=(--model.init_from "$(find "runs/$1-traced" -name best.ckpt)")
+}
+three=(--trainer.devices 3 --trainer.strategy ddp --model.optimizer.warmup_steps 300)
+# The ink of larger images is a smaller part of them. Splits are multiples of the batch: one size to compile.
+fit pathfinder32 --model.objective.ink 4 --model.optimizer.learning_rate 1e-3 --model.optimizer.warmup_steps 500 \
+  --trainer.max_steps 6600
+fit pathfinder64 "${three[@]}" --model.objective.ink 6 --model.optimizer.learning_rate 1e-3 --data.batch_size 192 \
+  --data.task.init_args.sizes '[160000,4224,20544]' --trainer.val_check_interval 500 --trainer.max_steps 6030
+fit path-x "${three[@]}" --model.objective.ink 16 --model.optimizer.learning_rate 7e-4 --data.batch_size 48 \
+  --data.task.init_args.sizes '[160000,2016,10272]' --trainer.val_check_interval 400 --trainer.max_steps 5590
+python -m experiments.lra.results pathfinder64 runs/pathfinder64-traced
+python -m experiments.lra.results path-x runs/path-x-traced

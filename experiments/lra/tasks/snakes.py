@@ -241,10 +241,20 @@ def _traced(s, contours, first, second):
     """How many discs the contour of each pixel has."""
     trace = np.zeros((s.side, s.side), np.uint8)
     for c in range(2):
-        line = np.zeros((s.side, s.side), np.float32)
-        _paint(s, line, contours[c], 1)
-        trace = np.where(line > VISIBLE, np.uint8((first == c) + (second == c)), trace)
+        discs = (first == c) + (second == c)
+        for row, column, stamp in contours[c]:
+            _mark(trace, s.lines[stamp], row, column, discs)
     return trace
+
+
+@numba.njit(nogil=True)
+def _mark(trace, stamp, row, column, value):
+    """trace = value where the stamp, centred on a pixel, is visible."""
+    reach, size = stamp.shape[0] // 2, trace.shape[0]
+    for r in range(max(0, row - reach), min(size, row + reach + 1)):
+        for c in range(max(0, column - reach), min(size, column + reach + 1)):
+            if stamp[r - row + reach, c - column + reach] > VISIBLE:
+                trace[r, c] = value
 
 
 @numba.njit(nogil=True)
@@ -473,5 +483,9 @@ def _is_free(s, mask, row, column, degree):
 
 @numba.njit(nogil=True)
 def _to_bytes(image):
-    scaled = (image - image.min()) * (255 / (image.max() - image.min()))
-    return (scaled + np.float32(0.5)).astype(np.uint8)
+    low = image.min()
+    scale = 255 / (image.max() - low)
+    scaled = np.empty(image.shape, np.uint8)
+    for place, value in np.ndenumerate(image):
+        scaled[place] = np.uint8((value - low) * scale + 0.5)
+    return scaled

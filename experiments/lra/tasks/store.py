@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from tempfile import mkdtemp
 import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import DTypeLike
+
+from experiments.lra.files import write_json
 
 Arrays = dict[str, np.ndarray]
 Allocate = Callable[[str, tuple[int, ...], DTypeLike], np.ndarray]
@@ -59,7 +62,9 @@ def _write(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> N
     arrays: Arrays = {}
 
     def allocate(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-        arrays[name] = open_memmap(draft / f"{name}.npy", "w+", np.dtype(dtype), shape)
+        path = draft / f"{name}.npy"
+        arrays[name] = open_memmap(path, "w+", np.dtype(dtype), shape)
+        _take_space(path, folder)
         return arrays[name]
 
     try:
@@ -69,10 +74,24 @@ def _write(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> N
             "shape": {name: list(array.shape) for name, array in arrays.items()},
             "sha256": {name: content_hash(array) for name, array in arrays.items()},
         }
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        write_json(draft / MANIFEST, manifest)
         _name(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _take_space(path: Path, folder: Path) -> None:
+    """Gives a sparse file its blocks: where a disk is full, filling it would be a SIGBUS.
+
+    Raises OSError with the bytes that it needs.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        needed = f"{path.name} of {folder} needs {size:,} bytes"
+        raise OSError(error.errno, f"{os.strerror(error.errno)}: {needed}") from error
 
 
 def _name(draft: Path, folder: Path) -> None:

@@ -15,6 +15,7 @@ from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import launch
 from sparseflash.backends.hopper.device import PART
+from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.backends.hopper.row_terms import row_terms
@@ -29,8 +30,15 @@ KEY_STAGES = {
     128: {"STAGES": 3, "KEY_STAGES": 2},
     256: {"STAGES": 1, "KEY_STAGES": 1},
 }
+# Of the kernel that computes all three: the queries of a tile, and the part of dQ that each group
+# of warps adds, (queries, dims).
+FUSED_QUERIES = {64: 64, 128: 64}
+FUSED_PART = {64: (64, 32), 128: (64, 64)}
+FUSED_STAGES = {64: {"STAGES": 4, "SIDES": 4}, 128: {"STAGES": 2, "SIDES": 2}}
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
+# The blocks of a row of keys, on average, from which on the fused kernel is the faster one.
+FUSED_BLOCKS = {64: 24, 128: 0}
 
 
 def backward(
@@ -59,6 +67,8 @@ def backward(
     with on_device(query.device):
         terms = row_terms(grad_out, out, lse, grad_lse)
         call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
+        if is_fused(table, spec, needs):
+            return _fused_gradients(*call)
         if needs_query:
             grad_query = _query_gradient(*call)
         if launch.width(spec.head_dim) <= WIDEST_TOGETHER:
@@ -70,6 +80,38 @@ def backward(
             if needs_value:
                 _, grad_value = _key_value_gradient(*call, with_key=False)
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
+
+
+def is_fused(table: LookupTable, spec: AttentionSpec, needs: tuple[bool, bool, bool]) -> bool:
+    """Whether one kernel computes all gradients, adding to dQ in no fixed order."""
+    if spec.deterministic or not all(needs):
+        return False
+    width, blocks = launch.width(spec.head_dim), table.by_key.mean_count
+    if blocks is None or width not in FUSED_BLOCKS or (spec.dropout_p > 0 and width == 64):
+        return False
+    return blocks >= FUSED_BLOCKS[width]
+
+
+def _fused_gradients(
+    query, grad_out, key, value, terms, table, key_lengths, seed, spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = launch.width(spec.head_dim)
+    sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+    queries = FUSED_QUERIES[width]
+    tensors = (
+        *(launch.tiles_of(x, queries) for x in (query, grad_out)),
+        launch.terms_of(terms, queries),
+        *(launch.tiles_of(x, PART.value) for x in (key, value)),
+        launch.tiles_of(sums, *FUSED_PART[width]),
+        *(launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
+    )
+    stages = FUSED_STAGES[width]
+    launch.launch_pass(
+        fused_gradient_kernel, tensors, table, key_lengths, seed, spec, stages, by_key=True
+    )
+    torch.mul(sums, spec.scale, out=grad_query)
+    return grad_query, grad_key, grad_value
 
 
 def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, seed, spec) -> Tensor:

@@ -1,10 +1,12 @@
 """Gluon for Hopper under one set of names: all that differs between Triton 3.6 and 3.9 is here.
 
-3.8 renamed the asynchronous copies.
+3.8 renamed the asynchronous copies and gave the one that adds a function.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -16,12 +18,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "add_tile",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
     "opaque",
+    "reinterpreted",
     "store_tile",
     "wait_for_stores",
     "warpgroup_mma",
@@ -32,6 +36,24 @@ __all__ = [
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+
+
+@builtin
+def _add_tile(descriptor, start, buffer, _semantic=None):
+    start = _semantic._convert_to_ir_values(start, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, start, buffer.handle)
+
+
+add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
+
+
+@builtin
+def reinterpreted(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory as a buffer of another dtype, shape and layout."""
+    dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
+    shape = [_unwrap_if_constexpr(n) for n in shape]
+    return _semantic.memdesc_reinterpret(buffer, dtype, shape, layout)
 
 
 @gluon.jit

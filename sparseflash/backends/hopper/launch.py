@@ -16,7 +16,11 @@ ALIGNMENT = 16  # bytes that the tensor memory accelerator wants addresses and s
 # How many times the mean the heaviest row of a mask holds: from the first on programs take tiles
 # as they are done and not in turns, from the second on the heaviest rows of all heads come first.
 UNEVEN, VERY_UNEVEN = 1.25, 3
-GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+GLUON_DTYPES = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
 
 
 def launch_pass(
@@ -77,9 +81,10 @@ def width(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def tiles_of(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """The (rows, width) tiles of an addressable tensor (batch, heads, tokens, dims)."""
-    return _Descriptor(tensor, *_tiling(tensor.shape, tensor.stride(), tensor.dtype, rows))
+def tiles_of(tensor: Tensor, rows: int, dims: int | None = None) -> TensorDescriptor:
+    """The (rows, dims) tiles, of all dims if not said, of an addressable tensor (batch, heads,
+    tokens, dims)."""
+    return _Descriptor(tensor, *_tiling(tensor.shape, tensor.stride(), tensor.dtype, rows, dims))
 
 
 def terms_of(terms: Tensor, columns: int) -> TensorDescriptor:
@@ -99,9 +104,11 @@ class _Descriptor(TensorDescriptor):
 
 
 @lru_cache(maxsize=4096)
-def _tiling(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> tuple:
+def _tiling(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, dims: int | None
+) -> tuple:
     """(shape, strides, tile, layout)"""
-    tile = [1, 1, rows, width(shape[-1])]
+    tile = [1, 1, rows, dims or width(shape[-1])]
     layout = gl.NVMMASharedLayout.get_default_for(tile, GLUON_DTYPES[dtype])
     return list(shape), list(addressable_strides(shape, strides, dtype.itemsize)), tile, layout
 

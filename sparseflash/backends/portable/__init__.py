@@ -4,6 +4,8 @@
 first call that needs it, so this package can be imported where Triton is not installed.
 """
 
+from dataclasses import replace
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -11,12 +13,15 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.score import named
-from sparseflash.spec import AttentionSpec
+from sparseflash.spec import TILE, AttentionSpec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)
 BLOCK_SIDES = (16, 32, 64, 128, 256)
 ARCHITECTURE = 80  # compute capability times ten
+# By the shorter side of the mask's blocks: the fill of TILEs from which on they take less time
+# than the blocks themselves do.
+LEAST_FILL = {16: 0.4, 32: 0.6}
 
 
 def why_not(spec: AttentionSpec) -> list[str]:
@@ -67,12 +72,32 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+def tiling(spec: AttentionSpec) -> tuple[int, int]:
+    """TILE where small blocks fill enough of the tiles that they touch, else their own size."""
+    least = LEAST_FILL.get(min(spec.block_size))
+    if least is None or spec.fill is None or spec.few_queries or spec.device.type != "cuda":
+        return spec.block_size
+    return TILE if spec.fill >= least else spec.block_size
+
+
+@lru_cache(maxsize=4096)
+def _in_blocks(spec: AttentionSpec, block_size: tuple[int, int]) -> AttentionSpec:
+    """The facts of a call for kernels that read a table of this block size."""
+    return replace(spec, block_size=block_size)
+
+
 def describe(
     query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
 ) -> dict[str, str]:
-    """The configuration of each pass; see sparseflash.backends.Backend."""
+    """The configuration of each pass, and the tiles that small blocks are put together into; see
+    sparseflash.backends.Backend.
+    """
     from sparseflash.backends.portable import decoding, launch
 
+    tiles = {}
+    if table.block_size != spec.block_size:
+        tiles["tiles"] = f"{TILE}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"
+        spec = _in_blocks(spec, table.block_size)
     streamed = {"forward": (key, value), "dq": (key, value), "dkdv": (query, query)}
     passes = {
         which: str(launch.prepare(which, spec, tensors, (0, 1)).config)
@@ -80,7 +105,7 @@ def describe(
     }
     if spec.few_queries:
         passes["forward"] = decoding.describe(key, value, table, spec)
-    return passes
+    return tiles | passes
 
 
 def forward(
@@ -96,6 +121,8 @@ def forward(
     """(out, lse); see sparseflash.backends.Backend."""
     from sparseflash.backends.portable import decoding, forward_pass
 
+    if table.block_size != spec.block_size:
+        spec = _in_blocks(spec, table.block_size)
     run = decoding.forward if spec.few_queries else forward_pass.forward
     return run(query, key, value, table, key_lengths, seed, spec, bias)
 
@@ -118,6 +145,8 @@ def backward(
     """The gradients; see sparseflash.backends.Backend."""
     from sparseflash.backends.portable import backward_pass
 
+    if table.block_size != spec.block_size:
+        spec = _in_blocks(spec, table.block_size)
     saved = (query, key, value, out, lse)
     return backward_pass.backward(
         grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs, bias

@@ -21,6 +21,8 @@ class Config:
 
     tma:       the loop reads through the tensor memory accelerator
     registers: most registers per thread, so that more programs share a multiprocessor
+    flipped:   products are computed transposed: the tokens that the loop reads, of several blocks
+               at a time, make up the 64 rows of a product, the tokens of the program its columns
     """
 
     bm: int
@@ -29,6 +31,7 @@ class Config:
     stages: int
     tma: bool = False
     registers: int | None = None
+    flipped: bool = False
 
 
 MOST_WITH_DROPOUT = 112  # accumulators of a thread
@@ -111,6 +114,20 @@ HOPPER = {
         Config(64, 64, 8, 2, tma=True),
     ),
 }
+# Tiles that hold several blocks of 32 or 16 tokens, for Hopper's 16-bit products of scores that
+# nothing changes (dropout, soft caps, score functions and biases take registers that were not
+# measured). The rows of the table stay as they are, so no pair is computed that no block holds.
+PACKED = {
+    ("forward", 32): (Config(32, 64, 4, 3, flipped=True), Config(16, 64, 4, 3, flipped=True)),
+    ("forward", 64): (Config(32, 64, 4, 3, flipped=True), Config(16, 64, 4, 3, flipped=True)),
+    ("forward", 128): (Config(32, 64, 4, 3, flipped=True), Config(16, 64, 4, 3, flipped=True)),
+    ("dq", 32): (Config(32, 64, 4, 3, flipped=True), Config(16, 64, 4, 3, flipped=True)),
+    ("dq", 64): (Config(32, 64, 4, 3, flipped=True), Config(16, 64, 4, 3, flipped=True)),
+    ("dq", 128): (Config(32, 64, 4, 2, flipped=True), Config(16, 64, 4, 2, flipped=True)),
+    ("dkdv", 32): (Config(64, 32, 4, 3, flipped=True), Config(64, 16, 4, 3, flipped=True)),
+    ("dkdv", 64): (Config(64, 32, 4, 3, flipped=True), Config(64, 16, 4, 3, flipped=True)),
+    ("dkdv", 128): (Config(64, 32, 4, 2, flipped=True), Config(64, 16, 4, 2, flipped=True)),
+}
 AMPERE = {
     ("forward", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
     ("forward", 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
@@ -157,12 +174,39 @@ def padded_dims(head_dim: int) -> int:
 def candidates(
     architecture: int, which: str, dtype: torch.dtype, head_dim: int
 ) -> tuple[Config, ...]:
-    """Configurations of one pass ("forward", "dq", "dkdv" or "decode"), best first."""
-    bucket = (which, max(32, padded_dims(head_dim)))
+    """Configurations of one pass ("forward", "dq", "sums", "dkdv" or "decode"), best first."""
+    bucket = ("dq" if which == "sums" else which, _bucket(head_dim))
     if dtype == torch.float32:
         return FLOAT32[bucket] + SMALL_FLOAT32
     small = SMALL_DECODE if which == "decode" else SMALL
     return (HOPPER if architecture >= 90 else AMPERE)[bucket] + small
+
+
+def packed_candidates(
+    architecture: int,
+    which: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: tuple[int, int],
+) -> tuple[Config, ...]:
+    """Configurations whose tiles hold several of these blocks, best first."""
+    if architecture < 90 or dtype == torch.float32:
+        return ()
+    listed = PACKED.get((which, _bucket(head_dim)), ())
+    return tuple(config for config in listed if holds_several(config, which, block_size))
+
+
+def _bucket(head_dim: int) -> int:
+    return max(32, padded_dims(head_dim))
+
+
+def holds_several(config: Config, which: str, block_size: tuple[int, int]) -> bool:
+    """Whether a tile holds several blocks along the axis that the loop of a pass walks, and
+    divides a block along the other.
+    """
+    sides = [(config.bm, block_size[0]), (config.bn, block_size[1])]
+    (rows, block_rows), (walked, block_walked) = sides[::-1] if which == "dkdv" else sides
+    return rows <= block_rows and walked > block_walked
 
 
 def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int) -> int:
@@ -173,8 +217,10 @@ def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int)
         1 if which in ("forward", "decode") else 2
     ) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
-    dropout = config.bm * config.bn
-    return operands + vectors + dropout
+    pairs = config.bm * config.bn
+    # Transposed weights reach their product through shared memory, those of dK and of dV.
+    weights = pairs * dtype.itemsize * (2 if which == "dkdv" else 1) if config.flipped else 0
+    return operands + vectors + pairs + weights
 
 
 def accumulators(config: Config, which: str, head_dim: int) -> float:
@@ -225,19 +271,21 @@ def choose(
     block_size: tuple[int, int],
     tma: bool,
     packed_rows: int = 0,
+    packs: bool = False,
 ) -> Config | None:
     """The best configuration that divides the block, fits `memory` and uses tma only if it may.
 
     packed_rows: of "decode", whose tiles hold rows of several heads: the best of those whose tile
         holds them all, if any does.
+    packs: a tile may hold several blocks, and does wherever there is a configuration for it.
     """
     room = (max(block_size[0], MOST_PACKED) if packed_rows else block_size[0], block_size[1])
+    several = packed_candidates(architecture, which, dtype, head_dim, block_size)
+    single = candidates(architecture, which, dtype, head_dim)
     found = [
         config
-        for config in candidates(architecture, which, dtype, head_dim)
-        if shared_memory(config, which, dtype, head_dim) <= memory
-        and divides(config, room)
-        and tma >= config.tma
+        for config in (*(several if packs else ()), *(c for c in single if divides(c, room)))
+        if shared_memory(config, which, dtype, head_dim) <= memory and tma >= config.tma
     ]
     tall = [config for config in found if config.bm >= min(packed_rows, MOST_PACKED)]
     return next(iter(tall or found), None)
@@ -302,9 +350,10 @@ def plan(
     packed_rows: int,
 ) -> Plan:
     """The configuration of one pass, with the compile-time constants that follow from it."""
-    found = choose(which, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
-    config = FORCED.get(which, found)
     sloped = softcap or score is not None
+    packs = not (dropout or sloped or bias)
+    found = choose(which, *limits(device), dtype, head_dim, block_size, tma, packed_rows, packs)
+    config = FORCED.get(which, found)
     if sloped and which == "dkdv":
         # Scores and their slopes are held side by side: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
@@ -328,6 +377,7 @@ def plan(
         "BN": config.bn,
         # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
         "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
+        **({"FLIPPED": config.flipped} if which in PASSES else {}),
         "num_warps": config.warps,
         "num_stages": config.stages,
         "maxnreg": config.registers,

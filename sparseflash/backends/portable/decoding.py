@@ -148,9 +148,9 @@ def decode_kernel(
     kv_head = first_head // GROUP
     layer = tiles.mask_layer(table, sizes, batch, first_head)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
-    starts, counts = tiles.key_phases(table, sizes, layer, 0, length, BLOCK_K, LENGTHS)
+    starts, counts = tiles.key_phases(table, sizes, layer, 0, length, BLOCK_K, BN, LENGTHS)
     starts, counts = share(starts, counts, split, splits)
-    firsts = tiles.first_blocks(table, starts)
+    firsts = tiles.first_blocks(table, starts, counts, k_len, BLOCK_K, BN)
 
     places = tl.program_id(0) % tiles_of_row * BM + tl.arange(0, BM)
     tokens = places // PACKED
@@ -177,7 +177,7 @@ def decode_kernel(
             table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, pairs[:, None],
             PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, SCORE, PRECISION,
-            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES, False,
         )  # fmt: skip
 
     row = pairs.to(tl.int64) * q_len + tokens

@@ -24,13 +24,14 @@ def key_value_gradient_kernel(
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MASK_STAGES: tl.constexpr,
+    MASK_STAGES: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """A program sums over the query heads of its key head.
 
     Keys past their length load as zero and their gradients are zeroed at the end: the rows of a
     tile do not mix, so the loops need no mask for them.
     """
+    PACK: tl.constexpr = BM // BLOCK_Q if BM > BLOCK_Q else 1
     table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = tiles.Sizes(
         heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
@@ -46,9 +47,10 @@ def key_value_gradient_kernel(
     values = tiles.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
     k = tiles.load_rows(keys, start, length, BN, DIMS, HEAD_DIM, True)
     v = tiles.load_rows(values, start, length, BN, DIMS, HEAD_DIM, True)
+    k, v = tiles.turned(k, FLIPPED), tiles.turned(v, FLIPPED)
 
-    dk = tl.zeros([BN, DIMS], tl.float32)
-    dv = tl.zeros([BN, DIMS], tl.float32)
+    dk = tiles.zero_sums(BN, DIMS, FLIPPED)
+    dv = tiles.zero_sums(BN, DIMS, FLIPPED)
     for member in range(GROUP):
         head = kv_head * GROUP + member
         pair = batch * heads + head
@@ -56,29 +58,30 @@ def key_value_gradient_kernel(
         full_start, full_count, partial_start, partial_count = tiles.row_lists(
             table, sizes, layer, row
         )
-        starts = (partial_start, full_start)
-        counts = (
-            tl.where(start < length, partial_count, 0),
-            tl.where(start < length, full_count, 0),
-        )
-        firsts = (tl.load(partial_index + partial_start), tl.load(full_index + full_start))
+        partial_count = tl.where(start < length, partial_count, 0)
+        full_count = tl.where(start < length, full_count, 0)
+        left = full_count % PACK
+        starts = (partial_start, full_start, full_start + full_count - left)
+        counts = (partial_count, full_count - left, left)
+        firsts = tiles.first_blocks(table, starts, counts, q_len, BLOCK_Q, BM)
         strides = (query_batch, query_head, query_token, query_dim)
         queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
         grad_outs = tiles.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
         biases = tiles.of_head(bias, bias_head, head)
         lse2_row, delta_row = term_rows(terms, pair, q_len, BLOCK_Q)
-        for PHASE in tl.static_range(2):
+        for PHASE in tl.static_range(3 if PACK > 1 else 2):
             dk, dv = add_key_value_gradients(
                 dk, dv, k, v, lse2_row, delta_row,
                 queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
                 table, starts[PHASE], counts[PHASE], firsts[PHASE], start, q_len,
                 cap, biases, k_len, scale2, seed, threshold, keep_scale, pair,
-                PHASE == 0, DROPOUT, SOFTCAP, SCORE, PRECISION,
-                HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+                PHASE == 0, PHASE != 1, DROPOUT, SOFTCAP, SCORE, PRECISION,
+                HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES, FLIPPED,
             )  # fmt: skip
 
     valid = start + tl.arange(0, BN)[:, None] < length
+    dk, dv = tiles.turned(dk, FLIPPED), tiles.turned(dv, FLIPPED)
     dk = tl.where(valid, dk * (scale2 * tiles.LN2), 0.0)
     dv = tl.where(valid, (dv * keep_scale) if DROPOUT else dv, 0.0)
     strides = (grad_key_batch, grad_key_head, grad_key_token, grad_key_dim)
@@ -95,53 +98,72 @@ def add_key_value_gradients(
     queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
     table, start, count, block, key_start, q_len,
     cap, biases, k_len, scale2, seed, threshold, keep_scale, pair,
-    PARTIAL: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, BOUNDED: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """(dk + dS^T Q, dv + dropout(P)^T dO) over `count` listed blocks; scores are (key, query)."""
-    PARTS: tl.constexpr = BLOCK_Q // BM
+    """(dk + dS^T Q, dv + dropout(P)^T dO) over `count` listed blocks; scores are (key, query).
+
+    BOUNDED says that tiles may reach past the queries. A tile of more queries than a block holds
+    several blocks, one for each of its queries in `block`. FLIPPED: scores are (query, key), dk
+    and dv (dim, key).
+    """
+    PACKED: tl.constexpr = BM > BLOCK_Q
+    KEY_AXIS: tl.constexpr = 1 if FLIPPED else 0
     index = table.partial_index if PARTIAL else table.full_index
-    bits = tl.load(table.partial_tile + start) if PARTIAL else block
-    for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
-        query_start = block * BLOCK_Q + step % PARTS * BM
-        tokens = query_start + tl.arange(0, BM)
+    bits = block
+    if PARTIAL:
+        bits = tiles.listed_block(table.partial_tile, start, count, 0, 0, BLOCK_Q, BM)
+    key_tokens = key_start + tl.arange(0, BN)
+    steps = tiles.steps(count, BLOCK_Q, BM)
+    for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
+        query_start, tokens = tiles.step_tokens(block, step, BLOCK_Q, BM)
         q = tiles.stream_rows(
             query_descriptor, batch, head, queries, query_start, q_len,
-            BM, DIMS, HEAD_DIM, PARTIAL, False,
+            BM, DIMS, HEAD_DIM, BOUNDED, False, PACKED,
         )  # fmt: skip
-        lse2 = tl.load(lse2_row + tokens)
-        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        lse2 = load_term(lse2_row, tokens, q_len, float("inf"), PACKED and BOUNDED)
+        products = tiles.score_products(k, q, PRECISION, FLIPPED)
         scores, slopes = tiles.modified(
-            products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
-            SOFTCAP, SCORE, BN, True,
+            products, batch, head, cap, biases, tokens, key_tokens, q_len, k_len, scale2,
+            SOFTCAP, SCORE, not FLIPPED,
         )  # fmt: skip
-        scores -= lse2[None, :]
+        scores -= tl.expand_dims(lse2, KEY_AXIS)
         if PARTIAL:
             mask = tiles.attended(
-                table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, True
+                table.bank, bits, tokens, key_start, BN, BLOCK_Q, BLOCK_K, not FLIPPED
             )
             scores = tl.where(mask, scores, float("-inf"))
         p = tl.exp2(scores)
         do = tiles.stream_rows(
             grad_out_descriptor, batch, head, grad_outs, query_start, q_len,
-            BM, DIMS, HEAD_DIM, PARTIAL, False,
+            BM, DIMS, HEAD_DIM, BOUNDED, False, PACKED,
         )  # fmt: skip
         dropped = p
         if DROPOUT:
-            keep = tl.trans(tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN))
+            keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN, False, not FLIPPED)
             dropped = tl.where(keep, p, 0.0)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        dv = tiles.add_weighted(dv, dropped, do, PRECISION, FLIPPED)
+        dp = tiles.score_products(v, do, PRECISION, FLIPPED)
         if DROPOUT:
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - tl.load(delta_row + tokens)[None, :])
+        delta = load_term(delta_row, tokens, q_len, 0.0, PACKED and BOUNDED)
+        ds = p * (dp - tl.expand_dims(delta, KEY_AXIS))
         if SOFTCAP or SCORE is not None:
             ds *= slopes
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        ahead = start + (step + 1) // PARTS
-        block = tl.load(index + ahead)
+        dk = tiles.add_weighted(dk, ds, q, PRECISION, FLIPPED)
+        block = tiles.listed_block(index, start, count, step + 1, q_len, BLOCK_Q, BM)
         if PARTIAL:
-            bits = tl.load(table.partial_tile + ahead)
+            bits = tiles.listed_block(table.partial_tile, start, count, step + 1, 0, BLOCK_Q, BM)
     return dk, dv
+
+
+@triton.jit
+def load_term(row, tokens, q_len, other, BOUNDED: tl.constexpr):
+    """A row term of `tokens`; if BOUNDED `other` for those past the queries."""
+    if BOUNDED:
+        term = tl.load(row + tokens, mask=tokens < q_len, other=other)
+    else:
+        term = tl.load(row + tokens)
+    return term

@@ -27,20 +27,21 @@ def query_gradient_kernel(
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MASK_STAGES: tl.constexpr,
+    MASK_STAGES: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = tiles.Sizes(
         heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
     )
     LENGTHS: tl.constexpr = key_lengths is not None
+    CUTS: tl.constexpr = LENGTHS or BN > BLOCK_K
     rank, part, batch, head = tiles.program_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
     layer = tiles.mask_layer(table, sizes, batch, head)
     row = tiles.ranked_row(table, sizes, layer, rank)
     length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
-    starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
-    firsts = tiles.first_blocks(table, starts)
+    starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, BN, LENGTHS)
+    firsts = tiles.first_blocks(table, starts, counts, k_len, BLOCK_K, BN)
 
     start = row * BLOCK_Q + part * BM
     strides = (query_batch, query_head, query_token, query_dim)
@@ -55,6 +56,7 @@ def query_gradient_kernel(
         do, outs, grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, terms,
         batch, head, heads, start, q_len, HEAD_DIM, DIMS, BLOCK_Q, BM,
     )  # fmt: skip
+    q, do = tiles.turned(q, FLIPPED), tiles.turned(do, FLIPPED)
     strides = (key_batch, key_head, key_token, key_dim)
     keys = tiles.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
     strides = (value_batch, value_head, value_token, value_dim)
@@ -62,19 +64,20 @@ def query_gradient_kernel(
 
     biases = tiles.of_head(bias, bias_head, head)
     tokens = start + tl.arange(0, BM)
-    dq = tl.zeros([BM, DIMS], tl.float32)
-    for PHASE in tl.static_range(3 if LENGTHS else 2):
+    dq = tiles.zero_sums(BM, DIMS, FLIPPED)
+    for PHASE in tl.static_range(3 if CUTS else 2):
         dq = add_query_gradient(
             dq, q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, batch * heads + head,
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and LENGTHS), DROPOUT, SOFTCAP, SCORE, PRECISION,
-            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES,
+            PHASE == 0, PHASE == 2 or (PHASE == 0 and CUTS), DROPOUT, SOFTCAP, SCORE, PRECISION,
+            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES, FLIPPED,
         )  # fmt: skip
 
     strides = (grad_query_batch, grad_query_head, grad_query_token, grad_query_dim)
     grad_queries = tiles.one_head(grad_query, strides, batch, head, ALIGN, INDEX)
+    dq = tiles.turned(dq, FLIPPED)
     tiles.store_rows(grad_queries, dq * (scale2 * tiles.LN2), start, q_len, HEAD_DIM)
 
 
@@ -86,64 +89,70 @@ def add_query_gradient(
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """dq + dS K over `count` listed blocks; PARTIAL, CUT and `block` as in the forward pass."""
-    PARTS: tl.constexpr = BLOCK_K // BN
+    """dq + dS K over `count` listed blocks; PARTIAL, CUT, `block` and FLIPPED as in the forward
+    pass.
+    """
     index = table.partial_index if PARTIAL else table.full_index
-    bits = tl.load(table.partial_tile + start) if PARTIAL else block
-    for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start = block * BLOCK_K + step % PARTS * BN
+    bits = tiles.listed_tile(table, start, count, 0, BLOCK_K, BN) if PARTIAL else block
+    steps = tiles.steps(count, BLOCK_K, BN)
+    for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
+        key_start, key_tokens = tiles.step_tokens(block, step, BLOCK_K, BN)
         ds, slopes, k = score_gradients(
             q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, bits, tokens, key_start, limit,
+            table, bits, tokens, key_start, key_tokens, limit,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
             PARTIAL, CUT, DROPOUT, SOFTCAP, SCORE, PRECISION,
-            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN,
+            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, FLIPPED,
         )  # fmt: skip
         if SOFTCAP or SCORE is not None:
             ds *= slopes
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        ahead = start + (step + 1) // PARTS
-        block = tl.load(index + ahead)
+        dq = tiles.add_weighted(dq, ds, k, PRECISION, FLIPPED)
+        block = tiles.listed_block(index, start, count, step + 1, k_len, BLOCK_K, BN)
         if PARTIAL:
-            bits = tl.load(table.partial_tile + ahead)
+            bits = tiles.listed_tile(table, start, count, step + 1, BLOCK_K, BN)
     return dq
 
 
 @triton.jit
 def score_gradients(
     q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-    table, bits, tokens, key_start, limit,
+    table, bits, tokens, key_start, key_tokens, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """(dS, the derivative of the soft cap, K) of one tile."""
+    PACKED: tl.constexpr = BN > BLOCK_K
+    KEY_AXIS: tl.constexpr = 0 if FLIPPED else 1
     MASKED: tl.constexpr = PARTIAL or CUT
     k = tiles.stream_rows(
-        key_descriptor, batch, kv_head, keys, key_start, limit, BN, DIMS, HEAD_DIM, MASKED, CUT
-    )
-    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    scores, slopes = tiles.modified(
-        products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
-        SOFTCAP, SCORE, BN, False,
+        key_descriptor, batch, kv_head, keys, key_start, limit,
+        BN, DIMS, HEAD_DIM, MASKED, CUT, PACKED,
     )  # fmt: skip
-    scores -= lse2[:, None]
+    products = tiles.score_products(q, k, PRECISION, FLIPPED)
+    scores, slopes = tiles.modified(
+        products, batch, head, cap, biases, tokens, key_tokens, q_len, k_len, scale2,
+        SOFTCAP, SCORE, FLIPPED,
+    )  # fmt: skip
+    scores -= tl.expand_dims(lse2, KEY_AXIS)
     if PARTIAL:
-        mask = tiles.attended(table.bank, bits, tokens, key_start, BM, BN, BLOCK_Q, BLOCK_K, False)
+        mask = tiles.attended(table.bank, bits, tokens, key_start, BN, BLOCK_Q, BLOCK_K, FLIPPED)
         scores = tl.where(mask, scores, float("-inf"))
     if CUT:
-        scores = tl.where(key_start + tl.arange(0, BN)[None, :] < limit, scores, float("-inf"))
+        valid = tl.expand_dims(key_tokens, 1 - KEY_AXIS) < limit
+        scores = tl.where(valid, scores, float("-inf"))
     p = tl.exp2(scores)
     v = tiles.stream_rows(
-        value_descriptor, batch, kv_head, values, key_start, limit, BN, DIMS, HEAD_DIM, MASKED, CUT
-    )
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        value_descriptor, batch, kv_head, values, key_start, limit,
+        BN, DIMS, HEAD_DIM, MASKED, CUT, PACKED,
+    )  # fmt: skip
+    dp = tiles.score_products(do, v, PRECISION, FLIPPED)
     if DROPOUT:
-        keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN)
+        keep = tiles.kept(seed, threshold, pair, tokens, key_start, BM, BN, PACKED, FLIPPED)
         dp = tl.where(keep, dp * keep_scale, 0.0)
-    return p * (dp - delta[:, None]), slopes, k
+    return p * (dp - tl.expand_dims(delta, KEY_AXIS)), slopes, k

@@ -37,7 +37,7 @@ def score_sums(
 
     tensors: query, key, value, grad_out; terms: see row_terms
     """
-    made = prepare("dq", spec, tensors, (1, 2))
+    made = prepare("sums", spec, tensors, (1, 2))
     row_parts, column_parts = made.parts, spec.block_size[1] // made.config.bn
     row_tiles, column_tiles = table.by_query.rows * row_parts, table.by_key.rows * column_parts
     programs = spec.batch * row_tiles
@@ -101,8 +101,8 @@ def score_sums_kernel(
         start = tile_row * BM
         layer = tiles.mask_layer(table, sizes, batch, head)
         length = tl.load(key_lengths + batch).to(tl.int32) if LENGTHS else k_len
-        starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, LENGTHS)
-        firsts = tiles.first_blocks(table, starts)
+        starts, counts = tiles.key_phases(table, sizes, layer, row, length, BLOCK_K, BN, LENGTHS)
+        firsts = tiles.first_blocks(table, starts, counts, k_len, BLOCK_K, BN)
         strides = (query_batch, query_head, query_token, query_dim)
         queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
@@ -145,28 +145,27 @@ def add_score_sums(
     BM: tl.constexpr, BN: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds dS of `count` listed blocks; PARTIAL, CUT and `block` as in the forward pass."""
-    PARTS: tl.constexpr = BLOCK_K // BN
     tokens = query_start + tl.arange(0, BM)
     index = table.partial_index if PARTIAL else table.full_index
-    bits = tl.load(table.partial_tile + start) if PARTIAL else block
-    for step in tl.range(count * PARTS, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start = block * BLOCK_K + step % PARTS * BN
+    bits = tiles.listed_tile(table, start, count, 0, BLOCK_K, BN) if PARTIAL else block
+    steps = tiles.steps(count, BLOCK_K, BN)
+    for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
+        key_start, key_tokens = tiles.step_tokens(block, step, BLOCK_K, BN)
         ds, _, _ = score_gradients(
             q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, bits, tokens, key_start, limit,
+            table, bits, tokens, key_start, key_tokens, limit,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
             PARTIAL, CUT, DROPOUT, SOFTCAP, SCORE, PRECISION,
-            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN,
+            HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, False,
         )  # fmt: skip
         if tile_sums is not None:
             tl.store(tile_sums + key_start // BN, tl.sum(ds))
         if distances is not None:
             add_by_distance(distances, ds, query_start, key_start, q_len, k_len, BM, BN)
-        ahead = start + (step + 1) // PARTS
-        block = tl.load(index + ahead)
+        block = tiles.listed_block(index, start, count, step + 1, k_len, BLOCK_K, BN)
         if PARTIAL:
-            bits = tl.load(table.partial_tile + ahead)
+            bits = tiles.listed_tile(table, start, count, step + 1, BLOCK_K, BN)
 
 
 @triton.jit

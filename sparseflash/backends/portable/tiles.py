@@ -109,10 +109,14 @@ def row_lists(table, sizes, layer, row):
 
 
 @triton.jit
-def key_phases(table, sizes, layer, row, length, BLOCK_K: tl.constexpr, LENGTHS: tl.constexpr):
+def key_phases(
+    table, sizes, layer, row, length,
+    BLOCK_K: tl.constexpr, BN: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
     """(start, count) of each list that a row of queries walks:
 
-    0. partial blocks; 1. full blocks that end before `length`; 2. the full block that it cuts.
+    0. partial blocks; 1. full blocks that end before `length`, as many as fill whole tiles; 2. the
+    full blocks that are left, the last of which `length` may cut.
     """
     full_start, full_count, partial_start, partial_count = row_lists(table, sizes, layer, row)
     inside = full_count
@@ -122,18 +126,69 @@ def key_phases(table, sizes, layer, row, length, BLOCK_K: tl.constexpr, LENGTHS:
         inside = count_below(table.full_index, full_start, full_count, length // BLOCK_K)
         cut = count_below(table.full_index, full_start, full_count, end) - inside
         partial_count = count_below(table.partial_index, partial_start, partial_count, end)
+    if BN > BLOCK_K:
+        left = inside % (BN // BLOCK_K)
+        inside -= left
+        cut += left
     return (partial_start, full_start, full_start + inside), (partial_count, inside, cut)
 
 
 @triton.jit
-def first_blocks(table, starts):
-    """The first block of each list of key_phases."""
+def first_blocks(table, starts, counts, length, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """listed_block of the first step over each list: of partial blocks, then of full ones."""
     partial_start, full_start, cut_start = starts
+    partial_count, full_count, cut_count = counts
     return (
-        tl.load(table.partial_index + partial_start),
-        tl.load(table.full_index + full_start),
-        tl.load(table.full_index + cut_start),
+        listed_block(table.partial_index, partial_start, partial_count, 0, length, BLOCK, ROWS),
+        listed_block(table.full_index, full_start, full_count, 0, length, BLOCK, ROWS),
+        listed_block(table.full_index, cut_start, cut_count, 0, length, BLOCK, ROWS),
     )
+
+
+@triton.jit
+def steps(count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """How many tiles of ROWS tokens `count` blocks take: parts of a block, or several blocks."""
+    return tl.cdiv(count, ROWS // BLOCK) if ROWS > BLOCK else count * (BLOCK // ROWS)
+
+
+@triton.jit
+def listed_block(index, start, count, step, length, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The block that a step reads; where a tile holds several, that of each of its ROWS tokens.
+
+    Those after the last block get the one after a sequence of `length` tokens.
+    """
+    if ROWS > BLOCK:
+        entry = step * (ROWS // BLOCK) + tl.arange(0, ROWS) // BLOCK
+        past = tl.cdiv(length, BLOCK)
+        block = tl.load(index + (start + entry), mask=entry < count, other=past)
+    else:
+        block = tl.load(index + (start + step // (BLOCK // ROWS)))
+    return block
+
+
+@triton.jit
+def listed_tile(table, start, count, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The bit tile of the block that a step reads; of each block where a tile holds several."""
+    if ROWS > BLOCK:
+        entry = step * (ROWS // BLOCK) + tl.arange(0, ROWS // BLOCK)
+        tile = tl.load(table.partial_tile + (start + entry), mask=entry < count, other=0)
+    else:
+        tile = tl.load(table.partial_tile + (start + step // (BLOCK // ROWS)))
+    return tile
+
+
+@triton.jit
+def step_tokens(block, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(the first token, all tokens) of the tile of a step; all twice where it holds several
+    blocks.
+    """
+    if ROWS > BLOCK:
+        tokens = block * BLOCK + tl.arange(0, ROWS) % BLOCK
+        first = tokens
+    else:
+        first = block * BLOCK + step % (BLOCK // ROWS) * ROWS
+        tokens = first + tl.arange(0, ROWS)
+    return first, tokens
 
 
 @triton.jit
@@ -178,6 +233,23 @@ def load_rows(
     """A (ROWS, DIMS) tile from `token` on; zero past HEAD_DIM and, if BOUNDED, past `limit`."""
     pointers = tile_pointers(head, token, ROWS, DIMS)
     in_sequence = token + tl.arange(0, ROWS)[:, None] < limit
+    return load_tile(pointers, in_sequence, DIMS, HEAD_DIM, BOUNDED)
+
+
+@triton.jit
+def gather_rows(
+    head, tokens, limit, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr, BOUNDED: tl.constexpr
+):
+    """load_rows of `tokens`, whichever they are."""
+    rows = tokens.to(tl.int64)[:, None] * head.token_stride
+    dims = tl.arange(0, DIMS)[None, :].to(head.token_stride.dtype) * head.dim_stride
+    return load_tile(head.start + (rows + dims), tokens[:, None] < limit, DIMS, HEAD_DIM, BOUNDED)
+
+
+@triton.jit
+def load_tile(
+    pointers, in_sequence, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr, BOUNDED: tl.constexpr
+):
     in_head = tl.arange(0, DIMS)[None, :] < HEAD_DIM
     if BOUNDED and HEAD_DIM < DIMS:
         tile = tl.load(pointers, mask=in_sequence & in_head, other=0.0)
@@ -194,18 +266,55 @@ def load_rows(
 def stream_rows(
     descriptor, batch, head_index, head, token, limit,
     ROWS: tl.constexpr, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BOUNDED: tl.constexpr, CUT: tl.constexpr,
+    BOUNDED: tl.constexpr, CUT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """load_rows for a loop: by the tensor memory accelerator if there is a descriptor.
 
     The accelerator zero-fills past the sequence and past HEAD_DIM. CUT says that `limit` may come
-    before the end of the sequence.
+    before the end of the sequence. PACKED says that `token` holds all tokens, of several blocks.
     """
-    if descriptor is None or CUT:
+    if PACKED:
+        tile = gather_rows(head, token, limit, DIMS, HEAD_DIM, BOUNDED)
+    elif descriptor is None or CUT:
         tile = load_rows(head, token, limit, ROWS, DIMS, HEAD_DIM, BOUNDED)
     else:
         tile = tl.reshape(descriptor.load([batch, head_index, token, 0]), (ROWS, DIMS))
     return tile
+
+
+@triton.jit
+def score_products(rows, streamed, PRECISION: tl.constexpr, FLIPPED: tl.constexpr):
+    """The products of the rows of a program with those that it streams; transposed if FLIPPED, as
+    the rows are then.
+    """
+    if FLIPPED:
+        products = tl.dot(streamed, rows, input_precision=PRECISION)
+    else:
+        products = tl.dot(rows, tl.trans(streamed), input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def add_weighted(acc, weights, streamed, PRECISION: tl.constexpr, FLIPPED: tl.constexpr):
+    """acc + weights streamed; if FLIPPED acc and weights are transposed."""
+    weights = weights.to(streamed.dtype)
+    if FLIPPED:
+        acc = tl.dot(tl.trans(streamed), weights, acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(weights, streamed, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def zero_sums(ROWS: tl.constexpr, DIMS: tl.constexpr, FLIPPED: tl.constexpr):
+    """What add_weighted starts from."""
+    return tl.zeros([DIMS, ROWS] if FLIPPED else [ROWS, DIMS], tl.float32)
+
+
+@triton.jit
+def turned(tile, FLIPPED: tl.constexpr):
+    """The tile, if FLIPPED transposed: rows for score_products, and sums of add_weighted."""
+    return tl.trans(tile) if FLIPPED else tile
 
 
 @triton.jit
@@ -220,10 +329,26 @@ def store_rows(head, tile, token, limit, HEAD_DIM: tl.constexpr):
 @triton.jit
 def attended(
     bank, tile, tokens, key_start,
-    BM: tl.constexpr, BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Element mask (BM, BN), or its transpose, of the queries `tokens` and keys from key_start on.
+
+    tile: that of the block, for all queries or for each; where the keys are of several blocks,
+        that of each block
+    """
+    if BN > BLOCK_K:
+        mask = attended_blocks(bank, tile, tokens, BN, BLOCK_Q, BLOCK_K, TRANSPOSED)
+    else:
+        mask = attended_block(bank, tile, tokens, key_start, BN, BLOCK_Q, BLOCK_K, TRANSPOSED)
+    return mask
+
+
+@triton.jit
+def attended_block(
+    bank, tile, tokens, key_start,
+    BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """attended, of keys of one block.
 
     A query's bits are read word by word: a tile of pointers would be pipelined through shared
     memory.
@@ -243,6 +368,26 @@ def attended(
 
 
 @triton.jit
+def attended_blocks(
+    bank, tile, tokens,
+    BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """attended, of BN keys of several blocks with one `tile` each."""
+    WORDS: tl.constexpr = (BLOCK_K + 31) // 32
+    WIDTH: tl.constexpr = BLOCK_K // WORDS
+    QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
+    keys = tl.expand_dims(tl.arange(0, BN), QUERY_AXIS)
+    rows = bank + tokens % BLOCK_Q * WORDS
+    word = tl.expand_dims(tl.zeros_like(tokens), 1 - QUERY_AXIS)
+    for WORD in tl.static_range(BN // WIDTH):
+        own = tl.arange(0, BN // BLOCK_K) == WORD // WORDS
+        first = tl.sum(tl.where(own, tile, 0), 0).to(tl.int64) * (BLOCK_Q * WORDS)
+        found = tl.load(rows + (first + WORD % WORDS))
+        word = tl.where(keys // WIDTH == WORD, tl.expand_dims(found, 1 - QUERY_AXIS), word)
+    return ((word >> keys % WIDTH) & 1) != 0
+
+
+@triton.jit
 def of_head(bias, bias_head, head):
     """The biases of one head, or of a column of heads, if there are any."""
     row = bias
@@ -253,17 +398,17 @@ def of_head(bias, bias_head, head):
 
 @triton.jit
 def modified(
-    products, batch, head, cap, biases, tokens, key_start, q_len, k_len, scale2,
-    SOFTCAP: tl.constexpr, SCORE: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    products, batch, head, cap, biases, tokens, keys, q_len, k_len, scale2,
+    SOFTCAP: tl.constexpr, SCORE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """(scores in base 2, the derivative of score and softcap) of the products Q K^T of a tile,
-    the queries `tokens` with the keys from key_start on; head: one or a column of them.
+    the queries `tokens` with `keys`; head: one or a column of them.
 
     scores = log2(e) * (score(softcap(scale * products)) + bias)
     """
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
     queries = tl.expand_dims(tokens, 1 - QUERY_AXIS)
-    keys = tl.expand_dims(key_start + tl.arange(0, BN), QUERY_AXIS)
+    keys = tl.expand_dims(keys, QUERY_AXIS)
     slopes = 1.0
     if SOFTCAP:
         capped, slopes = tanh(products * (scale2 * LN2 / cap))
@@ -296,15 +441,24 @@ def tanh(x):
 
 
 @triton.jit
-def kept(seed, threshold, pair, tokens, key_start, BM: tl.constexpr, BN: tl.constexpr):
-    """Dropout's keep mask (BM, BN) of the queries `tokens` and the keys from key_start on.
+def kept(
+    seed, threshold, pair, tokens, key_start,
+    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Dropout's keep mask (BM, BN), or its transpose, of the queries `tokens` and the keys from
+    key_start on, or if PACKED of the keys that it holds.
 
     One Philox call serves four neighbouring keys: (q, k) uses word k % 4 of counter
     (k // 4, q, pair, 0), where pair = batch index * heads + head, one or a column of them.
     """
-    keys = tl.broadcast_to((key_start // 4 + tl.arange(0, BN // 4))[None, :], BM, BN // 4)
+    if PACKED:
+        fours = tl.max(tl.reshape(key_start // 4, (BN // 4, 4)), 1)
+    else:
+        fours = key_start // 4 + tl.arange(0, BN // 4)
+    keys = tl.broadcast_to(fours[None, :], BM, BN // 4)
     queries = tl.broadcast_to(tokens[:, None], BM, BN // 4)
     zero = tl.zeros_like(keys)
     word0, word1, word2, word3 = tl.philox(seed, keys, queries, zero + pair, zero)
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-    return tl.reshape(words, (BM, BN)) >= threshold.to(tl.uint32)
+    keep = tl.reshape(words, (BM, BN)) >= threshold.to(tl.uint32)
+    return tl.trans(keep) if TRANSPOSED else keep

@@ -26,21 +26,29 @@ def test_means_are_geometric_and_over_all_tasks():
 
 
 def test_table_is_measured_and_kept(tmp_path, capsys):
+    folder = tmp_path / "new" / "folder"
     speed.main(
         tasks="image",
         only=["standard", "butterfly()", "linear"],
         scale=256,
         compiled=False,
         name="small",
-        output=tmp_path,
+        output=folder,
     )
-    record = read(tmp_path, "lra-small-*.json")
+    record = read(folder, "lra-small-*.json")
     assert {s["attention"] for s in record["steps"]} == {"standard", "butterfly()", "linear"}
     assert all(s["median_ms"] > 0 and s["batch"] == 1 for s in record["steps"])
     # Attentions without parameters of their own are compared in the same model.
     assert len({s["parameters"] for s in record["steps"]}) == 1
     assert all(means["standard"] == 1 for means in record["geometric_mean_speedup"].values())
     assert "butterfly() of 64" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_is_told_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        speed.main(tasks="image", output=tmp_path / "file" / "folder")
 
 
 def test_unknown_tasks_list_the_known_ones():
@@ -51,7 +59,8 @@ def test_unknown_tasks_list_the_known_ones():
 def test_cases_are_those_of_the_presets():
     case = speed.case_of("path-x")
     assert (case.shape.seq_len, case.model.layers, case.model.order) == (128 * 128, 6, "tiles")
-    assert case.contenders[-1].attention.startswith("neighborhood2d(8, 1)")
+    own = case.contenders[-1]
+    assert (own.attention.split(" | ")[0], own.block_size) == ("neighborhood2d(16, 3)", 64)
     assert speed.case_of("image").batch == 256
 
 

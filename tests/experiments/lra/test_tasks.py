@@ -1,3 +1,4 @@
+import errno
 import pickle
 
 import numpy as np
@@ -68,6 +69,23 @@ class TestStore:
         with pytest.raises(KeyboardInterrupt):
             store.stored(tmp_path / "data", {}, killed)
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_full_disk_is_an_error_that_leaves_nothing(self, tmp_path, monkeypatch):
+        def full(descriptor, offset, size):
+            raise OSError(errno.ENOSPC, "full")
+
+        def large(allocate):
+            allocate("x", (2**20,), np.uint8)
+
+        monkeypatch.setattr(store.os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"x\.npy of .*data needs 1,048,704 bytes") as error:
+            store.stored(tmp_path / "data", {}, large)
+        assert error.value.errno == errno.ENOSPC
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.undo()
+        # Untouched pages have their blocks.
+        store.stored(tmp_path / "data", {}, large)
+        assert (tmp_path / "data" / "x.npy").stat().st_blocks * 512 >= 2**20
 
     def test_other_facts_and_changed_contents_are_refused(self, tmp_path):
         folder = tmp_path / "data"

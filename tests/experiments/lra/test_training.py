@@ -3,6 +3,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -22,9 +23,10 @@ from experiments.lra.learner import (
     read_checkpoint,
     repeated_over_grid,
     schedule_of,
+    start_from,
 )
 from experiments.lra.model import EncoderConfig
-from experiments.lra.tasks import SPLITS, Sample, Shape, Task
+from experiments.lra.tasks import SPLITS, Pathfinder, Sample, Shape, Task
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -159,10 +161,10 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
 def test_a_deadline_stops_a_run_that_can_go_on(tmp_path):
     whole = fit(tmp_path / "whole", Averaged(decay=0.9))[3]
     curve = Curve()
-    trainer, *_, first = fit(tmp_path / "cut", Averaged(decay=0.9), curve, Deadline(at=0))
-    assert trainer.global_step == 1
+    trainer, *_, first = fit(tmp_path / "cut", Averaged(decay=0.9), curve, Deadline(at=0, every=3))
+    assert trainer.global_step == 3
     # It is validated where it stops.
-    assert [point[0] for point in curve.points] == [1]
+    assert [point[0] for point in curve.points] == [3]
     assert json.loads((tmp_path / "cut" / "curve.json").read_text()) == curve.points
     last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
     rest = fit(tmp_path / "cut", Averaged(decay=0.9), Curve(), Deadline(), ckpt_path=last)[3]
@@ -278,6 +280,9 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
             ObjectiveConfig(),
             init_from=start,
         )
+    torch.save({"weights": {}}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other\.pt holds no weights"):
+        start_from(learner, tmp_path / "other.pt")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +293,25 @@ def test_a_broken_checkpoint_is_named(tmp_path, content):
         (tmp_path / "last.ckpt").write_bytes(content)
     with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint"):
         read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise SystemExit
+
+    monkeypatch.setattr(command, "moved_discs", killed)
+    cli, task = command.ArenaCLI.__new__(command.ArenaCLI), Pathfinder()
+    cli.model = Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig())
+    cli.datamodule = SimpleNamespace(task=task, batch_size=8)
+    cli.trainer = SimpleNamespace(
+        is_global_zero=True,
+        log_dir=tmp_path,
+        callback_metrics={"test/accuracy": 0.75},
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    with pytest.raises(SystemExit):
+        cli._report({"stuck": False})
+    assert json.loads((tmp_path / "result.json").read_text())["test/accuracy"] == 0.75
 
 
 def test_unknown_tasks_list_the_known_ones():

@@ -163,6 +163,9 @@ class Buffer:
     def permute(self, order):
         return Buffer(self.tensor.permute(order))
 
+    def slice(self, start, length, dim):
+        return Buffer(self.tensor.narrow(dim, start, length))
+
     def load(self, layout):
         return self.tensor.clone()
 
@@ -237,15 +240,23 @@ def load_tile(descriptor, start, barrier, buffer):
     barrier.copies.append(land)
 
 
+def reinterpreted(buffer, dtype, shape, layout):
+    return Buffer(buffer.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
+
+
 def store_tile(descriptor, start, buffer):
-    _partition.stores.append((descriptor, start, buffer))
+    _partition.stores.append((Tensor.copy_, descriptor, start, buffer))
+
+
+def add_tile(descriptor, start, buffer):
+    _partition.stores.append((Tensor.add_, descriptor, start, buffer))
 
 
 def wait_for_stores(pendings):
     while len(_partition.stores) > pendings:
-        descriptor, start, buffer = _partition.stores.pop(0)
+        write, descriptor, start, buffer = _partition.stores.pop(0)
         part, place = descriptor.window(start)
-        part.copy_(buffer.tensor[place])
+        write(part, buffer.tensor[place])
 
 
 def fence_async_shared():

@@ -23,6 +23,7 @@ from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 
 MODULES = (
     *("device", "dropout", "launch", "row_terms", "query_gradient", "key_value_gradient"),
+    "fused_gradient",
     *("forward_pass", "backward_pass"),
 )
 PROGRAMS = 2

@@ -105,6 +105,9 @@ def variants(architecture: int):
             yield which, torch.bfloat16, head_dim, best, {"softcap": 20.0}
             yield which, torch.bfloat16, head_dim, best, {"score": BENT.name}
             yield which, torch.bfloat16, head_dim, best, {"bias": True}
+    for which in configs.PASSES:
+        for config in configs.PACKED[which, 128] if architecture >= 90 else ():
+            yield which, torch.bfloat16, 128, config, {}
     for head_dim, options in itertools.product((64, 128), ({}, {"bias": True})):
         best, *_ = configs.candidates(architecture, "dq", torch.bfloat16, head_dim)
         yield "sums", torch.bfloat16, head_dim, best, options
@@ -113,7 +116,7 @@ def variants(architecture: int):
 def report_variants(architecture: int):
     for which, dtype, head_dim, config, options in variants(architecture):
         KERNELS[which].device_caches.clear()
-        side = max(config.bm, config.bn)
+        side = (min if config.flipped else max)(config.bm, config.bn)
         query = torch.empty(1, 1, 2 * side, head_dim, dtype=dtype)
         tensors = {}
         if "dropout_p" in options:
@@ -121,18 +124,18 @@ def report_variants(architecture: int):
         if "bias" in options:
             tensors["bias"] = torch.zeros(1, 4 * side - 1)
         mask = causal(2 * side, (side, side))
-        pass_of_config = "dq" if which == "sums" else which
-        with launch.forced(config, pass_of_config):
+        with launch.forced(config, which):
             call(which, query, mask, **(options | tensors))
         (kernel,) = compiled(KERNELS[which])
         yield {
             "variant": f"{which} {dtype} d{head_dim} {config} {options}",
             "shared": kernel.metadata.shared,
-            "estimate": configs.shared_memory(config, pass_of_config, dtype, head_dim),
+            "estimate": configs.shared_memory(config, which, dtype, head_dim),
             "limit": SHARED_MEMORY[architecture],
             "stack": stack_bytes(kernel.asm["cubin"]),
             "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
-            "wants_warpgroups": dtype != torch.float32 and min(config.bm, config.bn) >= 64,
+            "wants_warpgroups": dtype != torch.float32
+            and (config.flipped or min(config.bm, config.bn) >= 64),
         }
 
 

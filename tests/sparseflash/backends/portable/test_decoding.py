@@ -184,7 +184,8 @@ def test_few_queries_are_decoded_and_more_are_not(monkeypatch):
         spec = AttentionSpec(
             *(1, 1, 1, q_len, 64, 16, key.dtype, DEVICE, (16, 16), 1, 1.0, 0.0, False)
         )
-        portable.forward(key[:, :, :q_len], key, key, None, None, 0, spec)
+        table = masks.full()((q_len, 64), 16, DEVICE).table()
+        portable.forward(key[:, :, :q_len], key, key, table, None, 0, spec)
         assert bool(pass_over(replace(spec, head_dim=128))) == (q_len == FEW_QUERIES)
     assert taken == [decoding, forward_pass]
 

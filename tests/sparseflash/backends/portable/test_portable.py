@@ -3,11 +3,14 @@ GPU.
 """
 
 import math
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 
+import masks
+import sparseflash
 from masks.block_mask import BlockMask
 from sparseflash.autograd import run
 from sparseflash.backends import portable
@@ -144,6 +147,49 @@ def test_dropout_does_not_depend_on_tiles(bm, bn):
     inputs = make_inputs(1, 2, 64, 64, 16, device=DEVICE)
     with launch.forced(configs.Config(bm, bn, 4, 2), *configs.PASSES):
         check(inputs, mixed_mask(64, 64, (32, 32)), (32, 32), dropout_p=0.5, seed=3)
+
+
+@contextmanager
+def several_blocks_in_a_tile(block_size, flipped):
+    from sparseflash.backends.portable import configs, launch
+
+    bq, bk = block_size
+    by_query = configs.Config(bq, max(64, 2 * bk), 4, 2, flipped=flipped)
+    by_key = configs.Config(max(64, 2 * bq), bk, 4, 2, flipped=flipped)
+    with launch.forced(by_query, "forward", "dq"), launch.forced(by_key, "dkdv"):
+        yield
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("block_size", [(16, 16), (32, 64)])
+def test_several_blocks_in_a_tile(block_size, flipped):
+    inputs = make_inputs(3, 2, 90, 150, 20, kv_heads=1, dtype=torch.float16, device=DEVICE)
+    lengths = torch.tensor([0, 77, 150], device=DEVICE)
+    dense = mixed_mask(90, 150, block_size, layers=2)
+    with several_blocks_in_a_tile(block_size, flipped):
+        check(inputs, dense, block_size, key_lengths=lengths)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_several_chosen_blocks_in_a_tile_and_every_option(flipped):
+    inputs = make_inputs(2, 2, 70, 90, 16, device=DEVICE)
+    mask = masks.causal(align="bottom-right")((70, 90), 16, DEVICE)
+    mask = mask.keep_topk(torch.rand(2, 2, 5, 6).to(DEVICE), 5)
+    options = {
+        "softcap": 2.0,
+        "bias": torch.randn(2, 159, device=DEVICE),
+        "dropout_p": 0.3,
+        "key_lengths": torch.tensor([33, 90], device=DEVICE),
+        "seed": 3,
+    }
+
+    def attend(query, key, value):
+        return sparseflash.attention(
+            query, key, value, mask, return_lse=True, backend="triton", **options
+        )
+
+    with several_blocks_in_a_tile((16, 16), flipped), poisoned_empty():
+        check_attention(attend, *inputs[:3], mask, grad_out=inputs[3], **options)
 
 
 @pytest.mark.parametrize("strides", STRIDES)

@@ -1,5 +1,6 @@
 """Which calls the Triton kernels refuse, and what they say."""
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -66,11 +67,37 @@ def test_chosen_configurations_fit_the_device(memory, which, dtype):
         for block_size in [(16, 16), (16, 256), (64, 32), (64, 64), (256, 256)]:
             for architecture in (80, 90):
                 facts = (which, architecture, memory, dtype, head_dim, block_size)
-                for tma in (False, True):
-                    config = configs.choose(*facts, tma)
+                for tma, packs in itertools.product((False, True), repeat=2):
+                    config = configs.choose(*facts, tma, packs=packs)
                     assert configs.shared_memory(config, which, dtype, head_dim) <= memory
-                    assert configs.divides(config, block_size)
+                    several = configs.holds_several(config, which, block_size)
+                    assert packs if several else configs.divides(config, block_size)
                     assert tma or not config.tma
+
+
+@pytest.mark.parametrize("which", configs.PASSES)
+@pytest.mark.parametrize("side", [16, 32])
+def test_plain_calls_in_small_blocks_take_several_at_a_time(monkeypatch, which, side):
+    monkeypatch.setattr(configs, "limits", lambda device: (90, 232448))
+
+    def several(block_side, dtype=torch.bfloat16, dropout=False, softcap=False, bias=False):
+        block_size = (block_side, block_side)
+        facts = (which, torch.device("cuda"), dtype, 128, block_size)
+        plan = configs.plan(*facts, dropout, softcap, None, bias, "ieee", True, 0)
+        return configs.holds_several(plan.config, which, block_size)
+
+    assert several(side)
+    assert not several(64)
+    assert not several(side, dtype=torch.float32)
+    assert not any(several(side, **{name: True}) for name in ("dropout", "softcap", "bias"))
+
+
+def test_small_blocks_that_fill_large_tiles_are_put_together():
+    spec = replace(SPEC, device=torch.device("cuda"), block_size=(16, 32))
+    sides = {fill: portable.tiling(replace(spec, fill=fill)) for fill in (0.1, 0.95, None)}
+    assert sides == {0.1: (16, 32), 0.95: (128, 128), None: (16, 32)}
+    assert portable.tiling(replace(spec, q_len=1)) == (16, 32)
+    assert portable.tiling(replace(spec, block_size=(64, 64), fill=0.95)) == (64, 64)
 
 
 def test_imports_without_triton():

@@ -1,0 +1,397 @@
+"""The kernel of all three gradients: key rows, with five products for each block.
+
+S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and of
+dK += dS^T Q, as in key_value_gradient. dS also goes through shared memory, where both groups of
+warps find the keys of the other: each computes its part of dS K and adds it to dQ in global
+memory, beside the programs of other keys. The order of those sums, and with it the last bits of
+dQ, differs from run to run.
+
+The scores of the next tile are computed while dQ of this one leaves.
+"""
+
+from typing import NamedTuple
+
+from sparseflash.backends.hopper import device, dropout
+from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.gluon_shim import (
+    add_tile,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    opaque,
+    reinterpreted,
+    store_tile,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sparseflash.backends.hopper.key_value_gradient import load_queries
+
+
+class Exchange(NamedTuple):
+    """dS^T of both groups: entry 2 * side + group is filled by that group for both."""
+
+    buffers: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor
+
+
+class Rings(NamedTuple):
+    """sum_buffers: for each group the part of dQ that it adds to global memory"""
+
+    query_ring: device.Ring
+    grad_out_ring: device.Ring
+    key_ring: device.Ring
+    value_ring: device.Ring
+    term_buffers: gl.shared_memory_descriptor
+    exchange: Exchange
+    sum_buffers: gl.shared_memory_descriptor
+
+
+class Place(NamedTuple):
+    """Where a step is: its tile in the rings of queries, and its side of the exchange."""
+
+    stage: gl.tensor
+    phase: gl.tensor
+    side: gl.tensor
+    side_phase: gl.tensor
+
+
+@gluon.jit(**device.unspecialized("key_lengths", "counter"))
+def fused_gradient_kernel(
+    queries, grad_outs, terms, keys, values, sums, grad_keys, grad_values,
+    bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
+    heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
+    seed_low, seed_high, threshold, keep_scale,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr,
+):  # fmt: skip
+    QUERIES: gl.constexpr = queries.block_type.shape[2]
+    DTYPE: gl.constexpr = queries.dtype
+    table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
+    sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, QUERIES], DTYPE)
+    halves = gl.allocate_shared_memory(DTYPE, [SIDES * 2, PART, QUERIES], HALF)
+    full_halves = gl.allocate_shared_memory(gl.int64, [SIDES * 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SIDES * 2):
+        mbarrier.init(full_halves.index(i), count=1)
+    rings = Rings(
+        device.ring(queries, STAGES, 2),
+        device.ring(grad_outs, STAGES, 2),
+        device.ring(keys, 2, 2),
+        device.ring(values, 2, 1),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, QUERIES], terms.layout),
+        Exchange(halves, full_halves),
+        gl.allocate_shared_memory(gl.float32, [4] + sums.block_type.shape, sums.layout),  # noqa: RUF005 (no star in Gluon)
+    )
+    turns = device.number_ring()
+    drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
+    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (sums, grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES, SIDES)),
+            (consume, (sums, grad_keys, grad_values, rings, call, 1, GROUP, MASKED, STAGES, SIDES)),
+            (produce, (queries, grad_outs, terms, keys, values, rings, call, GROUP, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce(queries, grad_outs, terms, keys, values, rings, call, GROUP: gl.constexpr,
+            STAGES: gl.constexpr):  # fmt: skip
+    """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
+    stage, phase = 0, 1
+    key_phase = 1
+    turn, turn_phase = 0, 1
+    tile = gl.program_id(0)
+    while tile < call.sizes.tiles:
+        following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
+        batch, kv_head, row = device.locate(call, tile, GROUP)
+        for part in gl.static_range(2):
+            token = row * BLOCK + part * PART
+            device.fill(rings.key_ring, keys, batch, kv_head, token, part, key_phase)
+            device.fill(rings.value_ring, values, batch, kv_head, token, part, key_phase)
+        key_phase = key_phase ^ 1
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            walk = device.walk_queries(call, batch, head, row)
+            stage, phase = load_queries(
+                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring, rings.term_buffers, call,
+                batch, head, call.table.partial_index, walk.partial_start, walk.partials,
+                stage, phase, STAGES,
+            )  # fmt: skip
+            stage, phase = load_queries(
+                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring, rings.term_buffers, call,
+                batch, head, call.table.full_index, walk.full_start, walk.fulls,
+                stage, phase, STAGES,
+            )  # fmt: skip
+        tile = following
+
+
+@gluon.jit
+def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl.constexpr,
+            MASKED: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr):  # fmt: skip
+    """Computes dK and dV of one half of each tile, and a part of dQ of all queries."""
+    DIMS: gl.constexpr = rings.key_ring.buffers.shape[4]
+    DTYPE: gl.constexpr = rings.key_ring.buffers.dtype
+    PARTS: gl.constexpr = BLOCK // rings.query_ring.buffers.shape[3]
+    GRAD: gl.constexpr = device.product_layout(DIMS)
+    offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
+    # What leaves is cast to the dtype of keys where dQ left: that buffer is this group's alone.
+    leaving = reinterpreted(
+        rings.sum_buffers.index(2 * MEMBER), DTYPE, grad_keys.block_type.shape, grad_keys.layout
+    )
+    place = Place(0, 0, 0, 0)
+    key_phase = 0
+    turn, turn_phase = 0, 0
+    tile = gl.program_id(0)
+    while tile < call.sizes.tiles:
+        batch, kv_head, row = device.locate(call, tile, GROUP)
+        start = row * BLOCK + MEMBER * PART
+        length = device.key_length(call, batch)
+        dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
+        dv = gl.zeros([PART, DIMS], gl.float32, GRAD)
+        for part in gl.static_range(2):
+            mbarrier.wait(rings.key_ring.filled.index(part), key_phase)
+        mbarrier.wait(rings.value_ring.filled.index(MEMBER), key_phase)
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            walk = device.walk_queries(call, batch, head, row)
+            masked = walk.partials * PARTS
+            if MASKED:
+                dk, dv, place = visit_tiles(
+                    dk, dv, place, sums, rings, call, walk, batch, head, start, 0, masked,
+                    MEMBER, True, STAGES, SIDES, GRAD,
+                )  # fmt: skip
+            dk, dv, place = visit_tiles(
+                dk, dv, place, sums, rings, call, walk, batch, head, start, masked,
+                masked + walk.fulls * PARTS, MEMBER, False, STAGES, SIDES, GRAD,
+            )  # fmt: skip
+        for part in gl.static_range(2):
+            device.release(rings.key_ring, part)
+        device.release(rings.value_ring, MEMBER)
+        key_phase = key_phase ^ 1
+        dk = dk * (call.scale2 * device.LN2)
+        if call.dropout.threshold is not None:
+            dv = dv * call.dropout.keep_scale
+        if call.key_lengths is not None:
+            inside = gl.expand_dims(start + offsets < length, 1)
+            dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
+        leave(grad_values, leaving, dv, batch, kv_head, start)
+        leave(grad_keys, leaving, dk, batch, kv_head, start)
+        tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
+    wait_for_stores(0)
+
+
+@gluon.jit
+def leave(descriptor, buffer, matrix, batch, head, token):
+    """Stores a matrix as soon as what is on its way from the buffer has left it."""
+    wait_for_stores(0)
+    rows: gl.constexpr = buffer.shape[2]
+    buffer.reshape([rows, buffer.shape[3]]).store(matrix.to(buffer.dtype))
+    fence_async_shared()
+    store_tile(descriptor, [batch, head, token, 0], buffer)
+
+
+@gluon.jit
+def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begin, end,
+                MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
+                SIDES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
+    """Adds tiles `begin` to `end` of the listed blocks, all of partial ones or all of full ones.
+
+    start: the first key
+    """
+    if begin < end:
+        QUERIES: gl.constexpr = rings.query_ring.buffers.shape[3]
+        PARTS: gl.constexpr = BLOCK // QUERIES
+        LAG: gl.constexpr = SIDES > 2
+        blocks = call.table.full_index + walk.full_start
+        if PARTIAL:
+            blocks = call.table.partial_index + walk.partial_start
+        own = opaque(end * 0 + MEMBER)
+        key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
+        block = gl.load(blocks)
+        scores = begin_scores(rings.query_ring, key, place)
+        dv, ds = differentiate(
+            dv, scores, place, begin, value, rings, call, walk, batch, head, start,
+            MEMBER, PARTIAL, GRAD,
+        )  # fmt: skip
+        # dQ lags two tiles behind the scores: that of the first round belongs to no tile.
+        lagging, lagging_token, lags = before(place, SIDES), 0, False
+        for i in range(1, end - begin):
+            ahead = gl.load(blocks + i // PARTS)
+            token = block * BLOCK + (i - 1) % PARTS * QUERIES
+            dk = begin_key_gradient(dk, ds, rings, place, MEMBER)
+            if LAG:
+                dq = begin_query_gradient(rings, lagging, MEMBER)
+            else:
+                dq = begin_query_gradient(rings, place, MEMBER)
+            following = after(place, STAGES, SIDES)
+            scores = begin_scores(rings.query_ring, key, following)
+            dk, dq = warpgroup_mma_wait(1, deps=(dk, dq))
+            device.release(rings.query_ring, place.stage)
+            if LAG:
+                dq = gl.where(lags, dq, 0.0)
+                add_query_gradient(sums, rings, dq, lagging, batch, head, lagging_token, MEMBER)
+                lagging, lagging_token, lags = place, token, True
+            else:
+                add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
+            place = following
+            block = ahead
+            dv, ds = differentiate(
+                dv, scores, place, begin + i, value, rings, call, walk, batch, head, start,
+                MEMBER, PARTIAL, GRAD,
+            )  # fmt: skip
+        token = block * BLOCK + (end - 1 - begin) % PARTS * QUERIES
+        dk = begin_key_gradient(dk, ds, rings, place, MEMBER)
+        if LAG:
+            dq = begin_query_gradient(rings, lagging, MEMBER)
+            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+            device.release(rings.query_ring, place.stage)
+            dq = gl.where(lags, dq, 0.0)
+            add_query_gradient(sums, rings, dq, lagging, batch, head, lagging_token, MEMBER)
+            dq = begin_query_gradient(rings, place, MEMBER)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
+        else:
+            dq = begin_query_gradient(rings, place, MEMBER)
+            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+            device.release(rings.query_ring, place.stage)
+            add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER)
+        place = after(place, STAGES, SIDES)
+    return dk, dv, place
+
+
+@gluon.jit
+def after(place, STAGES: gl.constexpr, SIDES: gl.constexpr):
+    """The place of the next tile."""
+    stage, phase = device.advance(place.stage, place.phase, STAGES)
+    side, side_phase = device.advance(place.side, place.side_phase, SIDES)
+    return Place(stage, phase, side, side_phase)
+
+
+@gluon.jit
+def before(place, SIDES: gl.constexpr):
+    """The place of the tile before, of which the side alone is known."""
+    side, side_phase = place.side - 1, place.side_phase
+    if side < 0:
+        side = SIDES - 1
+        side_phase = side_phase ^ 1
+    return Place(place.stage, place.phase, side, side_phase)
+
+
+@gluon.jit
+def begin_scores(query_ring, key, place):
+    """S^T of a tile of queries, in flight."""
+    QUERIES: gl.constexpr = query_ring.buffers.shape[3]
+    SCORES: gl.constexpr = device.product_layout(QUERIES)
+    mbarrier.wait(query_ring.filled.index(place.stage), place.phase)
+    query = device.matrix(query_ring, place.stage)
+    zeros = gl.zeros([PART, QUERIES], gl.float32, SCORES)
+    return warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def differentiate(dv, scores, place, i, value, rings, call, walk, batch, head, start,
+                  MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+                  GRAD: gl.constexpr):  # fmt: skip
+    """(dV + P^T dO, dS^T) of the i-th tile of the listed blocks, whose scores are in flight."""
+    query_ring, grad_out_ring, term_buffers = (
+        rings.query_ring,
+        rings.grad_out_ring,
+        rings.term_buffers,
+    )
+    QUERIES: gl.constexpr = query_ring.buffers.shape[3]
+    PARTS: gl.constexpr = BLOCK // QUERIES
+    SCORES: gl.constexpr = device.product_layout(QUERIES)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    stage = place.stage
+    if PARTIAL:
+        entry = walk.partial_start + i // PARTS
+        word = i % PARTS * (QUERIES // 32)
+        words = device.mask_words(call.table, entry, MEMBER * PART, word, QUERIES, SCORES)
+    grad_out = device.matrix(grad_out_ring, stage)
+    zeros = gl.zeros([PART, QUERIES], gl.float32, SCORES)
+    mbarrier.wait(grad_out_ring.filled.index(stage), place.phase)
+    dp = warpgroup_mma(value, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if call.dropout.threshold is not None:
+        pair = batch * call.sizes.heads + head
+        token = device.listed_token(call, walk, i, QUERIES)
+        kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
+        kept = dropout.transposed(kept, SCORES)
+    lse2 = term_buffers.index(2 * stage).reshape([QUERIES]).load(COLUMNS)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
+    if PARTIAL:
+        p = gl.where(device.attended(words, QUERIES, SCORES), p, 0.0)
+    weights = p
+    if call.dropout.threshold is not None:
+        weights = gl.where(kept, p, 0.0)
+    weights = device.operand(weights, value.dtype, GRAD)
+    dv = warpgroup_mma(weights, grad_out, dv, is_async=True)
+    delta = term_buffers.index(2 * stage + 1).reshape([QUERIES]).load(COLUMNS)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    if call.dropout.threshold is not None:
+        dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(value.dtype)
+    hand_over(rings.exchange, ds, place.side, MEMBER)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    device.release(grad_out_ring, stage)
+    return dv, device.operand(ds, value.dtype, GRAD)
+
+
+@gluon.jit
+def hand_over(exchange, ds, side, MEMBER: gl.constexpr):
+    """Writes this group's keys of dS^T where both groups read them."""
+    entry = side * 2 + MEMBER
+    exchange.buffers.index(entry).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(exchange.filled.index(entry), count=1)
+
+
+@gluon.jit
+def begin_key_gradient(dk, ds, rings, place, MEMBER: gl.constexpr):
+    """dK + dS^T Q, in flight."""
+    query = device.matrix(rings.query_ring, place.stage)
+    return warpgroup_mma(ds, query, dk, is_async=True)
+
+
+@gluon.jit
+def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
+    """dS K of this group's queries, or of all queries and its dims, in flight: two products."""
+    QUERIES: gl.constexpr = rings.query_ring.buffers.shape[3]
+    ROWS: gl.constexpr = rings.sum_buffers.shape[3]
+    DIMS: gl.constexpr = rings.sum_buffers.shape[4]
+    exchange = rings.exchange
+    dq = gl.zeros([ROWS, DIMS], gl.float32, device.product_layout(DIMS))
+    for turn in gl.static_range(2):
+        group = (MEMBER + turn) % 2
+        entry = place.side * 2 + group
+        if turn == 1:
+            mbarrier.wait(exchange.filled.index(entry), place.side_phase)
+        ds, key = exchange.buffers.index(entry), device.matrix(rings.key_ring, group)
+        if ROWS == QUERIES:
+            key = key.slice(MEMBER * DIMS, DIMS, dim=1)
+        else:
+            ds = ds.slice(MEMBER * ROWS, ROWS, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), key, dq, use_acc=turn == 1, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_query_gradient(sums, rings, dq, place, batch, head, token, MEMBER: gl.constexpr):
+    """Adds a part of dQ to global memory."""
+    buffers = rings.sum_buffers
+    QUERIES: gl.constexpr = rings.query_ring.buffers.shape[3]
+    ROWS: gl.constexpr = buffers.shape[3]
+    DIMS: gl.constexpr = buffers.shape[4]
+    buffer = buffers.index(2 * MEMBER + place.side % 2)
+    wait_for_stores(1)
+    buffer.reshape([ROWS, DIMS]).store(dq)
+    fence_async_shared()
+    if ROWS == QUERIES:
+        add_tile(sums, [batch, head, token, MEMBER * DIMS], buffer)
+    else:
+        add_tile(sums, [batch, head, token + MEMBER * ROWS, 0], buffer)
