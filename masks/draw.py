@@ -36,7 +36,7 @@ def coverage(mask: BlockMask, most: int) -> Tensor:
     """
     g = mask.grid
     one = mask.head(0)
-    fill = torch.zeros(g.nq, g.nk)
+    fill = torch.zeros(g.nq, g.nk, device=mask.device)
     fill[g.split(one.full.expand())] = 1.0
     if len(one.partial):
         set_pairs = tiles.unpack(one.bank, g.bk).float().mean((1, 2))

@@ -4,8 +4,6 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
-
 _alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = count()
 
@@ -19,9 +17,6 @@ class Handled:
     handle: str
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():
-            kind = type(self).__name__
-            raise NotImplementedError(f"a {kind} must be made outside of a compiled graph")
         object.__setattr__(self, "handle", f"{type(self).__name__}-{next(_numbers)}")
         _alive[self.handle] = self
 

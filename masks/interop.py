@@ -154,7 +154,7 @@ def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> Block
     return BlockMask.from_scipy(found, block_size).to(matrix.device)
 
 
-_ZERO = torch.tensor(0)
+_ZERO = torch.tensor(0, device="cpu")
 
 
 def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -4,7 +4,7 @@ A model's mask function is called once per forward pass, before its layers: it m
 masks of the batch, which transformers hands to the attention of every layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -20,6 +20,9 @@ from masks import BlockMask, Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
 from sparseflash.step import rows_of, shared_length
+
+# What makes masks reads numbers back and keeps what it made; a graph finds it done.
+outside_of_graphs = torch.compiler.disable(reason="masks are made outside of graphs")
 
 
 def register(
@@ -57,6 +60,11 @@ class Span(NamedTuple):
     kv_length: int
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is all of a sequence: one pattern then serves every length."""
+        return self.q_offset == self.kv_offset == 0 and self.q_length == self.kv_length
+
+    @property
     def q_end(self) -> int:
         return self.q_offset + self.q_length
 
@@ -67,14 +75,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BatchMask:
-    """The masks of a batch: of `members`, batch indices, masks[i] serves those of members[i].
-
-    key_lengths is that of sparseflash.attention, for all of them.
+    """The masks of a batch: masks[i] serves the batch indices members[i], with key_lengths[i] as
+    sparseflash.attention takes them.
     """
 
-    masks: list[BlockMask]
+    masks: list[Pattern | BlockMask]
     members: list[Tensor]
-    key_lengths: Tensor | None = None
+    key_lengths: list[Tensor | None]
 
     def contiguous(self):
         """What `generate` asks of the masks of a cache of a fixed size: to be tensors."""
@@ -84,6 +91,7 @@ class BatchMask:
         )
 
 
+@outside_of_graphs
 def _mask_of_batch(
     pattern: Pattern | None,
     batch_size: int,
@@ -101,25 +109,23 @@ def _mask_of_batch(
     """A mask function as transformers calls it; attention_mask is bool (batch, tokens), False at
     padding.
     """
-    pattern, device = _pattern_of(pattern, config), torch.device(device)
+    device = torch.device(device)
     span = Span(int(q_offset), q_length, kv_offset, kv_length)
-    causal = mask_function is causal_mask_function
-    own = _mask_of_span(_causal(pattern) if causal else pattern, span, device)
-    if causal or mask_function is bidirectional_mask_function:
-        found = [own] * batch_size
-    else:
+    pattern = _pattern_of(pattern, config, mask_function is causal_mask_function)
+    lengths, allowed = _padding(attention_mask, span)
+    simple = mask_function in (causal_mask_function, bidirectional_mask_function)
+    if simple and allowed is None and span.is_whole:
+        return _grouped([pattern] * batch_size, device, lengths)
+    own = _mask_of_span(pattern, span, device)
+    found = [own] * batch_size
+    if not simple:
         functions = (
             partial(mask_function, torch.tensor(i, device=device)) for i in range(batch_size)
         )
         found = [own & _of_pairs(own, span, function, device) for function in functions]
-    if attention_mask is None:
-        return _grouped(found, device)
-    allowed = _fitted(attention_mask, kv_offset, kv_length)
-    lengths = allowed.sum(1).cpu()
-    if bool((allowed.cpu() == (torch.arange(kv_length) < lengths[:, None])).all()):
-        return _grouped(found, device, lengths)
-    found = [m & _of_keys(m, row) for m, row in zip(found, allowed, strict=True)]
-    return _grouped(found, device)
+    if allowed is not None:
+        found = [m & _of_keys(m, row) for m, row in zip(found, allowed, strict=True)]
+    return _grouped(found, device, lengths)
 
 
 def _attend(
@@ -146,9 +152,9 @@ def _attend(
         backend=backend,
     )
     if attention_mask is None:
-        own = _pattern_of(pattern, getattr(module, "config", None))
         causal = options.get("is_causal", getattr(module, "is_causal", False))
-        out = call(query, key, value, _causal(own) if causal else own)
+        own = _pattern_of(pattern, getattr(module, "config", None), causal)
+        out = call(query, key, value, own)
     elif isinstance(attention_mask, BatchMask):
         out = _attend_batch(call, query, key, value, attention_mask)
     else:
@@ -160,22 +166,24 @@ def _attend(
 
 def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, mask: BatchMask):
     if len(mask.masks) == 1:
-        return call(query, key, value, mask.masks[0], key_lengths=mask.key_lengths)
-    out = torch.empty_like(query)
-    for block_mask, member in zip(mask.masks, mask.members, strict=True):
-        lengths = None if mask.key_lengths is None else mask.key_lengths[member]
-        part = call(query[member], key[member], value[member], block_mask, key_lengths=lengths)
-        out = out.index_copy(0, member, part)
-    return out
+        return call(query, key, value, mask.masks[0], key_lengths=mask.key_lengths[0])
+    parts = [
+        call(query[member], key[member], value[member], block_mask, key_lengths=lengths)
+        for block_mask, member, lengths in zip(
+            mask.masks, mask.members, mask.key_lengths, strict=True
+        )
+    ]
+    return torch.cat(parts)[torch.cat(mask.members).argsort()]
 
 
-def _pattern_of(pattern: Pattern | None, config: Any) -> Pattern:
-    if pattern is not None:
-        return pattern
-    text = getattr(config, "sparse_pattern", None)
-    if text is None:
-        raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
-    return masks.from_json(text)
+@outside_of_graphs
+def _pattern_of(pattern: Pattern | None, config: Any, causal: bool) -> Pattern:
+    if pattern is None:
+        text = getattr(config, "sparse_pattern", None)
+        if text is None:
+            raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
+        pattern = masks.from_json(text)
+    return _causal(pattern) if causal else pattern
 
 
 @lru_cache(maxsize=32)
@@ -212,13 +220,22 @@ def _of_pairs(
     return model(like.seq_len, like.block_size, device).to(like.device)
 
 
-def _fitted(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
-    """bool (batch, kv_length): padding for the keys of the call; keys that it does not know of are
-    none yet.
+def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor | None]:
+    """Where padding comes after all tokens, their number in each batch element, on the CPU;
+    otherwise bool (batch, kv_length), False at padding. Keys that attention_mask does not know of
+    are none yet.
     """
-    missing = max(0, kv_offset + kv_length - attention_mask.shape[1])
-    padded = nn.functional.pad(attention_mask.bool(), (0, missing))
-    return padded[:, kv_offset : kv_offset + kv_length]
+    if attention_mask is None:
+        return None, None
+    missing = max(0, span.k_end - attention_mask.shape[1])
+    allowed = nn.functional.pad(attention_mask.bool(), (0, missing))
+    allowed = allowed[:, span.kv_offset : span.k_end]
+    lengths = allowed.sum(1).cpu()
+    if bool(
+        (allowed.cpu() == (torch.arange(span.kv_length, device="cpu") < lengths[:, None])).all()
+    ):
+        return lengths, None
+    return None, allowed
 
 
 def _of_keys(like: BlockMask, allowed: Tensor) -> BlockMask:
@@ -229,11 +246,14 @@ def _of_keys(like: BlockMask, allowed: Tensor) -> BlockMask:
 
 
 def _grouped(
-    found: list[BlockMask], device: torch.device, key_lengths: Tensor | None = None
+    found: Sequence[Pattern | BlockMask], device: torch.device, key_lengths: Tensor | None
 ) -> BatchMask:
     """Equal masks of several batch elements made one; members are listed on `device`."""
-    members: dict[BlockMask, list[int]] = {}
+    members: dict[Pattern | BlockMask, list[int]] = {}
     for element, mask in enumerate(found):
         members.setdefault(mask, []).append(element)
-    indices = [torch.tensor(m, device=device) for m in members.values()]
-    return BatchMask(list(members), indices, key_lengths)
+    return BatchMask(
+        list(members),
+        [torch.tensor(m, device=device) for m in members.values()],
+        [None if key_lengths is None else key_lengths[m] for m in members.values()],
+    )

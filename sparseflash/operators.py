@@ -151,7 +151,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    nothing = [None] * 16
+    nothing = [None] * len(ctx.needs_input_grad)
     if grad_out is None and grad_lse is None:
         return tuple(nothing)
     *saved, key_lengths, seed = ctx.saved_tensors

@@ -187,7 +187,7 @@ def _pairs(query, key, mask, key_lengths, dropout_p, seed) -> _Pairs:
         raise ValueError(f"dropout_p {dropout_p} needs a seed")
     device, shape = query.device, (*query.shape[:3], key.shape[2])
     if mask is None:
-        mask = torch.ones((), dtype=torch.bool)
+        mask = torch.ones((), dtype=torch.bool, device=device)
     allowed = (mask if isinstance(mask, Tensor) else mask.to_dense()).to(device)
     if key_lengths is not None:
         token = torch.arange(key.shape[2], device=device)

@@ -27,7 +27,7 @@ def random(density: float, seed: int = 0) -> Pattern:
 
 def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
     """`count` full blocks in every row (all of them when there are fewer)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     if 2 * count > grid.nk:
         if count >= grid.nk:
             return BlockMask.of_full(grid, grid.every_row())
@@ -39,9 +39,9 @@ def _chosen(grid: Grid, count: int, generator: torch.Generator) -> BlockMask:
     """Draws with replacement until each row has `count` distinct blocks, keeping the first `count`
     of them.
     """
-    draws = torch.empty(grid.nq, 0, dtype=torch.int64)
+    draws = torch.empty(grid.nq, 0, dtype=torch.int64, device="cpu")
     while True:
-        more = torch.randint(grid.nk, (grid.nq, count + 8), generator=generator)
+        more = torch.randint(grid.nk, (grid.nq, count + 8), generator=generator, device="cpu")
         draws = torch.cat([draws, more], dim=1)
         new = _first_time(draws)
         if int(new.sum(1).min()) >= count:

@@ -32,7 +32,7 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
                 f"tree of {nodes} nodes after {prefix_len} tokens needs seq_len "
                 f"{(nodes, prefix_len + nodes)}, got {grid.seq_len}"
             )
-        ancestors = torch.eye(nodes, dtype=torch.bool)
+        ancestors = torch.eye(nodes, dtype=torch.bool, device="cpu")
         for node, parent in enumerate(parents):
             if parent >= 0:
                 ancestors[node] |= ancestors[parent]

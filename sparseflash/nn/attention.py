@@ -24,6 +24,7 @@ class SparseAttention(nn.Module):
 
     pattern: a Pattern, its text as masks.parse reads it, a sequence of those with one for each
         head, or None for all pairs. Compiled once per length and device; see Pattern.in_blocks.
+        A checkpoint records it as masks.to_json(module.pattern): the state dict is torch's.
     kv_heads: heads of keys and values, num_heads by default, which they must divide.
     rotary: turns queries and keys; in self-attention only.
     deterministic: see sparseflash.attention.
@@ -135,7 +136,7 @@ class SparseAttention(nn.Module):
             key, value = cache.append(key, value)
             if x.shape[1] <= FEW_QUERIES:
                 key, value = cache.first(_room(cache))
-                seen = torch.full((x.shape[0],), cache.length, dtype=torch.int32)
+                seen = torch.full((x.shape[0],), cache.length, dtype=torch.int32, device="cpu")
                 key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
             if mask is not None:
                 rows = (begin, cache.length, key.shape[2])

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import masks
 
@@ -82,6 +83,13 @@ def compare(model, ids, **options):
     return ours[0]
 
 
+@pytest.fixture
+def compile_counter():
+    torch._dynamo.reset()
+    yield torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
 def tokens(batch=3, length=40):
     return torch.randint(3, 61, (batch, length), device=DEVICE)
 
@@ -155,6 +163,19 @@ def test_steps_of_generation_share_a_compiled_mask():
     huggingface.register(pattern, "blocksparse_counted")
     generated(gpt2().eval(), "blocksparse_counted", tokens(length=20))
     assert compiled == [20, 32]
+
+
+def test_a_compiled_model_serves_every_length(compile_counter):
+    model = llama().eval()
+    model.set_attn_implementation("blocksparse")
+    compiled = torch.compile(model, backend=compile_counter)
+    frames = []
+    with torch.no_grad():
+        for length in (20, 28, 35, 41):
+            ids = tokens(length=length)
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+            frames.append(compile_counter.frame_count)
+    assert frames[1] == frames[3]
 
 
 def test_packed_sequences():

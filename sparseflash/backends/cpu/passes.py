@@ -148,7 +148,7 @@ def _key_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Both in blocks, with zeros for padded keys: what those hold must not matter, even NaN."""
     if key_lengths is not None:
-        inside = torch.arange(key.shape[2]) < key_lengths.view(-1, 1)
+        inside = torch.arange(key.shape[2], device="cpu") < key_lengths.view(-1, 1)
         key, value = (torch.where(inside[:, None, :, None], x, 0) for x in (key, value))
     return _blocks(key, table.block_size[1]), _blocks(value, table.block_size[1])
 

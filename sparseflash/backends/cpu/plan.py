@@ -93,8 +93,8 @@ def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
         full_start = group.full_start.repeat(copies).unsqueeze(1)
         partial_start = group.partial_start.repeat(copies).unsqueeze(1)
         for here in _slices(len(bh), _problems_at_once(group, table.block_size, spec.head_dim)):
-            full = full_start[here] + torch.arange(group.full_count)
-            partial = partial_start[here] + torch.arange(group.partial_count)
+            full = full_start[here] + torch.arange(group.full_count, device="cpu")
+            partial = partial_start[here] + torch.arange(group.partial_count, device="cpu")
             columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
             key_blocks = first_key_block[here] + columns
             yield Chunk(bh[here], query_blocks[here], key_blocks, lists.partial_tile[partial])
@@ -105,7 +105,7 @@ def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:
     that read each.
     """
     mask_batch, mask_heads = table.head_layer.shape
-    bh = torch.arange(spec.batch * spec.heads)
+    bh = torch.arange(spec.batch * spec.heads, device="cpu")
     sizes = {"mb": mask_batch, "mh": mask_heads, "heads": spec.heads // mask_heads}
     return rearrange(bh, "(batch mb heads mh) -> (batch heads) (mb mh)", **sizes)
 
@@ -151,7 +151,7 @@ def _readers(table: LookupTable) -> dict[tuple[int, ...], list[int]]:
 
 
 def _group(full_count: int, partial_count: int, lists: list[tuple[int, ...]]) -> Group:
-    head, full_start, partial_start, *rows = torch.tensor(lists).unbind(1)
+    head, full_start, partial_start, *rows = torch.tensor(lists, device="cpu").unbind(1)
     return Group(
         full_count, partial_count, head, full_start, partial_start, torch.stack(rows, dim=1)
     )

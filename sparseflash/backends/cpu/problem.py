@@ -21,7 +21,8 @@ from sparseflash.spec import AttentionSpec
 
 LOG2E = math.log2(math.e)
 # (256, 8): the bias of the eight keys whose bits a byte holds, 0 where set and -inf elsewhere.
-_BIT_SET = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) % 2 == 1
+_BYTES, _BITS = (torch.arange(n, device="cpu") for n in (256, 8))
+_BIT_SET = (_BYTES.unsqueeze(1) >> _BITS) % 2 == 1
 _BYTE_BIAS = torch.where(_BIT_SET, 0.0, -math.inf)
 
 
@@ -209,4 +210,4 @@ def problems(
 
 def _tokens(blocks: Tensor, size: int) -> Tensor:
     """(problems, n) numbers of blocks -> (problems, n * size) numbers of the tokens in them."""
-    return (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+    return (blocks.unsqueeze(-1) * size + torch.arange(size, device="cpu")).flatten(1)

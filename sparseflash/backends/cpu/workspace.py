@@ -23,7 +23,7 @@ class Workspace(threading.local):
         size = math.prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < size:
-            memory = self._memory[name, dtype] = torch.empty(size, dtype=dtype)
+            memory = self._memory[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return memory[:size].view(shape)
 
     @contextmanager

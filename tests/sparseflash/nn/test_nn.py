@@ -89,6 +89,19 @@ def test_a_cache_gives_what_the_whole_sequence_gives(pattern, rotary):
     torch.testing.assert_close(module(steps[0], cache=cache), result[:, :30])
 
 
+@pytest.mark.gpu
+def test_a_gpu_gives_what_the_cpu_gives():
+    module = SparseAttention(128, 4, PATTERN, kv_heads=2, rotary=Rotary(32))
+    x = torch.randn(2, LENGTH, 128)
+    expected = module(x)
+    module, x = copy.deepcopy(module).to("cuda"), x.to("cuda")
+    cache = KeyValueCache(2, 2, 64, 32, device="cuda")
+    with torch.no_grad():
+        steps = [module(part, cache=cache) for part in x.split([30, 1, 4, 15], dim=1)]
+    for result in (module(x), torch.cat(steps, dim=1)):
+        torch.testing.assert_close(result.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_steps_of_padded_sequences():
     module = SparseAttention(EMBED, HEADS, PATTERN.in_blocks(16))
     x = torch.randn(2, LENGTH, EMBED)
