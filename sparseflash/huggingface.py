@@ -90,6 +90,11 @@ class BatchMask:
             "not one of a fixed size"
         )
 
+    @property
+    def ndim(self):
+        """What it asks for up to transformers 5.17."""
+        return self.contiguous()
+
 
 @outside_of_graphs
 def _mask_of_batch(
