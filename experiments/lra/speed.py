@@ -11,7 +11,7 @@ as a CUDA graph: steps of this size wait for their launches.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from pathlib import Path
@@ -132,9 +132,10 @@ def main(
         case = replace(case, batch=max(1, case.batch // scale))
         for contender in chosen(case.contenders, only):
             try:
-                steps += measure(task, case, contender, compiled, device)
-            except (torch.OutOfMemoryError, ImportError) as error:
+                steps.extend(measure(task, case, contender, compiled, device))
+            except (torch.OutOfMemoryError, ImportError, NotCaptured) as error:
                 failed.append([task, contender.label, str(error).splitlines()[0]])
+                console.print(": ".join(failed[-1]), highlight=False)
         console.print(table_of(task, case, [s for s in steps if s.task == task]))
     record = environment(device) | {
         "memory": METHOD[device.type],
@@ -155,9 +156,13 @@ def chosen(contenders: tuple[Contender, ...], only: list[str] | None) -> list[Co
     return [contender for contender in contenders if not only or contender.attention in only]
 
 
+class NotCaptured(Exception):
+    """A step that waits for the device, and so cannot be part of a CUDA graph."""
+
+
 def measure(
     task: str, case: Case, contender: Contender, compiled: bool, device: torch.device
-) -> list[Step]:
+) -> Iterator[Step]:
     """The step by every clock of the device."""
     clocks = (Clock.EVENTS, Clock.GRAPH) if device.type == "cuda" else (Clock.CPU,)
     torch.manual_seed(0)
@@ -168,25 +173,30 @@ def measure(
     step = training_step(model, case, device)
     step()
     peak = peak_bytes(step, device)
-    found = []
     for clock in clocks:
-        timing: Timing = time_call(lambda: step, clock, BUDGET_MS)
-        found.append(
-            Step(
-                task=task,
-                attention=contender.attention,
-                block_size=contender.block_size,
-                seq_len=case.shape.seq_len,
-                batch=case.batch,
-                parameters=sum(parameter.numel() for parameter in model.parameters()),
-                clock=clock.value,
-                median_ms=timing.median_ms,
-                low_ms=timing.low_ms,
-                high_ms=timing.high_ms,
-                peak_bytes=peak,
-            )
+        timing = timed(step, clock)
+        yield Step(
+            task=task,
+            attention=contender.attention,
+            block_size=contender.block_size,
+            seq_len=case.shape.seq_len,
+            batch=case.batch,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            clock=clock.value,
+            median_ms=timing.median_ms,
+            low_ms=timing.low_ms,
+            high_ms=timing.high_ms,
+            peak_bytes=peak,
         )
-    return found
+
+
+def timed(step: Callable[[], None], clock: Clock) -> Timing:
+    try:
+        return time_call(lambda: step, clock, BUDGET_MS)
+    except RuntimeError as error:
+        if clock is not Clock.GRAPH or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise NotCaptured(f"no CUDA graph: {error}") from error
 
 
 def training_step(model: Classifier, case: Case, device: torch.device) -> Callable[[], None]:

@@ -44,6 +44,27 @@ def test_table_is_measured_and_kept(tmp_path, capsys):
     assert "butterfly() of 64" in capsys.readouterr().out
 
 
+def test_a_step_that_no_graph_holds_is_told_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+    def measured(task, case, contender, compiled, device):
+        yield step(task, contender.attention, "events", 2.0)
+        speed.timed(waits, speed.Clock.GRAPH)
+
+    def waits():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(speed, "measure", measured)
+    monkeypatch.setattr(speed, "time_call", lambda prepare, clock, budget: prepare()())
+    speed.main(tasks="image", only=["reformer"], name="small", output=tmp_path)
+    record = read(tmp_path, "lra-small-*.json")
+    assert len(record["steps"]) == 1
+    assert record["failed"] == [
+        ["image", "reformer", "no CUDA graph: operation not permitted when stream is capturing"]
+    ]
+    assert "image: reformer: no CUDA graph" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="not permitted"):
+        speed.timed(waits, speed.Clock.EVENTS)
+
+
 def test_a_folder_that_cannot_be_is_told_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("measured"))
     (tmp_path / "file").touch()
