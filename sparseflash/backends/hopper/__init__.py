@@ -20,6 +20,9 @@ CAPABILITY = (9, 0)
 # By the shorter side of the mask's blocks: the fill of tiles from which on they take less time
 # than the blocks themselves do elsewhere.
 LEAST_FILL = {16: 0.4, 32: 0.5, 64: 0.9}
+# By head dim: the blocks of a row of keys, on average, from which on one kernel of all gradients
+# takes less time than that of dQ and that of dK and dV. At 128 it never does.
+FUSED_BLOCKS = {64: 12}
 
 
 def why_not(spec: AttentionSpec) -> list[str]:
@@ -51,16 +54,30 @@ def tiling(spec: AttentionSpec) -> tuple[int, int]:
 def describe(
     query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
 ) -> dict[str, str]:
-    """How a mask of other blocks is served; see sparseflash.backends.Backend."""
-    if spec.block_size == TILE or spec.fill is None:
-        return {}
-    return {"tiles": f"{TILE}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"}
+    """How a mask of other blocks is served, and gradients in no fixed order; see
+    sparseflash.backends.Backend.
+    """
+    found = {}
+    if spec.block_size != TILE and spec.fill is not None:
+        found["tiles"] = f"{TILE}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"
+    if fuses(table, spec):
+        found["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
+    return found
+
+
+def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
+    """Whether all gradients are computed by one kernel, if all are wanted."""
+    if spec.deterministic or spec.head_dim not in FUSED_BLOCKS:
+        return False
+    blocks = table.by_key.mean_count
+    return blocks is not None and blocks >= FUSED_BLOCKS[spec.head_dim]
 
 
 def pass_over(spec: AttentionSpec) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
     reasons = []
-    if spec.head_dim not in FAST_HEAD_DIMS:
+    fused = not spec.deterministic and spec.head_dim in FUSED_BLOCKS
+    if spec.head_dim not in FAST_HEAD_DIMS and not fused:
         reasons.append(f"head_dim is {spec.head_dim}, at which others are as fast")
     least = LEAST_FILL.get(min(spec.block_size), 0.0)
     if spec.fill is not None and spec.fill < least:

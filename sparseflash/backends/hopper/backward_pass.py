@@ -1,11 +1,11 @@
-"""The backward pass: dQ by query rows, then dK and dV by key columns.
+"""The backward pass: dQ by query rows, then dK and dV by key columns; or all by key columns.
 
     P  = exp2(scale * log2(e) * Q K^T - log2(e) * LSE)
     dS = P * (dO V^T - delta)
     dQ = scale dS K,    dK = scale dS^T Q,    dV = P^T dO
 
 P is computed anew, tile by tile, by both kernels. Neither adds to memory that another program
-writes, so the same inputs give the same bits.
+writes, so the same inputs give the same bits. The kernel of all gradients does; see `fuses`.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.hopper import launch
+from sparseflash.backends.hopper import fuses, launch
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
@@ -30,10 +30,7 @@ KEY_STAGES = {
     128: {"STAGES": 3, "KEY_STAGES": 2},
     256: {"STAGES": 1, "KEY_STAGES": 1},
 }
-# Of the kernel of all gradients: buffers of queries and dO, and the blocks of a row of keys, on
-# average, from which on it takes less time than the other two.
-FUSED_STAGES = {64: {"STAGES": 4}}
-FUSED_BLOCKS = {64: 12}
+FUSED_STAGES = {64: {"STAGES": 4}}  # of the kernel of all gradients: of queries and dO
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
 
@@ -64,7 +61,7 @@ def backward(
     with on_device(query.device):
         terms = row_terms(grad_out, out, lse, grad_lse)
         call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
-        if is_fused(table, spec, needs):
+        if all(needs) and fuses(table, spec):
             return _fused_gradients(*call)
         if needs_query:
             grad_query = _query_gradient(*call)
@@ -77,14 +74,6 @@ def backward(
             if needs_value:
                 _, grad_value = _key_value_gradient(*call, with_key=False)
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
-
-
-def is_fused(table: LookupTable, spec: AttentionSpec, needs: tuple[bool, bool, bool]) -> bool:
-    """Whether one kernel computes all gradients, adding to dQ in no fixed order."""
-    if spec.deterministic or not all(needs):
-        return False
-    width, blocks = launch.width(spec.head_dim), table.by_key.mean_count
-    return blocks is not None and width in FUSED_BLOCKS and blocks >= FUSED_BLOCKS[width]
 
 
 def _fused_gradients(

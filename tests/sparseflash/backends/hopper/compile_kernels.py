@@ -17,7 +17,6 @@ import masks
 from masks import BlockMask
 from sparseflash.backends import hopper
 from sparseflash.backends.hopper import (
-    backward_pass,
     forward_pass,
     fused_gradient,
     key_value_gradient,
@@ -75,7 +74,7 @@ def report_variants(head_dim: int):
         ("causal", masks.causal(), {}),
         ("causal, with options", masks.causal(), optional),
     ]
-    if head_dim in backward_pass.FUSED_BLOCKS:
+    if head_dim in hopper.FUSED_BLOCKS:
         variants += [(*rest, options | {"deterministic": False}) for *rest, options in variants]
     for name, pattern, options in variants:
         for kernel in KERNELS.values():
@@ -135,6 +134,6 @@ if __name__ == "__main__":
     what, head_dim = sys.argv[1], int(sys.argv[2])
     VARIANTS = compile_instead_of_launching(90)
     launch.multiprocessors = lambda device: 132
-    backward_pass.FUSED_BLOCKS = dict.fromkeys(backward_pass.FUSED_BLOCKS, 0)
+    hopper.FUSED_BLOCKS = dict.fromkeys(hopper.FUSED_BLOCKS, 0)
     for report in globals()[f"report_{what}"](head_dim):
         print(json.dumps(report), flush=True)

@@ -34,6 +34,7 @@ def simulation(module="", code="", planted=""):
     """The backend with its kernels simulated and, in one module, some code replaced."""
     with patch.dict(sys.modules), patch.dict(vars(hopper)):
         sys.modules[f"{hopper.__name__}.gluon_shim"] = simulated_gluon
+        vars(hopper).update(FUSED_BLOCKS={64: 0})
         for name in MODULES:
             source = (Path(hopper.__file__).parent / f"{name}.py").read_text()
             if name == module:
@@ -45,8 +46,6 @@ def simulation(module="", code="", planted=""):
             exec(compile(source, name, "exec"), vars(loaded))
             if name == "launch":
                 vars(loaded).update(multiprocessors=lambda device: PROGRAMS)
-            if name == "backward_pass":
-                vars(loaded).update(FUSED_BLOCKS={64: 0})
         yield
 
 
