@@ -109,13 +109,15 @@ def main(
 
 
 def fitting(which: str, problem: Problem) -> Iterator[Config]:
-    """Every configuration whose tiles divide the block and fit the device."""
+    """Every configuration whose tiles divide the block, or hold several, and fit the device."""
     architecture, memory = configs.limits(torch.device("cuda"))
     dtype, block = DTYPES[problem.dtype], problem.block_size
-    axes = itertools.product(SIDES, SIDES, WARPS, STAGES, (True, False), REGISTERS)
+    axes = itertools.product(SIDES, SIDES, WARPS, STAGES, (True, False), REGISTERS, (True, False))
     for config in itertools.starmap(Config, axes):
+        several = configs.holds_several(config, which, (block, block))
         if (
-            configs.divides(config, (block, block))
+            (several if config.flipped else configs.divides(config, (block, block)))
+            and not (config.flipped and config.tma)
             and PARTS * min(config.bm, config.bn) >= block
             and configs.shared_memory(config, which, dtype, problem.head_dim) <= memory
             and sensible(which, config, problem.head_dim)
@@ -170,7 +172,8 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
 def runner(which: str, problem: Problem, mask: BlockMask):
     """The pass alone, as a function of nothing."""
     query, key, value, grad_out = problem.tensors()
-    call = prepare(query, key, mask, backend="triton")
+    # In its own blocks, small as they may be.
+    call = replace(prepare(query, key, mask, backend="triton"), table=mask.table(query.device))
     if which == "forward":
         return lambda: call.forward(query, key, value)
     saved = (query, key, value, *call.forward(query, key, value))
@@ -196,10 +199,10 @@ def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
 
 
 def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:
-    """Milliseconds at each density."""
+    """Milliseconds at each density; rows older than a field of Config have its default."""
     times = {}
     for row in rows:
-        config = Config(**{name: row[name] for name in Config.__dataclass_fields__})
+        config = Config(**{name: row[name] for name in Config.__dataclass_fields__ if name in row})
         times.setdefault(config, {})[row["density"]] = row["median_ms"]
     return times
 
