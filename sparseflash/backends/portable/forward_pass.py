@@ -146,13 +146,14 @@ def attend(
     bits = tiles.listed_tile(table, start, count, 0, BLOCK_K, BN) if PARTIAL else block
     steps = tiles.steps(count, BLOCK_K, BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start, key_tokens = tiles.step_tokens(block, step, BLOCK_K, BN)
+        key_start = tiles.step_start(block, step, BLOCK_K, BN)
         k = tiles.stream_rows(
             key_descriptor, batch, kv_head, keys, key_start, limit,
             BN, DIMS, HEAD_DIM, MASKED, CUT, PACKED,
         )  # fmt: skip
         scores = tiles.score_products(q, k, PRECISION, FLIPPED)
         if MASKED or MODIFIED:
+            key_tokens = tiles.tokens_from(key_start, BN, PACKED)
             scores, _ = tiles.modified(
                 scores, batch, head, cap, biases, tokens, key_tokens, q_len, k_len, scale2,
                 SOFTCAP, SCORE, FLIPPED,

@@ -119,7 +119,8 @@ def add_key_value_gradients(
     key_tokens = key_start + tl.arange(0, BN)
     steps = tiles.steps(count, BLOCK_Q, BM)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        query_start, tokens = tiles.step_tokens(block, step, BLOCK_Q, BM)
+        query_start = tiles.step_start(block, step, BLOCK_Q, BM)
+        tokens = tiles.tokens_from(query_start, BM, PACKED)
         q = tiles.stream_rows(
             query_descriptor, batch, head, queries, query_start, q_len,
             BM, DIMS, HEAD_DIM, BOUNDED, False, PACKED,

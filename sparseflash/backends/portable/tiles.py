@@ -177,17 +177,19 @@ def listed_tile(table, start, count, step, BLOCK: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def step_tokens(block, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """(the first token, all tokens) of the tile of a step; all twice where it holds several
-    blocks.
-    """
+def step_start(block, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The first token of the tile of a step; all its tokens where it holds several blocks."""
     if ROWS > BLOCK:
-        tokens = block * BLOCK + tl.arange(0, ROWS) % BLOCK
-        first = tokens
+        start = block * BLOCK + tl.arange(0, ROWS) % BLOCK
     else:
-        first = block * BLOCK + step % (BLOCK // ROWS) * ROWS
-        tokens = first + tl.arange(0, ROWS)
-    return first, tokens
+        start = block * BLOCK + step % (BLOCK // ROWS) * ROWS
+    return start
+
+
+@triton.jit
+def tokens_from(start, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """All tokens of a tile that begins at `start`, which if PACKED holds them already."""
+    return start if PACKED else start + tl.arange(0, ROWS)
 
 
 @triton.jit
