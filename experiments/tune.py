@@ -136,14 +136,14 @@ def problems(which: str, size: Problem) -> list[Problem]:
 
 
 def fitting(which: str, problem: Problem) -> Iterator[Config]:
-    """Every configuration whose tiles divide the block and fit the device."""
+    """Every configuration whose tiles divide the block, or hold several, and fit the device."""
     architecture, memory = configs.limits(torch.device("cuda"))
-    dtype = DTYPES[problem.dtype]
+    dtype, block = DTYPES[problem.dtype], problem.block_size
     stages = DECODE_STAGES if which == "decode" else STAGES
-    axes = itertools.product(SIDES, SIDES, WARPS, stages, (True, False), REGISTERS)
+    axes = itertools.product(SIDES, SIDES, WARPS, stages, (True, False), REGISTERS, (True, False))
     for config in itertools.starmap(Config, axes):
         if (
-            divides(config, problem)
+            (holds_several(config, which, block) if config.flipped else divides(config, problem))
             and configs.shared_memory(config, which, dtype, problem.head_dim) <= memory
             and sensible(which, config, problem.head_dim)
             and (architecture >= 90 or not config.tma)
@@ -157,8 +157,18 @@ def divides(config: Config, problem: Problem) -> bool:
     if problem.packed:
         room = min(side for side in SIDES if side >= problem.packed)
         return config.bm == room and config.bn <= block <= PARTS * config.bn
-    few = PARTS * min(config.bm, config.bn) >= block
-    return few and configs.divides(config, (block, block))
+    return in_few_parts(config, block) and configs.divides(config, (block, block))
+
+
+def holds_several(config: Config, which: str, block: int) -> bool:
+    """Whether a flipped tile, of which no pass of decoding is made, holds several blocks."""
+    if which == "decode" or config.tma or not in_few_parts(config, block):
+        return False
+    return configs.holds_several(config, which, (block, block))
+
+
+def in_few_parts(config: Config, block: int) -> bool:
+    return PARTS * min(config.bm, config.bn) >= block
 
 
 def sensible(which: str, config: Config, head_dim: int) -> bool:
@@ -209,7 +219,8 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
 def runner(which: str, problem: Problem, mask: BlockMask):
     """The pass alone, as a function of nothing."""
     query, key, value, grad_out = problem.tensors()
-    call = prepare(query, key, mask, backend="triton")
+    # In its own blocks, small as they may be.
+    call = replace(prepare(query, key, mask, backend="triton"), table=mask.table(query.device))
     if which in ("forward", "decode"):
         return lambda: call.forward(query, key, value)
     saved = (query, key, value, *call.forward(query, key, value))
@@ -239,10 +250,10 @@ def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
 
 
 def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:
-    """Milliseconds at each density."""
+    """Milliseconds at each density; rows older than a field of Config have its default."""
     times = {}
     for row in rows:
-        config = Config(**{name: row[name] for name in Config.__dataclass_fields__})
+        config = Config(**{name: row[name] for name in Config.__dataclass_fields__ if name in row})
         times.setdefault(config, {})[row["density"]] = row["median_ms"]
     return times
 

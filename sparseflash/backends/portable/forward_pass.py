@@ -68,7 +68,7 @@ def forward_kernel(
         heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
     )
     LENGTHS: tl.constexpr = key_lengths is not None
-    CUTS: tl.constexpr = LENGTHS or BN > BLOCK_K
+    PACKED: tl.constexpr = BN > BLOCK_K
     rank, part, batch, head = tiles.program_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
     pair = batch * heads + head
@@ -92,13 +92,14 @@ def forward_kernel(
     total = zero_total(BM, BN, FLIPPED)
     peak = tl.full([BM], float("-inf"), tl.float32)
     acc = tiles.zero_sums(BM, DIMS, FLIPPED)
-    for PHASE in tl.static_range(3 if CUTS else 2):
+    for PHASE in tl.static_range(3 if LENGTHS and not PACKED else 2):
         total, peak, acc = attend(
             total, peak, acc, q,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, pair,
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and CUTS), DROPOUT, SOFTCAP, SCORE, PRECISION,
+            PHASE == 0, PACKED or PHASE == 2 or (PHASE == 0 and LENGTHS),
+            DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES, FLIPPED,
         )  # fmt: skip
 
@@ -145,13 +146,14 @@ def attend(
     bits = tiles.listed_tile(table, start, count, 0, BLOCK_K, BN) if PARTIAL else block
     steps = tiles.steps(count, BLOCK_K, BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start, key_tokens = tiles.step_tokens(block, step, BLOCK_K, BN)
+        key_start = tiles.step_start(block, step, BLOCK_K, BN)
         k = tiles.stream_rows(
             key_descriptor, batch, kv_head, keys, key_start, limit,
             BN, DIMS, HEAD_DIM, MASKED, CUT, PACKED,
         )  # fmt: skip
         scores = tiles.score_products(q, k, PRECISION, FLIPPED)
         if MASKED or MODIFIED:
+            key_tokens = tiles.tokens_from(key_start, BN, PACKED)
             scores, _ = tiles.modified(
                 scores, batch, head, cap, biases, tokens, key_tokens, q_len, k_len, scale2,
                 SOFTCAP, SCORE, FLIPPED,

@@ -31,7 +31,6 @@ def key_value_gradient_kernel(
     Keys past their length load as zero and their gradients are zeroed at the end: the rows of a
     tile do not mix, so the loops need no mask for them.
     """
-    PACK: tl.constexpr = BM // BLOCK_Q if BM > BLOCK_Q else 1
     table = tiles.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = tiles.Sizes(
         heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
@@ -60,23 +59,25 @@ def key_value_gradient_kernel(
         )
         partial_count = tl.where(start < length, partial_count, 0)
         full_count = tl.where(start < length, full_count, 0)
-        left = full_count % PACK
-        starts = (partial_start, full_start, full_start + full_count - left)
-        counts = (partial_count, full_count - left, left)
-        firsts = tiles.first_blocks(table, starts, counts, q_len, BLOCK_Q, BM)
+        starts = (partial_start, full_start)
+        counts = (partial_count, full_count)
+        firsts = (
+            tiles.listed_block(partial_index, partial_start, partial_count, 0, q_len, BLOCK_Q, BM),
+            tiles.listed_block(full_index, full_start, full_count, 0, q_len, BLOCK_Q, BM),
+        )
         strides = (query_batch, query_head, query_token, query_dim)
         queries = tiles.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
         grad_outs = tiles.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
         biases = tiles.of_head(bias, bias_head, head)
         lse2_row, delta_row = term_rows(terms, pair, q_len, BLOCK_Q)
-        for PHASE in tl.static_range(3 if PACK > 1 else 2):
+        for PHASE in tl.static_range(2):
             dk, dv = add_key_value_gradients(
                 dk, dv, k, v, lse2_row, delta_row,
                 queries, grad_outs, query_descriptor, grad_out_descriptor, batch, head,
                 table, starts[PHASE], counts[PHASE], firsts[PHASE], start, q_len,
                 cap, biases, k_len, scale2, seed, threshold, keep_scale, pair,
-                PHASE == 0, PHASE != 1, DROPOUT, SOFTCAP, SCORE, PRECISION,
+                PHASE == 0, PHASE == 0 or BM > BLOCK_Q, DROPOUT, SOFTCAP, SCORE, PRECISION,
                 HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES, FLIPPED,
             )  # fmt: skip
 
@@ -118,7 +119,8 @@ def add_key_value_gradients(
     key_tokens = key_start + tl.arange(0, BN)
     steps = tiles.steps(count, BLOCK_Q, BM)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        query_start, tokens = tiles.step_tokens(block, step, BLOCK_Q, BM)
+        query_start = tiles.step_start(block, step, BLOCK_Q, BM)
+        tokens = tiles.tokens_from(query_start, BM, PACKED)
         q = tiles.stream_rows(
             query_descriptor, batch, head, queries, query_start, q_len,
             BM, DIMS, HEAD_DIM, BOUNDED, False, PACKED,

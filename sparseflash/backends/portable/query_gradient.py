@@ -34,7 +34,7 @@ def query_gradient_kernel(
         heads, q_len, k_len, layers, rows, ordered, heavy_first, mask_batch, mask_head
     )
     LENGTHS: tl.constexpr = key_lengths is not None
-    CUTS: tl.constexpr = LENGTHS or BN > BLOCK_K
+    PACKED: tl.constexpr = BN > BLOCK_K
     rank, part, batch, head = tiles.program_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
     layer = tiles.mask_layer(table, sizes, batch, head)
@@ -65,13 +65,14 @@ def query_gradient_kernel(
     biases = tiles.of_head(bias, bias_head, head)
     tokens = start + tl.arange(0, BM)
     dq = tiles.zero_sums(BM, DIMS, FLIPPED)
-    for PHASE in tl.static_range(3 if CUTS else 2):
+    for PHASE in tl.static_range(3 if LENGTHS and not PACKED else 2):
         dq = add_query_gradient(
             dq, q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
             table, starts[PHASE], counts[PHASE], firsts[PHASE], tokens, length,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, batch * heads + head,
-            PHASE == 0, PHASE == 2 or (PHASE == 0 and CUTS), DROPOUT, SOFTCAP, SCORE, PRECISION,
+            PHASE == 0, PACKED or PHASE == 2 or (PHASE == 0 and LENGTHS),
+            DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, MASK_STAGES, FLIPPED,
         )  # fmt: skip
 
@@ -98,11 +99,11 @@ def add_query_gradient(
     bits = tiles.listed_tile(table, start, count, 0, BLOCK_K, BN) if PARTIAL else block
     steps = tiles.steps(count, BLOCK_K, BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start, key_tokens = tiles.step_tokens(block, step, BLOCK_K, BN)
+        key_start = tiles.step_start(block, step, BLOCK_K, BN)
         ds, slopes, k = score_gradients(
             q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, bits, tokens, key_start, key_tokens, limit,
+            table, bits, tokens, key_start, limit,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
             PARTIAL, CUT, DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, FLIPPED,
@@ -119,7 +120,7 @@ def add_query_gradient(
 @triton.jit
 def score_gradients(
     q, do, lse2, delta, keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-    table, bits, tokens, key_start, key_tokens, limit,
+    table, bits, tokens, key_start, limit,
     cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
     PARTIAL: tl.constexpr, CUT: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr,
@@ -135,6 +136,7 @@ def score_gradients(
         BN, DIMS, HEAD_DIM, MASKED, CUT, PACKED,
     )  # fmt: skip
     products = tiles.score_products(q, k, PRECISION, FLIPPED)
+    key_tokens = tiles.tokens_from(key_start, BN, PACKED)
     scores, slopes = tiles.modified(
         products, batch, head, cap, biases, tokens, key_tokens, q_len, k_len, scale2,
         SOFTCAP, SCORE, FLIPPED,

@@ -150,11 +150,11 @@ def add_score_sums(
     bits = tiles.listed_tile(table, start, count, 0, BLOCK_K, BN) if PARTIAL else block
     steps = tiles.steps(count, BLOCK_K, BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start, key_tokens = tiles.step_tokens(block, step, BLOCK_K, BN)
+        key_start = tiles.step_start(block, step, BLOCK_K, BN)
         ds, _, _ = score_gradients(
             q, do, lse2, delta,
             keys, values, key_descriptor, value_descriptor, batch, head, kv_head,
-            table, bits, tokens, key_start, key_tokens, limit,
+            table, bits, tokens, key_start, limit,
             cap, biases, q_len, k_len, scale2, seed, threshold, keep_scale, pair,
             PARTIAL, CUT, DROPOUT, SOFTCAP, SCORE, PRECISION,
             HEAD_DIM, DIMS, BLOCK_Q, BLOCK_K, BM, BN, False,

@@ -115,8 +115,9 @@ def key_phases(
 ):  # fmt: skip
     """(start, count) of each list that a row of queries walks:
 
-    0. partial blocks; 1. full blocks that end before `length`, as many as fill whole tiles; 2. the
-    full blocks that are left, the last of which `length` may cut.
+    0. partial blocks; 1. full blocks that end before `length`; 2. the full block that it cuts.
+    Where a tile holds several blocks the second list is of all full ones, for a loop with masks:
+    the last tile of a row may not be full, and a loop of its own would wait for memory once more.
     """
     full_start, full_count, partial_start, partial_count = row_lists(table, sizes, layer, row)
     inside = full_count
@@ -127,9 +128,7 @@ def key_phases(
         cut = count_below(table.full_index, full_start, full_count, end) - inside
         partial_count = count_below(table.partial_index, partial_start, partial_count, end)
     if BN > BLOCK_K:
-        left = inside % (BN // BLOCK_K)
-        inside -= left
-        cut += left
+        inside += cut
     return (partial_start, full_start, full_start + inside), (partial_count, inside, cut)
 
 
@@ -178,17 +177,19 @@ def listed_tile(table, start, count, step, BLOCK: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def step_tokens(block, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """(the first token, all tokens) of the tile of a step; all twice where it holds several
-    blocks.
-    """
+def step_start(block, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The first token of the tile of a step; all its tokens where it holds several blocks."""
     if ROWS > BLOCK:
-        tokens = block * BLOCK + tl.arange(0, ROWS) % BLOCK
-        first = tokens
+        start = block * BLOCK + tl.arange(0, ROWS) % BLOCK
     else:
-        first = block * BLOCK + step % (BLOCK // ROWS) * ROWS
-        tokens = first + tl.arange(0, ROWS)
-    return first, tokens
+        start = block * BLOCK + step % (BLOCK // ROWS) * ROWS
+    return start
+
+
+@triton.jit
+def tokens_from(start, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """All tokens of a tile that begins at `start`, which if PACKED holds them already."""
+    return start if PACKED else start + tl.arange(0, ROWS)
 
 
 @triton.jit

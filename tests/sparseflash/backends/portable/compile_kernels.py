@@ -105,9 +105,9 @@ def variants(architecture: int):
             yield which, torch.bfloat16, head_dim, best, {"softcap": 20.0}
             yield which, torch.bfloat16, head_dim, best, {"score": BENT.name}
             yield which, torch.bfloat16, head_dim, best, {"bias": True}
-    for which in configs.PASSES:
-        for config in configs.PACKED[which, 128] if architecture >= 90 else ():
-            yield which, torch.bfloat16, 128, config, {}
+    for (which, head_dim), by_side in configs.PACKED.items() if architecture >= 90 else ():
+        for config in by_side.values():
+            yield which, torch.bfloat16, head_dim, config, {}
     for head_dim, options in itertools.product((64, 128), ({}, {"bias": True})):
         best, *_ = configs.candidates(architecture, "dq", torch.bfloat16, head_dim)
         yield "sums", torch.bfloat16, head_dim, best, options

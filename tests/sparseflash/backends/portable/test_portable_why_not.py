@@ -75,28 +75,26 @@ def test_chosen_configurations_fit_the_device(memory, which, dtype):
                     assert tma or not config.tma
 
 
-@pytest.mark.parametrize("which", configs.PASSES)
-@pytest.mark.parametrize("side", [16, 32])
-def test_plain_calls_in_small_blocks_take_several_at_a_time(monkeypatch, which, side):
+@pytest.mark.parametrize(("which", "head_dim"), configs.PACKED)
+def test_plain_calls_in_small_blocks_take_several_at_a_time(monkeypatch, which, head_dim):
     monkeypatch.setattr(configs, "limits", lambda device: (90, 232448))
 
-    def several(block_side, dtype=torch.bfloat16, dropout=False, softcap=False, bias=False):
-        block_size = (block_side, block_side)
-        facts = (which, torch.device("cuda"), dtype, 128, block_size)
+    def several(side, dtype=torch.bfloat16, dropout=False, softcap=False, bias=False):
+        facts = (which, torch.device("cuda"), dtype, head_dim, (side, side))
         plan = configs.plan(*facts, dropout, softcap, None, bias, "ieee", True, 0)
-        return configs.holds_several(plan.config, which, block_size)
+        return configs.holds_several(plan.config, which, (side, side))
 
-    assert several(side)
-    assert not several(64)
-    assert not several(side, dtype=torch.float32)
-    assert not any(several(side, **{name: True}) for name in ("dropout", "softcap", "bias"))
+    assert [several(side) for side in (16, 32, 64)] == [False, True, False]
+    assert not several(32, dtype=torch.float32)
+    assert not any(several(32, **{name: True}) for name in ("dropout", "softcap", "bias"))
 
 
 def test_small_blocks_that_fill_large_tiles_are_put_together():
     spec = replace(SPEC, device=torch.device("cuda"), block_size=(16, 32))
     sides = {fill: portable.tiling(replace(spec, fill=fill)) for fill in (0.1, 0.95, None)}
-    assert sides == {0.1: (16, 32), 0.95: (128, 128), None: (16, 32)}
+    assert sides == {0.1: (16, 32), 0.95: (64, 64), None: (16, 32)}
     assert portable.tiling(replace(spec, q_len=1)) == (16, 32)
+    assert portable.tiling(replace(spec, block_size=(128, 32), fill=0.95)) == (128, 64)
     assert portable.tiling(replace(spec, block_size=(64, 64), fill=0.95)) == (64, 64)
 
 
