@@ -242,7 +242,8 @@ def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:
     """Milliseconds at each density."""
     times = {}
     for row in rows:
-        config = Config(**{name: row[name] for name in Config.__dataclass_fields__})
+        # What an older record does not know was as it is by default.
+        config = Config(**{name: row[name] for name in Config.__dataclass_fields__ if name in row})
         times.setdefault(config, {})[row["density"]] = row["median_ms"]
     return times
 
