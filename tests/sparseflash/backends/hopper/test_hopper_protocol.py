@@ -34,7 +34,7 @@ def simulation(module="", code="", planted=""):
     """The backend with its kernels simulated and, in one module, some code replaced."""
     with patch.dict(sys.modules), patch.dict(vars(hopper)):
         sys.modules[f"{hopper.__name__}.gluon_shim"] = simulated_gluon
-        vars(hopper).update(FUSED_BLOCKS={64: 0})
+        hopper.FUSED_BLOCKS = {64: 0}
         for name in MODULES:
             source = (Path(hopper.__file__).parent / f"{name}.py").read_text()
             if name == module:
