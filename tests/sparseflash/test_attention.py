@@ -5,6 +5,7 @@ import torch
 
 import masks
 import sparseflash
+from sparseflash.arguments import checked_options
 from sparseflash.call import _compiled
 from sparseflash.reference import memory_efficient_attention, standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
@@ -245,6 +246,7 @@ def test_a_seed_repeats_and_the_generator_moves_on():
         ({"key_lengths": torch.tensor([1, 2])}, r"key_lengths must be \(1,\)"),
         ({"key_lengths": torch.tensor([1.0])}, "key_lengths must be an int32"),
         ({"precision": "high"}, r"precision must be one of \('ieee', 'tf32'\), got 'high'"),
+        ({"deterministic": 1}, "deterministic must be a bool, got 1"),
         ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'hopper', 'triton'\]"),
         ({"seed": 2.0, "dropout_p": 0.1}, "seed must be an int"),
     ],
@@ -255,6 +257,13 @@ def test_bad_input_names_the_argument(change, message):
     )
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.attention(**arguments)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_torch_may_ask_for_determinism(everywhere, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: everywhere)
+    *_, deterministic = checked_options(None, None, None, 0.0, "ieee", False)
+    assert deterministic == everywhere
 
 
 def test_an_impossible_call_lists_every_reason():

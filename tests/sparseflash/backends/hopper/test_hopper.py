@@ -5,6 +5,7 @@ import torch
 
 import masks
 import sparseflash
+from sparseflash.backends import hopper
 from sparseflash.backends.hopper import CAPABILITY, HEAD_DIMS
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -41,12 +42,13 @@ def check(
     kinds = {"dtype": torch.bfloat16, "device": DEVICE} | kinds
     inputs = make_inputs(batch, heads, *lengths, head_dim, kv_heads=kv_heads, **kinds)
     mask = pattern(lengths, block_size, device=DEVICE)
+    deterministic = options.pop("deterministic", True)
     if "key_lengths" in options:
         options["key_lengths"] = torch.tensor(options["key_lengths"], device=DEVICE)
 
     def attention(query, key, value):
         with poisoned_empty():
-            return attend(query, key, value, mask, **options)
+            return attend(query, key, value, mask, deterministic=deterministic, **options)
 
     return check_attention(attention, *inputs[:3], mask, grad_out=inputs[3], **options)
 
@@ -109,6 +111,27 @@ def test_dropout_drops_the_pairs_that_the_triton_backend_drops(head_dim):
         for name in ("hopper", "triton")
     ]
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
+
+
+@pytest.fixture
+def always_fused(monkeypatch):
+    monkeypatch.setattr(hopper, "FUSED_BLOCKS", {64: 0})
+
+
+@pytest.mark.usefixtures("always_fused")
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gradients_in_no_fixed_order(name, lengths):
+    check(PATTERNS[name], lengths, 64, deterministic=False)
+
+
+@pytest.mark.usefixtures("always_fused")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_no_fixed_order_with_all_that_is_optional(dtype):
+    pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
+    options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
+    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 64, "dtype": dtype}
+    check(pattern, (500, 660), 64, deterministic=False, **options)
 
 
 def test_padded_keys_may_hold_anything():

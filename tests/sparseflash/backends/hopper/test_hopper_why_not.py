@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import masks
 from sparseflash.backends import BACKENDS, hopper, select
 from sparseflash.spec import AttentionSpec
 
@@ -67,6 +68,17 @@ def test_auto_passes_over_tiles_that_are_hardly_filled():
     assert all(words in reason for words in ("(16, 256)", "10%", "(128, 128)", "40%"))
 
 
+def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
+    allowed = replace(SPEC, deterministic=False)
+    assert hopper.pass_over(allowed) == []
+    many, few = (masks.full()(128 * blocks).table() for blocks in (12, 11))
+    assert hopper.fuses(many, allowed)
+    assert "no fixed order" in hopper.describe(*(torch.empty(0),) * 3, many, allowed)["backward"]
+    assert not hopper.fuses(few, allowed)
+    assert not hopper.fuses(many, SPEC)
+    assert not hopper.fuses(many, replace(allowed, head_dim=128))
+
+
 def test_refuses_other_architectures(monkeypatch):
     monkeypatch.setattr(hopper, "_capability", lambda device: (10, 0))
     (reason,) = hopper.why_not(SPEC)
@@ -84,6 +96,7 @@ def test_imports_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
+import masks
 from sparseflash.backends import BACKENDS, hopper, select
 from sparseflash.spec import AttentionSpec
 device = torch.device("cuda")
