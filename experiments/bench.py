@@ -29,6 +29,7 @@ from experiments.cli import (
 )
 from experiments.compare import compare
 from experiments.measure import Case, Method
+from experiments.peers import ANY_ORDER
 from experiments.record import OURS, Record, is_ours
 from experiments.report import TABLE_WIDTH
 from experiments.suites import SUITES
@@ -41,7 +42,11 @@ def main(
         list[str] | None, typer.Argument(help=f"Any of {', '.join(SUITES)}; all by default.")
     ] = None,
     backends: Annotated[
-        str, typer.Option(help="Ours: auto, or names of backends such as triton.")
+        str,
+        typer.Option(
+            help="Ours: auto, or names of backends such as triton; with /any-order after a name, "
+            "gradients may be summed in any order."
+        ),
     ] = "auto",
     peers: Annotated[
         tuple | None,
@@ -108,7 +113,7 @@ def parse_backends(text: str) -> tuple[str, ...]:
     known = [backend.name for backend in BACKENDS]
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name != "auto" and name not in known:
+        if name.removesuffix(ANY_ORDER) not in ("auto", *known):
             raise typer.BadParameter(f"unknown backend {name!r}; known: auto, {', '.join(known)}")
     return tuple(OURS if name == "auto" else f"{OURS}:{name}" for name in names)
 

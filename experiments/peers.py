@@ -21,6 +21,7 @@ from masks.interop import to_block_lists, to_flex
 Predicate = Callable[[Tensor, Tensor], Tensor]
 
 RECOMPILE_LIMIT = 64
+ANY_ORDER = "/any-order"
 
 
 class Peer(StrEnum):
@@ -64,9 +65,12 @@ class Problem:
     predicate: Predicate | None = None
 
 
-def attend_sparseflash(problem: Problem, backend: str = "auto") -> Attend:
+def attend_sparseflash(problem: Problem, named: str = "auto") -> Attend:
+    """named: a backend, with ANY_ORDER where its gradients need no fixed order of sums."""
+    backend = named.removesuffix(ANY_ORDER)
+    deterministic = backend == named
     return lambda query, key, value: sparseflash.attention(
-        query, key, value, problem.mask, backend=backend
+        query, key, value, problem.mask, backend=backend, deterministic=deterministic
     )
 
 

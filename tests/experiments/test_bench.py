@@ -85,6 +85,7 @@ def test_a_long_cache_is_read_as_fast_as_it_is_copied():
 def test_names_are_checked():
     assert parse_suites(None) == list(SUITES)
     assert parse_backends("auto, triton") == ("sparseflash", "sparseflash:triton")
+    assert parse_backends("hopper/any-order") == ("sparseflash:hopper/any-order",)
     with pytest.raises(typer.BadParameter, match="unknown suite 'dens'; known: dense"):
         parse_suites(["dens"])
     with pytest.raises(typer.BadParameter, match="unknown backend 'cuda'; known: auto, cpu"):

@@ -12,6 +12,7 @@ from experiments.peers import (
     Problem,
     attend_peer,
     attend_sdpa,
+    attend_sparseflash,
     attend_standard,
     flex_mask,
 )
@@ -37,6 +38,14 @@ PROBLEMS = {
 @pytest.fixture
 def inputs():
     return [torch.randn(1, 2, N, 16) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("named", "deterministic"), [("cpu", True), ("cpu/any-order", False)])
+def test_a_backend_may_be_asked_for_sums_in_any_order(named, deterministic, inputs, monkeypatch):
+    asked = []
+    monkeypatch.setattr("sparseflash.attention", lambda *t, **options: asked.append(options))
+    attend_sparseflash(PROBLEMS["full"], named)(*inputs)
+    assert asked == [{"backend": "cpu", "deterministic": deterministic}]
 
 
 # Uncompiled, it materialises the scores: all that is wanted here is its idea of the mask.
