@@ -9,7 +9,7 @@ from operands import unset_operands
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 HEAD_DIMS = (64, 128, 256)  # one of each width of tiles
 # Bytes per thread, without and with all options.
-STACK_LIMIT = {64: (24, 256), 128: (160, 528), 256: (560, 800)}
+STACK_LIMIT = {64: (32, 256), 128: (160, 528), 256: (560, 800)}
 KEYS = {64: 128, 128: 128, 256: 64}  # of a tile where rows are queries
 GROUPS = 2  # of warps that compute
 
