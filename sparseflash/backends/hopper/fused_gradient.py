@@ -28,7 +28,7 @@ from sparseflash.backends.hopper.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from sparseflash.backends.hopper.key_value_gradient import load_queries
+from sparseflash.backends.hopper.key_value_gradient import produce
 
 PARTS = gl.constexpr(2)  # tiles of PART queries in a block
 SIDES = gl.constexpr(4)  # buffers of dS of each group; with three one could overtake the other
@@ -82,6 +82,13 @@ def fused_gradient_kernel(
         exchange_of(queries.dtype),
         gl.allocate_shared_memory(gl.float32, sum_shape, sums.layout),
     )
+    loaded = (
+        rings.query_ring,
+        rings.grad_out_ring,
+        rings.key_ring,
+        rings.value_ring,
+        rings.term_buffers,
+    )
     turns = device.number_ring()
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
@@ -90,7 +97,8 @@ def fused_gradient_kernel(
         [
             (consume, (sums, grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES)),
             (consume, (sums, grad_keys, grad_values, rings, call, 1, GROUP, MASKED, STAGES)),
-            (produce, (queries, grad_outs, terms, keys, values, rings, call, GROUP, STAGES)),
+            (produce, (queries, grad_outs, terms, keys, values, grad_keys, loaded, call,
+                       GROUP, STAGES, 1)),
         ],
         [4, 1],
         [240, 24],
@@ -106,38 +114,6 @@ def exchange_of(DTYPE: gl.constexpr):
     for entry in gl.static_range(SIDES * 2):
         mbarrier.init(filled.index(entry), count=1)
     return Exchange(buffers, filled)
-
-
-@gluon.jit
-def produce(queries, grad_outs, terms, keys, values, rings, call, GROUP: gl.constexpr,
-            STAGES: gl.constexpr):  # fmt: skip
-    """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
-    stage, phase = 0, 1
-    key_phase = 1
-    turn, turn_phase = 0, 1
-    tile = gl.program_id(0)
-    while tile < call.sizes.tiles:
-        following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
-        batch, kv_head, row = device.locate(call, tile, GROUP)
-        for part in gl.static_range(2):
-            token = row * BLOCK + part * PART
-            device.fill(rings.key_ring, keys, batch, kv_head, token, part, key_phase)
-            device.fill(rings.value_ring, values, batch, kv_head, token, part, key_phase)
-        key_phase = key_phase ^ 1
-        for member in range(GROUP):
-            head = kv_head * GROUP + member
-            walk = device.walk_queries(call, batch, head, row)
-            stage, phase = load_queries(
-                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring,
-                rings.term_buffers, call, batch, head, call.table.partial_index,
-                walk.partial_start, walk.partials, stage, phase, STAGES,
-            )  # fmt: skip
-            stage, phase = load_queries(
-                queries, grad_outs, terms, rings.query_ring, rings.grad_out_ring,
-                rings.term_buffers, call, batch, head, call.table.full_index,
-                walk.full_start, walk.fulls, stage, phase, STAGES,
-            )  # fmt: skip
-        tile = following
 
 
 @gluon.jit
