@@ -9,7 +9,6 @@ the host runs the kernels itself: there the time of the backend alone is subtrac
 to `experiments/results/overhead-<device>.json`.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import masks
 import sparseflash
 from experiments.cli import RESULTS, slug
 from experiments.environment import environment
+from experiments.files import write_json
 from masks import BlockMask
 from sparseflash.call import prepare
 
@@ -72,9 +72,8 @@ def main(
     shape |= {"block_size": block_size, "backend": backend}
     found = [asdict(row) | {"overhead_us": row.overhead_us} for row in rows]
     path = output / f"overhead-{slug(device.type)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment(device), "shape": shape, "rows": found}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
     Console().print(table_of(rows))
     Console().print(f"wrote {path}", highlight=False)
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from experiments.files import write_json
+
 BACKWARD_FLOPS = 2.5
 OURS = "sparseflash"
 
@@ -99,10 +101,7 @@ class Record:
         figures = [_figures(row) | relative(row, self.rows) for row in self.rows]
         data = asdict(self) | {"crossovers": crossovers(self.rows)}
         data["rows"] = [row | more for row, more in zip(data["rows"], figures, strict=True)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".part")
-        draft.write_text(json.dumps(data, indent=1) + "\n")
-        draft.replace(path)
+        write_json(path, data)
 
     @classmethod
     def load(cls, path: Path) -> "Record":

@@ -31,6 +31,7 @@ from torch import Tensor
 import masks
 from experiments.cli import RESULTS, BlockSize, Dtype, numbers, slug
 from experiments.environment import environment
+from experiments.files import write_json
 from experiments.measure import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
@@ -239,14 +240,13 @@ def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
     """Adds a run to those of the file, in place of an older one of the same pass and problem."""
     known = json.loads(path.read_text()) if path.exists() else []
     kept = [r for r in known if (r["pass"], Problem(**r["problem"])) != (which, problem)]
-    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = {
         "pass": which,
         "problem": asdict(problem),
         "environment": environment(torch.device("cuda")),
         "rows": rows,
     }
-    path.write_text(json.dumps([*kept, fresh], indent=1) + "\n")
+    write_json(path, [*kept, fresh])
 
 
 def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:

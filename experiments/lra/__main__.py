@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.environment import environment
+from experiments.files import write_json
 from experiments.lra import presets, tasks
 from experiments.lra.callbacks import Curve, Deadline, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
 from experiments.lra.data import ArenaData
-from experiments.lra.files import write_json
 from experiments.lra.floors import floors
 from experiments.lra.learner import Learner, read_checkpoint
 from experiments.lra.tasks import Pathfinder, Task

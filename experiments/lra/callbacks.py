@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 
-from experiments.lra.files import write_json
+from experiments.files import write_json
 from experiments.lra.learner import Learner
 from experiments.lra.tasks import Batch
 

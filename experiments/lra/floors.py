@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.environment import environment
-from experiments.lra.files import write_json
+from experiments.files import write_json
 from experiments.lra.tasks import ListOps, Pathfinder, Task
 from experiments.lra.tasks.listops import (
     CLOSE,

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
-from experiments.lra.files import write_json
+from experiments.files import write_json
 from experiments.lra.seeds import summary_of
 from experiments.plots import COLOURS
 

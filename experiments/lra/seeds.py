@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.lra.files import write_json
+from experiments.files import write_json
 
 # Restarts take seeds far from those asked for.
 RESTART = 1000

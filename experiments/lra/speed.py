@@ -25,9 +25,9 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 from experiments.environment import device_name, environment
+from experiments.files import write_json
 from experiments.lra import presets
 from experiments.lra.attend import NAMED
-from experiments.lra.files import write_json
 from experiments.lra.model import Classifier, EncoderConfig
 from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import DTypeLike
 
-from experiments.lra.files import write_json
+from experiments.files import write_json
 
 Arrays = dict[str, np.ndarray]
 Allocate = Callable[[str, tuple[int, ...], DTypeLike], np.ndarray]
