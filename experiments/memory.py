@@ -1,14 +1,12 @@
 """How much memory a call takes: the most bytes of tensors alive at once beyond those before it."""
 
-import json
 import os
-import tempfile
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 METHOD = {
     "cuda": "torch.cuda.max_memory_allocated during the call, less the bytes allocated before it",
@@ -33,13 +31,14 @@ def _peak_on_gpu(run: Callable[[], object], device: torch.device) -> int:
 def _peak_on_cpu(run: Callable[[], object]) -> int:
     # The profiler's library otherwise writes a line to the terminal each time it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [ProfilerActivity.CPU]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as record:
+    with profile(profile_memory=True) as record:
         result = run()
     del result
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        record.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
-    return max(accumulate(size for _, size in sorted(changes)), default=0)
+    # Its own list of events: to make of them what torch.profiler shows takes ten times the run.
+    results: Any = record.kineto_results
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == "[memory]"
+    )
+    return max(accumulate(size for _, size in changes), default=0)
