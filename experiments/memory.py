@@ -31,14 +31,11 @@ def _peak_on_gpu(run: Callable[[], object], device: torch.device) -> int:
 def _peak_on_cpu(run: Callable[[], object]) -> int:
     # The profiler's library otherwise writes a line to the terminal each time it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(profile_memory=True) as record:
+    record: Any = profile(profile_memory=True)
+    with record:
         result = run()
     del result
     # Its own list of events: to make of them what torch.profiler shows takes ten times the run.
-    results: Any = record.kineto_results
-    changes = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in results.events()
-        if event.name() == "[memory]"
-    )
+    events = record.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return max(accumulate(size for _, size in changes), default=0)
