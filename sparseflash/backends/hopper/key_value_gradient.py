@@ -93,14 +93,13 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
 def load_queries(queries, grad_outs, terms, query_ring, grad_out_ring, term_buffers, call,
                  batch, head, index, start, count, stage, phase,
                  STAGES: gl.constexpr):  # fmt: skip
-    """Loads all tiles of listed blocks: queries, row terms and dO."""
-    QUERIES: gl.constexpr = queries.block_type.shape[2]
+    """Loads both halves of listed blocks: queries, row terms and dO."""
     terms_row = (batch * call.sizes.heads + head) * 2
     block = gl.load(index + start)
     for i in range(start, start + count):
         ahead = gl.load(index + i + 1)
-        for part in gl.static_range(BLOCK // QUERIES):
-            token = block * BLOCK + part * QUERIES
+        for part in gl.static_range(2):
+            token = block * BLOCK + part * PART
             filled = query_ring.filled.index(stage)
             mbarrier.wait(query_ring.emptied.index(stage), phase)
             mbarrier.expect(filled, queries.block_type.nbytes + 2 * terms.block_type.nbytes)

@@ -86,9 +86,13 @@ def tiling(spec: AttentionSpec) -> tuple[int, int]:
     return max(block_q, LEAST_SIDE), max(block_k, LEAST_SIDE)
 
 
+def _as_read(spec: AttentionSpec, table: LookupTable) -> AttentionSpec:
+    """The facts of a call for kernels that read its table."""
+    return spec if table.block_size == spec.block_size else _in_blocks(spec, table.block_size)
+
+
 @lru_cache(maxsize=4096)
 def _in_blocks(spec: AttentionSpec, block_size: tuple[int, int]) -> AttentionSpec:
-    """The facts of a call for kernels that read a table of this block size."""
     return replace(spec, block_size=block_size)
 
 
@@ -103,7 +107,7 @@ def describe(
     tiles = {}
     if table.block_size != spec.block_size:
         tiles["tiles"] = f"{table.block_size}, put together from blocks of {spec.block_size}"
-        spec = _in_blocks(spec, table.block_size)
+    spec = _as_read(spec, table)
     streamed = {"forward": (key, value), "dq": (key, value), "dkdv": (query, query)}
     passes = {
         which: str(launch.prepare(which, spec, tensors, (0, 1)).config)
@@ -127,8 +131,7 @@ def forward(
     """(out, lse); see sparseflash.backends.Backend."""
     from sparseflash.backends.portable import decoding, forward_pass
 
-    if table.block_size != spec.block_size:
-        spec = _in_blocks(spec, table.block_size)
+    spec = _as_read(spec, table)
     run = decoding.forward if spec.few_queries else forward_pass.forward
     return run(query, key, value, table, key_lengths, seed, spec, bias)
 
@@ -151,8 +154,7 @@ def backward(
     """The gradients; see sparseflash.backends.Backend."""
     from sparseflash.backends.portable import backward_pass
 
-    if table.block_size != spec.block_size:
-        spec = _in_blocks(spec, table.block_size)
+    spec = _as_read(spec, table)
     saved = (query, key, value, out, lse)
     return backward_pass.backward(
         grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs, bias
