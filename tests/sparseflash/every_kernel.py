@@ -1,6 +1,6 @@
 """Launches every kernel of a backend on small inputs; a script for a sanitizer to watch.
 
-python every_kernel.py BACKEND
+python every_kernel.py BACKEND HEAD_DIM
 """
 
 import sys
@@ -14,6 +14,7 @@ from sparseflash.testing import make_inputs
 HEADS, KV_HEADS = 4, 2
 LOCAL = masks.local(90, align="bottom-right")
 BEFORE = LOCAL & masks.causal(align="bottom-right")
+SCATTERED = masks.random(0.3, seed=0)
 UNEVEN = masks.global_tokens(1)  # whose rows programs take as they are done
 OPTIONS = {
     "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True, "chosen": True}),
@@ -22,14 +23,19 @@ OPTIONS = {
 
 
 def passes(
-    backend: str, pattern: masks.Pattern, lengths: tuple[int, int], head_dim: int, **options
+    backend: str,
+    pattern: masks.Pattern,
+    lengths: tuple[int, int],
+    head_dim: int,
+    block_size: int = 128,
+    **options,
 ) -> None:
     """The forward and, for more than a few queries, the backward pass of one call."""
     inputs = make_inputs(
         2, HEADS, *lengths, head_dim, kv_heads=KV_HEADS, dtype=torch.float16, device="cuda"
     )
     leaves = [x.requires_grad_() for x in inputs[:3]]
-    mask = pattern(lengths, device="cuda")
+    mask = pattern(lengths, block_size=block_size, device="cuda")
     wanted = list(leaves)
     if options.pop("bias", False):
         options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda", requires_grad=True)
@@ -43,17 +49,18 @@ def passes(
     torch.autograd.grad((out, lse), wanted, (inputs[3], torch.ones_like(lse)))
 
 
-def main(backend: str) -> None:
+def main(backend: str, head_dim: int) -> None:
     key_lengths = torch.tensor([0, 170], device="cuda")
-    for head_dim in (64, 128, 256):
-        for pattern in (masks.full(), BEFORE, UNEVEN):
-            for options in OPTIONS[backend]:
-                passes(backend, pattern, (200, 330), head_dim, **options)
-        passes(backend, LOCAL, (200, 330), head_dim, key_lengths=key_lengths)
-        passes(backend, masks.full(), (3, 2000), head_dim)
+    for pattern in (masks.full(), BEFORE, UNEVEN):
+        for options in OPTIONS[backend]:
+            passes(backend, pattern, (200, 330), head_dim, **options)
+    passes(backend, LOCAL, (200, 330), head_dim, key_lengths=key_lengths)
+    passes(backend, masks.full(), (3, 2000), head_dim)
+    passes(backend, SCATTERED, (200, 330), head_dim, block_size=32)
+    passes(backend, masks.full(), (1600, 330), head_dim, deterministic=False)
     torch.cuda.synchronize()
     print("every kernel ran")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -22,13 +22,14 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 @pytest.mark.slow
 @pytest.mark.skipif(which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("backend", ["triton"] + ["hopper"] * HOPPER)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_every_kernel_is_clean(tool, backend):
+def test_every_kernel_is_clean(tool, head_dim, backend):
     # Every tensor an allocation of its own, so that its neighbours are out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     watched = subprocess.run(
-        [*command, sys.executable, str(SCRIPT), backend],
+        [*command, sys.executable, str(SCRIPT), backend, str(head_dim)],
         env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
         capture_output=True,
         text=True,
