@@ -8,6 +8,7 @@ from torch import Tensor
 
 from masks import tiles
 from masks.intervals import Runs
+from masks.kept import Kept
 
 BLOCK_SIDES = (16, 32, 64, 128, 256)
 
@@ -118,6 +119,11 @@ class OnGrid:
     """What has a grid: its lengths and block sizes, in tokens, and its device."""
 
     grid: Grid
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What its users keep for as long as it lives."""
+        return Kept()
 
     @property
     def seq_len(self) -> tuple[int, int]:

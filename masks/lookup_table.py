@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from masks import tiles
+from masks.kept import Kept
 
 # Kernels fetch the index of the next block while they work on this one: every list ends in so many
 # readable entries.
@@ -102,6 +103,11 @@ class LookupTable:
             for part in self.bank.split(TILES_AT_ONCE)
         ]
         return torch.cat(transposed)
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What its readers keep for as long as it lives."""
+        return Kept()
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,6 @@
 """One attention call: from its tensors and options to the backend that runs it, with its table."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,11 +27,10 @@ class Call:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse)"""
-        with _without_autocast(query.device.type):
-            return self.backend.forward(
-                *(query, key, value, self.table, self.key_lengths, self.seed, self.spec),
-                **self._bias(),
-            )
+        return self.backend.forward(
+            *(query, key, value, self.table, self.key_lengths, self.seed, self.spec),
+            **self._bias(),
+        )
 
     def backward(
         self,
@@ -47,12 +45,11 @@ class Call:
         """
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
-        with _without_autocast(grad_out.device.type):
-            *grads, grad_blocks = self.backend.backward(
-                *(grad_out, grad_lse, *saved),
-                *(self.table, self.key_lengths, self.seed, self.spec, needs),
-                **self._bias(),
-            )
+        *grads, grad_blocks = self.backend.backward(
+            *(grad_out, grad_lse, *saved),
+            *(self.table, self.key_lengths, self.seed, self.spec, needs),
+            **self._bias(),
+        )
         if grad_blocks is not None:
             masks = (self.spec.mask_batch, self.spec.mask_heads)
             grad_blocks = grad_blocks.sum_to_size(*masks, *grad_blocks.shape[2:])
@@ -84,16 +81,29 @@ def prepare(
     Raises ValueError for a mask of another shape and for key_lengths out of range, and what
     `select` raises.
     """
-    mask = block_mask(mask, query, key)
-    if key_lengths is not None:
-        key_lengths = _in_range(key_lengths, key.shape[2], query.device)
-    padded = key_lengths is not None
+    if isinstance(mask, Pattern):
+        mask = block_mask(mask, query, key)
+    tensors = (query.shape, key.shape, query.dtype, query.device)
     options = (scale, softcap, score, dropout_p, precision, deterministic, bias is not None)
     differentiated = (differentiates_bias, differentiates_blocks)
-    spec = spec_of(query, key, mask, padded, *options, *differentiated)
-    chosen = select(backend, spec)
-    table = mask.table(query.device, chosen.tiling(spec))
+    kind = (*tensors, key_lengths is not None, *options, *differentiated, backend)
+    if kind not in mask.kept:
+        mask.kept[kind] = _facts(query, key, mask, kind[len(tensors) :])
+    if key_lengths is not None:
+        key_lengths = _in_range(key_lengths, key.shape[2], query.device)
+    spec, chosen, table = mask.kept[kind]
     return Call(spec, chosen, table, key_lengths, seed, bias)
+
+
+def _facts(
+    query: Tensor, key: Tensor, mask: BlockMask | DynamicMask, options: tuple
+) -> tuple[AttentionSpec, Backend, LookupTable]:
+    """What all calls of a kind have in common."""
+    *facts, backend = options
+    mask = block_mask(mask, query, key)
+    spec = spec_of(query, key, mask, *facts)
+    chosen = select(backend, spec)
+    return spec, chosen, mask.table(query.device, chosen.tiling(spec))
 
 
 def spec_of(
@@ -196,10 +206,3 @@ def _in_range(lengths: Tensor, k_len: int, device: torch.device) -> Tensor:
     elif bool(((lengths < 0) | (lengths > k_len)).any()):
         raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
     return lengths.to(device, torch.int32)
-
-
-def _without_autocast(device_type: str):
-    """Backends choose the dtype of their products themselves."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()

@@ -3,7 +3,7 @@ it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -47,6 +47,14 @@ class AttentionSpec:
     differentiates_blocks: bool = False
     fill: float | None = 1.0
     deterministic: bool = True
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        facts = tuple(getattr(self, fact.name) for fact in fields(self) if fact.compare)
+        object.__setattr__(self, "_hash", hash(facts))
+
+    def __hash__(self) -> int:
+        return self._hash  # a call looks up by its facts what is known of them, several times
 
     @property
     def few_queries(self) -> bool:

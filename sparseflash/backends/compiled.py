@@ -1,12 +1,20 @@
 """Launches of Triton kernels that do not ask Triton each time which of its kernels to launch."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
+
+
+class Launched(NamedTuple):
+    """A compiled kernel and all arguments, constants included, that it was launched with."""
+
+    compiled: Any
+    arguments: tuple
+    grid: tuple[int, int, int]
 
 
 def launch(
@@ -15,23 +23,28 @@ def launch(
     arguments: tuple,
     variant: tuple,
     constants: dict,
-) -> None:
+) -> Launched | None:
     """Launches a kernel unless its grid is empty.
 
     variant: everything that Triton compiles this kernel anew for. Triton would find it out from
         the arguments at every launch, which takes longer than the launch itself.
+
+    Returns what was launched, None if that is not a compiled kernel.
     """
     if 0 in grid:
-        return
+        return None
     known = (kernel.__module__, kernel.__name__, variant)
     if known in _COMPILED:
         compiled, constant_arguments = _COMPILED[known]
         _start(compiled, grid, (*arguments, *constant_arguments))
-        return
+        return Launched(compiled, (*arguments, *constant_arguments), grid)
     compiled = kernel[grid](*arguments, **constants)
-    if isinstance(kernel, triton.JITFunction):  # and not interpreted
-        names = kernel.arg_names[len(arguments) :]
-        _COMPILED[known] = compiled, tuple(constants[name] for name in names)
+    if not isinstance(kernel, triton.JITFunction):  # but interpreted
+        return None
+    names = kernel.arg_names[len(arguments) :]
+    constant_arguments = tuple(constants[name] for name in names)
+    _COMPILED[known] = compiled, constant_arguments
+    return Launched(compiled, (*arguments, *constant_arguments), grid)
 
 
 _COMPILED: dict[tuple, tuple] = {}

@@ -28,6 +28,7 @@ from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.spec import AttentionSpec
 
 
+@torch.autocast("cpu", enabled=False)  # the dtype of products is chosen here
 def forward(
     query: Tensor,
     key: Tensor,
@@ -63,6 +64,7 @@ def forward(
     return _sequence(out, query).to(query.dtype), _sequence(lse, query).squeeze(-1)
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

@@ -1,6 +1,7 @@
 """The host side of all kernels: descriptors of tensors, arguments, grids."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from sparseflash import dropout
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper.device import LOG2E
 from sparseflash.backends.hopper.gluon_shim import TensorDescriptor, gl, gluon
+from sparseflash.backends.relaunch import again, remember
 from sparseflash.spec import AttentionSpec
 
 ALIGNMENT = 16  # bytes that the tensor memory accelerator wants addresses and strides to divide by
@@ -23,9 +25,33 @@ GLUON_DTYPES = {
 }
 
 
+class Tiles(NamedTuple):
+    """The (rows, dims) tiles of an addressable tensor (batch, heads, tokens, dims)."""
+
+    tensor: Tensor
+    rows: int
+    dims: int
+
+    def descriptor(self) -> TensorDescriptor:
+        base = self.tensor
+        facts = (base.shape, base.stride(), base.dtype, self.rows, self.dims)
+        return _Descriptor(base, *_tiling(*facts))
+
+
+class Pieces(NamedTuple):
+    """The pieces of `columns` neighbouring entries of a row of a matrix."""
+
+    tensor: Tensor
+    columns: int
+
+    def descriptor(self) -> TensorDescriptor:
+        shape, strides = list(self.tensor.shape), list(self.tensor.stride())
+        return _Descriptor(self.tensor, shape, strides, [1, self.columns], TERMS_LAYOUT)
+
+
 def launch_pass(
     kernel: gluon.jit,
-    tensors: tuple[TensorDescriptor | Tensor | None, ...],
+    tensors: tuple[Tiles | Pieces | Tensor | None, ...],
     table: LookupTable,
     key_lengths: Tensor | None,
     seed: int,
@@ -39,18 +65,30 @@ def launch_pass(
     device.Dropout; GROUP, MASKED and `stages`, the sizes of its rings.
     """
     rows = table.by_key if by_key else table.by_query
-    (counter, *sizes), grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads)
+    counter = counter_of(rows, spec.device)
+    bases = [x[0] if isinstance(x, tuple) else x for x in tensors]
+    seeds = (None, None) if spec.dropout_p == 0 else _words(seed)
+    kind = (kernel.__name__, spec, *[None if x is None else x.stride() for x in bases])
+    addresses = [None if x is None else x.data_ptr() for x in (*bases, key_lengths, counter)]
+    if again(table, kind, (*addresses, *seeds)):
+        return
+    sizes, grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads)
     arguments = (
-        *tensors,
+        *(x.descriptor() if isinstance(x, tuple) else x for x in tensors),
         *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
         *(key_lengths, counter, *sizes, spec.scale * LOG2E.value),
-        *_dropout_arguments(spec.dropout_p, seed),
+        *(*seeds, *_dropout_arguments(spec.dropout_p)),
     )
     group = spec.heads // spec.kv_heads
     masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
     facts = (spec.device, spec.dtype, spec.head_dim, group, masked, spec.dropout_p > 0)
     variant = (*facts, *(x is None for x in (*tensors, key_lengths, counter)))
-    launch(kernel, grid, arguments, variant, {"GROUP": group, "MASKED": masked} | stages | OPTIONS)
+    constants = {"GROUP": group, "MASKED": masked} | stages | OPTIONS
+    launched = launch(kernel, grid, arguments, variant, constants)
+    if launched is not None:
+        names = kernel.arg_names[: len(tensors)]
+        changing = (*names, "key_lengths", "counter", "seed_low", "seed_high")
+        remember(table, kind, launched, changing)
 
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -59,6 +97,8 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 def addressable(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy if the tensor memory accelerator cannot address it."""
     aligned = tensor.data_ptr() % ALIGNMENT == 0
+    if aligned and tensor.is_contiguous():  # all head dims are multiples of its unit
+        return tensor
     strides = addressable_strides(tensor.shape, tensor.stride(), tensor.element_size())
     return tensor if aligned and strides else tensor.contiguous()
 
@@ -81,16 +121,14 @@ def width(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def tiles_of(tensor: Tensor, rows: int, dims: int | None = None) -> TensorDescriptor:
-    """The (rows, dims) tiles, of all dims if not said, of an addressable tensor (batch, heads,
-    tokens, dims)."""
-    return _Descriptor(tensor, *_tiling(tensor.shape, tensor.stride(), tensor.dtype, rows, dims))
+def tiles_of(tensor: Tensor, rows: int, dims: int | None = None) -> Tiles:
+    """The (rows, dims) tiles of an addressable tensor, of all its dims if not said."""
+    return Tiles(tensor, rows, dims or width(tensor.shape[-1]))
 
 
-def terms_of(terms: Tensor, columns: int) -> TensorDescriptor:
+def terms_of(terms: Tensor, columns: int) -> Pieces:
     """The pieces of `columns` neighbouring entries of a row of row terms."""
-    strides = list(terms.stride())
-    return _Descriptor(terms, list(terms.shape), strides, [1, columns], TERMS_LAYOUT)
+    return Pieces(terms, columns)
 
 
 TERMS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
@@ -105,10 +143,10 @@ class _Descriptor(TensorDescriptor):
 
 @lru_cache(maxsize=4096)
 def _tiling(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, dims: int | None
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, dims: int
 ) -> tuple:
     """(shape, strides, tile, layout)"""
-    tile = [1, 1, rows, dims or width(shape[-1])]
+    tile = [1, 1, rows, dims]
     layout = gl.NVMMASharedLayout.get_default_for(tile, GLUON_DTYPES[dtype])
     return list(shape), list(addressable_strides(shape, strides, dtype.itemsize)), tile, layout
 
@@ -130,22 +168,33 @@ def _table_arguments(rows: BlockRows, bank: Tensor, table: LookupTable) -> tuple
     return (*lists, bank, table.head_layer)
 
 
-def _dropout_arguments(dropout_p: float, seed: int) -> tuple[int | float | None, ...]:
-    """device.Dropout."""
+def _dropout_arguments(dropout_p: float) -> tuple[int | float | None, ...]:
+    """(threshold, keep_scale) of device.Dropout."""
     if dropout_p == 0:
-        return (None,) * 4
-    low, high = (_signed(word % 2**32) for word in (seed, seed >> 32))
-    return low, high, dropout.threshold(dropout_p) - 2**31, 1 / (1 - dropout_p)
+        return None, None
+    return dropout.threshold(dropout_p) - 2**31, 1 / (1 - dropout_p)
+
+
+def _words(seed: int) -> tuple[int, int]:
+    """(seed_low, seed_high) of device.Dropout."""
+    return _signed(seed % 2**32), _signed((seed >> 32) % 2**32)
 
 
 def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
+def counter_of(rows: BlockRows, device: torch.device) -> Tensor | None:
+    """What hands out the tiles of uneven rows."""
+    if rows.unevenness <= UNEVEN:
+        return None
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 def schedule(
     spec: AttentionSpec, rows: BlockRows, heads: int
-) -> tuple[tuple[Tensor | int | None, ...], tuple[int, int, int]]:
-    """(counter, *device.Sizes), and the grid: at most a program for each multiprocessor.
+) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """device.Sizes, and the grid: at most a program for each multiprocessor.
 
     Heads follow one another, so that programs share keys and values in the cache. If some rows are
     very heavy, those of all heads come first: a program that took one of them last would keep all
@@ -153,13 +202,10 @@ def schedule(
     """
     pairs = spec.batch * heads
     tiles = pairs * rows.rows
-    counter = None
-    if rows.unevenness > UNEVEN:
-        counter = torch.zeros(1, dtype=torch.int32, device=spec.device)
     together = pairs if rows.unevenness > VERY_UNEVEN else 1
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.rows, tiles, together)
-    return (counter, *sizes), (min(tiles, multiprocessors(spec.device)), 1, 1)
+    return sizes, (min(tiles, multiprocessors(spec.device)), 1, 1)
 
 
 @lru_cache(maxsize=64)

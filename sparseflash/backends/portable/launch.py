@@ -23,12 +23,14 @@ from sparseflash.backends.portable.configs import (
     programs_at_once,
 )
 from sparseflash.backends.portable.tiles import LOG2E
+from sparseflash.backends.relaunch import again, remember
 from sparseflash.spec import AttentionSpec
 
 VECTOR_BYTES = 16  # widest load of a thread, and the alignment of the tensor memory accelerator
 WIDEST_TILE = 256
 HEAVY_ROW = 3  # a mask is uneven when its heaviest row holds more than this many times the mean
 GRID_LIMIT = 65535  # programs along the second and the third axis of a grid
+DIMENSIONS = 4  # of query, key and value: each comes with so many strides
 
 
 def launch_pass(
@@ -68,6 +70,14 @@ def launch_prepared(
     """Launches the kernel of a pass that was prepared, by default with a program for each tile of
     rows; see launch_pass.
     """
+    addresses = [x.data_ptr() for x in tensors]
+    moved = [x.data_ptr() if isinstance(x, Tensor) else None for x in (*others, key_lengths, bias)]
+    streamed = [addresses[place] for place in made.streamed]
+    facts = [Tensor if isinstance(x, Tensor) else x for x in others]
+    bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
+    kind = (kernel.__name__, made, grid, bias_stride, *facts)
+    if again(table, kind, (*addresses, *streamed, *moved, seed)):
+        return
     rows = table.by_key if made.which == "dkdv" else table.by_query
     sizes, every_tile = _sizes_and_grid(spec, rows, made.heads, made.parts)
     scale2, cap, threshold, keep_scale = made.scalars
@@ -76,13 +86,18 @@ def launch_prepared(
         *_descriptors(made.tile, [tensors[place] for place in made.streamed]),
         *others,
         *_table_arguments(table, rows),
-        key_lengths,
-        *(bias, 0 if bias is None or len(bias) == 1 else bias.stride(0)),
+        *(key_lengths, bias, bias_stride),
         *sizes,
         *(scale2, cap, seed, threshold, keep_scale),
     )
     missing = tuple([x is None for x in (*others, key_lengths)])
-    launch(kernel, grid or every_tile, arguments, (made.variant, missing), made.constants)
+    variant = (made.variant, missing)
+    launched = launch(kernel, grid or every_tile, arguments, variant, made.constants)
+    if launched is not None:
+        strided = len(tensors) * (1 + DIMENSIONS)
+        names = kernel.arg_names[: strided + len(streamed) + len(others)]
+        first = (*names[: strided : 1 + DIMENSIONS], *names[strided:])
+        remember(table, kind, launched, (*first, "key_lengths", "bias", "seed"))
 
 
 def launch_with_layout(

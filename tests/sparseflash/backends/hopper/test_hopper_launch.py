@@ -25,7 +25,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
     addressed = launch.addressable(query)
     assert torch.equal(addressed, query)
     assert (addressed is query) == (strides in ("contiguous", "bshd"))
-    descriptor = launch.tiles_of(addressed, 64)
+    descriptor = launch.tiles_of(addressed, 64).descriptor()
     assert descriptor.block_shape == [1, 1, 64, 64]
     assert descriptor.strides == list(addressed.stride())
 
@@ -33,7 +33,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (96, 128), (192, 256), (256, 256)])
 def test_tiles_are_as_wide_as_a_power_of_two(head_dim, width):
     query, *_ = make_inputs(1, 1, 40, 40, head_dim, dtype=torch.float16)
-    descriptor = launch.tiles_of(query, 64)
+    descriptor = launch.tiles_of(query, 64).descriptor()
     assert descriptor.block_shape == [1, 1, 64, width]
     assert descriptor.shape == list(query.shape)
 
@@ -43,7 +43,7 @@ def test_strides_of_single_entries_do_not_matter():
         (1, 1, 40, 64), (3, 5, 64, 1)
     )
     assert launch.addressable(query) is query
-    assert launch.tiles_of(query, 64).strides[:2] == [8, 8]
+    assert launch.tiles_of(query, 64).descriptor().strides[:2] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_strides_of_single_entries_do_not_matter():
 )
 def test_uneven_rows_are_counted_out_and_very_heavy_ones_come_first(pattern, counted, together):
     table = pattern(1024, block_size=128).table()
-    (counter, *sizes), grid = launch.schedule(SPEC, table.by_query, SPEC.heads)
-    assert (counter is not None) == counted
-    assert sizes == [4, 1024, 1024, 1, 8, 3 * 4 * 8, together]
+    assert (launch.counter_of(table.by_query, SPEC.device) is not None) == counted
+    sizes, grid = launch.schedule(SPEC, table.by_query, SPEC.heads)
+    assert sizes == (4, 1024, 1024, 1, 8, 3 * 4 * 8, together)
     assert grid == (10, 1, 1)
 
 

@@ -1,0 +1,15 @@
+"""What others keep of a mask or a table for as long as it lives."""
+
+MOST = 1024
+
+
+class Kept(dict):
+    """A bounded store, which begins anew when it is full. A copy of its owner begins with none."""
+
+    def __setitem__(self, key, value):
+        if len(self) >= MOST:
+            self.clear()
+        super().__setitem__(key, value)
+
+    def __reduce__(self):
+        return Kept, ()

@@ -1,0 +1,261 @@
+"""Launches that are repeated by writing what has changed into their packed parameters."""
+
+import ctypes
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+
+import masks
+from masks.lookup_table import LookupTable
+from sparseflash import attention
+from sparseflash.backends import relaunch
+from sparseflash.backends.compiled import Launched
+from sparseflash.backends.relaunch import again, remember
+from sparseflash.testing import make_inputs
+
+KINDS = {
+    "query": "*bf16",
+    "query_dim": "constexpr",
+    "missing": "constexpr",
+    "rows": "i32",
+    "seed": "i64",
+    "least": "u32",
+    "scale": "fp32",
+    "GROUP": "constexpr",
+}
+CONSTANT = {
+    "query_dim": 1,
+    "missing": None,
+    "rows": 7,
+    "least": 2**32 - 1,
+    "scale": 0.5,
+    "GROUP": 2,
+}
+SCRATCH = [8, 8]  # bytes of two addresses that Triton passes last
+SIZES = [8, 4, 8, 4, 4, *SCRATCH]
+
+
+class Driver:
+    """A CUDA driver that writes down what it is told to launch."""
+
+    def __init__(self, sizes):
+        self.sizes, self.launched, self.context = sizes, [], 3
+
+    def cuFuncGetParamInfo(self, function, index, offset, size):
+        if index == len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[index]
+        return 0
+
+    def cuLaunchKernel(self, function, *rest):
+        if self.context != 3:
+            return 201
+        *shape, stream, parameters, _ = rest
+        values = [ctypes.string_at(parameters[i], size) for i, size in enumerate(self.sizes)]
+        self.launched.append((function, shape, stream, values))
+        return 0
+
+    def cuCtxGetCurrent(self, found):
+        found._obj.value = self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.context = context
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver(SIZES)
+    active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: 9)
+    monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(relaunch, "_driver", lambda: made)
+    return made
+
+
+def launched(query: torch.Tensor, seed: int, kinds=KINDS, **metadata) -> Launched:
+    facts = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}
+    facts |= {"global_scratch_size": 0, "profile_scratch_size": 0} | metadata
+    compiled: Any = SimpleNamespace(
+        function=5,
+        packed_metadata=(4, 1, 1024),
+        src=SimpleNamespace(signature=kinds),
+        metadata=SimpleNamespace(**facts),
+    )
+    values = CONSTANT | {"query": query, "seed": seed}
+    return Launched(compiled, tuple(values[name] for name in kinds), (3, 2, 1))
+
+
+def packed(query: torch.Tensor, seed: int) -> list[bytes]:
+    values = (
+        *(ctypes.c_uint64(query.data_ptr()), ctypes.c_int32(7), ctypes.c_int64(seed)),
+        *(ctypes.c_uint32(2**32 - 1), ctypes.c_float(0.5), ctypes.c_uint64(0), ctypes.c_uint64(0)),
+    )
+    return [bytes(value) for value in values]
+
+
+@pytest.fixture
+def table():
+    return masks.full()(64, block_size=64).table()
+
+
+CHANGING = ("query", "missing", "seed")
+
+
+def repeat(table, *tensors):
+    """Makes a launch on each tensor, with its place for a seed; whether each was a repetition."""
+    repeated = []
+    for seed, query in enumerate(tensors):
+        repeated.append(again(table, ("kind",), (query.data_ptr(), None, seed)))
+        if not repeated[-1]:
+            remember(table, ("kind",), launched(query, seed), CHANGING)
+    return repeated
+
+
+def test_a_launch_is_repeated_from_the_third_time_on_with_what_has_changed(driver, table):
+    tensors = torch.zeros(5, 8).unbind()
+    assert repeat(table, *tensors) == [False, False, True, True, True]
+    shape = [3, 2, 1, 4 * 32, 1, 1, 1024]
+    wanted = [(5, shape, 9, packed(tensors[seed], seed)) for seed in (2, 3, 4)]
+    assert driver.launched == wanted
+
+
+def test_kinds_and_tables_are_told_apart(driver, table):
+    tensors = torch.zeros(3, 8).unbind()
+    repeat(table, *tensors)
+    changed = (tensors[0].data_ptr(), None, 0)
+    assert not again(table, ("another kind",), changed)
+    assert not again(masks.full()(64, block_size=64).table(), ("kind",), changed)
+
+
+@pytest.mark.parametrize("owner", ["table", "mask"])
+def test_what_is_copied_begins_with_no_launches(driver, owner):
+    mask = masks.full()(64, block_size=64)
+    repeat(mask.table(), *torch.zeros(3, 8).unbind())
+    mask.kept["facts"] = 1
+    original = mask if owner == "mask" else mask.table()
+    assert original.kept
+    assert not pickle.loads(pickle.dumps(original)).kept
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"num_ctas": 2},
+        {"launch_cooperative_grid": True},
+        {"launch_pdl": True},
+        {"global_scratch_size": 16},
+        {"profile_scratch_size": 16},
+    ],
+)
+def test_what_takes_more_than_parameters_is_left_to_triton(driver, metadata):
+    assert relaunch.relaunch(launched(torch.zeros(8), 0, **metadata), CHANGING) is None
+
+
+@pytest.mark.parametrize("sizes", [[*SIZES, 8], SIZES[:-1], [8, 8, 8, 4, 4, *SCRATCH], []])
+def test_a_kernel_of_other_parameters_is_left_to_triton(driver, sizes):
+    driver.sizes = sizes
+    assert relaunch.relaunch(launched(torch.zeros(8), 0), CHANGING) is None
+
+
+def test_a_kind_of_parameter_that_is_not_known_is_left_to_triton(driver):
+    kinds = KINDS | {"rows": "fp8"}
+    assert relaunch.relaunch(launched(torch.zeros(8), 0, kinds), CHANGING) is None
+
+
+def test_a_launch_that_the_driver_refuses_is_left_to_triton(driver, table):
+    tensors = torch.zeros(3, 8).unbind()
+    repeat(table, *tensors)
+    driver.context = 4
+    assert not again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+    assert (driver.context, len(driver.launched)) == (4, 1)
+
+
+def test_a_thread_without_a_context_gets_that_of_the_kernel(driver, table):
+    tensors = torch.zeros(3, 8).unbind()
+    repeat(table, *tensors)
+    driver.context = 0
+    assert again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+    assert (driver.context, len(driver.launched)) == (3, 2)
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_launch_that_somebody_listens_to_is_left_to_triton(driver, table, hook):
+    tensors = torch.zeros(3, 8).unbind()
+    repeat(table, *tensors)
+    chain, listener = getattr(knobs.runtime, hook), lambda metadata: None
+    chain.add(listener)
+    try:
+        assert not again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+    finally:
+        chain.remove(listener)
+    assert again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+
+
+OPTIONS = {
+    "plain": {},
+    "dropout": {"dropout_p": 0.2},
+    "padded": {"key_lengths": torch.tensor([100, 300])},
+    "bias": {"bias": True},
+}
+
+
+def passes(mask, backend, head_dim, seed, q_len, options):
+    """out, lse and the gradients of one call on tensors of its own."""
+    options = dict(options)
+    inputs = make_inputs(
+        2, 4, q_len, 300, head_dim, kv_heads=2, dtype=torch.bfloat16, device="cuda", seed=seed
+    )
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    if "bias" in options:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        shape = (4, q_len + 300 - 1)
+        options["bias"] = torch.randn(shape, generator=generator, device="cuda")
+    if "dropout_p" in options:
+        options["seed"] = seed - 2**40
+    out, lse = attention(*leaves, mask, backend=backend, return_lse=True, **options)
+    return out, lse, *torch.autograd.grad(out, leaves, inputs[3]), *inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("q_len", [2, 260])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_repeated_launches_give_what_first_ones_give(backend, head_dim, q_len, option):
+    if backend == "hopper" and (torch.cuda.get_device_capability() != (9, 0) or option == "bias"):
+        pytest.skip("hopper cannot serve it")
+    pattern = masks.local(70, align="bottom-right") | masks.global_tokens(1)
+    mask = pattern((q_len, 300), block_size=128, device="cuda")
+    call = (backend, head_dim)
+    repeated = [passes(mask, *call, n, q_len, OPTIONS[option]) for n in range(4)]
+    tables = [kept for kept in mask._made.values() if isinstance(kept, LookupTable)]
+    (kept,) = [table.kept for table in tables]
+    assert any(isinstance(known, relaunch.Relaunch) for known in kept.values())
+    for n, results in enumerate(repeated):
+        fresh = pattern((q_len, 300), block_size=128, device="cuda")
+        first = passes(fresh, *call, n, q_len, OPTIONS[option])
+        for result, wanted in zip(results, first, strict=True):
+            assert torch.equal(result, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_threads_do_not_launch_on_the_tensors_of_one_another(backend):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("hopper cannot serve it")
+    mask = masks.local(70)(300, block_size=128, device="cuda")
+    inputs = [torch.randn(3, 1, 1, 300, 128, device="cuda").bfloat16() for _ in range(8)]
+    wanted = [attention(*x, mask, backend=backend) for x in inputs]
+
+    def right(n: int) -> bool:
+        outs = [attention(*inputs[n], mask, backend=backend) for _ in range(200)]
+        return all(torch.equal(out, wanted[n]) for out in outs)
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(right, range(len(inputs))))
