@@ -17,10 +17,8 @@ from torch import Tensor
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper import device
 from sparseflash.backends.hopper.device import BLOCK, PART
-from sparseflash.backends.hopper.gluon_shim import gl, gluon
-from sparseflash.backends.hopper.launch import OPTIONS, addressable_strides, width
-
-VECTOR = gl.constexpr(8)  # elements that a thread loads at once
+from sparseflash.backends.hopper.gluon_shim import fence_async_shared, gl, gluon, mbarrier
+from sparseflash.backends.hopper.launch import OPTIONS, tiles_of
 
 
 def empty(query: Tensor) -> Tensor:
@@ -36,56 +34,35 @@ def compute(
 ) -> None:
     """Writes the terms of all rows; zeros past the sequence."""
     _, heads, q_len, head_dim = out.shape
-    strides = [_in_vectors(x) for x in (grad_out, out)]
-    arguments = (grad_out, *strides[0], out, *strides[1], lse, grad_lse, terms, heads, q_len)
+    tiles = (tiles_of(x, PART.value) for x in (grad_out, out))
+    arguments = (*tiles, lse, grad_lse, terms, heads, q_len)
     grid = (terms.numel() // (2 * PART.value), 1, 1)
-    wide = tuple(n >= 2**31 for n in (*strides[0], *strides[1]))
-    variant = (out.device, out.dtype, head_dim, grad_lse is None, wide)
-    dims = {"HEAD_DIM": head_dim, "DIMS": width(head_dim)}
-    launch(row_terms_kernel, grid, arguments, variant, dims | OPTIONS)
-
-
-def _in_vectors(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of batch, heads and tokens in units of VECTOR elements."""
-    strides = addressable_strides(tensor.shape, tensor.stride(), tensor.element_size())
-    return tuple(n // VECTOR.value for n in strides[:3])
-
-
-STRIDES = [
-    f"{tensor}_{axis}" for tensor in ("grad_out", "out") for axis in ("batch", "head", "token")
-]
+    variant = (out.device, out.dtype, head_dim, grad_lse is None)
+    launch(row_terms_kernel, grid, arguments, variant, OPTIONS)
 
 
 @gluon.jit(
-    do_not_specialize=[*STRIDES, "heads", "q_len"],
-    do_not_specialize_on_alignment=["lse", "grad_lse"],
+    do_not_specialize=["heads", "q_len"],
+    do_not_specialize_on_alignment=["lse", "grad_lse", "terms"],
 )
-def row_terms_kernel(
-    grad_out, grad_out_batch, grad_out_head, grad_out_token,
-    out, out_batch, out_head, out_token,
-    lse, grad_lse, terms, heads, q_len, HEAD_DIM: gl.constexpr, DIMS: gl.constexpr,
-):  # fmt: skip
-    """Programs take PART rows of a head each. Strides count VECTOR elements; that of dims is 1."""
-    TILE: gl.constexpr = layout(DIMS)
+def row_terms_kernel(grad_outs, outs, lse, grad_lse, terms, heads, q_len):
+    """Programs take PART rows of a head each."""
+    ROWS: gl.constexpr = layout(outs.block_type.shape[3])
     padded_len = gl.cdiv(q_len, BLOCK) * BLOCK
     parts = padded_len // PART
-    pair = (gl.program_id(0) // parts).to(gl.int64)
-    tokens = gl.program_id(0) % parts * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, TILE))
-    dims = gl.expand_dims(gl.arange(0, DIMS, layout=gl.SliceLayout(0, TILE)), 0)
-    batch, head = pair // heads, pair % heads
-    rows = gl.expand_dims(tokens.to(gl.int64), 1)
-    outs = out + (batch * out_batch + head * out_head + rows * out_token) * VECTOR + dims
-    grad_outs = (
-        grad_out
-        + (batch * grad_out_batch + head * grad_out_head + rows * grad_out_token) * VECTOR
-        + dims
-    )
-    bounds = gl.expand_dims(tokens < q_len, 1) & (dims < HEAD_DIM)
-    o = gl.load(outs, mask=bounds, other=0.0)
-    do = gl.load(grad_outs, mask=bounds, other=0.0)
+    pair, start = gl.program_id(0) // parts, gl.program_id(0) % parts * PART
+    grad_out_ring, out_ring = device.ring(grad_outs, 1, 1), device.ring(outs, 1, 1)
+    fence_async_shared()
+    device.fill(grad_out_ring, grad_outs, pair // heads, pair % heads, start, 0, 1)
+    device.fill(out_ring, outs, pair // heads, pair % heads, start, 0, 1)
     vectors = Vectors(lse, grad_lse, terms)
+    tokens = start + gl.arange(0, PART, layout=gl.SliceLayout(1, ROWS))
     lse2, dlse = read_lse(vectors, pair, tokens, q_len)
-    write(vectors, lse2, delta_of(o, do, dlse), pair, tokens, padded_len)
+    mbarrier.wait(grad_out_ring.filled.index(0), 0)
+    mbarrier.wait(out_ring.filled.index(0), 0)
+    grad_out, out = device.matrix(grad_out_ring, 0), device.matrix(out_ring, 0)
+    delta = delta_of(out.load(ROWS), grad_out.load(ROWS), dlse)
+    write(vectors, lse2, delta, pair, tokens, padded_len)
 
 
 class Vectors(NamedTuple):

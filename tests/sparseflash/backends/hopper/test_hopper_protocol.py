@@ -139,9 +139,8 @@ def test_simulated_kernels_of_the_widest_tiles():
 def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
     with_grad_lse, head_dim
 ):
-    query, key, value, grad_out = make_inputs(
-        2, 2, 300, 200, head_dim, kv_heads=1, dtype=torch.bfloat16
-    )
+    kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd"}
+    query, key, value, grad_out = make_inputs(2, 2, 300, 200, head_dim, **kinds)
     mask = masks.pattern(lambda q, k: q >= 140)((300, 200), block_size=128)
     call = (mask.table(), None, 0, spec_of(query, key, mask))
     grad_lse = torch.randn(2, 300, 2).mT if with_grad_lse else None
