@@ -34,7 +34,7 @@ def compute(
 ) -> None:
     """Writes the terms of all rows; zeros past the sequence."""
     _, heads, q_len, head_dim = out.shape
-    tiles = (tiles_of(x, PART.value) for x in (grad_out, out))
+    tiles = (tiles_of(x, PART.value).descriptor() for x in (grad_out, out))
     arguments = (*tiles, lse, grad_lse, terms, heads, q_len)
     grid = (terms.numel() // (2 * PART.value), 1, 1)
     variant = (out.device, out.dtype, head_dim, grad_lse is None)
