@@ -22,9 +22,11 @@ def parse(text: str) -> Pattern:
     path.py:name.
 
     A bare name is a call without arguments: "butterfly" is butterfly(). Nothing else is evaluated;
-    a file named by path.py:name is imported. Raises ValueError for anything else, with the known
-    patterns.
+    a file named by path.py:name is imported. Raises TypeError for what is no string and ValueError
+    for any other text, with the known patterns.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a string, got {type(text).__name__}")
     path, _, name = text.partition(".py:")
     if name:
         return _from_file(Path(f"{path}.py"), name)
@@ -82,6 +84,9 @@ def _from_file(path: Path, name: str) -> Pattern:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
+    if found is None:
+        raise ValueError(f"{path} defines no {name!r}")
     if not isinstance(found, Pattern):
-        raise ValueError(f"{path} must define a Pattern called {name!r}, got {found!r}")
+        hint = ", which has to be called first" if callable(found) else ""
+        raise ValueError(f"{path}:{name} must be a Pattern, got a {type(found).__name__}{hint}")
     return found
