@@ -263,7 +263,7 @@ class BlockMask(OnGrid, Handled):
         g = self.grid
         number, order = transpose_points(self.partial, g).sort()
         pairs = tiles.unpack(self.bank, g.bk).transpose(1, 2)
-        full = transpose_runs(self.full, g, self.num_layers)
+        full = transpose_runs(self.full, g)
         return BlockMask(
             g.T, self.head_layer, full, number, self.partial_tile[order], tiles.pack(pairs)
         )

@@ -215,7 +215,8 @@ def test_a_pattern_has_a_block_size_of_its_own():
 def test_parse_reads_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import masks\n@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < 4\n"
+        "import masks\nREACH = 4\n"
+        "@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < REACH\n"
     )
     assert masks.parse(f"{file}:near")(64, 16) == masks.local(3)(64, 16)
 
