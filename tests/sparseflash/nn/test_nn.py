@@ -228,6 +228,7 @@ def test_copies_share_their_pattern():
             ),
             "memory must be None",
         ),
+        (lambda: KeyValueCache(1, 4, 0, 8), "max_len must be at least 1, got 0"),
         (lambda: KeyValueCache(1, 4, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8)), "key must be"),
         (
             lambda: KeyValueCache(1, 3, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8).half()),
