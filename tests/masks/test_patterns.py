@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
+from masks.build import CACHED
 
 
 def dense(predicate, q_len, k_len):
@@ -219,6 +220,18 @@ def test_parse_reads_a_file(tmp_path):
         "@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < REACH\n"
     )
     assert masks.parse(f"{file}:near")(64, 16) == masks.local(3)(64, 16)
+
+
+def test_functions_of_tokens_see_on_a_cpu_what_a_cache_holds():
+    seen = []
+
+    @masks.pattern
+    def causal(q, k):
+        seen.append(len(q) * k.shape[1])
+        return q >= k
+
+    assert causal(1500) == masks.causal()(1500)
+    assert max(seen) <= CACHED < sum(seen) == 1500**2
 
 
 def test_integers_of_numpy_are_integers():
