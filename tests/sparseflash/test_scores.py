@@ -105,6 +105,10 @@ def test_functions_without_a_form_for_triton_are_refused():
         sparseflash.attention(*tensors, score=TORCH_ALONE, backend="triton")
     with pytest.raises(ValueError, match="name must be new, got 'bent'"):
         sparseflash.ScoreFunction("bent", bent_of_torch)
+    with pytest.raises(TypeError, match="torch must be a function, got 3"):
+        sparseflash.ScoreFunction("no function", 3)
+    with pytest.raises(TypeError, match="name must be a string, got 3"):
+        sparseflash.ScoreFunction(3, bent_of_torch)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
