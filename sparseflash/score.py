@@ -19,8 +19,8 @@ class ScoreFunction:
 
     Both results must be finite for any finite score and any place, also one past the end of the
     sequence, and depend on nothing but the arguments and constants.
-    Raises ValueError for a name that is taken, and TypeError for a name that is no text and what is
-    no function.
+    Raises ValueError for a name that is taken, and TypeError for a name that is no text or a
+    `torch` that is no function.
     Source: Dong et al., "Flex Attention", 2024 (score_mod).
     """
 
