@@ -70,7 +70,9 @@ def block_mass(
 
 
 def _check_range(key_lengths: Tensor, k_len: int) -> None:
-    """Each part of the keys sees lengths that are cut to it."""
+    """Each part of the keys sees lengths that are cut to it; a CUDA graph cannot wait for them."""
+    if key_lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     if bool(((key_lengths < 0) | (key_lengths > k_len)).any()):
         raise ValueError(f"key_lengths must be 0 to {k_len}, got {key_lengths.tolist()}")
 

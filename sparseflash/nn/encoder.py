@@ -111,24 +111,14 @@ def lengths_of(padding: Tensor) -> Tensor:
         raise TypeError(
             f"src_key_padding_mask must be bool, True at padding, or float, got {padding.dtype}"
         )
-    is_float = padding.is_floating_point()
-    padded = padding == -torch.inf if is_float else padding
-    if is_float:
-        _require(
-            (padded | (padding == 0)).all(), "src_key_padding_mask must be 0 or -inf if float"
-        )
-    lengths = (~padded).sum(1)
-    token = torch.arange(padded.shape[1], device=padded.device)
-    _require(
-        ((token >= lengths[:, None]) == padded).all(),
-        "src_key_padding_mask must have no token after padding",
-    )
-    return lengths.int()
-
-
-def _require(holds: Tensor, message: str) -> None:
-    """Raises ValueError where a bool tensor is false; within a graph the device raises."""
+    padded = padding if padding.dtype == torch.bool else padding == -torch.inf
+    tokens = ~padding if padding.dtype == torch.bool else padding == 0
+    lengths = tokens.sum(1)
+    place = torch.arange(padding.shape[1], device=padding.device)
+    sound = (tokens == (place < lengths[:, None])) & (tokens != padded)
+    message = "src_key_padding_mask must have no token after padding, and be 0 or -inf if float"
     if torch.compiler.is_compiling():
-        torch.ops.aten._assert_async.msg(holds, message)
-    elif not holds:
+        torch.ops.aten._assert_async.msg(sound.all(), message)
+    elif not sound.all():
         raise ValueError(message)
+    return lengths.int()

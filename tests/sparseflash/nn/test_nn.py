@@ -254,7 +254,7 @@ def test_copies_share_their_pattern():
             lambda: SparseEncoderLayer(32, 4)(
                 torch.zeros(1, 2, 32), src_key_padding_mask=torch.tensor([[0.0, 1.0]])
             ),
-            "must be 0 or -inf",
+            "be 0 or -inf if float",
         ),
         (lambda: SparseEncoderLayer(32, 4, activation="tanh"), "activation must be a function or"),
     ],
