@@ -20,8 +20,9 @@ from experiments.measure import DTYPES, Case, Method, run
 from experiments.peers import Peer
 from experiments.plots import draw
 from experiments.record import Record
-from experiments.report import TABLE_WIDTH, show
+from experiments.report import TABLE_WIDTH, load, show
 from experiments.roofs import measure_roofs
+from sparseflash import BackendError
 
 RESULTS = Path(__file__).parent / "results"
 INTERRUPTED = 130
@@ -126,6 +127,7 @@ def carry_out(
     """Measures, and whatever comes of it is kept in `path`; then prints and draws it."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
+    _make_folder(path.parent)  # an error comes before all is measured
     record = open_record(method, path, resume)
     if roofs and not record.roofs:
         record.roofs = measure_roofs(DTYPES[method.dtype])
@@ -140,10 +142,19 @@ def carry_out(
     except CheckError as error:
         console.print(f"[red]Wrong result, nothing more is timed:[/] {error}")
         raise typer.Exit(1) from None
+    except BackendError as error:
+        raise typer.BadParameter(str(error)) from None
     show(record, console)
     for written in (path, *draw(record, path.with_suffix(""))):
         console.print(f"wrote {written}", highlight=False)
     console.print(f"done in {record.seconds:.0f} s on {record.environment['device']}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--output: {error}") from None
 
 
 def slug(device: str) -> str:
@@ -165,20 +176,15 @@ def open_record(method: Method, path: Path, resume: bool) -> Record:
         return fresh
     if not path.exists():
         raise typer.BadParameter(f"--resume: there is no {path}")
-    record = Record.load(path)
-    kept = {
-        "settings": record.settings,
-        "device": record.environment["device"],
-        "git": record.environment["git"],
-    }
-    now = {
-        "settings": fresh.settings,
-        "device": fresh.environment["device"],
-        "git": fresh.environment["git"],
-    }
-    for name in kept:
-        if kept[name] != now[name]:
-            raise typer.BadParameter(
-                f"--resume: the {name} of {path} are others: {kept[name]}, now {now[name]}"
-            )
+    record = load(path)
+    kept, now = _identity(record), _identity(fresh)
+    if others := [name for name in kept | now if kept.get(name) != now.get(name)]:
+        listed = "; ".join(f"{name} {kept.get(name)}, now {now.get(name)}" for name in others)
+        raise typer.BadParameter(f"--resume: {path} is of another run: {listed}")
     return record
+
+
+def _identity(record: Record) -> dict:
+    """What a run must share with the one that it goes on."""
+    environment = {name: record.environment[name] for name in ("device", "git")}
+    return record.settings | {f"environment {name}": v for name, v in environment.items()}

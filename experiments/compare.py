@@ -13,8 +13,13 @@ NOISE = 0.03  # part of a time that two runs of the same code may differ by
 def compare(before: Record, after: Record) -> Table:
     """Times of the rows that both records hold, and their geometric mean for each contender.
 
-    Raises ValueError where they hold no row in common.
+    Raises ValueError where they hold no row in common, or were measured in another dtype or by
+    another clock.
     """
+    for name in ("dtype", "clock"):
+        values = before.settings.get(name), after.settings.get(name)
+        if values[0] != values[1]:
+            raise ValueError(f"the records must share their {name}, got {values[0]}, {values[1]}")
     earlier = {_key(row): row for row in before.rows}
     pairs = [(earlier[_key(row)], row) for row in after.rows if _key(row) in earlier]
     if not pairs:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
 import torch
@@ -13,6 +12,7 @@ import torch
 import masks
 from experiments.peers import Predicate, Problem
 from masks import BlockMask, Pattern
+from masks.parse import defined_in
 
 # A member stands for a requested density within this factor of it: half way to the next octave.
 TOLERANCE = math.sqrt(2)
@@ -190,13 +190,7 @@ def parse_family(text: str) -> Family | Single:
 
 
 def _from_file(path: Path, name: str) -> Family | Single:
-    if not path.is_file():
-        raise ValueError(f"no file {path}")
-    module = ModuleType(path.stem)
-    exec(compile(path.read_text(), path, "exec"), vars(module))
-    if not hasattr(module, name):
-        raise ValueError(f"{path} defines no {name!r}")
-    found = getattr(module, name)
+    found = defined_in(path, name)
     if isinstance(found, Pattern):
         return Single(name, found)
     if callable(found):

@@ -38,7 +38,11 @@ NAMES = {
 }
 
 
-ROOFS = {"TFLOP/s": "matrix_product_tflops", "TB/s": "copy_terabytes_per_second"}
+# The roof under which each unit stands, as records and as pictures call it.
+ROOFS = {
+    "TFLOP/s": ("matrix_product_tflops", "a matrix product"),
+    "TB/s": ("copy_terabytes_per_second", "a copy"),
+}
 LENGTH_SWEEPS = ("length", "memory")
 
 
@@ -122,8 +126,9 @@ def _bars(rows: list[Row], record: Record) -> Figure:
             label = NAMES.get(contender, contender)
             ax.bar(places, [r.useful[0] for r in own], bar, color=COLOURS[i], label=label)
         unit = rows[0].useful[1]
-        if roof := record.roofs.get(ROOFS[unit]):
-            ax.axhline(roof, color="#444444", linewidth=1, linestyle=":")
+        name, label = ROOFS[unit]
+        if roof := record.roofs.get(name):
+            ax.axhline(roof, color="#444444", linewidth=1, linestyle=":", label=label)
         ax.set(title=direction, ylabel=f"useful {unit}")
     middle = [i + 0.4 - bar / 2 for i in range(len(cases))]
     axes.flat[-1].set_xticks(middle, cases, rotation=60, ha="right", fontsize=7)

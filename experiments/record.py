@@ -105,13 +105,17 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> "Record":
-        data = json.loads(path.read_text())
-        del data["crossovers"]
+        """What `save` wrote. Raises ValueError for any other file."""
         names = Row.__dataclass_fields__.keys()
-        rows = [
-            Row(**{name: row[name] for name in row.keys() & names}) for row in data.pop("rows")
-        ]
-        return cls(rows=rows, **data)
+        try:
+            data = json.loads(path.read_text())
+            del data["crossovers"]
+            rows = [Row(**{n: row[n] for n in row.keys() & names}) for row in data.pop("rows")]
+            return cls(rows=rows, **data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is no record of experiments.speedup or experiments.bench: {error!r}"
+            ) from error
 
 
 def _figures(row: Row) -> dict[str, float]:

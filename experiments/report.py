@@ -32,12 +32,20 @@ def main(
     path: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A record, JSON.")],
 ) -> None:
     """Prints the tables of a record and draws its pictures."""
-    record, console = Record.load(path), Console()
+    record, console = load(path), Console()
     console.width = max(console.width, TABLE_WIDTH)
     show(record, console)
     for written in draw(record, path.with_suffix("")):
         console.print(f"wrote {written}", highlight=False)
     print(markdown(record))
+
+
+def load(path: Path) -> Record:
+    """A record named on a command line. Raises typer.BadParameter for any other file."""
+    try:
+        return Record.load(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def markdown(record: Record) -> str:

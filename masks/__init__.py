@@ -1,5 +1,6 @@
 """Sparsity patterns, their algebra, and the lookup tables that kernels read."""
 
+from masks import interop
 from masks.block_mask import BlockMask
 from masks.dynamic import DynamicMask
 from masks.lookup_table import BlockRows, LookupTable
@@ -37,6 +38,7 @@ __all__ = [
     "from_json",
     "full",
     "global_tokens",
+    "interop",
     "load",
     "local",
     "longformer",

@@ -22,16 +22,22 @@ def main(
     seq_len: Annotated[int, typer.Option(help="tokens")] = 4096,
     block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128 or 256")] = 128,
     output: Annotated[
-        Path | None, typer.Option(help="PNG to write; by default named after the pattern")
+        Path | None,
+        typer.Option(dir_okay=False, help="PNG to write; by default named after the pattern"),
     ] = None,
 ) -> None:
     """Draw a sparsity pattern, in the terminal and as a PNG, and print its figures."""
+    if output is not None and output.suffix != ".png":
+        raise typer.BadParameter(f"--output must end in .png, got {output}")
     try:
         mask = masks.parse(pattern)(seq_len, block_size)
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     path = output or Path(re.sub(r"\W+", "_", pattern).strip("_") + ".png")
-    draw.save(mask, path, pattern)
+    try:
+        draw.save(mask, path, pattern)
+    except OSError as error:
+        raise typer.BadParameter(f"--output: {error}") from error
     table = Table(show_header=False, box=None)
     for name, value in draw.figures(mask).items():
         table.add_row(name, value)

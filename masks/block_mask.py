@@ -62,7 +62,7 @@ class BlockMask(OnGrid, Handled):
         it does not need exactly nq by nk blocks. Like from_topk and from_threshold it never waits
         for the device.
         """
-        return _every_block(blocks, block_size, seq_len).keep(blocks)
+        return _every_block("blocks", blocks, block_size, seq_len).keep(blocks)
 
     @staticmethod
     def from_topk(
@@ -74,7 +74,7 @@ class BlockMask(OnGrid, Handled):
         """The mask of the k blocks of the highest scores in every row; see keep_topk, and
         from_blocks for the rest.
         """
-        return _every_block(scores, block_size, seq_len).keep_topk(scores, k)
+        return _every_block("scores", scores, block_size, seq_len).keep_topk(scores, k)
 
     @staticmethod
     def from_threshold(
@@ -86,7 +86,7 @@ class BlockMask(OnGrid, Handled):
         """The mask of the blocks whose scores are above the threshold; see keep_above, and
         from_blocks for the rest.
         """
-        return _every_block(scores, block_size, seq_len).keep_above(scores, threshold)
+        return _every_block("scores", scores, block_size, seq_len).keep_above(scores, threshold)
 
     @staticmethod
     def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
@@ -214,7 +214,9 @@ class BlockMask(OnGrid, Handled):
         return to_scipy(self)
 
     def head(self, index: int) -> "BlockMask":
-        """The mask of one head."""
+        """The mask of one head. Raises IndexError for one that there is not."""
+        if not -self.num_heads <= index < self.num_heads:
+            raise IndexError(f"index must be that of one of {self.num_heads} heads, got {index}")
         return self._select([self.head_layer[index]])
 
     def to(self, device) -> "BlockMask":
@@ -261,7 +263,7 @@ class BlockMask(OnGrid, Handled):
         g = self.grid
         number, order = transpose_points(self.partial, g).sort()
         pairs = tiles.unpack(self.bank, g.bk).transpose(1, 2)
-        full = transpose_runs(self.full, g, self.num_layers)
+        full = transpose_runs(self.full, g)
         return BlockMask(
             g.T, self.head_layer, full, number, self.partial_tile[order], tiles.pack(pairs)
         )
@@ -306,8 +308,12 @@ class BlockMask(OnGrid, Handled):
         return DynamicMask.of_topk(self, scores, k)
 
     def keep_above(self, scores: Tensor, threshold: float | Tensor) -> "DynamicMask":
-        """The blocks of this mask whose scores, as in keep, are above the threshold."""
-        return self.keep(scores.detach() > threshold, scores)
+        """The blocks of this mask whose scores, as in keep, are above the threshold, a number or a
+        tensor that broadcasts to them.
+        """
+        from masks.dynamic import DynamicMask
+
+        return DynamicMask.of_threshold(self, scores, threshold)
 
     def reblock(self, block_size) -> "BlockMask":
         """The same elements in blocks of another size."""
@@ -466,9 +472,16 @@ def of_blocks(grid: Grid, blocks: Tensor) -> BlockMask:
 
 
 def _every_block(
-    like: Tensor, block_size: int | tuple[int, int], seq_len: int | tuple[int, int] | None
+    name: str,
+    like: Tensor,
+    block_size: int | tuple[int, int],
+    seq_len: int | tuple[int, int] | None,
 ) -> BlockMask:
     """All pairs in as many blocks as the last two dimensions of `like` say."""
+    if not isinstance(like, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(like).__name__}")
+    if like.ndim < 2:
+        raise ValueError(f"{name} must have 2 to 4 dimensions, got {tuple(like.shape)}")
     grid = Grid.of((1, 1) if seq_len is None else seq_len, block_size, like.device)
     if seq_len is None:
         nq, nk = like.shape[-2:]

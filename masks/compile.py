@@ -34,7 +34,7 @@ def compile_table(mask: BlockMask) -> LookupTable:
     rows, bank = without_cut_blocks(mask, ["keys"])
     turned, _ = without_cut_blocks(mask, ["queries"])
     number, order = transpose_points(turned.partial, g).sort()
-    columns = Lists(transpose_runs(turned.full, g, layers), number, turned.tile[order])
+    columns = Lists(transpose_runs(turned.full, g), number, turned.tile[order])
     if len(bank) == 0:
         bank = torch.zeros(1, g.bq, tiles.words(g.bk), dtype=torch.int32, device=mask.device)
     return LookupTable(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from masks import tiles
+from masks.arguments import whole
 from masks.block_mask import BlockMask, assemble
 from masks.elements import from_strips
 from masks.intervals import Runs, concatenate
@@ -14,6 +15,7 @@ from masks.intervals import Runs, concatenate
 def crop(mask: BlockMask, q_len: int, k_len: int) -> BlockMask:
     """See BlockMask.crop."""
     g = mask.grid
+    q_len, k_len = whole("q_len", q_len), whole("k_len", k_len)
     if not (1 <= q_len <= g.q_len and 1 <= k_len <= g.k_len):
         raise ValueError(f"crop must lie within seq_len {g.seq_len}, got ({q_len}, {k_len})")
     cropped = replace(g, q_len=q_len, k_len=k_len)
@@ -40,6 +42,7 @@ def _renumber(row: Tensor, old: int, new: int) -> Tensor:
 def rows(mask: BlockMask, begin: int, end: int) -> BlockMask:
     """See BlockMask.rows."""
     g = mask.grid
+    begin, end = whole("begin", begin), whole("end", end)
     if not 0 <= begin < end <= g.q_len:
         raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
     if begin // g.bq == (end - 1) // g.bq:

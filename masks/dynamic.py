@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from masks.arguments import whole
 from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
 from masks.grid import Grid, OnGrid, definite
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
@@ -49,15 +51,18 @@ class DynamicMask(OnGrid):
     @classmethod
     def of(cls, within: BlockMask, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
         """See BlockMask.keep."""
-        if blocks.dtype != torch.bool:
-            raise TypeError(f"blocks must be bool, got {blocks.dtype}")
+        if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
+            got = getattr(blocks, "dtype", type(blocks).__name__)
+            raise TypeError(f"blocks must be a bool tensor, got {got}")
+        if scores is not None:
+            _check_floating(scores)
         if scores is not None and scores.shape != blocks.shape:
             raise ValueError(
                 f"scores must have the shape of blocks, {tuple(blocks.shape)}, got "
                 f"{tuple(scores.shape)}"
             )
         blocks = _of_heads("blocks", blocks, within)
-        scores = None if scores is None else _checked_scores(scores, within)
+        scores = None if scores is None else _of_heads("scores", scores, within)
         # A graph takes the blocks, and what runs in it makes a table of them.
         table = None if torch.compiler.is_compiling() else _table_of(within, blocks)
         return cls(within.grid, within, blocks, scores, table)
@@ -65,13 +70,23 @@ class DynamicMask(OnGrid):
     @classmethod
     def of_topk(cls, within: BlockMask, scores: Tensor, k: int) -> "DynamicMask":
         """See BlockMask.keep_topk."""
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
-        scores = _checked_scores(scores, within)
+        k = whole("k", k, least=1)
+        _check_floating(scores)
+        scores = _of_heads("scores", scores, within)
         eligible = scores.detach().masked_fill(within.tile_of_block() == EMPTY, -torch.inf)
         best, column = eligible.topk(min(k, eligible.shape[-1]), dim=-1)
         blocks = torch.zeros_like(eligible, dtype=torch.bool)
         return cls.of(within, blocks.scatter_(-1, column, best > -torch.inf), scores)
+
+    @classmethod
+    def of_threshold(
+        cls, within: BlockMask, scores: Tensor, threshold: float | Tensor
+    ) -> "DynamicMask":
+        """See BlockMask.keep_above."""
+        _check_floating(scores)
+        if not isinstance(threshold, (Real, Tensor)):
+            raise TypeError(f"threshold must be a number or a tensor, got {threshold!r}")
+        return cls.of(within, scores.detach() > threshold, scores)
 
     @property
     def num_batches(self) -> int:
@@ -140,10 +155,10 @@ def _of_heads(name: str, blocks: Tensor, within: BlockMask) -> Tensor:
     return blocks.view(shape).expand(-1, max(heads, shape[1]), -1, -1)
 
 
-def _checked_scores(scores: Tensor, within: BlockMask) -> Tensor:
-    if not scores.is_floating_point():
-        raise TypeError(f"scores must be floating-point, got {scores.dtype}")
-    return _of_heads("scores", scores, within)
+def _check_floating(scores: Tensor) -> None:
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        got = getattr(scores, "dtype", type(scores).__name__)
+        raise TypeError(f"scores must be a floating-point tensor, got {got}")
 
 
 def _table_of(within: BlockMask, blocks: Tensor) -> LookupTable:

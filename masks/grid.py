@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from masks import tiles
+from masks.arguments import whole
 from masks.intervals import Runs
 from masks.kept import Kept
 
@@ -142,6 +143,6 @@ class OnGrid:
 
 def _pair(name: str, value) -> tuple[int, int]:
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(pair) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in pair):
-        raise TypeError(f"{name} must be an int or a (q, k) pair of ints, got {value!r}")
-    return pair
+    if len(pair) != 2:
+        raise TypeError(f"{name} must be an integer or a (q, k) pair of them, got {value!r}")
+    return whole(name, pair[0]), whole(name, pair[1])

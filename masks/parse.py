@@ -3,9 +3,10 @@ file.
 """
 
 import ast
-import importlib.util
 import operator
+import runpy
 from pathlib import Path
+from typing import Any
 
 from masks.pattern import BUILTIN, Pattern
 
@@ -22,9 +23,11 @@ def parse(text: str) -> Pattern:
     path.py:name.
 
     A bare name is a call without arguments: "butterfly" is butterfly(). Nothing else is evaluated;
-    a file named by path.py:name is imported. Raises ValueError for anything else, with the known
-    patterns.
+    a file named by path.py:name is run. Raises TypeError for what is no string and ValueError
+    for any other text, with the known patterns.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a string, got {type(text).__name__}")
     path, _, name = text.partition(".py:")
     if name:
         return _from_file(Path(f"{path}.py"), name)
@@ -75,13 +78,21 @@ def _builtin(name: str):
     return BUILTIN[name]
 
 
-def _from_file(path: Path, name: str) -> Pattern:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.exists() or spec is None or spec.loader is None:
+def defined_in(path: Path, name: str) -> Any:
+    """What the Python file `path`, which is run, defines as `name`. Raises ValueError where there
+    is no such file or name.
+    """
+    if not path.is_file():
         raise ValueError(f"pattern file {path} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
+    defined = runpy.run_path(str(path))
+    if name not in defined:
+        raise ValueError(f"{path} defines no {name!r}")
+    return defined[name]
+
+
+def _from_file(path: Path, name: str) -> Pattern:
+    found = defined_in(path, name)
     if not isinstance(found, Pattern):
-        raise ValueError(f"{path} must define a Pattern called {name!r}, got {found!r}")
+        hint = ", which has to be called first" if callable(found) else ""
+        raise ValueError(f"{path}:{name} must be a Pattern, got a {type(found).__name__}{hint}")
     return found

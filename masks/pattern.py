@@ -8,10 +8,9 @@ from functools import cached_property, wraps
 from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
-from numpy import ndarray
-from torch import Tensor
 
 from masks import block_mask
+from masks.arguments import plain
 from masks.block_mask import BlockMask
 from masks.build import from_block_predicate, from_predicate
 from masks.grid import Grid
@@ -102,9 +101,7 @@ def _frozen(value: Any) -> Hashable:
     """A recipe or a part of one as a value that can be hashed."""
     if isinstance(value, Recipe):
         return value.maker, *((name, _frozen(part)) for name, part in value.arguments.items())
-    if isinstance(value, (Tensor, ndarray)):
-        return _frozen(value.tolist())
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple, range)) else value
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 class Recipe(NamedTuple):
@@ -127,7 +124,8 @@ def builtin(make: Callable[P, Pattern]) -> Callable[P, Pattern]:
     def recorded(*args: P.args, **kwargs: P.kwargs) -> Pattern:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        return replace(make(*args, **kwargs), recipe=Recipe(make.__name__, dict(given.arguments)))
+        arguments = {name: plain(value) for name, value in given.arguments.items()}
+        return replace(make(*args, **kwargs), recipe=Recipe(make.__name__, arguments))
 
     BUILTIN[make.__name__] = recorded
     return recorded
@@ -138,9 +136,9 @@ def pattern(attends: Callable) -> Pattern:
 
     q is int64 (n, 1) and k int64 (1, k_len), on the device where the mask is wanted; the answer
     must be a bool tensor that broadcasts to (n, k_len). Compiled strip by strip, never through an
-    N x N array.
+    N x N array. Raises TypeError for what is no function.
     """
-    return Pattern(attends.__name__, lambda grid: from_predicate(grid, attends.__name__, attends))
+    return _of_function(attends, from_predicate)
 
 
 def block_pattern(attends: Callable) -> Pattern:
@@ -148,11 +146,16 @@ def block_pattern(attends: Callable) -> Pattern:
     are full.
 
     i is int64 (nq, 1) and j int64 (1, nk); the answer must be a bool tensor that broadcasts to
-    (nq, nk).
+    (nq, nk). Raises TypeError for what is no function.
     """
-    return Pattern(
-        attends.__name__, lambda grid: from_block_predicate(grid, attends.__name__, attends)
-    )
+    return _of_function(attends, from_block_predicate)
+
+
+def _of_function(attends: Callable, build: Callable[[Grid, str, Callable], BlockMask]) -> Pattern:
+    if isinstance(attends, Pattern) or not callable(attends):
+        raise TypeError(f"attends must be a function of (q, k), got {attends!r}")
+    name = getattr(attends, "__name__", type(attends).__name__)
+    return Pattern(name, lambda grid: build(grid, name, attends))
 
 
 @overload
@@ -165,6 +168,8 @@ def stack(masks):
     Heads with equal masks share storage. Raises ValueError for an empty list and TypeError for a
     mixture.
     """
+    if not isinstance(masks, Sequence):
+        raise TypeError(f"stack takes a list of masks, one for each head, got {masks!r}")
     if not masks:
         raise ValueError("stack needs at least one mask, got none")
     if all(isinstance(m, BlockMask) for m in masks):

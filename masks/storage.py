@@ -1,8 +1,10 @@
 """Masks and patterns in files: safetensors with a JSON header, and JSON alone for patterns.
 
-Files carry a version and no code: reading one runs nothing that it holds.
+Files carry a version and no code: reading one runs nothing that it holds. What pickles a pattern,
+as torch.save does a module, keeps the same JSON.
 """
 
+import copyreg
 import json
 import operator
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -52,28 +54,42 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | Bloc
 
     Raises ValueError for a file that holds neither, is of another version or makes no sense.
     """
-    with safe_open(path, framework="pt") as file:
-        header = _read_header((file.metadata() or {}).get(HEADER), f"file {path}")
-        if "pattern" in header:
-            return _read(header["pattern"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = _read_header((file.metadata() or {}).get(HEADER), f"file {path}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"file {path} holds no mask: {error}") from error
+    if "pattern" in header:
+        return _read_pattern(header["pattern"], f"file {path}")
     return _mask(header, tensors).to(device)
 
 
 def to_json(pattern: Pattern) -> str:
     """A pattern as text, for the configuration of a model; from_json reads it.
 
-    Raises ValueError for a pattern that is made of a function.
+    Raises ValueError for a pattern that is made of a function, and TypeError for what is none.
     """
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
     return json.dumps({"version": VERSION, "pattern": _written(pattern)})
 
 
 def from_json(text: str) -> Pattern:
-    """The pattern that to_json wrote. Raises ValueError for any other text."""
+    """The pattern that to_json wrote. Raises TypeError or ValueError for anything else."""
+    if not isinstance(text, str):
+        raise TypeError(f"text must be what to_json wrote, got {type(text).__name__}")
     header = _read_header(text, "text")
     if "pattern" not in header:
         raise ValueError(f"text holds no pattern, got {text!r}")
-    return _read(header["pattern"])
+    return _read_pattern(header["pattern"], "text")
+
+
+def _reduced(pattern: Pattern) -> tuple:
+    return from_json, (to_json(pattern),)
+
+
+copyreg.pickle(Pattern, _reduced)
 
 
 def _written(value: Any) -> Any:
@@ -83,11 +99,19 @@ def _written(value: Any) -> Any:
             raise ValueError(f"pattern {value} is made of a function, which is not saved")
         maker, arguments = value.recipe
         return {maker: {name: _written(argument) for name, argument in arguments.items()}}
-    if isinstance(value, Tensor):
-        return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_written(item) for item in value]
     return value
+
+
+def _read_pattern(written: Any, name: str) -> Pattern:
+    try:
+        pattern = _read(written)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"pattern of {name} cannot be read: {error}") from error
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"{name} holds no pattern, got {written!r}")
+    return pattern
 
 
 def _read(value: Any) -> Any:
@@ -108,7 +132,10 @@ def _read(value: Any) -> Any:
 def _read_header(text: str | None, name: str) -> dict[str, Any]:
     if text is None:
         raise ValueError(f"{name} holds no mask")
-    header = json.loads(text)
+    try:
+        header = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} must be what masks wrote, got {text!r}: {error}") from error
     version = header.get("version") if isinstance(header, dict) else None
     if version != VERSION:
         raise ValueError(f"{name} must be of version {VERSION}, got {version}")

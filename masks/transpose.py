@@ -13,7 +13,7 @@ def transpose_points(number: Tensor, grid: Grid) -> Tensor:
     return (layer * grid.nk + column) * grid.T.line + row
 
 
-def transpose_runs(full: Runs, grid: Grid, layers: int) -> Runs:
+def transpose_runs(full: Runs, grid: Grid) -> Runs:
     """The same blocks as runs of the transposed grid, in the order of the runs that come in and go
     out.
 

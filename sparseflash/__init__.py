@@ -1,5 +1,6 @@
 """Exact block-sparse attention for any sparsity pattern that you can write in Python."""
 
+from sparseflash import nn
 from sparseflash.attention import attention
 from sparseflash.backends import BackendError
 from sparseflash.bias import alibi, relative_bias
@@ -19,6 +20,7 @@ __all__ = [
     "block_mass",
     "explain",
     "merge_attention",
+    "nn",
     "relative_bias",
     "selfcheck",
 ]

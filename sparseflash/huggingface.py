@@ -187,7 +187,12 @@ def _pattern_of(pattern: Pattern | None, config: Any, causal: bool) -> Pattern:
         text = getattr(config, "sparse_pattern", None)
         if text is None:
             raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
-        pattern = masks.from_json(text)
+        try:
+            pattern = masks.from_json(text)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"config.sparse_pattern must be what masks.to_json makes, got {text!r}"
+            ) from error
     return _causal(pattern) if causal else pattern
 
 

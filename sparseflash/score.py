@@ -19,7 +19,8 @@ class ScoreFunction:
 
     Both results must be finite for any finite score and any place, also one past the end of the
     sequence, and depend on nothing but the arguments and constants.
-    Raises ValueError for a name that is taken.
+    Raises ValueError for a name that is taken, and TypeError for a name that is no text or a
+    `torch` that is no function.
     Source: Dong et al., "Flex Attention", 2024 (score_mod).
     """
 
@@ -28,6 +29,10 @@ class ScoreFunction:
     triton: Any = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a string, got {self.name!r}")
+        if not callable(self.torch):
+            raise TypeError(f"torch must be a function, got {self.torch!r}")
         if _functions.setdefault(self.name, self) is not self:
             raise ValueError(f"name must be new, got {self.name!r}, which another function has")
 

@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from masks import BlockMask, Pattern, documents
+from masks.parse import as_pattern
 from sparseflash.attention import attention
 
 
@@ -87,6 +88,7 @@ def attention_varlen(
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             got = getattr(tensor, "shape", type(tensor).__name__)
             raise ValueError(f"{name} must be a tensor (total, heads, head_dim), got {got}")
+    own = None if pattern is None else as_pattern(pattern)
     q_lengths = _lengths("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     k_lengths = _lengths("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     if len(q_lengths) != len(k_lengths):
@@ -101,7 +103,7 @@ def attention_varlen(
         query,
         key,
         value,
-        _packed(q_lengths, k_lengths, pattern, query.device),
+        _packed(q_lengths, k_lengths, own, query.device),
         scale=scale,
         dropout_p=dropout_p,
         return_lse=True,
@@ -120,7 +122,7 @@ def attention_varlen(
 def _packed(
     q_lengths: tuple[int, ...],
     k_lengths: tuple[int, ...],
-    pattern: Pattern | str | None,
+    pattern: Pattern | None,
     device: torch.device,
 ) -> BlockMask:
     return documents(q_lengths, k_lengths, pattern)(

@@ -9,6 +9,8 @@ given on the command line, as --help lists them.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,9 +39,14 @@ class ArenaCLI(LightningCLI):
         parser.link_arguments("seed_everything", "model.seed")
         parser.add_lightning_class_args(Deadline, "deadline")
 
+    def instantiate_classes(self) -> None:
+        with told_plainly():
+            super().instantiate_classes()
+
     def before_fit(self) -> None:
         if path := self.config[str(self.subcommand)].ckpt_path:
-            read_checkpoint(Path(path))
+            with told_plainly():
+                read_checkpoint(Path(path))
 
     before_test = before_fit
 
@@ -139,13 +146,20 @@ def _is_task(found: object) -> bool:
     return isinstance(found, type) and issubclass(found, Task) and found is not Task
 
 
-def main() -> None:
-    torch.set_float32_matmul_precision("high")
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Ends the program with the message of a ValueError: what was given cannot be."""
     try:
-        check_task(sys.argv)
-        sys.argv[1:] = with_presets(sys.argv[1:])
+        yield
     except ValueError as error:
         sys.exit(f"error: {error}")
+
+
+def main() -> None:
+    torch.set_float32_matmul_precision("high")
+    with told_plainly():
+        check_task(sys.argv)
+        sys.argv[1:] = with_presets(sys.argv[1:])
     ArenaCLI(Learner, ArenaData, seed_everything_default=0, save_config_kwargs={"overwrite": True})
 
 

@@ -35,7 +35,10 @@ def main(
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
     """Writes the record of trained runs and draws their curves."""
-    record = record_of(name, {group.name: ended(group) for group in groups})
+    try:
+        record = record_of(name, {group.name: ended(group) for group in groups})
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     machine = re.sub(r"\W+", "-", record["device"].lower())
     path = output / f"lra-{name}-{machine}.json"
     write_json(path, record)

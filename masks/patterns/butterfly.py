@@ -1,5 +1,6 @@
 import torch
 
+from masks.arguments import whole
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
@@ -15,11 +16,13 @@ def butterfly(max_stride: int | None = None) -> Pattern:
     leaves the block diagonal; None takes all factors). Any number of blocks: partners past the end
     are left out. When q_len and k_len differ, query block i stands at key block floor(i * nk /
     nq). Blocks that are not square are cut out of square ones of the longer side. Raises
-    ValueError when max_stride is not a power of two.
+    TypeError or ValueError when max_stride is not a power of two.
     Source: Dao et al. 2022, Pixelated Butterfly, section 3.
     """
-    if max_stride is not None and (max_stride < 1 or max_stride & (max_stride - 1)):
-        raise ValueError(f"max_stride must be a power of two of blocks, or None, got {max_stride}")
+    if max_stride is not None:
+        max_stride = whole("max_stride", max_stride, least=1)
+        if max_stride & (max_stride - 1):
+            raise ValueError(f"max_stride must be a power of two of blocks, got {max_stride}")
 
     def blocks(grid: Grid) -> BlockMask:
         i = torch.arange(grid.nq, device=grid.device)

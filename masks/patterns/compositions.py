@@ -2,6 +2,7 @@
 
 import torch
 
+from masks.arguments import whole
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
@@ -16,8 +17,10 @@ def longformer(window: int, num_global: int) -> Pattern:
     """local(window) | global_tokens(num_global): |q - k| <= window, or q or k among the first
     tokens; in tokens.
 
+    Raises TypeError or ValueError for a window below 0 or a num_global below 1, or no integers.
     Source: Beltagy et al. 2020, Longformer.
     """
+    num_global = whole("num_global", num_global, least=1)
     both = local(window) | global_tokens(num_global)
     return Pattern(f"longformer({window}, {num_global})", both.build)
 
@@ -27,14 +30,16 @@ def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int
     """Full blocks: a window of `window` blocks around the diagonal, `num_global` first rows and
     columns of blocks, and `num_random` blocks drawn in every row (they may fall on the others).
 
-    All counts in blocks. Raises ValueError for an even or negative window or a negative count.
+    All counts in blocks. Raises TypeError or ValueError for an even or negative window, a negative
+    count, or no integers.
     Source: Zaheer et al. 2020, BigBird.
     """
-    if window < 1 or window % 2 == 0 or num_global < 0 or num_random < 0:
-        raise ValueError(
-            f"window must be odd and counts >= 0, got window={window}, num_global={num_global}, "
-            f"num_random={num_random}"
-        )
+    window = whole("window", window, least=1)
+    if window % 2 == 0:
+        raise ValueError(f"window must be odd, got {window}")
+    num_global = whole("num_global", num_global, least=0)
+    num_random = whole("num_random", num_random, least=0)
+    seed = whole("seed", seed)
 
     def blocks(grid: Grid) -> BlockMask:
         i, j = (torch.arange(n, device=grid.device) for n in (grid.nq, grid.nk))

@@ -1,3 +1,4 @@
+from masks.arguments import whole
 from masks.build import from_offsets
 from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
@@ -9,11 +10,10 @@ def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
 
     window: neighbours on each side; dilation: tokens between neighbours; align: as in causal, when
         lengths differ.
-    Raises ValueError for a window below 0 or a dilation below 1.
+    Raises TypeError or ValueError for a window below 0 or a dilation below 1, or no integers.
     Source: Beltagy et al. 2020, Longformer, section 3.1.
     """
-    if window < 0 or dilation < 1:
-        raise ValueError(f"window must be >= 0 and dilation >= 1, got {window} and {dilation}")
+    window, dilation = whole("window", window, least=0), whole("dilation", dilation, least=1)
     check_align(align)
     reach = window * dilation
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from masks import block_mask
+from masks.arguments import wholes
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
@@ -26,16 +27,17 @@ def documents(
         differ.
     pattern: which of those keys: this pattern, or the one that this text names, at the document's
         own lengths, its blocks counted from the document's first token; by default all.
-    Raises ValueError for lengths below 0, for lists of different lengths, and for sums other than
-    the sequence length; TypeError for a pattern of another type.
+    Raises ValueError for no lengths or some below 0, for lists of different lengths, and for sums
+    other than the sequence length; TypeError for lengths that are no integers and a pattern of
+    another type.
     """
-    q_lengths = [int(n) for n in lengths]
-    k_lengths = q_lengths if k_lengths is None else [int(n) for n in k_lengths]
-    if len(q_lengths) != len(k_lengths) or min([0, *q_lengths, *k_lengths]) < 0:
+    q_lengths = wholes("lengths", lengths, least=0)
+    k_lengths = q_lengths if k_lengths is None else wholes("k_lengths", k_lengths, least=0)
+    if not q_lengths or len(q_lengths) != len(k_lengths):
         raise ValueError(
-            f"lengths must be >= 0 and as many as k_lengths, got {q_lengths} and {k_lengths}"
+            f"lengths must be at least one and as many as k_lengths, got {q_lengths} and "
+            f"{k_lengths}"
         )
-
     own = None if pattern is None else as_pattern(pattern)
 
     def build(grid: Grid) -> BlockMask:

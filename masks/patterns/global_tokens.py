@@ -1,7 +1,9 @@
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
+from masks.arguments import whole, wholes
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
@@ -14,12 +16,18 @@ def global_tokens(tokens: int | Sequence[int]) -> Pattern:
 
     tokens: how many of the first tokens, or their indices. Indices past the end of a sequence are
         left out.
-    Raises ValueError for a negative number or index, or none at all.
+    Raises TypeError or ValueError for a number below 1, a negative index, no index at all, or what
+    is no integer.
     Source: Beltagy et al. 2020, Longformer; Zaheer et al. 2020, BigBird.
     """
-    spans = [(0, tokens)] if isinstance(tokens, int) else _spans(tokens)
-    if not spans or min(low for low, _ in spans) < 0 or max(high for _, high in spans) < 1:
-        raise ValueError(f"tokens must be at least 1, or indices of at least 0, got {tokens!r}")
+    if isinstance(tokens, Integral):
+        tokens = whole("tokens", tokens, least=1)
+        spans = [(0, tokens)]
+    else:
+        tokens = wholes("tokens", tokens, least=0)
+        spans = _spans(tokens)
+    if not spans:
+        raise ValueError("tokens must be at least 1, or indices of at least 0, got none")
 
     def build(grid: Grid) -> BlockMask:
         parts = [_span(grid, low, high) for low, high in spans]

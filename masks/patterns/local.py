@@ -1,5 +1,6 @@
 import torch
 
+from masks.arguments import whole
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
@@ -14,16 +15,18 @@ def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern
     window: one int for both sides, or (left, right) for q - left <= k <= q + right; (w, 0) looks
         at the past only.
     align: as in causal, when the lengths differ.
-    Raises TypeError or ValueError for a window that is not one or two ints of at least 0.
+    Raises TypeError or ValueError for a window that is not one or two integers of at least 0.
     Source: Beltagy et al. 2020, Longformer.
     """
-    left, right = (window, window) if isinstance(window, int) else window
-    if not all(isinstance(side, int) and side >= 0 for side in (left, right)):
-        raise ValueError(f"window must be one int or two of at least 0, got {window!r}")
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(f"window must be one integer or (left, right), got {window!r}")
+    left, right = (whole("window", side, least=0) for side in sides)
     check_align(align)
 
     def build(grid: Grid) -> BlockMask:
         centre = torch.arange(grid.q_len, device=grid.device) + diagonal(grid, "local", align)
         return from_intervals(grid, centre - left, centre + right + 1)
 
-    return Pattern(f"local({window})", build)
+    shown = (left, right) if sides is window else left
+    return Pattern(f"local({shown})", build)

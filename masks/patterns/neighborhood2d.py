@@ -1,5 +1,6 @@
 import torch
 
+from masks.arguments import whole
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
@@ -14,11 +15,10 @@ def neighborhood2d(columns: int, radius: int) -> Pattern:
     columns: blocks in a row of the plane, so that block i stands in row i // columns and column
     i % columns; radius: in blocks. For images whose pixels are taken patch by patch, a patch to a
     block. When q_len and k_len differ, query block i stands at key block floor(i * nk / nq).
-    Raises ValueError for fewer than 1 column or a radius below 0.
+    Raises TypeError or ValueError for fewer than 1 column or a radius below 0, or no integers.
     Source: Parmar et al. 2018, Image Transformer (two-dimensional local attention).
     """
-    if columns < 1 or radius < 0:
-        raise ValueError(f"columns must be >= 1 and radius >= 0, got {columns} and {radius}")
+    columns, radius = whole("columns", columns, least=1), whole("radius", radius, least=0)
 
     def blocks(grid: Grid) -> BlockMask:
         i = torch.arange(grid.nq, device=grid.device)

@@ -1,6 +1,9 @@
+from numbers import Real
+
 import torch
 from torch import Tensor
 
+from masks.arguments import whole
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
@@ -14,10 +17,11 @@ def random(density: float, seed: int = 0) -> Pattern:
 
     The same seed gives the same mask on every device. Give heads masks of their own with stack and
     several seeds.
-    Raises ValueError for a density outside (0, 1].
+    Raises TypeError or ValueError for a density outside (0, 1] or a seed that is no integer.
     """
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density}")
+    if not isinstance(density, Real) or not 0 < density <= 1:
+        raise ValueError(f"density must be in (0, 1], got {density!r}")
+    seed = whole("seed", seed)
 
     def blocks(grid: Grid) -> BlockMask:
         return random_blocks(grid, max(1, round(density * grid.nk)), seed)

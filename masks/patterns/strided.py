@@ -1,5 +1,6 @@
 import torch
 
+from masks.arguments import whole
 from masks.block_mask import BlockMask
 from masks.build import from_coordinates, on_square_blocks
 from masks.grid import Grid
@@ -16,11 +17,10 @@ def strided(stride: int, *, window: int = 0, align: str | None = None) -> Patter
     one key in every `dilation` tokens use dilated. align: "top-left" or "bottom-right" lines up
     the first or last blocks when the lengths differ. Blocks that are not square are cut out of
     square ones of the longer side.
-    Raises ValueError for a stride below 1 or a window below 0.
+    Raises TypeError or ValueError for a stride below 1 or a window below 0, or no integers.
     Source: Child et al. 2019, Generating Long Sequences with Sparse Transformers.
     """
-    if stride < 1 or window < 0:
-        raise ValueError(f"stride must be >= 1 and window >= 0 blocks, got {stride} and {window}")
+    stride, window = whole("stride", stride, least=1), whole("window", window, least=0)
     check_align(align)
 
     def blocks(grid: Grid) -> BlockMask:

@@ -2,6 +2,7 @@ from collections.abc import Sequence
 
 import torch
 
+from masks.arguments import whole, wholes
 from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
@@ -19,9 +20,7 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
     prefix_len below 0, and for lengths other than (nodes, prefix_len + nodes).
     Source: Miao et al. 2023, SpecInfer.
     """
-    parents = [int(parent) for parent in parents]
-    if prefix_len < 0:
-        raise ValueError(f"prefix_len must be at least 0 tokens, got {prefix_len}")
+    parents, prefix_len = wholes("parents", parents), whole("prefix_len", prefix_len, least=0)
     if not parents or not all(-1 <= parent < node for node, parent in enumerate(parents)):
         raise ValueError(f"parents must name an earlier node each, or -1, got {parents}")
     nodes = len(parents)

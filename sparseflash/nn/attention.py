@@ -53,6 +53,11 @@ class SparseAttention(nn.Module):
     ):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
+        if min(embed_dim, num_heads, kv_heads) < 1:
+            raise ValueError(
+                "embed_dim, num_heads and kv_heads must be positive, got "
+                f"{embed_dim}, {num_heads} and {kv_heads}"
+            )
         if embed_dim % num_heads or num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim {embed_dim} and be a multiple of kv_heads "
@@ -60,6 +65,13 @@ class SparseAttention(nn.Module):
             )
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
+        if rotary is not None and rotary.head_dim != self.head_dim:
+            raise ValueError(
+                f"rotary must be of head_dim {self.head_dim} (embed_dim / num_heads), got "
+                f"{rotary.head_dim}"
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.pattern = _pattern(pattern, num_heads)
         self.dropout, self.backend, self.rotary = dropout, backend, rotary
         self.deterministic = deterministic
@@ -79,7 +91,8 @@ class SparseAttention(nn.Module):
         module: nn.MultiheadAttention,
         pattern: Pattern | str | Sequence[Pattern | str] | None = None,
     ) -> "SparseAttention":
-        """The same attention with a pattern: weights, dropout, device and dtype of `module`.
+        """The same attention with a pattern: weights, dropout, device, dtype and mode (training or
+        evaluation) of `module`.
 
         Tensors are (batch, seq, embed_dim) whatever batch_first says there.
         Raises ValueError for keys or values of other dimensions, bias_kv and zero attention.
@@ -96,7 +109,7 @@ class SparseAttention(nn.Module):
             dtype=module.in_proj_weight.dtype,
         )
         made.load_state_dict(module.state_dict())
-        return made
+        return made.train(module.training)
 
     def reset_parameters(self) -> None:
         """Fresh weights, as torch.nn.MultiheadAttention draws them."""

@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
+from masks.arguments import whole
+
 
 class KeyValueCache:
     """Room for the keys and values of max_len tokens, (batch, kv_heads, max_len, head_dim).
 
     One for each layer and batch of sequences; for inference, without gradients.
+    Raises TypeError or ValueError for sizes below 1 and a dtype that is not floating-point.
     """
 
     def __init__(
@@ -19,7 +22,10 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ):
-        shape = (batch, kv_heads, max_len, head_dim)
+        sizes = {"batch": batch, "kv_heads": kv_heads, "max_len": max_len, "head_dim": head_dim}
+        shape = tuple(whole(name, size, least=1) for name, size in sizes.items())
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype must be floating-point, got {dtype}")
         self._keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
         self.length = 0
 

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch.nn.functional import gelu, relu
 
 from masks import Pattern
 from sparseflash.nn.attention import SparseAttention
+
+ACTIVATIONS = {"relu": relu, "gelu": gelu}
 
 
 class SparseEncoderLayer(nn.Module):
@@ -27,7 +29,7 @@ class SparseEncoderLayer(nn.Module):
         nhead: int,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
-        activation: Callable[[Tensor], Tensor] = relu,
+        activation: Callable[[Tensor], Tensor] | str = relu,
         layer_norm_eps: float = 1e-5,
         norm_first: bool = False,
         bias: bool = True,
@@ -49,7 +51,7 @@ class SparseEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.dropout1 = nn.Dropout(dropout)
         self.dropout2 = nn.Dropout(dropout)
-        self.activation, self.norm_first = activation, norm_first
+        self.activation, self.norm_first = _activation(activation), norm_first
 
     def forward(
         self,
@@ -61,10 +63,18 @@ class SparseEncoderLayer(nn.Module):
         """src: (batch, seq, d_model); src_key_padding_mask: bool (batch, seq), True at padding,
         which must come after all other tokens. src_mask and is_causal are torch's and must say
         nothing: the pattern is the mask.
+        Raises TypeError or ValueError naming the argument.
         """
         if src_mask is not None or is_causal:
             raise ValueError("src_mask must be None and is_causal False: the pattern is the mask")
-        lengths = None if src_key_padding_mask is None else lengths_of(src_key_padding_mask)
+        lengths = None
+        if src_key_padding_mask is not None:
+            if src_key_padding_mask.shape != src.shape[:2]:
+                raise ValueError(
+                    f"src_key_padding_mask must be {tuple(src.shape[:2])} like src, got "
+                    f"{tuple(src_key_padding_mask.shape)}"
+                )
+            lengths = lengths_of(src_key_padding_mask)
         if self.norm_first:
             src = src + self._attend(self.norm1(src), lengths)
             return src + self._feed_forward(self.norm2(src))
@@ -78,19 +88,37 @@ class SparseEncoderLayer(nn.Module):
         return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
 
 
+def _activation(activation: Callable[[Tensor], Tensor] | str) -> Callable[[Tensor], Tensor]:
+    """A function, or the one that torch.nn.TransformerEncoderLayer knows by this name."""
+    if callable(activation):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be a function or one of {list(ACTIVATIONS)}, got {activation!r}"
+        )
+    return ACTIVATIONS[activation]
+
+
 def lengths_of(padding: Tensor) -> Tensor:
     """int32 (batch,): tokens before the padding, bool (batch, seq), True at padding.
 
-    TransformerEncoder makes a float mask of it, -inf at padding, which is read too.
-    Raises ValueError where a token comes after padding.
+    TransformerEncoder makes a float mask of it, 0 at tokens and -inf at padding, which is read
+    too.
+    Raises TypeError for another dtype, and ValueError where a token comes after padding or a
+    float mask has other values.
     """
+    if padding.dtype != torch.bool and not padding.is_floating_point():
+        raise TypeError(
+            f"src_key_padding_mask must be bool, True at padding, or float, got {padding.dtype}"
+        )
     padded = padding if padding.dtype == torch.bool else padding == -torch.inf
-    lengths = (~padded).sum(1)
-    token = torch.arange(padded.shape[1], device=padded.device)
-    in_order = ((token >= lengths[:, None]) == padded).all()
-    message = "src_key_padding_mask must have no token after padding"
+    tokens = ~padding if padding.dtype == torch.bool else padding == 0
+    lengths = tokens.sum(1)
+    place = torch.arange(padding.shape[1], device=padding.device)
+    sound = (tokens == (place < lengths[:, None])) & (tokens != padded)
+    message = "src_key_padding_mask must have no token after padding, and be 0 or -inf if float"
     if torch.compiler.is_compiling():
-        torch.ops.aten._assert_async.msg(in_order, message)
-    elif not in_order:
+        torch.ops.aten._assert_async.msg(sound.all(), message)
+    elif not sound.all():
         raise ValueError(message)
     return lengths.int()

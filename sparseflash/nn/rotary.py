@@ -11,24 +11,34 @@ class Rotary(nn.Module):
     angle of pair i at position t = t base^(-2 i / head_dim); feature i is paired with feature
     i + head_dim / 2.
 
-    Scores of turned queries and keys depend on their distance alone. Angles are float32.
-    Raises ValueError for an odd head_dim.
+    Scores of turned queries and keys depend on their distance alone. Angles are float32, whatever
+    dtype the module is cast to.
+    Raises ValueError for a head_dim that is not even and positive, and for a base that is not
+    positive.
     Source: Su et al., "RoFormer", 2021; the pairing of GPT-NeoX and Llama.
     """
 
-    frequencies: Tensor
-
-    def __init__(self, head_dim: int, base: float = 10000.0, device=None):
+    def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {head_dim}")
-        exponent = torch.arange(0, head_dim, 2, device=device) / head_dim
-        self.register_buffer("frequencies", base**-exponent, persistent=False)
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim must be even and positive, got {head_dim}")
+        if base <= 0:
+            raise ValueError(f"base must be positive, got {base}")
+        self.head_dim, self.base = head_dim, base
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         """x: (batch, heads, seq, head_dim), whose first token has the position `offset`."""
+        if x.dim() != 4 or x.shape[3] != self.head_dim:
+            raise ValueError(
+                f"x must be (batch, heads, seq, {self.head_dim}), got {tuple(x.shape)}"
+            )
         position = torch.arange(offset, offset + x.shape[2], device=x.device)
-        return turned(x, position[:, None] * self.frequencies.float())
+        # No buffer: one would be cast with the module, and bfloat16 turns far tokens at random.
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=x.device)
+        return turned(x, position[:, None] * self.base ** (-exponent / self.head_dim))
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, base={self.base}"
 
 
 def turned(x: Tensor, angle: Tensor) -> Tensor:

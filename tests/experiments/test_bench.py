@@ -117,6 +117,12 @@ def test_records_of_other_cases_are_not_compared(tmp_path):
         compare(one, other)
 
 
+def test_records_of_other_dtypes_are_not_compared():
+    one, other = (Record(ENVIRONMENT, {"dtype": dtype}, [FULL]) for dtype in ("fp16", "bf16"))
+    with pytest.raises(ValueError, match="must share their dtype, got fp16, bf16"):
+        compare(one, other)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so():
     result = CliRunner().invoke(app, ["dense"])

@@ -63,5 +63,5 @@ def test_patterns_of_a_file(tmp_path):
     for name, message in [("wrong", "got int"), ("missing", "defines no 'missing'")]:
         with pytest.raises(ValueError, match=message):
             parse_family(f"{file}:{name}")
-    with pytest.raises(ValueError, match="no file"):
+    with pytest.raises(ValueError, match="does not exist"):
         parse_family("nowhere.py:fixed")

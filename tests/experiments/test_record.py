@@ -90,6 +90,13 @@ def test_a_record_survives_its_file(tmp_path: Path):
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["record.json"]
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"crossovers": [], "rows": [3]}', '{"a": 1}'])
+def test_other_files_are_no_records(text, tmp_path):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is no record"):
+        Record.load(tmp_path / "other.json")
+
+
 def test_pictures_of_all_kinds_of_rows(tmp_path: Path):
     rows = [FULL, HALF, EIGHTH, PEER, replace(HALF, contender="flex")]
     rows += [replace(row, direction="backward") for row in rows]

@@ -131,6 +131,8 @@ def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
         (["--backend", "cuda"], "known: auto, cpu, hopper, triton"),
         (["--heads", "0"], "--heads"),
         (["--passes", "sideways"], "'both'"),
+        (["--backend", "hopper"], "hopper: device is cpu, needs cuda"),
+        (["--output", "/dev/null/x"], "--output"),
     ],
 )
 def test_bad_options_are_refused_with_the_allowed_ones(tmp_path, arguments, message):

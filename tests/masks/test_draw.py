@@ -61,6 +61,9 @@ def test_the_picture_is_named_after_the_pattern(tmp_path, monkeypatch):
         (("local(-1)",), "window"),
         (("full", "--block-size", 48), "block_size"),
         (("full", "--seq-len", 0), "seq_len"),
+        (("strided(2.5)",), "stride"),
+        (("full", "--output", "nowhere/x.png"), "--output"),
+        (("full", "--output", "x.pdf"), ".png"),
     ],
 )
 def test_bad_input_is_named(arguments, named, tmp_path, monkeypatch):

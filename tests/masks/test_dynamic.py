@@ -95,13 +95,25 @@ def test_scores_keep_their_graph_and_blocks_have_none():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.keep(torch.ones(4, 4)), "blocks must be bool, got torch.float32"),
+        (lambda m: m.keep(torch.ones(4, 4)), "blocks must be a bool tensor, got torch.float32"),
         (lambda m: m.keep(torch.ones(4, 5, dtype=torch.bool)), r"blocks must be \(4, 4\)"),
         (
             lambda m: m.keep(torch.ones(1, 1, 1, 4, 4, dtype=torch.bool)),
             r"blocks must be \(4, 4\)",
         ),
-        (lambda m: m.keep_topk(torch.ones(4, 4, dtype=torch.int), 1), "scores must be floating"),
+        (lambda m: m.keep([[True]]), "blocks must be a bool tensor, got list"),
+        (
+            lambda m: m.keep_topk(torch.ones(4, 4, dtype=torch.int), 1),
+            "scores must be a floating-point tensor, got torch.int32",
+        ),
+        (lambda m: m.keep(torch.ones(4, 4) > 0, [1.0]), "scores must be a floating-point tensor"),
+        (lambda m: m.keep_above(torch.ones(4, 4), "x"), "threshold must be a number .* got 'x'"),
+        (lambda m: m.keep_topk(torch.ones(4, 4), 1.5), "k must be an integer, got 1.5"),
+        (lambda m: m.from_blocks([[True]]), "blocks must be a tensor, got list"),
+        (
+            lambda m: m.from_topk(torch.ones(4), 1),
+            r"scores must have 2 to 4 dimensions, got \(4,\)",
+        ),
         (
             lambda m: m.keep(torch.ones(4, 4) > 0, torch.ones(2, 4, 4)),
             "scores must have the shape",

@@ -2,12 +2,14 @@
 
 import operator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
+from masks.build import CACHED
 
 
 def dense(predicate, q_len, k_len):
@@ -214,9 +216,38 @@ def test_a_pattern_has_a_block_size_of_its_own():
 def test_parse_reads_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import masks\n@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < 4\n"
+        "import masks\nREACH = 4\n"
+        "@masks.pattern\ndef near(q, k):\n    return (q - k).abs() < REACH\n"
     )
     assert masks.parse(f"{file}:near")(64, 16) == masks.local(3)(64, 16)
+
+
+def test_functions_of_tokens_see_on_a_cpu_what_a_cache_holds():
+    seen = []
+
+    @masks.pattern
+    def causal(q, k):
+        seen.append(len(q) * k.shape[1])
+        return q >= k
+
+    assert causal(1500) == masks.causal()(1500)
+    assert max(seen) <= CACHED < sum(seen) == 1500**2
+
+
+def test_integers_of_numpy_are_integers():
+    assert masks.local(np.int64(3)) == masks.local(3)
+    assert masks.full()(np.int64(64)) == masks.full()(64)
+    assert repr(masks.local((np.int64(3), 0))) == "local((3, 0))"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("made", "has to be called first"), ("missing", "defines no 'missing'")]
+)
+def test_parse_says_what_a_file_lacks(name, message, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import masks\ndef made(window):\n    return masks.local(window)\n")
+    with pytest.raises(ValueError, match=message):
+        masks.parse(f"{file}:{name}")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +259,21 @@ def test_parse_reads_a_file(tmp_path):
         (lambda: masks.random(0), "density must be in"),
         (lambda: masks.random(1.5), "density must be in"),
         (lambda: masks.global_tokens(0), "tokens must be at least 1"),
-        (lambda: masks.dilated(3, 0), "dilation >= 1"),
+        (lambda: masks.dilated(3, 0), "dilation must be at least 1, got 0"),
+        (lambda: masks.dilated(1.5, 2), "window must be an integer, got 1.5"),
+        (lambda: masks.local((1, 2, 3)), r"window must be one integer or \(left, right\)"),
+        (lambda: masks.local(True), "window must be an integer, got True"),
+        (lambda: masks.random(0.5, seed="a"), "seed must be an integer, got 'a'"),
+        (lambda: masks.global_tokens([1.5]), "tokens must be an integer, got 1.5"),
+        (lambda: masks.global_tokens([]), "tokens must be at least 1"),
+        (lambda: masks.longformer(3, 0), "num_global must be at least 1"),
+        (lambda: masks.documents([10.5, 1.9]), "lengths must be an integer, got 10.5"),
+        (lambda: masks.documents([]), "lengths must be at least one"),
+        (lambda: masks.documents(300), "lengths must be a sequence of integers, got 300"),
+        (lambda: masks.full()("300"), "seq_len must be an integer, got '300'"),
+        (lambda: masks.pattern(masks.full()), r"attends must be a function .*, got full\(\)"),
+        (lambda: masks.stack(masks.full()), "stack takes a list of masks"),
+        (lambda: masks.parse(3), "text must be a string, got int"),
         (lambda: masks.causal(align="middle"), "align must be one of"),
         (lambda: masks.documents([5, 6])(12), "lengths must sum to"),
         (lambda: masks.tree([-1, 1]), "parents must name an earlier node"),
@@ -241,7 +286,7 @@ def test_parse_reads_a_file(tmp_path):
             lambda: masks.pattern(lambda q, k: (q > 0)[:3])(64),
             "must return a tensor that broadcasts",
         ),
-        (lambda: masks.neighborhood2d(0, 1), "columns must be >= 1 .* got 0 and 1"),
+        (lambda: masks.neighborhood2d(0, 1), "columns must be at least 1, got 0"),
         (lambda: masks.block_pattern(lambda i, j: 1)(64), "must return a bool tensor"),
         (
             lambda: masks.parse("butterflies()"),

@@ -1,7 +1,9 @@
 """What is saved comes back, and nothing else does."""
 
 import json
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -73,7 +75,11 @@ def test_a_pattern_of_a_function_is_not_saved(tmp_path):
         ('{"version": 1}', "text holds no pattern"),
         ('{"version": 1, "pattern": {"eval": {"x": 1}}}', "unknown pattern 'eval'"),
         ("[]", "version 1, got None"),
-        ("full()", "Expecting value"),
+        ("full()", r"text must be what masks wrote, got 'full\(\)'"),
+        ('{"version": 1, "pattern": 3}', "text holds no pattern, got 3"),
+        ('{"version": 1, "pattern": {}}', "pattern of text cannot be read"),
+        ('{"version": 1, "pattern": {"local": 3}}', "pattern of text cannot be read"),
+        ('{"version": 1, "pattern": {"local": {"window": 0.5}}}', "window must be an integer"),
     ],
 )
 def test_other_texts_are_refused(text, message):
@@ -83,8 +89,27 @@ def test_other_texts_are_refused(text, message):
 
 def test_other_files_are_refused(tmp_path):
     save_file({"weight": torch.ones(3)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match="holds no mask"):
-        masks.load(tmp_path / "weights")
+    (tmp_path / "text").write_text("no tensors at all")
+    for name in ("weights", "text"):
+        with pytest.raises(ValueError, match="holds no mask"):
+            masks.load(tmp_path / name)
+    with pytest.raises(TypeError, match="pattern must be a Pattern, got str"):
+        masks.to_json("full()")
+
+
+def test_integers_and_arrays_of_numpy_are_saved():
+    for pattern in (masks.local(np.int64(3)), masks.documents(np.array([3, 4]))):
+        assert masks.from_json(masks.to_json(pattern)) == pattern
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_patterns_are_pickled(pattern):
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+
+
+def test_a_pattern_of_a_function_is_not_pickled():
+    with pytest.raises(ValueError, match="made of a function"):
+        pickle.dumps(masks.pattern(lambda q, k: q == k))
 
 
 @pytest.mark.parametrize(

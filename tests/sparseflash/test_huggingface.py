@@ -204,10 +204,11 @@ def test_the_configuration_records_the_pattern():
         model.set_attn_implementation(name)
         results.append(model(ids).logits)
     assert torch.equal(*results)
-    model.config.sparse_pattern = None
     model.set_attn_implementation("blocksparse_recorded")
-    with pytest.raises(ValueError, match=r"config.sparse_pattern must be set"):
-        model(ids)
+    for text, message in {None: "must be set", "local(3)": "must be what masks.to_json"}.items():
+        model.config.sparse_pattern = text
+        with pytest.raises(ValueError, match=f"config.sparse_pattern {message}"):
+            model(ids)
 
 
 def test_dropout_in_training():

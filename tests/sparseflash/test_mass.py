@@ -62,3 +62,16 @@ def test_half_precision_is_computed_in_float32():
     assert torch.equal(
         mass, sparseflash.block_mass(query.float(), key.float(), masks.full()(64, 16))
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key_lengths": torch.tensor([65])}, r"key_lengths must be 0 to 64, got \[65\]"),
+        ({"bias": torch.zeros(1, 200)}, r"bias must be of shape \(1, 127\)"),
+    ],
+)
+def test_what_attention_refuses_is_refused_before_keys_are_split(options, message):
+    query, key, _, _ = make_inputs(1, 1, 64, 64, 2)
+    with pytest.raises(ValueError, match=message):
+        sparseflash.block_mass(query, key, masks.full()(64, 16), **options)

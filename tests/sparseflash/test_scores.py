@@ -105,6 +105,10 @@ def test_functions_without_a_form_for_triton_are_refused():
         sparseflash.attention(*tensors, score=TORCH_ALONE, backend="triton")
     with pytest.raises(ValueError, match="name must be new, got 'bent'"):
         sparseflash.ScoreFunction("bent", bent_of_torch)
+    with pytest.raises(TypeError, match="torch must be a function, got 3"):
+        sparseflash.ScoreFunction("no function", 3)
+    with pytest.raises(TypeError, match="name must be a string, got 3"):
+        sparseflash.ScoreFunction(3, bent_of_torch)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -125,6 +129,21 @@ def test_alibi_as_written_down(backend):
     )
     out = sparseflash.attention(query, key, value, bias=bias.to(query.device), backend=backend)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sparseflash.alibi([1.0], 3, 3), "slopes must be a floating-point tensor, got li"),
+        (lambda: sparseflash.alibi(torch.ones(2, 2), 3, 3), r"slopes must be \(heads,\), got"),
+        (lambda: sparseflash.alibi(torch.ones(2), 0, 3), "q_len must be at least 1 token, got 0"),
+        (lambda: sparseflash.relative_bias(torch.ones(2, 4), 3, 3), r"weights must be \(heads, 2"),
+        (lambda: sparseflash.relative_bias(None, 3, 3), "weights must be a floating-point tensor"),
+    ],
+)
+def test_biases_refuse_what_they_cannot_read(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
 
 
 def test_relative_bias_holds_far_distances():

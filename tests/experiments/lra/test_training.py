@@ -340,6 +340,21 @@ def test_accuracy_comes_with_error_and_prior():
     )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.encoder.attention", "foo()"], "error: unknown pattern 'foo'; known: "),
+        (["--ckpt_path", "none.ckpt"], r"error: none\.ckpt cannot be read as a checkpoint"),
+    ],
+)
+def test_what_cannot_be_is_told_without_a_traceback(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split(), *arguments])
+    with pytest.raises(SystemExit, match=message):
+        command.main()
+
+
 def test_unknown_presets_list_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown preset 'x'; known: .*nystromformer/listops"):
         presets.files_of("x")

@@ -141,6 +141,31 @@ def test_rotary_scores_depend_on_the_distance():
     torch.testing.assert_close(rotary(query, 7).norm(), query.norm())
 
 
+def test_rotary_angles_are_float32_in_a_module_of_any_dtype():
+    x = torch.randn(1, 1, 2000, 16)
+    expected = Rotary(16)(x)
+    assert torch.equal(Rotary(16).bfloat16()(x), expected)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(Rotary(16)(x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_module_made_of_torchs_stays_in_its_mode():
+    assert not SparseAttention.from_torch(torch_attention().eval()).training
+    assert SparseAttention.from_torch(torch_attention()).training
+
+
+def test_encoder_layer_knows_activations_by_name():
+    options = {"dim_feedforward": 48, "activation": "gelu"}
+    theirs = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True, **options).eval()
+    ours = SparseEncoderLayer(EMBED, HEADS, **options).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, LENGTH, EMBED)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_layer_is_that_of_torch(norm_first):
     options = {"dim_feedforward": 48, "norm_first": norm_first}
@@ -191,13 +216,19 @@ def test_copies_share_their_pattern():
             r"memory must be \(batch, seq, 32\), got \(1, 2, 16\)",
         ),
         (lambda: SparseAttention.from_torch(torch_attention(kdim=5)), "no kdim"),
+        (lambda: SparseAttention(32, 0), "num_heads and kv_heads must be positive, got 32, 0"),
+        (lambda: SparseAttention(32, 4, dropout=2.0), r"dropout must be in \[0, 1\), got 2.0"),
+        (lambda: SparseAttention(32, 4, rotary=Rotary(16)), "rotary must be of head_dim 8"),
         (lambda: Rotary(7), "head_dim must be even"),
+        (lambda: Rotary(8, base=-1.0), "base must be positive, got -1.0"),
+        (lambda: Rotary(8)(torch.zeros(1, 1, 2, 4)), r"x must be \(batch, heads, seq, 8\)"),
         (
             lambda: SparseAttention(32, 4)(
                 torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), cache=KeyValueCache(1, 4, 5, 8)
             ),
             "memory must be None",
         ),
+        (lambda: KeyValueCache(1, 4, 0, 8), "max_len must be at least 1, got 0"),
         (lambda: KeyValueCache(1, 4, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8)), "key must be"),
         (
             lambda: KeyValueCache(1, 3, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8).half()),
@@ -213,11 +244,31 @@ def test_copies_share_their_pattern():
             ),
             "no token after padding",
         ),
+        (
+            lambda: SparseEncoderLayer(32, 4)(
+                torch.zeros(1, 3, 32), src_key_padding_mask=torch.tensor([[False, True]])
+            ),
+            r"src_key_padding_mask must be \(1, 3\) like src, got \(1, 2\)",
+        ),
+        (
+            lambda: SparseEncoderLayer(32, 4)(
+                torch.zeros(1, 2, 32), src_key_padding_mask=torch.tensor([[0.0, 1.0]])
+            ),
+            "be 0 or -inf if float",
+        ),
+        (lambda: SparseEncoderLayer(32, 4, activation="tanh"), "activation must be a function or"),
     ],
 )
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_padding_mask_of_integers_is_refused():
+    with pytest.raises(TypeError, match="src_key_padding_mask must be bool, True at padding"):
+        SparseEncoderLayer(32, 4)(
+            torch.zeros(1, 2, 32), src_key_padding_mask=torch.tensor([[0, 1]])
+        )
 
 
 def test_a_mask_is_no_pattern():
