@@ -1,3 +1,6 @@
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,6 +50,51 @@ def test_times():
     total = found.measured.forward + found.measured.backward
     assert found.dense_is_faster == (found.dense.forward + found.dense.backward < total)
     assert ("dense attention is faster here" in str(found)) == found.dense_is_faster
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """What is timed, in order; the n-th takes n ms forward and 10 n backward."""
+    found = []
+
+    def times(attend, *tensors):
+        found.append(attend)
+        return explanation.Times(len(found), 10 * len(found))
+
+    monkeypatch.setattr(explanation, "_times", times)
+    return found
+
+
+def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
+    tensors_ = tensors(kv_heads=1)
+    mask = masks.local(3)(100, 16, tensors_[0].device)
+    found = sparseflash.explain(mask, *tensors_, scale=0.3, dropout_p=0.1)
+    ours, full, dense = timed
+    assert ours.keywords["mask"] is mask
+    assert full.keywords["mask"] == masks.full()(100, 16, tensors_[0].device)
+    assert ours.keywords["backend"] == full.keywords["backend"] == found.backend
+    assert dense.func is torch.nn.functional.scaled_dot_product_attention
+    assert dense.keywords == {"scale": 0.3, "dropout_p": 0.1, "enable_gqa": True}
+    assert (found.measured.forward, found.full.forward, found.dense.forward) == (1, 2, 3)
+    assert found.predicted == explanation.Times(2 * mask.density, 20 * mask.density)
+    assert "full mask: forward 2.000 ms, backward 20.000 ms" in str(found)
+    for dense, faster in (((3, 30), False), ((2, 8), True), ((0.5, 12), False)):
+        other = replace(found, dense=explanation.Times(*dense))
+        assert other.dense_is_faster == faster
+        assert ("dense attention is faster here" in str(other)) == faster
+
+
+def test_reasons_are_those_of_every_backend_that_was_asked_for():
+    asked = sparseflash.explain(None, *tensors(head_dim=512), measure=False)
+    named = sparseflash.explain(None, *tensors(head_dim=512), measure=False, backend="hopper")
+    assert "head_dim is 512" in "".join(asked.why_not["triton"])
+    assert "head_dim is 512" in "".join(named.why_not["hopper"])
+    assert asked.backend not in asked.why_not
+
+
+def test_a_time_is_in_milliseconds():
+    took = explanation._median(lambda: time.sleep(0.02))
+    assert 20 <= took < 200
 
 
 def test_bad_input_is_named():
