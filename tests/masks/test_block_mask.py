@@ -77,6 +77,16 @@ def test_tables_are_compiled_once_and_fills_computed_once(monkeypatch):
     assert mask.table(block_size=(128, 128)) is mask.table(block_size=(128, 128))
 
 
+def test_masks_and_tables_move_whole():
+    mask = (masks.local(9) | masks.random(0.5))(300, 16)
+    there = mask.to("meta")
+    assert mask.to("cpu") is mask
+    tensors = [there.partial, there.partial_tile, there.bank, *there.full]
+    assert {t.device.type for t in (there, *tensors)} == {"meta"}
+    assert mask.table("meta").by_key.bounds.device.type == "meta"
+    assert mask.table().by_key.bounds.device.type == "cpu"
+
+
 @given(dense_masks(), block_sizes, st.data())
 def test_crop(dense, block_size, data):
     q_len, k_len = (data.draw(st.integers(1, n)) for n in dense.shape)
@@ -176,6 +186,10 @@ def test_heads_broadcast_in_the_algebra():
     assert torch.equal((one - many).to_dense(), one.to_dense() & ~many.to_dense())
 
 
+def heads(number):
+    return masks.stack([masks.local(n) for n in range(number)])(64)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -196,6 +210,13 @@ def test_heads_broadcast_in_the_algebra():
         (lambda: masks.full()(64).rows(5, 5), "rows must lie within 64 queries"),
         (lambda: masks.full()(64).rows(-1, 5), "rows must lie within 64 queries"),
         (lambda: masks.full()(64) & masks.full()(65), "masks must share lengths"),
+        (lambda: masks.full()(64, 16) | masks.full()(64, 32), "masks must share .* block size"),
+        (lambda: heads(2) ^ heads(3), "masks must have the same heads, or 1, got 2 and 3"),
+        (lambda: masks.stack([heads(2), heads(2)]), "stacked masks must have one head"),
+        (
+            lambda: masks.stack([masks.full()(64, 16), masks.full()(64, 32)]),
+            "stacked masks must have one head and agree",
+        ),
         (lambda: BlockMask.from_dense(torch.ones(0, 4, dtype=torch.bool)), "not empty"),
         (lambda: BlockMask.from_scipy([[1]]), "scipy.sparse"),
         (lambda: BlockMask.from_scipy(scipy.sparse.coo_array(np.ones(3))), "2 dimensions, got 1"),
@@ -215,6 +236,7 @@ def test_equality_sees_one_element():
     a, b = (BlockMask.from_dense(t, 32) for t in (dense, other))
     assert a == masks.full()(100, 32)
     assert a != b
+    assert a != masks.stack([a, a])
     assert len({a, masks.full()(100, 32)}) == 1
 
 

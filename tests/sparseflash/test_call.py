@@ -50,6 +50,31 @@ def test_a_spec_says_how_far_blocks_fill_tiles():
     assert fill(one_of_each_row, 32) == 0.25
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_lengths_on_a_gpu_are_clamped_while_a_graph_is_captured_and_else_checked(
+    capturing, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    lengths = torch.tensor([-3, 0, 10, 99]).as_subclass(OnGpu)
+    tensors = torch.empty(2, 4, 1, 10, 16)
+    if capturing:
+        call = prepare(*tensors, masks.full(), lengths)
+        assert call.key_lengths.tolist() == [0, 0, 10, 10]
+        assert call.key_lengths.dtype == torch.int32
+        return
+    with pytest.raises(ValueError, match=r"key_lengths must be 0 to 10, got \[-3, 0, 10, 99\]"):
+        prepare(*tensors, masks.full(), lengths)
+    lengths = torch.tensor([10, 0, 0, -1])
+    with pytest.raises(ValueError, match="key_lengths must be 0 to 10"):
+        prepare(*tensors, masks.full(), lengths)
+
+
 @dataclass(frozen=True)
 class Passed:
     """What a backend was given in one of its passes."""
