@@ -1,5 +1,6 @@
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ import torch
 import masks
 import sparseflash
 from sparseflash import explanation
+from sparseflash.backends import BACKENDS, select
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -68,9 +70,11 @@ def timed(monkeypatch):
 def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
     tensors_ = tensors(kv_heads=1)
     mask = masks.local(3)(100, 16, tensors_[0].device)
-    found = sparseflash.explain(mask, *tensors_, scale=0.3, dropout_p=0.1)
+    sinks = torch.zeros(2, device=tensors_[0].device)
+    found = sparseflash.explain(mask, *tensors_, scale=0.3, dropout_p=0.1, sinks=sinks)
     ours, full, dense = timed
     assert ours.keywords["mask"] is mask
+    assert ours.keywords["sinks"] is full.keywords["sinks"] is sinks
     assert full.keywords["mask"] == masks.full()(100, 16, tensors_[0].device)
     assert ours.keywords["backend"] == full.keywords["backend"] == found.backend
     assert dense.func is torch.nn.functional.scaled_dot_product_attention
@@ -84,12 +88,17 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
         assert ("dense attention is faster here" in str(other)) == faster
 
 
-def test_reasons_are_those_of_every_backend_that_was_asked_for():
-    asked = sparseflash.explain(None, *tensors(head_dim=512), measure=False)
-    named = sparseflash.explain(None, *tensors(head_dim=512), measure=False, backend="hopper")
-    assert "head_dim is 512" in "".join(asked.why_not["triton"])
-    assert "head_dim is 512" in "".join(named.why_not["hopper"])
-    assert asked.backend not in asked.why_not
+def test_reasons_are_those_of_the_call_that_was_asked_for(monkeypatch):
+    first = BACKENDS[0 if not HAS_GPU else -1]
+    slow = replace(first, name="slow", pass_over=lambda spec: ["slower"])
+    for module in ("sparseflash.backends", "sparseflash.explanation"):
+        monkeypatch.setattr(f"{module}.BACKENDS", (slow, first))
+    select.cache_clear()
+    explain = partial(sparseflash.explain, None, *tensors(), measure=False)
+    assert (explain().backend, explain().why_not) == (first.name, {"slow": ["slower"]})
+    named = explain(backend="slow")
+    assert (named.backend, named.why_not) == ("slow", {})
+    select.cache_clear()
 
 
 def test_a_time_is_in_milliseconds():
@@ -100,5 +109,7 @@ def test_a_time_is_in_milliseconds():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="precision must be"):
         sparseflash.explain(None, *tensors(), precision="half")
+    with pytest.raises(ValueError, match="bias must be"):
+        sparseflash.explain(None, *tensors(), bias=torch.zeros(1, 3), measure=False)
     with pytest.raises(ValueError, match="sinks must be"):
         sparseflash.explain(None, *tensors(), sinks=torch.zeros(3), measure=False)
