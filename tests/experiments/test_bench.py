@@ -7,7 +7,7 @@ import typer
 from test_record import ENVIRONMENT, FULL, PEER
 from typer.testing import CliRunner
 
-from experiments import suites
+from experiments import bench, suites
 from experiments.bench import main, parse_backends, parse_suites, planned
 from experiments.cli import RESULTS
 from experiments.compare import compare
@@ -92,6 +92,26 @@ def test_names_are_checked():
         parse_backends("cuda")
 
 
+def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, monkeypatch):
+    carried = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "slug", lambda device: f"a-{device}")
+    monkeypatch.setattr(bench, "planned", lambda *chosen: chosen)
+    monkeypatch.setattr(bench, "carry_out", lambda *call, roofs: carried.append((*call, roofs)))
+    options = "--backends hopper,auto --peers flex --passes forward --dtype fp16 --seed 3"
+    result = CliRunner().invoke(
+        app, ["lra", "sparse", "--output", str(tmp_path), "--resume", *options.split()]
+    )
+    assert result.exit_code == 0, result.output
+    for suite, (plan, method, path, resume, roofs) in zip(("lra", "sparse"), carried, strict=True):
+        ours = ("sparseflash:hopper", "sparseflash")
+        assert plan(print) == (suite, ours, ("flex",), print)
+        assert method == Method("cuda", "fp16", "auto", ("forward",), "graph", 60.0, 3)
+        assert path == tmp_path / f"bench-{suite}-a-cuda.json"
+        assert resume
+        assert roofs
+
+
 def save(rows, path: Path) -> Path:
     Record(ENVIRONMENT, {"seed": 0}, list(rows), roofs={"copy": 4.0}).save(path)
     return path
@@ -104,6 +124,33 @@ def test_two_records_are_compared_row_by_row(tmp_path):
     assert result.exit_code == 0, result.output
     assert "2.000x" in result.output
     assert "1.000x" in result.output
+
+
+def test_a_comparison_holds_both_times_and_the_mean_of_each_contender():
+    wider = replace(FULL, head_dim=128)
+    before = Record(ENVIRONMENT, {}, [PEER, FULL, wider])
+    after = Record(
+        ENVIRONMENT,
+        {},
+        [
+            replace(FULL, median_ms=4.0),  # from 8
+            replace(wider, median_ms=16.0),  # from 8
+            replace(PEER, median_ms=2.6),  # from 2.5
+            replace(FULL, family="local", pattern="local(64)"),  # from nothing
+            replace(PEER, pattern="full but another"),
+        ],
+    )
+    table = compare(before, after)
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert [row[1:] for row in rows] == [
+        ("forward", "sparseflash", "8", "4", "[green]2.000x[/]"),
+        ("forward", "sparseflash", "8", "16", "[red]0.500x[/]"),
+        ("forward", "sdpa", "2.5", "2.6", "[red]0.962x[/]"),
+        ("", "sparseflash", "", "", "1.000x"),
+        ("", "sdpa", "", "", "0.962x"),
+    ]
+    quiet = compare(before, Record(ENVIRONMENT, {}, [replace(FULL, median_ms=8.1)]))
+    assert next(iter(quiet.columns[-1].cells)) == "[dim]0.988x[/]"
 
 
 def test_records_of_other_cases_are_not_compared(tmp_path):

@@ -103,7 +103,8 @@ def test_peers_are_those_that_are_not_ours():
 
 
 @pytest.mark.parametrize(
-    ("dense_ms", "density"), [(8.0, 1.0), (9.0, 1.0), (5.0, 0.5), (2.5, 0.25), (1.0, None)]
+    ("dense_ms", "density"),
+    [(8.0, 1.0), (9.0, 1.0), (5.0, 0.5), (2.5, 0.25), (1.25, 0.125), (1.0, None)],
 )
 def test_crossover_interpolates_between_densities(dense_ms, density):
     times = {1.0: 8.0, 0.5: 5.0, 0.125: 1.25}

@@ -20,7 +20,12 @@ from sparseflash.spec import AttentionSpec
 @pytest.fixture
 def tiled(monkeypatch):
     """A backend that reads tables of blocks of 128, whatever those of the mask."""
-    backend = replace(BACKENDS[0], name="tiled", tiling=lambda spec: (128, 128))
+    backend = replace(
+        BACKENDS[0],
+        name="tiled",
+        tiling=lambda spec: (128, 128),
+        describe=lambda query, key, value, table, spec: {"blocks": str(table.block_size)},
+    )
     monkeypatch.setattr("sparseflash.backends.BACKENDS", (backend,))
     select.cache_clear()
     yield backend
@@ -34,6 +39,9 @@ def test_a_backend_gets_the_table_that_it_reads(tiled):
     assert (call.backend, call.spec.block_size) == (tiled, (32, 32))
     assert call.table is mask.table(block_size=(128, 128))
     assert call.table is prepare(*tensors, mask).table
+    tensors = [*tensors, tensors[0]]
+    found = sparseflash.explain(mask, *tensors, measure=False)
+    assert found.configuration == {"blocks": "(128, 128)"}
 
 
 def test_a_spec_says_how_far_blocks_fill_tiles():
