@@ -45,6 +45,9 @@ def test_a_row_holds_the_facts_of_its_case_and_nothing_is_timed_before_it_is_che
     forward, backward = measure(CASE, "sparseflash", METHOD)
     assert [event[0] for event in instant] == ["check", "time", "time"]
     assert instant[0][1:] == ("sparseflash on local(20) at N = 100", True)
+    out, gradients = (prepare()() for _, prepare, _ in instant[1:])
+    assert out.shape == (1, 2, 100, 8)
+    assert [gradient.shape for gradient in gradients] == [out.shape] * 3
     density = LOCAL.problem.mask.density
     assert density < 1
     expected = Row(

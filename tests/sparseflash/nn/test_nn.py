@@ -1,11 +1,13 @@
 """Modules against torch's own, with the same weights and the mask written down."""
 
 import copy
+import math
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.nn.functional import gelu
 
 import masks
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer, attention
@@ -35,6 +37,12 @@ def test_weights_of_torch(bias):
     expected, _ = theirs(x, memory, memory, need_weights=False)
     torch.testing.assert_close(ours(x, memory), expected)
     theirs.load_state_dict(ours.state_dict())
+
+
+def test_a_module_of_torch_hands_on_its_dropout_and_dtype():
+    module = SparseAttention.from_torch(torch_attention(dropout=0.3, dtype=torch.float64))
+    assert module.dropout == 0.3
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
 
 
 def test_fresh_weights_are_drawn_as_torch_draws_them():
@@ -102,8 +110,9 @@ def test_a_gpu_gives_what_the_cpu_gives():
         torch.testing.assert_close(result.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_steps_of_padded_sequences():
-    module = SparseAttention(EMBED, HEADS, PATTERN.in_blocks(16))
+@pytest.mark.parametrize("pattern", [PATTERN.in_blocks(16), None])
+def test_steps_of_padded_sequences(pattern):
+    module = SparseAttention(EMBED, HEADS, pattern)
     x = torch.randn(2, LENGTH, EMBED)
     lengths = torch.tensor([20, LENGTH])
     cache = KeyValueCache(2, HEADS, 64, EMBED // HEADS)
@@ -128,6 +137,9 @@ def test_steps_share_a_length_and_cut_their_rows_out_of_one_mask(monkeypatch):
     for token in torch.randn(40, 1, 1, EMBED):
         module(token, cache=cache)
     assert sorted(set(k_lens)) == [1, 2, 4, 8, 16, 32, 60]
+    cache.reset()
+    module(torch.randn(1, 17, EMBED), cache=cache)
+    assert k_lens[-1] == 17, "a prompt needs no room for what comes"
     assert len(compiled) == 1
 
 
@@ -141,9 +153,24 @@ def test_rotary_scores_depend_on_the_distance():
     torch.testing.assert_close(rotary(query, 7).norm(), query.norm())
 
 
+def test_rotary_turns_features_half_a_head_apart():
+    rotary = Rotary(4)
+    first, second = rotary(torch.eye(4)[:2].view(2, 1, 1, 4), offset=3).view(2, 4).tolist()
+    assert first == pytest.approx([math.cos(3), 0, math.sin(3), 0])
+    assert second == pytest.approx([0, math.cos(0.03), 0, math.sin(0.03)])
+    assert rotary.state_dict() == {}
+
+
+def test_a_cache_holds_no_graph():
+    cache = KeyValueCache(1, HEADS, 8, EMBED // HEADS)
+    SparseAttention(EMBED, HEADS)(torch.randn(1, 3, EMBED), cache=cache)
+    assert not any(kept.requires_grad for kept in cache.first(3))
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_layer_is_that_of_torch(norm_first):
     options = {"dim_feedforward": 48, "norm_first": norm_first}
+    options |= {"activation": gelu, "layer_norm_eps": 1e-2} if norm_first else {}
     theirs = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True, **options).eval()
     ours = SparseEncoderLayer(EMBED, HEADS, pattern=PATTERN, **options).eval()
     ours.load_state_dict(theirs.state_dict())
@@ -157,6 +184,18 @@ def test_encoder_layer_is_that_of_torch(norm_first):
         x, mask=blocked(), src_key_padding_mask=padding
     )
     torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), expected)
+
+
+def test_encoder_layer_hands_on_its_options():
+    options = {"pattern": PATTERN, "kv_heads": 2, "deterministic": False}
+    layer = SparseEncoderLayer(EMBED, HEADS, 48, dropout=0.3, norm_first=True, **options)
+    assert {name: getattr(layer.self_attn, name) for name in options} == options
+    assert layer.self_attn.dropout == 0.3
+    x = torch.randn(1, LENGTH, EMBED)
+    layer.dropout1.p = layer.dropout2.p = 1.0
+    assert torch.equal(layer(x), x)
+    layer.dropout.p, layer.dropout2.p = 1.0, 0.0
+    torch.testing.assert_close(layer(x), x + layer.linear2.bias)
 
 
 def test_encoder_layer_compiles_whole_for_every_length():
@@ -191,6 +230,8 @@ def test_copies_share_their_pattern():
             r"memory must be \(batch, seq, 32\), got \(1, 2, 16\)",
         ),
         (lambda: SparseAttention.from_torch(torch_attention(kdim=5)), "no kdim"),
+        (lambda: SparseAttention.from_torch(torch_attention(add_bias_kv=True)), "add_bias_kv"),
+        (lambda: SparseAttention.from_torch(torch_attention(add_zero_attn=True)), "add_zero_attn"),
         (lambda: Rotary(7), "head_dim must be even"),
         (
             lambda: SparseAttention(32, 4)(
@@ -198,10 +239,18 @@ def test_copies_share_their_pattern():
             ),
             "memory must be None",
         ),
+        (
+            lambda: SparseAttention(32, 4, rotary=Rotary(8))(*torch.zeros(2, 1, 2, 32)),
+            "memory must be None",
+        ),
         (lambda: KeyValueCache(1, 4, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8)), "key must be"),
         (
             lambda: KeyValueCache(1, 3, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8).half()),
             "key must be torch.float32 on cpu like the cache, got torch.float16",
+        ),
+        (
+            lambda: SparseEncoderLayer(32, 4)(torch.zeros(1, 2, 32), torch.zeros(2, 2)),
+            "src_mask must be None",
         ),
         (
             lambda: SparseEncoderLayer(32, 4)(torch.zeros(1, 2, 32), is_causal=True),
