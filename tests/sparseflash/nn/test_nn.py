@@ -53,6 +53,10 @@ def test_fresh_weights_are_drawn_as_torch_draws_them():
     for name, weight in theirs.state_dict().items():
         if "out_proj" not in name:
             assert torch.equal(ours.state_dict()[name], weight)
+    before = {name: weight.clone() for name, weight in ours.state_dict().items()}
+    ours.reset_parameters()
+    changed = {n for n, weight in ours.state_dict().items() if not torch.equal(weight, before[n])}
+    assert changed == {"in_proj_weight", "out_proj.weight"}
 
 
 def test_patterns_by_name_and_of_each_head():
