@@ -163,6 +163,9 @@ def test_rotary_turns_features_half_a_head_apart():
     assert first == pytest.approx([math.cos(3), 0, math.sin(3), 0])
     assert second == pytest.approx([0, math.cos(0.03), 0, math.sin(0.03)])
     assert rotary.state_dict() == {}
+    x = torch.randn(1, 1, 1, 2, dtype=torch.bfloat16)
+    expected = Rotary(2)(x.float(), 1003)  # which bfloat16 does not tell from 1004
+    torch.testing.assert_close(Rotary(2).bfloat16()(x, 1003), expected.bfloat16())
 
 
 def test_a_cache_holds_no_graph():
