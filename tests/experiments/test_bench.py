@@ -128,13 +128,15 @@ def test_two_records_are_compared_row_by_row(tmp_path):
 
 def test_a_comparison_holds_both_times_and_the_mean_of_each_contender():
     wider = replace(FULL, head_dim=128)
-    before = Record(ENVIRONMENT, {}, [PEER, FULL, wider])
+    backward = replace(FULL, direction="backward", median_ms=20.0)
+    before = Record(ENVIRONMENT, {}, [PEER, FULL, wider, backward])
     after = Record(
         ENVIRONMENT,
         {},
         [
             replace(FULL, median_ms=4.0),  # from 8
             replace(wider, median_ms=16.0),  # from 8
+            backward,
             replace(PEER, median_ms=2.6),  # from 2.5
             replace(FULL, family="local", pattern="local(64)"),  # from nothing
             replace(PEER, pattern="full but another"),
@@ -145,6 +147,7 @@ def test_a_comparison_holds_both_times_and_the_mean_of_each_contender():
     assert [row[1:] for row in rows] == [
         ("forward", "sparseflash", "8", "4", "[green]2.000x[/]"),
         ("forward", "sparseflash", "8", "16", "[red]0.500x[/]"),
+        ("backward", "sparseflash", "20", "20", "[dim]1.000x[/]"),
         ("forward", "sdpa", "2.5", "2.6", "[red]0.962x[/]"),
         ("", "sparseflash", "", "", "1.000x"),
         ("", "sdpa", "", "", "0.962x"),
