@@ -232,6 +232,16 @@ def test_a_seed_repeats_and_the_generator_moves_on():
             {"query": torch.zeros(1, 2, 16, 8, dtype=torch.int64)},
             "got torch.float32|floating-point",
         ),
+        ({"query": torch.zeros(1, 2, 0, 8)}, "query must be .* nothing empty"),
+        ({"value": torch.zeros(1, 2, 16, 8, device="meta")}, "value must be torch.float32 on cpu"),
+        (
+            dict.fromkeys(("key", "value"), torch.zeros(2, 2, 16, 8)),
+            "key must share batch and head_dim",
+        ),
+        (
+            dict.fromkeys(("key", "value"), torch.zeros(1, 2, 16, 4)),
+            "key must share batch and head_dim",
+        ),
         ({"mask": masks.full()(17)}, "mask must have seq_len"),
         (
             {"mask": masks.stack([masks.full(), masks.butterfly(), masks.full()])},
@@ -241,14 +251,22 @@ def test_a_seed_repeats_and_the_generator_moves_on():
         ({"mask": torch.ones(16, 16).bool()}, "got Tensor, of which masks.BlockMask.from_dense"),
         ({"scale": float("nan")}, "scale must be positive"),
         ({"scale": -1.0}, "scale must be positive"),
+        ({"scale": float("inf")}, "scale must be positive"),
         ({"dropout_p": 1.0}, "dropout_p must be in"),
+        ({"dropout_p": -0.1}, "dropout_p must be in"),
         ({"key_lengths": torch.tensor([17])}, "key_lengths must be 0 to 16"),
         ({"key_lengths": torch.tensor([1, 2])}, r"key_lengths must be \(1,\)"),
         ({"key_lengths": torch.tensor([1.0])}, "key_lengths must be an int32"),
+        (
+            {"key_lengths": torch.tensor([1], device="meta")},
+            r"key_lengths must be \(1,\) on cpu or the CPU, got \(1,\) on meta",
+        ),
         ({"precision": "high"}, r"precision must be one of \('ieee', 'tf32'\), got 'high'"),
         ({"deterministic": 1}, "deterministic must be a bool, got 1"),
         ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'hopper', 'triton'\]"),
         ({"seed": 2.0, "dropout_p": 0.1}, "seed must be an int"),
+        ({"seed": 2**63, "dropout_p": 0.1}, "seed must be an int of 64 bits"),
+        ({"bias": torch.zeros(1, 31).int()}, "bias must be a floating-point tensor"),
     ],
 )
 def test_bad_input_names_the_argument(change, message):
