@@ -128,6 +128,20 @@ def test_empty_rows_are_zero(backend):
     assert (results["lse"][:, :, :40] == -torch.inf).all()
 
 
+def test_lse_alone_may_be_differentiated(backend):
+    tensors = make_inputs(1, 2, 40, 53, 16, device=BACKENDS[backend])[:3]
+    mask = PATTERNS["holes"]((40, 53), 16, BACKENDS[backend])
+    inputs = [t.requires_grad_() for t in tensors]
+    _, lse = sparseflash.attention(*inputs, mask, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(lse[lse > -torch.inf].sum(), inputs)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    _, lse = standard_attention(*exact, mask)
+    expected = torch.autograd.grad(lse[lse > -torch.inf].sum(), exact[:2])
+    for grad, reference in zip(grads, expected, strict=False):
+        torch.testing.assert_close(grad.double(), reference, atol=1e-5, rtol=1e-4)
+    assert not grads[2].any()
+
+
 def test_masked_keys_change_no_bit(backend):
     device = BACKENDS[backend]
     query, key, value, grad = make_inputs(2, 2, 60, 60, 16, device=device)
