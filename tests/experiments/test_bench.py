@@ -28,6 +28,19 @@ def test_patterns_of_the_suites_have_no_partial_blocks(side):
         assert 0 < mask.density <= 1, name
 
 
+def test_patterns_of_the_suites_are_what_they_are_called():
+    found = {name: pattern(4096, 32) for name, pattern in of_full_blocks(4096, 32).items()}
+    for share in (4, 16, 32):
+        density = found[f"random 1/{share}"].density
+        assert 1 / share <= density <= 1 / share + 1 / 128
+        assert (found[f"random 1/{share}"].to_blocks().diagonal()).all()
+    i = torch.arange(128)
+    distance = (i[:, None] - i).abs()
+    assert torch.equal(found["band"].to_blocks(), distance <= 512 // 32)
+    assert found["band and edges"].to_blocks()[:4].all()
+    assert found["strided"].density == 1 / 8
+
+
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     """Suites whose masks are compiled for one short sequence on the CPU."""
@@ -46,6 +59,32 @@ def test_every_suite_measures_ours_first_and_no_case_twice(suite):
     assert cases[0].family == "full"
     keys = [(case.group, case.family) for case in cases]
     assert len(set(keys)) == len(keys)
+    sides = {(case.block_size, *case.member.problem.mask.block_size) for case in cases}
+    assert all(len(set(side)) == 1 for side in sides)
+    if suite in ("dense", "sparse"):
+        assert {case.batch * case.seq_len for case in cases} == {suites.TOKENS}
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(
+    ("suite", "full", "sparse"),
+    [
+        ("dense", {"flash", "cudnn", "flash4", "flex"}, {"flash", "cudnn", "flash4", "flex"}),
+        ("sparse", {"flash4", "flex"}, {"flash4", "flex"}),
+        ("small-blocks", set(), set()),
+        ("decode", {"flash", "cudnn", "flex"}, {"flex"}),
+        ("lra", {"flash", "cudnn", "standard"}, {"flex"}),
+        ("memory", {"flash", "cudnn", "standard"}, set()),
+    ],
+)
+def test_peers_are_measured_on_the_masks_that_they_know(suite, full, sparse):
+    for case in SUITES[suite](()):
+        peers = full if case.family == "full" else sparse
+        if case.seq_len > suites.LONGEST_MATERIALISED:
+            peers = peers - {"standard"}
+        assert set(case.contenders) == peers
+        if suite == "memory" and case.family == "full":
+            assert case.seq_len <= suites.LONGEST_DENSE
 
 
 @pytest.mark.usefixtures("on_the_cpu")
