@@ -74,6 +74,11 @@ def test_full_blocks_stay_full_for_flex():
     assert block_mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1]]]
 
 
+def test_flex_computes_pairs_by_a_predicate_where_there_is_one():
+    told = replace(PROBLEMS["local"], predicate=lambda q, k: (q, k))
+    assert flex_mask(told).mask_mod(0, 1, 2, 3) == (2, 3)
+
+
 def test_flex_compiles_no_mask_where_all_blocks_are_full():
     assert (
         flex_mask(Problem(masks.full()(256))).mask_mod

@@ -76,6 +76,7 @@ def test_a_document_without_keys_and_one_without_queries():
         ({"query": torch.zeros(1, 2, 8, 4)}, "query must be a tensor"),
         ({"pattern": masks.causal()(8)}, "pattern must be a Pattern or its text, got BlockMask"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, "cu_seqlens_q must ascend from 0 to 8"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_q": torch.tensor([1, 3, 8])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_k": torch.tensor([0, 6, 3, 8])}, "cu_seqlens_k must ascend"),
         ({"cu_seqlens_k": torch.tensor([0, 8])}, "cu_seqlens_k must be of 2 documents"),
