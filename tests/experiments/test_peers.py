@@ -102,7 +102,8 @@ def flash4(monkeypatch):
         return key, None
 
     root, cute, sparsity = (ModuleType(f"flash_attn{name}") for name in ("", "a", "b"))
-    cute.flash_attn_func, sparsity.BlockSparseTensorsTorch = flash_attn_func, dict
+    vars(cute).update(flash_attn_func=flash_attn_func)
+    vars(sparsity).update(BlockSparseTensorsTorch=dict)
     monkeypatch.setitem(sys.modules, "flash_attn", root)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)

@@ -12,7 +12,7 @@ HAS_GPU = torch.cuda.is_available()
 BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
 MASKS = {
     "causal": masks.causal(align="bottom-right"),
-    "holes": masks.random(0.5) - masks.global_tokens(20),
+    "holes": masks.random(0.5) - masks.global_tokens(40),  # a row of blocks without a key
     "heads": masks.stack([masks.butterfly(), masks.full()]),
 }
 

@@ -23,6 +23,7 @@ from experiments.lra.tasks import (
     store,
 )
 from experiments.lra.tasks.hashing import shuffled, split_by_hash, stream_of
+from experiments.lra.tasks.task import Subset
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 257])
@@ -421,8 +422,10 @@ class TestImage:
         self.batches(tmp_path, {b"data": colours, b"labels": [0, 1, 2, 3]})
         splits = ImageTask().splits(tmp_path)
         assert [len(splits[split]) for split in SPLITS] == [18, 2, 4]
-        held_out = set(splits["validation"].indices)
-        assert held_out | set(splits["train"].indices) == set(range(20))
+        train, held_out = splits["train"], splits["validation"]
+        assert isinstance(train, Subset)
+        assert isinstance(held_out, Subset)
+        assert {*train.indices, *held_out.indices} == set(range(20))
         (pixels,), label, _ = splits["test"][2]
         assert set(pixels) == {60}
         assert label == 2
