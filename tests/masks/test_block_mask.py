@@ -179,6 +179,12 @@ def test_stack_shares_equal_heads():
     assert mask.head(1) == masks.butterfly()(100, 16)
 
 
+def test_a_head_has_a_table_of_its_own():
+    both = masks.stack([masks.local(9), masks.local(9)])(100, 16)
+    assert both.table().head_layer.shape == (1, 2)
+    assert both.head(1).table().head_layer.shape == (1, 1)
+
+
 def test_heads_broadcast_in_the_algebra():
     one = masks.causal()(90, 32)
     many = masks.stack([masks.local(5)(90, 32), masks.random(0.5)(90, 32)])

@@ -37,6 +37,8 @@ def test_split_by_hash_keeps_every_index_once():
     parts = split_by_hash(100, (80, 10, 10), "a")
     assert [len(part) for part in parts] == [80, 10, 10]
     assert sorted(np.concatenate(parts)) == list(range(100))
+    assert parts[0].tolist() != list(range(80))
+    assert parts[0].tolist() != split_by_hash(100, (80, 10, 10), "b")[0].tolist()
     with pytest.raises(ValueError, match="sizes must sum to the 100 samples"):
         split_by_hash(100, (80, 10), "a")
 
@@ -124,6 +126,11 @@ class TestListOps:
     def test_samples_do_not_depend_on_how_many_are_made(self):
         few, many = (listops.Expressions(listops.generate(n, seed=3)) for n in (2, 1001))
         assert np.array_equal(few[1][0][0], many[1][0][0])
+
+    def test_operators_by_hand(self):
+        values = np.array([9, 3, 4, 8])
+        assert [listops.apply(operator, values) for operator in range(4)] == [3, 9, 6, 4]
+        assert listops.apply(2, np.array([3, 4])) == 3
 
     def test_another_seed_makes_other_samples(self, tmp_path):
         sizes, lengths = (4, 2, 2), (20, 100)
@@ -418,7 +425,7 @@ class TestImage:
 
     def test_published_batches_are_read_in_grey(self, tmp_path):
         colours = np.zeros((4, 3072), np.uint8)
-        colours[:, :1024] = 200
+        colours[:, :1024], colours[:, 1024:2048], colours[:, 2048:] = 200, 100, 50
         self.batches(tmp_path, {b"data": colours, b"labels": [0, 1, 2, 3]})
         splits = ImageTask().splits(tmp_path)
         assert [len(splits[split]) for split in SPLITS] == [18, 2, 4]
@@ -427,7 +434,7 @@ class TestImage:
         assert isinstance(held_out, Subset)
         assert {*train.indices, *held_out.indices} == set(range(20))
         (pixels,), label, _ = splits["test"][2]
-        assert set(pixels) == {60}
+        assert set(pixels) == {round(0.2989 * 200 + 0.587 * 100 + 0.114 * 50)}
         assert label == 2
 
     def test_a_file_that_would_run_something_is_refused(self, tmp_path):
