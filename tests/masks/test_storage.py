@@ -97,6 +97,9 @@ def test_other_files_are_refused(tmp_path):
         ("full_end", lambda t: t.pop("full_end")),
         ("full", lambda t: t.update(full_begin=torch.tensor([6]), full_end=torch.tensor([8]))),
         ("partial", lambda t: t["partial"].add_(1000)),
+        ("partial", lambda t: t["partial"].add_(7 * 8)),  # a layer further
+        ("partial", lambda t: t["partial"].sub_(7 * 8)),
+        ("partial", lambda t: t.update(partial=t["partial"].int())),
         ("partial", lambda t: t["partial"].copy_(t["partial"].flip(0))),
         ("partial", lambda t: t["partial"][1:2].copy_(t["partial"][:1])),
         ("partial", lambda t: t["partial"][:1].copy_(t["full_begin"][:1])),
