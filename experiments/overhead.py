@@ -3,11 +3,11 @@
     python -m experiments.overhead
 
 Calls with a compiled mask, on tensors so small that the device waits for the host, are timed back
-to back in short runs: the fastest run is the host time of a call, since whatever else the host does
-can only add to it; the median of all runs, which shows how much it did, is recorded beside it. Of
-that time, as many bare launches as the call makes are no overhead; a bare launch is that of an
-empty kernel, which torch launches without dispatch. On a CPU the host runs the kernels itself:
-there the time of the backend alone is subtracted. The table goes to
+to back in short runs: the fastest run is the host time of a call, since whatever else the host
+does can only add to it; the median, which shows how much it did, is recorded beside it. Of that
+time, as many bare launches as the call makes are no overhead; a bare launch is that of an empty
+kernel, which torch launches without dispatch. On a CPU the host runs the kernels itself: there the
+time of the backend alone is subtracted. The table goes to
 `experiments/results/overhead-<device>.json`.
 """
 
@@ -37,6 +37,7 @@ from sparseflash.call import prepare
 LIMIT_US = 60
 RUNS = 500
 CALLS = 10
+SECONDS = 3.0  # no more runs of a call after so long
 NEEDS = (True, True, True, False, False)  # gradients of query, key and value
 
 Call = Callable[[], object]
@@ -135,8 +136,11 @@ def measure(name: str, call: Call, kernels: Call, device: torch.device) -> Row:
 
 
 def host_microseconds(call: Call, device: torch.device) -> tuple[float, float]:
-    """The least and the median over RUNS of the mean host time of CALLS calls, none waited for."""
-    runs = [_mean_microseconds(call, device) for _ in range(RUNS)]
+    """The least and the median over runs of the mean host time of CALLS calls, none waited for."""
+    end = time.perf_counter() + SECONDS
+    runs = [_mean_microseconds(call, device)]
+    while len(runs) < RUNS and time.perf_counter() < end:
+        runs.append(_mean_microseconds(call, device))
     return min(runs), statistics.median(runs)
 
 

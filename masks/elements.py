@@ -87,9 +87,8 @@ def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> BlockMask:
     blocks = _padded_bsr(matrix, grid)
     row = np.repeat(np.arange(grid.nq), np.diff(blocks.indptr))
     number = grid.number(torch.from_numpy(row).long(), torch.from_numpy(blocks.indices).long())
-    number, position = number.sort()
-    pairs = torch.from_numpy(blocks.data != 0)[position]
-    return assemble(grid, (0,), empty(grid.device), number, *tiles.distinct(tiles.pack(pairs)))
+    pairs = tiles.pack(torch.from_numpy(blocks.data != 0))
+    return assemble(grid, (0,), empty(grid.device), number, *tiles.distinct(pairs))
 
 
 def _padded_bsr(matrix, grid: Grid) -> scipy.sparse.bsr_array:

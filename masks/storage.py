@@ -7,7 +7,7 @@ as torch.save does a module, keeps the same JSON.
 import copyreg
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,35 +161,45 @@ def _tensors(mask: BlockMask) -> dict[str, Tensor]:
 
 
 def _mask(header: dict[str, Any], tensors: dict[str, Tensor]) -> BlockMask:
-    grid = Grid.of(tuple(header["seq_len"]), tuple(header["block_size"]))
-    head_layer = tuple(header["head_layer"])
-    full = Runs(tensors["full_begin"], tensors["full_end"])
-    partial, tile, bank = tensors["partial"], tensors["partial_tile"], tensors["bank"]
-    _check(grid, head_layer, full, partial, tile, bank)
+    try:
+        grid = Grid.of(tuple(header["seq_len"]), tuple(header["block_size"]))
+        head_layer = tuple(header["head_layer"])
+        full = Runs(tensors["full_begin"], tensors["full_end"])
+        partial, tile, bank = tensors["partial"], tensors["partial_tile"], tensors["bank"]
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} of the saved mask is missing") from None
+    for name, is_sound in _checks(grid, head_layer, full, partial, tile, bank):
+        if not is_sound:
+            raise ValueError(f"{name} of the saved mask makes no sense")
     return assemble(grid, head_layer, full, partial, bank, tile)
 
 
-def _check(grid: Grid, head_layer, full: Runs, partial: Tensor, tile: Tensor, bank: Tensor):
-    """Kernels trust a table: what it is made of must lie within the grid and the bank."""
+def _checks(
+    grid: Grid, head_layer, full: Runs, partial: Tensor, tile: Tensor, bank: Tensor
+) -> Iterator[tuple[str, bool]]:
+    """Kernels trust a table: what it is made of must lie within the grid and the bank. Each check
+    relies on those before it.
+    """
     layers = max(head_layer, default=-1) + 1
+    yield "head_layer", sorted(set(head_layer)) == list(range(layers)) and layers > 0
+    yield "full", _alike(*full)
+    yield "full", _ascends(torch.stack(tuple(full), dim=1).flatten(), grid.layer * layers)
     _, column = grid.split(full.begin)
-    sound = {
-        "head_layer": sorted(set(head_layer)) == list(range(layers)) and layers > 0,
-        "full": _ascends(torch.stack(tuple(full), dim=1).flatten(), grid.layer * layers)
-        and bool((column + full.end - full.begin <= grid.nk).all()),
-        "partial": _ascends(partial, grid.layer * layers)
-        and bool((grid.split(partial)[1] < grid.nk).all())
-        and not bool(full.contains(partial).any()),
-        "partial_tile": tile.shape == partial.shape
-        and bool(((tile >= 0) & (tile < len(bank))).all()),
-        "bank": bank.dtype == torch.int32 and bank.shape[1:] == (grid.bq, tiles.words(grid.bk)),
-    }
-    for name, is_sound in sound.items():
-        if not is_sound:
-            raise ValueError(f"{name} of the saved mask makes no sense")
+    yield "full", bool((column + full.end - full.begin <= grid.nk).all())
+    yield "partial", _alike(partial) and _ascends(partial, grid.layer * layers)
+    yield "partial", bool((grid.split(partial)[1] < grid.nk).all())
+    yield "partial", not bool(full.contains(partial).any())
+    yield "bank", bank.dtype == torch.int32 and bank.shape[1:] == (grid.bq, tiles.words(grid.bk))
+    yield "partial_tile", _alike(tile, partial)
+    yield "partial_tile", bool(((tile >= 0) & (tile < len(bank))).all())
+
+
+def _alike(*columns: Tensor) -> bool:
+    """Whether these are lists of as many int64."""
+    return all(c.dtype == torch.int64 and c.shape == columns[0].shape[:1] for c in columns)
 
 
 def _ascends(numbers: Tensor, limit: int) -> bool:
     """Whether these are different integers from 0 to `limit`, in order."""
-    inside = numbers.dtype == torch.int64 and bool(((numbers >= 0) & (numbers <= limit)).all())
+    inside = bool(((numbers >= 0) & (numbers <= limit)).all())
     return inside and bool((numbers.diff() > 0).all())

@@ -257,9 +257,7 @@ def start_from(learner: Learner, path: Path) -> None:
         missing, unexpected = learner.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{path} holds another model: {error}") from error
-    if others := [
-        key for key in (*missing, *unexpected) if not key.startswith(("restore.", "trace."))
-    ]:
+    if others := [key for key in (*missing, *unexpected) if not key.startswith(HEADS)]:
         raise ValueError(f"{path} holds another model: {others} are in one of the two only")
 
 

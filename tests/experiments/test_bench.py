@@ -7,7 +7,7 @@ import typer
 from test_record import ENVIRONMENT, FULL, PEER
 from typer.testing import CliRunner
 
-from experiments import suites
+from experiments import bench, suites
 from experiments.bench import main, parse_backends, parse_suites, planned
 from experiments.cli import RESULTS
 from experiments.compare import compare
@@ -28,6 +28,19 @@ def test_patterns_of_the_suites_have_no_partial_blocks(side):
         assert 0 < mask.density <= 1, name
 
 
+def test_patterns_of_the_suites_are_what_they_are_called():
+    found = {name: pattern(4096, 32) for name, pattern in of_full_blocks(4096, 32).items()}
+    for share in (4, 16, 32):
+        density = found[f"random 1/{share}"].density
+        assert 1 / share <= density <= 1 / share + 1 / 128
+        assert (found[f"random 1/{share}"].to_blocks().diagonal()).all()
+    i = torch.arange(128)
+    distance = (i[:, None] - i).abs()
+    assert torch.equal(found["band"].to_blocks(), distance <= 512 // 32)
+    assert found["band and edges"].to_blocks()[:4].all()
+    assert found["strided"].density == 1 / 8
+
+
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     """Suites whose masks are compiled for one short sequence on the CPU."""
@@ -46,6 +59,32 @@ def test_every_suite_measures_ours_first_and_no_case_twice(suite):
     assert cases[0].family == "full"
     keys = [(case.group, case.family) for case in cases]
     assert len(set(keys)) == len(keys)
+    sides = {(case.block_size, *case.member.problem.mask.block_size) for case in cases}
+    assert all(len(set(side)) == 1 for side in sides)
+    if suite in ("dense", "sparse"):
+        assert {case.batch * case.seq_len for case in cases} == {suites.TOKENS}
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(
+    ("suite", "full", "sparse"),
+    [
+        ("dense", {"flash", "cudnn", "flash4", "flex"}, {"flash", "cudnn", "flash4", "flex"}),
+        ("sparse", {"flash4", "flex"}, {"flash4", "flex"}),
+        ("small-blocks", set(), set()),
+        ("decode", {"flash", "cudnn", "flex"}, {"flex"}),
+        ("lra", {"flash", "cudnn", "standard"}, {"flex"}),
+        ("memory", {"flash", "cudnn", "standard"}, set()),
+    ],
+)
+def test_peers_are_measured_on_the_masks_that_they_know(suite, full, sparse):
+    for case in SUITES[suite](()):
+        peers = full if case.family == "full" else sparse
+        if case.seq_len > suites.LONGEST_MATERIALISED:
+            peers = peers - {"standard"}
+        assert set(case.contenders) == peers
+        if suite == "memory" and case.family == "full":
+            assert case.seq_len <= suites.LONGEST_DENSE
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -92,6 +131,26 @@ def test_names_are_checked():
         parse_backends("cuda")
 
 
+def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, monkeypatch):
+    carried = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "slug", lambda device: f"a-{device}")
+    monkeypatch.setattr(bench, "planned", lambda *chosen: chosen)
+    monkeypatch.setattr(bench, "carry_out", lambda *call, roofs: carried.append((*call, roofs)))
+    options = "--backends hopper,auto --peers flex --passes forward --dtype fp16 --seed 3"
+    result = CliRunner().invoke(
+        app, ["lra", "sparse", "--output", str(tmp_path), "--resume", *options.split()]
+    )
+    assert result.exit_code == 0, result.output
+    for suite, (plan, method, path, resume, roofs) in zip(("lra", "sparse"), carried, strict=True):
+        ours = ("sparseflash:hopper", "sparseflash")
+        assert plan(print) == (suite, ours, ("flex",), print)
+        assert method == Method("cuda", "fp16", "auto", ("forward",), "graph", 60.0, 3)
+        assert path == tmp_path / f"bench-{suite}-a-cuda.json"
+        assert resume
+        assert roofs
+
+
 def save(rows, path: Path) -> Path:
     Record(ENVIRONMENT, {"seed": 0}, list(rows), roofs={"copy": 4.0}).save(path)
     return path
@@ -104,6 +163,36 @@ def test_two_records_are_compared_row_by_row(tmp_path):
     assert result.exit_code == 0, result.output
     assert "2.000x" in result.output
     assert "1.000x" in result.output
+
+
+def test_a_comparison_holds_both_times_and_the_mean_of_each_contender():
+    wider = replace(FULL, head_dim=128)
+    backward = replace(FULL, direction="backward", median_ms=20.0)
+    before = Record(ENVIRONMENT, {}, [PEER, FULL, wider, backward])
+    after = Record(
+        ENVIRONMENT,
+        {},
+        [
+            replace(FULL, median_ms=4.0),  # from 8
+            replace(wider, median_ms=16.0),  # from 8
+            backward,
+            replace(PEER, median_ms=2.6),  # from 2.5
+            replace(FULL, family="local", pattern="local(64)"),  # from nothing
+            replace(PEER, pattern="full but another"),
+        ],
+    )
+    table = compare(before, after)
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert [row[1:] for row in rows] == [
+        ("forward", "sparseflash", "8", "4", "[green]2.000x[/]"),
+        ("forward", "sparseflash", "8", "16", "[red]0.500x[/]"),
+        ("backward", "sparseflash", "20", "20", "[dim]1.000x[/]"),
+        ("forward", "sdpa", "2.5", "2.6", "[red]0.962x[/]"),
+        ("", "sparseflash", "", "", "1.000x"),
+        ("", "sdpa", "", "", "0.962x"),
+    ]
+    quiet = compare(before, Record(ENVIRONMENT, {}, [replace(FULL, median_ms=8.1)]))
+    assert next(iter(quiet.columns[-1].cells)) == "[dim]0.988x[/]"
 
 
 def test_records_of_other_cases_are_not_compared(tmp_path):

@@ -1,8 +1,10 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import masks
-from experiments.check import CheckError, check, dense_rows
+from experiments.check import CheckError, _compare, check, dense_rows
 
 N = 200
 MASKS = {
@@ -70,15 +72,42 @@ def test_a_wrong_output_is_named(inputs, row):
         check(attend, inputs, mask, "broken")
 
 
-def test_a_wrong_gradient_is_named(inputs):
+@pytest.mark.parametrize(("wrong", "token"), [(0, N - 1), (1, 77), (2, 77)])
+def test_a_wrong_gradient_is_named(inputs, wrong, token):
     mask = MASKS["ragged causal"]
 
-    def attend(query, key, value):
-        key.register_hook(lambda grad: grad + (torch.arange(N) == 77)[:, None])
-        return exact(mask)(query, key, value)
+    def attend(*inputs):
+        inputs[wrong].register_hook(lambda grad: grad + (torch.arange(N) == token)[:, None])
+        return exact(mask)(*inputs)
 
-    with pytest.raises(CheckError, match=r"broken, dk: .* token 77"):
+    name = ("dq", "dk", "dv")[wrong]
+    with pytest.raises(CheckError, match=rf"broken, {name}: .* token {token}"):
         check(attend, [t.clone() for t in inputs], mask, "broken")
+    check(attend, [t.clone() for t in inputs], mask, "forward alone", backward=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_judged_by_what_it_costs_materialised_attention(inputs, dtype):
+    mask = MASKS["per head"]
+    inputs = [t.detach().to(dtype).requires_grad_() for t in inputs]
+
+    def in_float64(*inputs):
+        return exact(mask)(*(t.double() for t in inputs)).to(dtype)
+
+    for attend in (exact(mask), in_float64):
+        check(attend, inputs, mask, "right")
+    with pytest.raises(CheckError, match="broken, out"):
+        check(lambda *t: in_float64(*t) + 0.1, inputs, mask, "broken")
+
+
+@pytest.mark.parametrize(("times", "passes"), [(2.9, True), (3.1, False)])
+def test_an_error_may_be_three_times_that_of_materialised_attention(times, passes):
+    expected = torch.rand(1, 1, 4, 8, dtype=torch.float64)
+    standard, actual = expected.clone(), expected.clone()
+    standard[0, 0, 1, 2] += 0.01
+    actual[0, 0, 3, 5] -= 0.01 * times
+    with nullcontext() if passes else pytest.raises(CheckError, match=r"x: .* token 3"):
+        _compare("x", actual, standard, expected, None)
 
 
 def test_nan_never_passes(inputs):

@@ -2,7 +2,14 @@ import pytest
 import torch
 
 import masks
-from experiments.families import FAMILIES, TOLERANCE, Size, fading_memory, parse_family
+from experiments.families import (
+    CAUSAL,
+    FAMILIES,
+    TOLERANCE,
+    Size,
+    fading_memory,
+    parse_family,
+)
 
 SIZE = Size(2048, 64, torch.device("cpu"))
 
@@ -30,9 +37,11 @@ def test_fading_memory_is_what_its_docstring_says(window):
         assert dense[q, k].item() == (k <= q and k // 64 % every == 0), (q, k)
 
 
-@pytest.mark.parametrize("family", ["local", "fading_memory"])
+@pytest.mark.parametrize(
+    "family", [CAUSAL, FAMILIES["local"], FAMILIES["fading_memory"]], ids=lambda f: f.name
+)
 def test_what_flex_attention_is_told_is_the_mask(family):
-    (member,), _ = FAMILIES[family].choose(SIZE, (0.25,))
+    (member,), _ = family.choose(SIZE, (0.25,))
     token = torch.arange(SIZE.seq_len)
     dense = member.problem.mask.to_dense().reshape(SIZE.seq_len, SIZE.seq_len)
     assert torch.equal(dense, member.problem.predicate(token[:, None], token))

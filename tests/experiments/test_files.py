@@ -20,7 +20,7 @@ def test_what_was_there_stays_when_writing_fails(tmp_path, monkeypatch):
         write_json(path, object())
 
     def interrupted(draft, text):
-        draft.touch()
+        draft.write_bytes(text[:3].encode())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "write_text", interrupted)

@@ -1,4 +1,7 @@
+import sys
+from dataclasses import replace
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from experiments.peers import (
     attend_standard,
     flex_mask,
 )
+from masks import interop
 
 N = 300
 CPU = torch.device("cpu")
@@ -27,7 +31,7 @@ def compiled(pattern, block_size=64):
 
 PROBLEMS = {
     "full": Problem(compiled(masks.full())),
-    "ragged causal": Problem(compiled(masks.causal())),
+    "causal": Problem(compiled(masks.causal())),
     "local": Problem(compiled(masks.local(70))),
     "predicate": Problem(compiled(masks.local(70)), predicate=lambda q, k: (q - k).abs() <= 70),
     "small blocks": Problem(compiled(masks.butterfly() & masks.causal(), 16)),
@@ -65,9 +69,14 @@ def test_flex_visits_exactly_the_same_blocks(problem):
 
 
 def test_full_blocks_stay_full_for_flex():
-    block_mask = flex_mask(PROBLEMS["ragged causal"])
+    block_mask = flex_mask(PROBLEMS["causal"])
     assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4]]]
     assert block_mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1]]]
+
+
+def test_flex_computes_pairs_by_a_predicate_where_there_is_one():
+    told = replace(PROBLEMS["local"], predicate=lambda q, k: (q, k))
+    assert flex_mask(told).mask_mod(0, 1, 2, 3) == (2, 3)
 
 
 def test_flex_compiles_no_mask_where_all_blocks_are_full():
@@ -81,6 +90,42 @@ def test_flex_compiles_no_mask_where_all_blocks_are_full():
 def test_a_peer_that_is_not_installed_says_so():
     with pytest.raises(PeerError, match="not installed"):
         attend_peer(Peer.FLASH4, PROBLEMS["full"])
+
+
+@pytest.fixture
+def flash4(monkeypatch):
+    """A stand-in for FlashAttention-4, which says what it was given and answers with the keys."""
+    asked = []
+
+    def flash_attn_func(query, key, value, **options):
+        asked.append((query, options))
+        return key, None
+
+    root, cute, sparsity = (ModuleType(f"flash_attn{name}") for name in ("", "a", "b"))
+    vars(cute).update(flash_attn_func=flash_attn_func)
+    vars(sparsity).update(BlockSparseTensorsTorch=dict)
+    monkeypatch.setitem(sys.modules, "flash_attn", root)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)
+    return asked
+
+
+def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs):
+    mask = masks.random(0.4)(256, 64)
+    dense = (replace(PROBLEMS[name], dense=name) for name in ("full", "causal"))
+    for problem in (*dense, Problem(mask)):
+        out = attend_peer(Peer.FLASH4, problem)(*inputs)
+        assert torch.equal(out, inputs[1])
+    assert all(torch.equal(query, inputs[0].transpose(1, 2)) for query, _ in flash4)
+    full, causal, sparse = (options for _, options in flash4)
+    assert (full, causal) == ({"causal": False}, {"causal": True})
+    assert sparse.pop("causal") is False
+    rows = {"block_sparse_tensors": mask, "block_sparse_tensors_bwd": mask.T}
+    for name, turned in rows.items():
+        lists = interop.BlockLists(**sparse[name])._replace(block_size=turned.block_size)
+        assert interop.from_block_lists(lists, turned.seq_len) == turned
+    with pytest.raises(PeerError, match="no masks with partial blocks"):
+        attend_peer(Peer.FLASH4, PROBLEMS["local"])
 
 
 @pytest.mark.parametrize("attend", [attend_sdpa, lambda _, causal: attend_standard(causal)])

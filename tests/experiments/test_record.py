@@ -1,10 +1,21 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments.cli import RESULTS
 from experiments.plots import draw
-from experiments.record import Record, Row, crossover, crossovers, dense_peer, relative
+from experiments.record import (
+    Record,
+    Row,
+    crossover,
+    crossovers,
+    dense_peer,
+    is_ours,
+    relative,
+)
+from experiments.report import DRIFT_LIMIT
 
 FULL = Row(
     sweep="density",
@@ -63,7 +74,37 @@ def test_figures_relative_to_the_full_mask_of_the_same_kernels():
 
 
 @pytest.mark.parametrize(
-    ("dense_ms", "density"), [(8.0, 1.0), (9.0, 1.0), (5.0, 0.5), (2.5, 0.25), (1.0, None)]
+    "change",
+    [
+        {"sweep": "length"},
+        {"contender": "sparseflash:triton"},
+        {"batch": 1},
+        {"heads": 8},
+        {"seq_len": 512},
+        {"head_dim": 128},
+        {"block_size": 128},
+        {"direction": "backward"},
+        {"q_len": 1},
+        {"kv_heads": 2},
+    ],
+    ids=str,
+)
+def test_rows_of_other_sizes_are_not_compared(change):
+    other = replace(HALF, **change)
+    assert relative(other, [FULL]) == {"speedup": None, "ideal": 2.0, "retention": None}
+    if "contender" not in change:
+        assert dense_peer(other.group, [PEER]) is None
+
+
+def test_peers_are_those_that_are_not_ours():
+    ours = replace(FULL, contender="sparseflash:hopper/any-order", median_ms=1.0)
+    assert dense_peer(FULL.group, [FULL, ours]) is None
+    assert not is_ours("sdpa")
+
+
+@pytest.mark.parametrize(
+    ("dense_ms", "density"),
+    [(8.0, 1.0), (9.0, 1.0), (5.0, 0.5), (2.5, 0.25), (1.25, 0.125), (1.0, None)],
 )
 def test_crossover_interpolates_between_densities(dense_ms, density):
     times = {1.0: 8.0, 0.5: 5.0, 0.125: 1.25}
@@ -76,6 +117,14 @@ def test_crossovers_of_every_pattern():
     assert entry["peer"] == "sdpa"
     assert entry["against_full"] == 1.0
     assert entry["against_peer"] == pytest.approx(0.25)
+    others = [
+        replace(EIGHTH, family="causal"),
+        replace(EIGHTH, sweep="length"),
+        replace(EIGHTH, contender="sparseflash:triton"),
+        replace(FULL, sweep="length"),
+        replace(FULL, contender="sparseflash:triton"),
+    ]
+    assert crossovers([FULL, PEER, *others]) == []
 
 
 def test_the_fastest_dense_peer_counts():
@@ -95,6 +144,22 @@ def test_other_files_are_no_records(text, tmp_path):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ValueError, match=r"other\.json is no record"):
         Record.load(tmp_path / "other.json")
+
+
+RECORDS = [*RESULTS.rglob("bench-*.json"), *RESULTS.rglob("speedup-*.json")]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(RESULTS)))
+def test_committed_records_hold_what_follows_from_their_rows(path, tmp_path):
+    found = Record.load(path)
+    assert found.complete
+    assert 1 <= (found.drift or 0) <= DRIFT_LIMIT
+    found.save(tmp_path / "again.json")
+    was, now = (json.loads(p.read_text()) for p in (path, tmp_path / "again.json"))
+    for name in ("tflops", "terabytes_per_second", "speedup", "ideal", "retention"):
+        figures = [[row.get(name) for row in record["rows"]] for record in (was, now)]
+        assert figures[0] == pytest.approx(figures[1]), name
+    assert [pytest.approx(entry) for entry in was["crossovers"]] == now["crossovers"]
 
 
 def test_pictures_of_all_kinds_of_rows(tmp_path: Path):

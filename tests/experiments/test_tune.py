@@ -73,7 +73,24 @@ def test_a_later_run_replaces_its_own_rows_only(tmp_path, monkeypatch):
         ("dq", 3.0),
     ]
     save(path, "decode", replace(PROBLEM, packed=4), [row("1", 4.0)])
-    assert len(json.loads(path.read_text())) == 3
+    save(path, "dq", replace(PROBLEM, head_dim=64), [row("1", 5.0)])
+    kept = [(run["pass"], run["problem"]["head_dim"]) for run in json.loads(path.read_text())]
+    assert kept == [("forward", 128), ("dq", 128), ("decode", 128), ("dq", 64)]
+
+
+def test_a_step_of_decoding_is_measured_with_few_and_with_many_heads():
+    assert tune.problems("dq", PROBLEM) == [PROBLEM]
+    steps = tune.problems("decode", PROBLEM)
+    assert [(step.packed, step.q_len, step.seq_len) for step in steps] == [
+        (packed, 1, tune.CACHED) for packed in tune.PACKED
+    ]
+    assert PROBLEM.q_len == PROBLEM.seq_len
+
+
+def test_older_architectures_have_no_tensor_memory_accelerator(monkeypatch):
+    for architecture, some in ((80, False), (90, True)):
+        monkeypatch.setattr(configs, "limits", lambda device, a=architecture: (a, H200[1]))
+        assert any(config.tma for config in fitting("forward", PROBLEM)) == some
 
 
 def test_a_wrong_result_is_not_timed():

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import scipy.sparse
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
-from masks import BlockMask
+from masks import BlockMask, cut, elements
 from masks.grid import Grid
 
 SIDES = (16, 32, 64, 128)
@@ -66,11 +67,24 @@ def test_tables_of_other_blocks_and_how_far_blocks_fill_them(dense, block_size, 
         assert mask.fill(other) == (covered / touched if covered else 1.0)
 
 
-def test_tables_are_compiled_once():
-    mask = masks.local(9)(300, 16)
+def test_tables_are_compiled_once_and_fills_computed_once(monkeypatch):
+    mask, computed = masks.local(9)(300, 16), []
+    monkeypatch.setattr("masks.reblock.fill", lambda *arguments: computed.append(1) or 0.5)
+    assert [mask.fill((128, 128)), mask.fill((128, 128))] == [0.5, 0.5]
+    assert computed == [1]
     assert mask.table() is mask.table(block_size=(16, 16))
     assert mask.table() is not mask.table(block_size=(128, 128))
     assert mask.table(block_size=(128, 128)) is mask.table(block_size=(128, 128))
+
+
+def test_masks_and_tables_move_whole():
+    mask = (masks.local(9) | masks.random(0.5))(300, 16)
+    there = mask.to("meta")
+    assert mask.to("cpu") is mask
+    tensors = [there.partial, there.partial_tile, there.bank, *there.full]
+    assert {t.device.type for t in (there, *tensors)} == {"meta"}
+    assert mask.table("meta").by_key.bounds.device.type == "meta"
+    assert mask.table().by_key.bounds.device.type == "cpu"
 
 
 @given(dense_masks(), block_sizes, st.data())
@@ -108,9 +122,41 @@ def test_scipy_round_trip(dense, block_size):
     for matrix in (scipy.sparse.csr_array(dense.numpy()), scipy.sparse.coo_array(dense.numpy())):
         assert BlockMask.from_scipy(matrix, block_size) == mask
     padded = mask.to_scipy()
+    assert padded.sum() == dense.sum()
     assert (padded.toarray()[: dense.shape[0], : dense.shape[1]] == dense.numpy()).all()
     whole = BlockMask.from_scipy(padded, block_size)
     assert whole.crop(*dense.shape) == mask
+
+
+def test_scipy_blocks_may_be_stored_in_any_order_twice_and_with_any_numbers():
+    blocks = np.zeros((3, 16, 16))
+    blocks[0, 2, 3], blocks[1], blocks[2, 5, 5] = -1.0, 1.0, 2.0
+    matrix = scipy.sparse.bsr_array((blocks, [1, 0, 1], [0, 3]), shape=(16, 32))
+    mask = BlockMask.from_scipy(matrix, 16)
+    assert (mask.to_dense().numpy() == (matrix.toarray() != 0)).all()
+    assert matrix.indices.tolist() == [1, 0, 1], "the caller's matrix was changed"
+
+
+def test_a_mask_is_read_in_strips(monkeypatch):
+    monkeypatch.setattr(elements, "STRIP", 2 * 16 * 90)
+    dense = torch.rand(2, 10, 6).lt(0.7).repeat_interleave(16, 1).repeat_interleave(15, 2)
+    dense[:, ::7, ::5] = True
+    dense, rows = dense[:, :150], []
+
+    def pairs(layer, queries):
+        rows.append(queries.stop - queries.start)
+        return dense[layer, queries]
+
+    mask = elements.from_strips(Grid.of((150, 90), 16), pairs, (0, 1))
+    assert torch.equal(mask.to_dense(), dense)
+    assert rows == 2 * [32, 32, 32, 32, 22]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(17, 30), (32, 33), (32, 90)])
+def test_rows_that_begin_with_a_block_or_lie_in_one_are_cut_out_unread(begin, end, monkeypatch):
+    monkeypatch.setattr(cut, "from_strips", lambda *arguments: pytest.fail("read pair by pair"))
+    mask = masks.local(9)(100, 16)
+    assert torch.equal(mask.rows(begin, end).to_dense(), mask.to_dense()[begin:end])
 
 
 def test_blocks_round_trip_and_figures():
@@ -129,7 +175,14 @@ def test_stack_shares_equal_heads():
     assert mask.num_layers == 2
     assert mask.shape == (3, 100, 100)
     assert torch.equal(mask.to_dense()[2], local.to_dense())
+    assert mask.density == pytest.approx((2 * local.density + mask.head(1).density) / 3)
     assert mask.head(1) == masks.butterfly()(100, 16)
+
+
+def test_a_head_has_a_table_of_its_own():
+    both = masks.stack([masks.local(9), masks.local(9)])(100, 16)
+    assert both.table().head_layer.shape == (1, 2)
+    assert both.head(1).table().head_layer.shape == (1, 1)
 
 
 def test_heads_broadcast_in_the_algebra():
@@ -137,6 +190,10 @@ def test_heads_broadcast_in_the_algebra():
     many = masks.stack([masks.local(5)(90, 32), masks.random(0.5)(90, 32)])
     assert torch.equal((many & one).to_dense(), many.to_dense() & one.to_dense())
     assert torch.equal((one - many).to_dense(), one.to_dense() & ~many.to_dense())
+
+
+def heads(number):
+    return masks.stack([masks.local(n) for n in range(number)])(64)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +210,22 @@ def test_heads_broadcast_in_the_algebra():
         ),
         (lambda: masks.full()(64).crop(65, 64), "crop must lie within"),
         (lambda: BlockMask.from_topk(torch.rand(2, 2), 0), "k must be at least 1"),
+        (lambda: masks.full()(64).crop(0, 64), "crop must lie within"),
+        (lambda: masks.full()(64).crop(64, 65), "crop must lie within"),
         (lambda: masks.full()(64).rows(5, 65), "rows must lie within 64 queries"),
+        (lambda: masks.full()(64).rows(5, 5), "rows must lie within 64 queries"),
+        (lambda: masks.full()(64).rows(-1, 5), "rows must lie within 64 queries"),
         (lambda: masks.full()(64) & masks.full()(65), "masks must share lengths"),
+        (lambda: masks.full()(64, 16) | masks.full()(64, 32), "masks must share .* block size"),
+        (lambda: heads(2) ^ heads(3), "masks must have the same heads, or 1, got 2 and 3"),
+        (lambda: masks.stack([heads(2), heads(2)]), "stacked masks must have one head"),
+        (
+            lambda: masks.stack([masks.full()(64, 16), masks.full()(64, 32)]),
+            "stacked masks must have one head and agree",
+        ),
+        (lambda: BlockMask.from_dense(torch.ones(0, 4, dtype=torch.bool)), "not empty"),
         (lambda: BlockMask.from_scipy([[1]]), "scipy.sparse"),
+        (lambda: BlockMask.from_scipy(scipy.sparse.coo_array(np.ones(3))), "2 dimensions, got 1"),
         (lambda: masks.stack([]), "at least one mask"),
         (lambda: masks.stack([masks.full(), masks.full()(64)]), "all patterns or all block masks"),
     ],
@@ -172,6 +242,7 @@ def test_equality_sees_one_element():
     a, b = (BlockMask.from_dense(t, 32) for t in (dense, other))
     assert a == masks.full()(100, 32)
     assert a != b
+    assert a != masks.stack([a, a])
     assert len({a, masks.full()(100, 32)}) == 1
 
 

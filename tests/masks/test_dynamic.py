@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tables import decode
 
 import masks
-from masks import BlockMask
+from masks import BlockMask, dynamic
+from masks.lookup_table import PREFETCH
 
 SEQ_LEN, BLOCKS = (70, 101), (16, 32)
 NQ, NK = 5, 4
@@ -64,6 +65,22 @@ def test_topk_keeps_the_highest_scores_that_are_possible(k, seed):
     assert (lowest > highest).all()
 
 
+def test_lists_end_in_readable_entries_and_are_made_once():
+    mask = BlockMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16)
+    table = mask.table()
+    for rows in (table.by_query, table.by_key):
+        for entries in (rows.full_index, rows.partial_index, rows.partial_tile):
+            assert len(entries) == 2 * 3 * 6 * 9 + PREFETCH
+    assert mask.table() is table
+
+
+def test_more_blocks_than_a_table_numbers_are_refused(monkeypatch):
+    monkeypatch.setattr(dynamic, "MOST_BLOCKS", 2 * 15)
+    BlockMask.from_blocks(torch.ones(2, 3, 5) > 0, 16)
+    with pytest.raises(ValueError, match="blocks must be at most 30, got 45"):
+        BlockMask.from_blocks(torch.ones(3, 3, 5) > 0, 16)
+
+
 def test_few_queries_leave_blocks_full():
     every = torch.ones(2, 1, 1, 7, dtype=torch.bool)
     rows = masks.full()((1, 100), 16).keep(every).table().by_query
@@ -78,8 +95,9 @@ def test_how_far_blocks_fill_others_is_known_of_their_own_size_alone():
 def test_masks_of_scores_alone():
     scores = torch.rand(5, 7)
     assert BlockMask.from_topk(scores, 9, 16).read() == masks.full()((80, 112), 16)
-    above = BlockMask.from_threshold(scores, 0.5, 16, (70, 112))
-    assert torch.equal(above.to_blocks()[0, 0], scores > 0.5)
+    above = BlockMask.from_threshold(scores, scores[2, 3], 16, (70, 112))
+    assert torch.equal(above.to_blocks()[0, 0], scores > scores[2, 3])
+    assert above.seq_len == BlockMask.from_topk(scores, 2, 16, (70, 112)).seq_len == (70, 112)
     causal = masks.causal()((80, 80), 16)
     assert causal.keep_above(scores[:, :5], 0.0).read() == causal
 
@@ -117,6 +135,11 @@ def test_scores_keep_their_graph_and_blocks_have_none():
         (
             lambda m: m.keep(torch.ones(4, 4) > 0, torch.ones(2, 4, 4)),
             "scores must have the shape",
+        ),
+        (lambda m: m.keep(torch.ones(0, 4, 4) > 0), r"blocks must be \(4, 4\)"),
+        (
+            lambda m: m.keep(torch.ones(4, 4) > 0, torch.ones(4, 4, dtype=torch.int)),
+            "scores must be floating",
         ),
         (lambda m: m.keep_topk(torch.ones(4, 4), 0), "k must be at least 1, got 0"),
         (lambda m: masks.stack([m, ~m]).keep_above(torch.ones(3, 4, 4), 0), "1 or 2 heads, got 3"),

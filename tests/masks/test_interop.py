@@ -14,6 +14,7 @@ MASKS = {
     "custom": masks.pattern(lambda q, k: (q * k) % 5 < 2),
     "heads": masks.stack([masks.butterfly(), masks.local(9, align="top-left"), masks.butterfly()]),
 }
+LISTS = interop.to_block_lists(masks.full()(64, 16))
 SHAPES = [((64, 64), 16), ((70, 101), (16, 32)), ((130, 70), (64, 16))]
 
 
@@ -46,6 +47,19 @@ def test_flex_masks_made_by_torch(shape):
     flex = flex_attention.create_block_mask(mask_mod, None, 2, *shape, "cpu", BLOCK_SIZE=32)
     expected = flex_attention.create_mask(mask_mod, 1, 2, *shape, device="cpu")[0]
     assert interop.from_flex(flex) == masks.BlockMask.from_dense(expected, 32)
+
+
+def test_flex_masks_without_full_blocks_and_in_any_order():
+    flex = interop.to_flex(masks.butterfly()(256, 32))
+    count, index = flex.full_kv_num_blocks, flex.full_kv_indices.clone()
+    for row, listed in enumerate(count[0, 0].tolist()):
+        index[0, 0, row, :listed] = index[0, 0, row, :listed].flip(0)
+    turned = flex_attention.BlockMask.from_kv_blocks(
+        count, index, BLOCK_SIZE=32, mask_mod=lambda b, h, q, k: q >= k, seq_lengths=(256, 256)
+    )
+    assert turned.full_kv_num_blocks is None
+    expected = masks.butterfly() & masks.causal()
+    assert interop.from_flex(turned) == expected(256, 32)
 
 
 # Uncompiled, it materialises the scores and says so once in a process.
@@ -92,6 +106,14 @@ def test_torch_sparse(name, layout, shape):
         assert interop.from_torch(coo, mask.block_size) == mask
 
 
+# torch 2.11 says so even of a tensor that it is told to check.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_entries_of_a_sparse_tensor_may_be_stored_twice():
+    entries = torch.tensor([[0, 0, 3], [1, 1, 2]]), torch.tensor([1.0, -1.0, 2.0])
+    mask = interop.from_torch(torch.sparse_coo_tensor(*entries, (16, 16)), 16)
+    assert mask.to_dense().nonzero().tolist() == [[3, 2]]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -106,6 +128,12 @@ def test_torch_sparse(name, layout, shape):
                 interop.to_block_lists(masks.causal()(64, 16)), (64, 64)
             ),
             "need a pattern",
+        ),
+        (
+            lambda: interop.from_block_lists(
+                interop.BlockLists(*(x.expand(2, *x.shape[1:]) for x in LISTS[:4]), (16, 16)), 64
+            ),
+            "lists must be of one batch element, got 2",
         ),
         (
             lambda: interop.from_block_lists(

@@ -59,8 +59,11 @@ def test_order_puts_heavy_rows_first(name):
 
 
 def test_lists_end_in_readable_entries():
-    rows = masks.butterfly()(256, 16).table().by_query
-    assert len(rows.full_index) == int(rows.bounds[..., 1].sum()) + PREFETCH
+    table = (masks.butterfly() & masks.causal())(256, 16).table()
+    for rows in (table.by_query, table.by_key):
+        fulls, partials = (int(rows.bounds[..., n].sum()) for n in (1, 3))
+        assert len(rows.full_index) >= PREFETCH + fulls > PREFETCH
+        assert len(rows.partial_index) == len(rows.partial_tile) == partials + PREFETCH
 
 
 def test_a_million_tokens_stay_small():

@@ -117,9 +117,23 @@ def test_a_pattern_of_a_function_is_not_pickled():
     [
         ("full", lambda t: t["full_end"].add_(100)),
         ("full", lambda t: t["full_begin"].sub_(5)),
+        ("full", lambda t: t.update(full_begin=t["full_begin"].int())),
+        ("full", lambda t: t.update(full_begin=t["full_begin"][1:].clone())),
+        ("full_end", lambda t: t.pop("full_end")),
+        ("full", lambda t: t.update(full_begin=torch.tensor([6]), full_end=torch.tensor([8]))),
         ("partial", lambda t: t["partial"].add_(1000)),
+        ("partial", lambda t: t["partial"].add_(7 * 8)),  # a layer further
+        ("partial", lambda t: t["partial"].sub_(7 * 8)),
+        ("partial", lambda t: t.update(partial=t["partial"].int())),
         ("partial", lambda t: t["partial"].copy_(t["partial"].flip(0))),
+        ("partial", lambda t: t["partial"][1:2].copy_(t["partial"][:1])),
+        ("partial", lambda t: t["partial"][:1].copy_(t["full_begin"][:1])),
+        ("partial", lambda t: t.update(partial=torch.tensor([7]), partial_tile=torch.tensor([0]))),
         ("partial_tile", lambda t: t["partial_tile"].add_(1000)),
+        ("partial_tile", lambda t: t["partial_tile"].sub_(1000)),
+        ("partial_tile", lambda t: t.update(partial_tile=t["partial_tile"][1:].clone())),
+        ("partial_tile", lambda t: t.update(partial_tile=t["partial_tile"].float())),
+        ("bank", lambda t: t.update(bank=t["bank"].long())),
         ("bank", lambda t: t.update(bank=t["bank"][:, 1:].contiguous())),
     ],
 )
@@ -133,3 +147,24 @@ def test_files_that_would_lead_kernels_astray_are_refused(name, change, tmp_path
     save_file(tensors, tmp_path / "mask", metadata=header)
     with pytest.raises(ValueError, match=f"^{name} of the saved mask"):
         masks.load(tmp_path / "mask")
+
+
+@pytest.mark.parametrize("head_layer", [[], [1], [0, 2], [0, -1]])
+def test_heads_without_a_layer_are_refused(head_layer, tmp_path):
+    masks.save(masks.causal()(100, 16), tmp_path / "mask")
+    with safe_open(tmp_path / "mask", framework="pt") as file:
+        header = json.loads(file.metadata()["masks"])
+    written = {"masks": json.dumps(header | {"head_layer": head_layer})}
+    save_file(load_file(tmp_path / "mask"), tmp_path / "mask", metadata=written)
+    with pytest.raises(ValueError, match=r"^head_layer of the saved mask"):
+        masks.load(tmp_path / "mask")
+
+
+def test_a_mask_comes_to_a_device_and_nothing_else_is_saved(tmp_path):
+    masks.save(masks.causal()(100, 16), tmp_path / "mask")
+    there = masks.load(tmp_path / "mask", "meta")
+    assert isinstance(there, masks.BlockMask)
+    assert there.bank.device.type == "meta"
+    with pytest.raises(TypeError, match="mask must be a Pattern or a BlockMask, got DynamicMask"):
+        masks.save(masks.BlockMask.from_blocks(torch.ones(2, 2) > 0), tmp_path / "other")
+    assert not (tmp_path / "other").exists()

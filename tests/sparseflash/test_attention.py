@@ -128,6 +128,21 @@ def test_empty_rows_are_zero(backend):
     assert (results["lse"][:, :, :40] == -torch.inf).all()
 
 
+def test_lse_alone_may_be_differentiated(backend):
+    tensors = make_inputs(1, 2, 60, 53, 16, device=BACKENDS[backend])[:3]
+    mask = PATTERNS["holes"]((60, 53), 16, BACKENDS[backend])
+    inputs = [t.requires_grad_() for t in tensors]
+    _, lse = sparseflash.attention(*inputs, mask, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(lse[lse > -torch.inf].sum(), inputs)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    _, lse = standard_attention(*exact, mask)
+    expected = torch.autograd.grad(lse[lse > -torch.inf].sum(), exact[:2])
+    for grad, reference in zip(grads, expected, strict=False):
+        torch.testing.assert_close(grad.double(), reference, atol=1e-5, rtol=1e-4)
+    assert grads[0].any()
+    assert not grads[2].any()
+
+
 def test_masked_keys_change_no_bit(backend):
     device = BACKENDS[backend]
     query, key, value, grad = make_inputs(2, 2, 60, 60, 16, device=device)
@@ -232,6 +247,16 @@ def test_a_seed_repeats_and_the_generator_moves_on():
             {"query": torch.zeros(1, 2, 16, 8, dtype=torch.int64)},
             "got torch.float32|floating-point",
         ),
+        ({"query": torch.zeros(1, 2, 0, 8)}, "query must be .* nothing empty"),
+        ({"value": torch.zeros(1, 2, 16, 8, device="meta")}, "value must be torch.float32 on cpu"),
+        (
+            dict.fromkeys(("key", "value"), torch.zeros(2, 2, 16, 8)),
+            "key must share batch and head_dim",
+        ),
+        (
+            dict.fromkeys(("key", "value"), torch.zeros(1, 2, 16, 4)),
+            "key must share batch and head_dim",
+        ),
         ({"mask": masks.full()(17)}, "mask must have seq_len"),
         (
             {"mask": masks.stack([masks.full(), masks.butterfly(), masks.full()])},
@@ -241,14 +266,22 @@ def test_a_seed_repeats_and_the_generator_moves_on():
         ({"mask": torch.ones(16, 16).bool()}, "got Tensor, of which masks.BlockMask.from_dense"),
         ({"scale": float("nan")}, "scale must be positive"),
         ({"scale": -1.0}, "scale must be positive"),
+        ({"scale": float("inf")}, "scale must be positive"),
         ({"dropout_p": 1.0}, "dropout_p must be in"),
+        ({"dropout_p": -0.1}, "dropout_p must be in"),
         ({"key_lengths": torch.tensor([17])}, "key_lengths must be 0 to 16"),
         ({"key_lengths": torch.tensor([1, 2])}, r"key_lengths must be \(1,\)"),
         ({"key_lengths": torch.tensor([1.0])}, "key_lengths must be an int32"),
+        (
+            {"key_lengths": torch.tensor([1], device="meta")},
+            r"key_lengths must be \(1,\) on cpu or the CPU, got \(1,\) on meta",
+        ),
         ({"precision": "high"}, r"precision must be one of \('ieee', 'tf32'\), got 'high'"),
         ({"deterministic": 1}, "deterministic must be a bool, got 1"),
         ({"backend": "cuda"}, r"backend must be 'auto' or one of \['cpu', 'hopper', 'triton'\]"),
         ({"seed": 2.0, "dropout_p": 0.1}, "seed must be an int"),
+        ({"seed": 2**63, "dropout_p": 0.1}, "seed must be an int of 64 bits"),
+        ({"bias": torch.zeros(1, 31).int()}, "bias must be a floating-point tensor"),
     ],
 )
 def test_bad_input_names_the_argument(change, message):

@@ -34,6 +34,16 @@ def test_pair_uses_word_of_its_quad():
     assert bool(kept) == (int(words[k % 4]) >= int(p * 2**32))
 
 
+@pytest.mark.parametrize("k", range(8))
+def test_a_pair_is_kept_from_the_floor_of_its_threshold_on(k):
+    bh, q, k = (torch.tensor(i) for i in (1, 2, k))
+    word = int(philox((9, 0), (k // 4, q, bh, torch.tensor(0)))[k % 4])
+    for threshold, kept in ((word, True), (word + 0.75, True), (word + 1, False)):
+        p = threshold / 2**32
+        assert bool(keep_mask(9, bh, q, k, p)) == kept
+        assert bool(keep_mask_of_quads(9, bh, q, k[None] // 4, p)[k % 4]) == kept
+
+
 def test_quads_are_four_keys_each():
     bh, q, k = indices(2, 9, 32)
     expected = keep_mask(7, bh, q, k, 0.3)

@@ -1,9 +1,14 @@
+import time
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 import masks
 import sparseflash
 from sparseflash import explanation
+from sparseflash.backends import BACKENDS, select
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -49,8 +54,62 @@ def test_times():
     assert ("dense attention is faster here" in str(found)) == found.dense_is_faster
 
 
+@pytest.fixture
+def timed(monkeypatch):
+    """What is timed, in order; the n-th takes n ms forward and 10 n backward."""
+    found = []
+
+    def times(attend, *tensors):
+        found.append(attend)
+        return explanation.Times(len(found), 10 * len(found))
+
+    monkeypatch.setattr(explanation, "_times", times)
+    return found
+
+
+def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
+    tensors_ = tensors(kv_heads=1)
+    mask = masks.local(3)(100, 16, tensors_[0].device)
+    sinks = torch.zeros(2, device=tensors_[0].device)
+    found = sparseflash.explain(mask, *tensors_, scale=0.3, dropout_p=0.1, sinks=sinks)
+    ours, full, dense = timed
+    assert ours.keywords["mask"] is mask
+    assert ours.keywords["sinks"] is full.keywords["sinks"] is sinks
+    assert full.keywords["mask"] == masks.full()(100, 16, tensors_[0].device)
+    assert ours.keywords["backend"] == full.keywords["backend"] == found.backend
+    assert dense.func is torch.nn.functional.scaled_dot_product_attention
+    assert dense.keywords == {"scale": 0.3, "dropout_p": 0.1, "enable_gqa": True}
+    assert (found.measured.forward, found.full.forward, found.dense.forward) == (1, 2, 3)
+    assert found.predicted == explanation.Times(2 * mask.density, 20 * mask.density)
+    assert "full mask: forward 2.000 ms, backward 20.000 ms" in str(found)
+    for dense, faster in (((3, 30), False), ((2, 8), True), ((0.5, 12), False)):
+        other = replace(found, dense=explanation.Times(*dense))
+        assert other.dense_is_faster == faster
+        assert ("dense attention is faster here" in str(other)) == faster
+
+
+def test_reasons_are_those_of_the_call_that_was_asked_for(monkeypatch):
+    first = BACKENDS[0 if not HAS_GPU else -1]
+    slow = replace(first, name="slow", pass_over=lambda spec: ["slower"])
+    for module in ("sparseflash.backends", "sparseflash.explanation"):
+        monkeypatch.setattr(f"{module}.BACKENDS", (slow, first))
+    select.cache_clear()
+    explain = partial(sparseflash.explain, None, *tensors(), measure=False)
+    assert (explain().backend, explain().why_not) == (first.name, {"slow": ["slower"]})
+    named = explain(backend="slow")
+    assert (named.backend, named.why_not) == ("slow", {})
+    select.cache_clear()
+
+
+def test_a_time_is_in_milliseconds():
+    took = explanation._median(lambda: time.sleep(0.02))
+    assert 20 <= took < 200
+
+
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="precision must be"):
         sparseflash.explain(None, *tensors(), precision="half")
+    with pytest.raises(ValueError, match="bias must be"):
+        sparseflash.explain(None, *tensors(), bias=torch.zeros(1, 3), measure=False)
     with pytest.raises(ValueError, match="sinks must be"):
         sparseflash.explain(None, *tensors(), sinks=torch.zeros(3), measure=False)

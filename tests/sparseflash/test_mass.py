@@ -12,15 +12,17 @@ HAS_GPU = torch.cuda.is_available()
 BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
 MASKS = {
     "causal": masks.causal(align="bottom-right"),
-    "holes": masks.random(0.5) - masks.global_tokens(20),
+    "holes": masks.random(0.5) - masks.global_tokens(40),  # a row of blocks without a key
     "heads": masks.stack([masks.butterfly(), masks.full()]),
 }
 
 
-def written_down(query, key, mask, bias, key_lengths):
+def written_down(query, key, mask, *, scale=None, softcap=torch.inf, bias=None, key_lengths=None):
     """The mean probability of each block, from all scores in float64."""
     key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = query.double() @ key.mT / query.shape[3] ** 0.5
+    scores = query.double() @ key.mT * (scale or query.shape[3] ** -0.5)
+    if softcap < torch.inf:
+        scores = softcap * (scores / softcap).tanh()
     if bias is not None:
         distance = torch.arange(key.shape[2]) - torch.arange(query.shape[2])[:, None]
         scores += bias[:, distance + query.shape[2] - 1]
@@ -45,11 +47,12 @@ def test_mass_is_that_of_the_probabilities(backend, name, head_dim):
     query, key, _, _ = make_inputs(2, 2, 50, 75, head_dim, kv_heads=1, scale=2.0)
     mask = MASKS[name]((50, 75), (32, 16))
     bias, lengths = torch.randn(2, 124), torch.tensor([75, 40])
-    options = {"bias": bias, "key_lengths": lengths} if head_dim == 3 else {}
+    every = {"scale": 0.4, "softcap": 1.5, "bias": bias, "key_lengths": lengths}
+    options = every if head_dim == 3 else {}
     mass = sparseflash.block_mass(
         query.to(device), key.to(device), mask.to(device), backend=backend, **options
     )
-    expected = written_down(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    expected = written_down(query, key, mask, **options)
     torch.testing.assert_close(mass.cpu(), expected.float())
     has_key = mass.sum(-1) > 0
     torch.testing.assert_close(mass.sum(-1)[has_key], torch.ones(int(has_key.sum())).to(device))
@@ -75,3 +78,10 @@ def test_what_attention_refuses_is_refused_before_keys_are_split(options, messag
     query, key, _, _ = make_inputs(1, 1, 64, 64, 2)
     with pytest.raises(ValueError, match=message):
         sparseflash.block_mass(query, key, masks.full()(64, 16), **options)
+
+
+def test_mass_has_no_gradient_and_a_backend_of_its_own():
+    query, key, _, _ = (x.requires_grad_() for x in make_inputs(1, 1, 64, 64, 8))
+    assert not sparseflash.block_mass(query, key).requires_grad
+    with pytest.raises(ValueError, match="backend must be"):
+        sparseflash.block_mass(query, key, backend="none")

@@ -6,6 +6,7 @@ import torch
 import sparseflash
 from masks import BlockMask
 from sparseflash import merge_attention
+from sparseflash.merge import with_sinks
 from sparseflash.reference import standard_attention
 from sparseflash.testing import check_attention, make_inputs
 
@@ -62,6 +63,27 @@ def test_gradients_to_the_second_order():
     assert grad[0, 0, 0] == 0
 
 
+def test_what_queries_without_a_key_hold_does_not_count():
+    outs = torch.randn(2, 3, 4, requires_grad=True)
+    lses = torch.zeros(2, 3).masked_fill(torch.tensor([True, False, False]), -torch.inf)
+    lses = lses.requires_grad_()
+    out, lse = merge_attention(outs.unbind(), lses.unbind())
+    assert not out[0].any()
+    assert lse[0] == -torch.inf
+    grads = torch.autograd.grad((out.sum() + lse[1:].sum()), (outs, lses))
+    assert not any(grad[:, 0].any() for grad in grads)
+    assert all(grad[:, 1:].all() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_sinks_of_another_dtype_change_none(dtype):
+    out, lse = with_sinks(
+        torch.ones(1, 2, 3, 4, dtype=torch.float16), torch.zeros(1, 2, 3), torch.zeros(2).to(dtype)
+    )
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    assert (out == 0.5).all()
+
+
 def test_huge_and_equal_logits():
     outs, lses = torch.tensor([[[1.0]], [[3.0]]]), torch.tensor([[1e4], [1e4]])
     out, lse = merge_attention(outs.unbind(), lses.unbind())
@@ -75,6 +97,7 @@ def test_huge_and_equal_logits():
         ([], [], "at least 1"),
         ([torch.zeros(2, 3)], [], "as many"),
         ([torch.zeros(2, 3)], [torch.zeros(3)], "lses must be"),
+        ([torch.zeros(2, 3)], [torch.zeros(2, device="meta")], r"lses must be \(2,\) on cpu"),
         ([torch.zeros(2, 3), torch.zeros(1, 3)], 2 * [torch.zeros(2)], "outs must share"),
         ([torch.zeros(2, 3)], [torch.zeros(2).half()], "lses must be float32"),
         ([torch.zeros(2, 3).int()], [torch.zeros(2)], "outs must be floating-point"),

@@ -77,6 +77,7 @@ def test_a_document_without_keys_and_one_without_queries():
         ({"pattern": masks.causal()(8)}, "pattern must be a Pattern or its text, got BlockMask"),
         ({"pattern": ["causal()"]}, "pattern must be a Pattern or its text, got list"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, "cu_seqlens_q must ascend from 0 to 8"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_q": torch.tensor([1, 3, 8])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_k": torch.tensor([0, 6, 3, 8])}, "cu_seqlens_k must ascend"),
         ({"cu_seqlens_k": torch.tensor([0, 8])}, "cu_seqlens_k must be of 2 documents"),

@@ -1,3 +1,4 @@
+import numpy as np
 import torch
 
 from experiments.lra import floors
@@ -17,6 +18,50 @@ def test_listops_floors_are_those_of_the_literature():
     assert measured == sorted(measured)
 
 
+def test_readers_guess_what_they_were_not_tested_on(monkeypatch):
+    def generate(samples, seed):
+        operators = ("[MIN", "[MAX", "[MED", "[SM")
+        sources = [f"( ( {operators[n % 4]} 3 ) ] )" for n in range(samples)]
+        return {
+            "tokens": np.concatenate([listops.tokenize(source) for source in sources]),
+            "offsets": 3 * np.arange(samples + 1),
+            "labels": np.where(np.arange(samples) < samples // 5, 3, 7),
+        }
+
+    monkeypatch.setattr(floors, "generate", generate)
+    assert list(floors.listops_floors(20).values()) == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_networks_see_distances_and_places_of_discs_alone(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        floors, "_network_accuracy", lambda forms, labels: seen.append((forms, labels)) or 0.5
+    )
+    found = floors.pathfinder_floors(Pathfinder(), 6)
+    assert found == {"distance of the discs": 0.5, "coordinates of the discs": 0.5}
+    drawings = [Pathfinder().images("floors", 6).draw(i) for i in range(6)]
+    (apart, labels), (forms, _) = seen
+    assert labels.tolist() == [drawing.label for drawing in drawings]
+    distance = torch.tensor([np.linalg.norm(d.discs[0] - d.discs[1]) for d in drawings])
+    torch.testing.assert_close(apart[..., 0], (distance / 31).float().expand(16, 6))
+    assert forms.shape == (16, 6, 5)
+    places = torch.tensor(np.stack([d.discs for d in drawings])).flatten(1) / 31 - 0.5
+    torch.testing.assert_close(forms[0, :, :4], places.float())
+
+
+def test_a_network_is_tested_where_it_was_neither_trained_nor_chosen(monkeypatch):
+    monkeypatch.setattr(floors, "CHECKED_EVERY", 1)
+    monkeypatch.setattr(floors, "STEPS", 3)
+    chosen_on, tested_on = iter((0.5, 0.9, 0.7)), iter((0.6, 0.4, 1.0))
+
+    def right(network, forms, labels):
+        parts = [torch.full((2,), float(part)) for part in (next(chosen_on), next(tested_on))]
+        return torch.cat([torch.ones(6), *parts])
+
+    monkeypatch.setattr(floors, "_right", right)
+    assert floors._network_accuracy(torch.rand(1, 10, 1), torch.ones(10).long()) == 0.4
+
+
 def test_symmetries_keep_distances():
     discs = torch.randn(5, 4)
     forms = floors.symmetries(discs)
@@ -28,10 +73,13 @@ def test_symmetries_keep_distances():
 
 def test_networks_find_what_coordinates_tell(monkeypatch):
     monkeypatch.setattr(floors, "STEPS", 500)
+    monkeypatch.setattr(floors, "BATCH", 64)
     apart = torch.rand(1, 2000, 1)
     labels = (apart[0, :, 0] > 0.5).long()
     assert floors._network_accuracy(apart, labels) > 0.95
     assert floors._network_accuracy(torch.rand(1, 2000, 1), labels) < 0.6
+    labels[1200:] = 1 - labels[1200:]
+    assert floors._network_accuracy(apart, labels) < 0.05
 
 
 def test_measured_floors_are_found_by_task():

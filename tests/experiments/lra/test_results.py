@@ -52,6 +52,8 @@ def test_a_record_holds_runs_means_floors_and_stuck_runs(groups, tmp_path, capsy
     assert (sparse["accuracy"], sparse["finished"], sparse["stuck"]) == (0.4, 1, 1)
     assert record["floors"]["class prior"] == 0.17
     assert "+1.3" in capsys.readouterr().out
+    assert results.in_words(dense) == "37.00 ± 1.00 %, 3 runs"
+    assert results.in_words(sparse) == "40.00 %, 1 run, 1 stuck"
     assert (tmp_path / "lra-x-a-gpu-curves.png").stat().st_size > 10_000
 
 
@@ -64,6 +66,16 @@ def test_one_record_is_of_one_task():
     groups = {"a": [run(0, 0.4)], "b": [run(0, 0.7, task="pathfinder32-hard")]}
     with pytest.raises(ValueError, match=r"must have one task, got \['listops', 'pathfinder32"):
         results.record_of("x", groups)
+    other = run(1, 0.4)
+    other["environment"] = {"device": "Another"}
+    with pytest.raises(ValueError, match=r"must have one device, got \['A GPU', 'Another'\]"):
+        results.record_of("x", {"a": [run(0, 0.4), other]})
+
+
+def test_a_group_that_is_stuck_throughout():
+    record = results.record_of("x", {"a": [run(0, 0.17, stuck=True)]})
+    assert "class prior" not in record["floors"]
+    assert list(next(iter(results.table_of(record).columns[1:])).cells) == ["1 stuck"]
 
 
 def test_committed_records_say_what_their_runs_gave():

@@ -10,6 +10,8 @@ def runs(monkeypatch, tmp_path):
     """Every seed below 1000 is stuck, but for seed 1."""
 
     def run(command, check):
+        assert check
+        assert command[3:6] == ["fit", "--preset", "x"]
         seed = int(command[command.index("--seed_everything") + 1])
         folder = tmp_path / f"seed{seed}" / "version_0"
         folder.mkdir(parents=True)
@@ -27,9 +29,10 @@ def test_stuck_runs_start_again_and_are_counted(runs):
     assert [run["seed"] for run in summary["runs"]] == [0, 1000, 1]
     assert (summary["finished"], summary["stuck"]) == (2, 1)
     assert summary["accuracy"] == pytest.approx((0.6 + 0.5001) / 2)
+    assert summary["deviation"] == pytest.approx((0.6 - 0.5001) / 2**0.5)
 
 
 def test_restarts_end(runs):
-    results = seeds.until_unstuck(0, 0, runs, [])
+    results = seeds.until_unstuck(0, 0, runs, ["--preset", "x"])
     assert [result["stuck"] for result in results] == [True]
     assert seeds.summary_of(results)["accuracy"] is None

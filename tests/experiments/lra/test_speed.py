@@ -1,10 +1,14 @@
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 import typer
 
 from experiments.lra import speed
+from experiments.lra.model import Classifier
 from experiments.lra.speed import Step
+from experiments.timing import Timing
 
 
 def step(task, attention, clock, median_ms):
@@ -23,6 +27,9 @@ def test_means_are_geometric_and_over_all_tasks():
         step("a", "linear", "cpu", 1.0),
     ]
     assert speed.means(steps)["cpu"] == pytest.approx({"standard": 1.0, "flash": 4.0})
+    by_graph = [replace(one, clock="graph", median_ms=1.0) for one in steps]
+    assert speed.means([*steps, *by_graph])["cpu"] == speed.means(steps)["cpu"]
+    assert set(speed.means(by_graph)["graph"].values()) == {1.0}
 
 
 def test_table_is_measured_and_kept(tmp_path, capsys):
@@ -30,7 +37,7 @@ def test_table_is_measured_and_kept(tmp_path, capsys):
     speed.main(
         tasks="image",
         only=["standard", "butterfly()", "linear"],
-        scale=256,
+        scale=300,
         compiled=False,
         name="small",
         output=folder,
@@ -65,6 +72,66 @@ def test_a_step_that_no_graph_holds_is_told_and_the_others_are_kept(tmp_path, mo
         speed.timed(waits, speed.Clock.EVENTS)
 
 
+def test_a_step_that_needs_more_memory_than_there_is_is_told_by_either_clock(
+    tmp_path, monkeypatch
+):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("out of memory\nby far")
+
+    monkeypatch.setattr(speed, "time_call", full)
+    for clock in (speed.Clock.EVENTS, speed.Clock.GRAPH):
+        with pytest.raises(torch.OutOfMemoryError):
+            speed.timed(lambda: None, clock)
+    monkeypatch.setattr(speed, "measure", full)
+    speed.main(tasks="image", only=["linear"], compiled=True, name="small", output=tmp_path)
+    record = read(tmp_path, "lra-small-*.json")
+    assert record["failed"] == [["image", "linear", "out of memory"]]
+    assert record["compiled"]
+
+
+def test_models_are_compiled_and_made_as_the_contender_says(monkeypatch):
+    made = []
+
+    class Small(torch.nn.Module):
+        def __init__(self, config, shape):
+            super().__init__()
+            made.append((config, shape))
+
+        def compile(self, **options):
+            made.append(options)
+
+    monkeypatch.setattr(speed, "Classifier", Small)
+    monkeypatch.setattr(speed, "training_step", lambda *arguments: lambda: None)
+    monkeypatch.setattr(speed, "peak_bytes", lambda *arguments: 7)
+    monkeypatch.setattr(speed, "timed", lambda step, clock: Timing(2.0, 1.0, 3.0, 5))
+    case, cpu = speed.case_of("image"), torch.device("cpu")
+    (found,) = speed.measure("image", case, speed.Contender("butterfly()", 64), True, cpu)
+    (config, shape), options = made
+    assert (config.attention, config.block_size, shape) == ("butterfly()", 64, case.shape)
+    assert options == {"dynamic": False}
+    assert (found.median_ms, found.low_ms, found.high_ms, found.peak_bytes) == (2.0, 1.0, 3.0, 7)
+    list(speed.measure("image", case, speed.Contender("flash"), False, cpu))
+    assert len(made) == 3
+
+
+def test_a_step_trains():
+    case = replace(speed.case_of("image"), batch=1)
+    model = Classifier(replace(case.model, layers=1), case.shape)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    speed.training_step(model, case, torch.device("cpu"))()
+    changed = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+    assert all(changed)
+
+
+def test_a_row_of_the_table():
+    steps = [step("image", "standard", "graph", 8.0), step("image", "flash", "graph", 2.0)]
+    steps = [replace(one, peak_bytes=3 * 2**20) for one in steps]
+    table = speed.table_of("image", speed.case_of("image"), steps)
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert rows[1] == ("flash", "graph", "2.00", "2000", "4.00", "3")
+    assert table.title == "image: batch 256, N = 1024"
+
+
 def test_a_folder_that_cannot_be_is_told_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("measured"))
     (tmp_path / "file").touch()
@@ -83,6 +150,7 @@ def test_cases_are_those_of_the_presets():
     own = case.contenders[-1]
     assert (own.attention.split(" | ")[0], own.block_size) == ("neighborhood2d(16, 3)", 64)
     assert speed.case_of("image").batch == 256
+    assert {speed.case_of(task).model.attention_dropout for task in speed.TASKS} == {0.0}
 
 
 def test_what_cannot_run_is_recorded(tmp_path, monkeypatch):

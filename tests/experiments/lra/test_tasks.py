@@ -23,6 +23,7 @@ from experiments.lra.tasks import (
     store,
 )
 from experiments.lra.tasks.hashing import shuffled, split_by_hash, stream_of
+from experiments.lra.tasks.task import Subset
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 257])
@@ -36,6 +37,8 @@ def test_split_by_hash_keeps_every_index_once():
     parts = split_by_hash(100, (80, 10, 10), "a")
     assert [len(part) for part in parts] == [80, 10, 10]
     assert sorted(np.concatenate(parts)) == list(range(100))
+    assert parts[0].tolist() != list(range(80))
+    assert parts[0].tolist() != split_by_hash(100, (80, 10, 10), "b")[0].tolist()
     with pytest.raises(ValueError, match="sizes must sum to the 100 samples"):
         split_by_hash(100, (80, 10), "a")
 
@@ -96,6 +99,18 @@ class TestStore:
         np.save(folder / "x.npy", np.array([1, 2, 4], np.uint8))
         with pytest.raises(ValueError, match=r"x\.npy is not what was generated"):
             store.verify(folder)
+        np.save(folder / "x.npy", np.array([1, 2], np.uint8))
+        with pytest.raises(ValueError, match=r"x\.npy must be \[3\], got \(2,\)"):
+            store.stored(folder, {"a": 1}, self.generate)
+
+    def test_a_folder_of_something_else_is_not_taken_for_data(self, tmp_path):
+        def late(allocate):
+            self.generate(allocate)
+            (tmp_path / "data" / "notes").mkdir(parents=True)
+
+        with pytest.raises(OSError, match="not empty"):
+            store.stored(tmp_path / "data", {}, late)
+        assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 class TestListOps:
@@ -111,6 +126,25 @@ class TestListOps:
     def test_samples_do_not_depend_on_how_many_are_made(self):
         few, many = (listops.Expressions(listops.generate(n, seed=3)) for n in (2, 1001))
         assert np.array_equal(few[1][0][0], many[1][0][0])
+
+    def test_operators_by_hand(self):
+        values = np.array([9, 3, 4, 8])
+        assert [listops.apply(operator, values) for operator in range(4)] == [3, 9, 6, 4]
+        assert listops.apply(2, np.array([3, 4])) == 3
+
+    def test_another_seed_makes_other_samples(self, tmp_path):
+        sizes, lengths = (4, 2, 2), (20, 100)
+        one, other = (
+            ListOps(sizes=sizes, seed=seed, lengths=lengths).splits(tmp_path)["train"]
+            for seed in (0, 1)
+        )
+        assert not np.array_equal(one[0][0][0], other[0][0][0])
+
+    def test_equal_samples_are_refused(self):
+        tokens = np.array([3, 4, 3, 4, 3], np.uint8)
+        listops._check_different(tokens, np.array([0, 2, 5]))
+        with pytest.raises(ValueError, match="two samples are equal: take another seed"):
+            listops._check_different(tokens, np.array([0, 2, 4]))
 
     def test_values_are_those_of_a_plain_reader(self):
         expressions = listops.Expressions(listops.generate(20, seed=1))
@@ -129,6 +163,8 @@ class TestListOps:
             ListOps(lengths=(9, 50))
         with pytest.raises(ValueError, match="lengths of published expressions are"):
             ListOps("published", lengths=(20, 100))
+        with pytest.raises(ValueError, match="lengths of published expressions are"):
+            ListOps("published", shortest=20)
 
     def test_shorter_expressions_are_for_training_only(self, tmp_path):
         task = ListOps(sizes=(40, 30, 30), lengths=(60, 100), shortest=20)
@@ -160,6 +196,9 @@ class TestListOps:
         path.write_text("Source\tTarget\n( [MAX 1 ] )\t1\n( [AVG 1 ] )\t1\n")
         with pytest.raises(ValueError, match=r"basic_test\.tsv, line 3: cannot be read"):
             listops.read_tsv(path)
+        path.write_text("( [MAX 1 ] )\t1\n")
+        with pytest.raises(ValueError, match=r"basic_test\.tsv, line 1: must be Source"):
+            listops.read_tsv(path)
 
     def test_a_bad_row_is_skipped_and_counted_when_asked(self, tmp_path, capsys):
         folder = tmp_path / "listops-1000"
@@ -189,6 +228,13 @@ class TestPathfinder:
         again, other = Pathfinder().images("train", 20), Pathfinder().images("test", 10)
         assert np.array_equal(images[3][0][0], again[3][0][0])
         assert not np.array_equal(images[3][0][0], other[3][0][0])
+        seeds = Pathfinder(seed=1).images("train", 10)
+        assert not np.array_equal(images[3][0][0], seeds[3][0][0])
+
+    def test_no_split_holds_images_of_another(self, tmp_path):
+        splits = Pathfinder().splits(tmp_path)
+        first = {bytes(splits[split][i][0][0]) for split in SPLITS for i in range(3)}
+        assert len(first) == 9
 
     def test_images_have_the_published_statistics(self):
         drawings = [Pathfinder().images("train", 10**6).draw(i) for i in range(1500)]
@@ -213,6 +259,8 @@ class TestPathfinder:
             assert np.array_equal(shorter[split][0][0], plain[split][0][0]) == same
         with pytest.raises(ValueError, match="shorter and traced are for source 'fresh', got"):
             Pathfinder(source="stored", shorter=0.5)
+        with pytest.raises(ValueError, match="shorter and traced are for source 'fresh', got"):
+            Pathfinder(source="released", traced=True)
         with pytest.raises(ValueError, match="shorter must be from 0 to 1, got 2"):
             Pathfinder(shorter=2)
 
@@ -280,6 +328,12 @@ class TestPathfinder:
         splits = Pathfinder(source="released", skip_corrupt=True).splits(tmp_path)
         assert sum(len(samples) for samples in splits.values()) == 2
 
+    def test_an_image_of_another_size_is_named(self, tmp_path):
+        source = release(tmp_path, False, count=2)
+        Image.fromarray(np.zeros((64, 64), np.uint8)).save(source / "imgs/0/sample_0.png")
+        with pytest.raises(ValueError, match=r"sample_0\.png cannot be read: must be 32 x 32"):
+            Pathfinder(source="released").splits(tmp_path)
+
     def test_a_bad_row_of_metadata_is_named(self, tmp_path):
         (tmp_path / "0.npy").write_text("imgs/0 sample_0.png 0 1\nimgs/0 sample_1.png\n")
         with pytest.raises(ValueError, match=r"0\.npy, row 2: cannot be read"):
@@ -309,12 +363,20 @@ def test_text_is_bytes_of_reviews(tmp_path):
             folder = tmp_path / "aclImdb" / part / sentiment
             folder.mkdir(parents=True)
             for n in range(10):
-                (folder / f"{n}_1.txt").write_text(f"{part} {sentiment}")
+                (folder / f"{n}_1.txt").write_text(f"{part} {sentiment} {n}")
     splits = Text().splits(tmp_path)
     assert [len(splits[split]) for split in SPLITS] == [18, 2, 20]
-    (ids,), label, _ = splits["test"][0]
-    assert bytes((ids - 1).astype(np.uint8)) == b"test neg"
-    assert label == 0
+    train, validation, test = (
+        [(bytes((ids - 1).astype(np.uint8)).decode(), label) for (ids,), label, _ in read]
+        for read in ([splits[split][i] for i in range(len(splits[split]))] for split in SPLITS)
+    )
+    for part, found in (("train", train + validation), ("test", test)):
+        expected = [
+            (f"{part} {sentiment} {n}", label)
+            for label, sentiment in enumerate(("neg", "pos"))
+            for n in range(10)
+        ]
+        assert sorted(found) == expected
     on_test = Text(validate_on_test=True).splits(tmp_path)
     assert len(on_test["train"]) == 20
     assert on_test["validation"] is on_test["test"]
@@ -324,12 +386,15 @@ def test_retrieval_reads_pairs_in_place(tmp_path):
     folder = tmp_path / "tsv_data"
     folder.mkdir()
     for part in ("train", "eval", "test"):
-        lines = [b'1.0\tA\tB\tone "text\tother', b"0.0\tC\tD\t" + b"x" * 5000 + b"\ty"]
+        other = part.encode()
+        lines = [b'1.0\tA\tB\tone "text\t' + other, b"0.0\tC\tD\t" + b"x" * 5000 + b"\ty"]
         (folder / f"new_aan_pairs.{part}.tsv").write_bytes(b"\n".join(lines) + b"\n")
-    pairs = Retrieval().splits(tmp_path)["validation"]
+    splits = Retrieval().splits(tmp_path)
+    for split, part in zip(SPLITS, (b"train", b"eval", b"test"), strict=True):
+        documents, label, _ = splits[split][0]
+        assert [bytes((ids - 1).astype(np.uint8)) for ids in documents] == [b'one "text', part]
+    pairs = splits["validation"]
     assert len(pairs) == 2
-    documents, label, _ = pairs[0]
-    assert [bytes((ids - 1).astype(np.uint8)) for ids in documents] == [b'one "text', b"other"]
     assert label == 1
     assert len(pairs[1][0][0]) == 4000
 
@@ -360,12 +425,16 @@ class TestImage:
 
     def test_published_batches_are_read_in_grey(self, tmp_path):
         colours = np.zeros((4, 3072), np.uint8)
-        colours[:, :1024] = 200
+        colours[:, :1024], colours[:, 1024:2048], colours[:, 2048:] = 200, 100, 50
         self.batches(tmp_path, {b"data": colours, b"labels": [0, 1, 2, 3]})
         splits = ImageTask().splits(tmp_path)
         assert [len(splits[split]) for split in SPLITS] == [18, 2, 4]
+        train, held_out = splits["train"], splits["validation"]
+        assert isinstance(train, Subset)
+        assert isinstance(held_out, Subset)
+        assert {*train.indices, *held_out.indices} == set(range(20))
         (pixels,), label, _ = splits["test"][2]
-        assert set(pixels) == {60}
+        assert set(pixels) == {round(0.2989 * 200 + 0.587 * 100 + 0.114 * 50)}
         assert label == 2
 
     def test_a_file_that_would_run_something_is_refused(self, tmp_path):
@@ -391,6 +460,9 @@ def test_collate_pads_and_cuts():
     assert batch.lengths.tolist() == [[4096], [3]]
     assert batch.ids.sum() == 4096 + 3
     assert batch.labels.tolist() == [1, 0]
+    # A graph of training steps takes the same inputs for every batch.
+    whole = collate(shape, [Sample([np.ones(5000, np.int16)], 1)])
+    assert whole.lengths.tolist() == [[4096]]
 
 
 def test_images_have_no_lengths(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -180,8 +181,23 @@ def test_what_is_tested_is_the_average(tmp_path):
     assert not torch.equal(learner.state_dict()[name], saved["current_model_state"][name])
 
 
-def test_a_trapezoid_stays_and_falls_over_the_last_fifth():
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="trapezoid")
+def after_peak(step):
+    """torch's onecycle of 101 steps, a tenth of them to warm up: its peak is at 9.1."""
+    return 1 - (1 - 4e-6) * (step - 9.1) / 90.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("trapezoid", [0.1, 1, 1, 1, 0.5, 0]),
+        ("constant", [0.1, 1, 1, 1, 1, 1]),
+        ("rsqrt", [0.1, 1, 1, 8**-0.5, 9**-0.5, 10**-0.5]),
+        ("cosine", [0.1, 1, 1, *((1 + math.cos(math.pi * t / 90)) / 2 for t in (70, 80, 90))]),
+        ("onecycle", [0.04, 0.04 + 0.96 * 9 / 9.1, *map(after_peak, (10, 80, 90, 100))]),
+    ],
+)
+def test_schedules_rise_over_the_warm_up_and_fall_as_they_are_called(kind, expected):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule=kind)
     optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
     schedule = schedule_of(config, optimizer, 100)
     rates = []
@@ -189,8 +205,7 @@ def test_a_trapezoid_stays_and_falls_over_the_last_fifth():
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-    kinks = [rates[step] for step in (0, 9, 10, 80, 90, 100)]
-    assert kinks == pytest.approx([0.1, 1, 1, 1, 0.5, 0])
+    assert [rates[step] for step in (0, 9, 10, 80, 90, 100)] == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.gpu

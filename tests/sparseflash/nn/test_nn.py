@@ -1,11 +1,13 @@
 """Modules against torch's own, with the same weights and the mask written down."""
 
 import copy
+import math
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.nn.functional import gelu
 
 import masks
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer, attention
@@ -37,6 +39,12 @@ def test_weights_of_torch(bias):
     theirs.load_state_dict(ours.state_dict())
 
 
+def test_a_module_of_torch_hands_on_its_dropout_and_dtype():
+    module = SparseAttention.from_torch(torch_attention(dropout=0.3, dtype=torch.float64))
+    assert module.dropout == 0.3
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
 def test_fresh_weights_are_drawn_as_torch_draws_them():
     torch.manual_seed(3)
     theirs = torch_attention()
@@ -45,6 +53,10 @@ def test_fresh_weights_are_drawn_as_torch_draws_them():
     for name, weight in theirs.state_dict().items():
         if "out_proj" not in name:
             assert torch.equal(ours.state_dict()[name], weight)
+    before = {name: weight.clone() for name, weight in ours.state_dict().items()}
+    ours.reset_parameters()
+    changed = {n for n, weight in ours.state_dict().items() if not torch.equal(weight, before[n])}
+    assert changed == {"in_proj_weight", "out_proj.weight"}
 
 
 def test_patterns_by_name_and_of_each_head():
@@ -102,8 +114,9 @@ def test_a_gpu_gives_what_the_cpu_gives():
         torch.testing.assert_close(result.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_steps_of_padded_sequences():
-    module = SparseAttention(EMBED, HEADS, PATTERN.in_blocks(16))
+@pytest.mark.parametrize("pattern", [PATTERN.in_blocks(16), None])
+def test_steps_of_padded_sequences(pattern):
+    module = SparseAttention(EMBED, HEADS, pattern)
     x = torch.randn(2, LENGTH, EMBED)
     lengths = torch.tensor([20, LENGTH])
     cache = KeyValueCache(2, HEADS, 64, EMBED // HEADS)
@@ -128,6 +141,9 @@ def test_steps_share_a_length_and_cut_their_rows_out_of_one_mask(monkeypatch):
     for token in torch.randn(40, 1, 1, EMBED):
         module(token, cache=cache)
     assert sorted(set(k_lens)) == [1, 2, 4, 8, 16, 32, 60]
+    cache.reset()
+    module(torch.randn(1, 17, EMBED), cache=cache)
+    assert k_lens[-1] == 17, "a prompt needs no room for what comes"
     assert len(compiled) == 1
 
 
@@ -166,9 +182,27 @@ def test_encoder_layer_knows_activations_by_name():
     torch.testing.assert_close(ours(x), theirs(x))
 
 
+def test_rotary_turns_features_half_a_head_apart():
+    rotary = Rotary(4)
+    first, second = rotary(torch.eye(4)[:2].view(2, 1, 1, 4), offset=3).view(2, 4).tolist()
+    assert first == pytest.approx([math.cos(3), 0, math.sin(3), 0])
+    assert second == pytest.approx([0, math.cos(0.03), 0, math.sin(0.03)])
+    assert rotary.state_dict() == {}
+    x = torch.randn(1, 1, 1, 2, dtype=torch.bfloat16)
+    expected = Rotary(2)(x.float(), 1003)  # which bfloat16 does not tell from 1004
+    torch.testing.assert_close(Rotary(2).bfloat16()(x, 1003), expected.bfloat16())
+
+
+def test_a_cache_holds_no_graph():
+    cache = KeyValueCache(1, HEADS, 8, EMBED // HEADS)
+    SparseAttention(EMBED, HEADS)(torch.randn(1, 3, EMBED), cache=cache)
+    assert not any(kept.requires_grad for kept in cache.first(3))
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_layer_is_that_of_torch(norm_first):
     options = {"dim_feedforward": 48, "norm_first": norm_first}
+    options |= {"activation": gelu, "layer_norm_eps": 1e-2} if norm_first else {}
     theirs = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True, **options).eval()
     ours = SparseEncoderLayer(EMBED, HEADS, pattern=PATTERN, **options).eval()
     ours.load_state_dict(theirs.state_dict())
@@ -182,6 +216,18 @@ def test_encoder_layer_is_that_of_torch(norm_first):
         x, mask=blocked(), src_key_padding_mask=padding
     )
     torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), expected)
+
+
+def test_encoder_layer_hands_on_its_options():
+    options = {"pattern": PATTERN, "kv_heads": 2, "deterministic": False}
+    layer = SparseEncoderLayer(EMBED, HEADS, 48, dropout=0.3, norm_first=True, **options)
+    assert {name: getattr(layer.self_attn, name) for name in options} == options
+    assert layer.self_attn.dropout == 0.3
+    x = torch.randn(1, LENGTH, EMBED)
+    layer.dropout1.p = layer.dropout2.p = 1.0
+    assert torch.equal(layer(x), x)
+    layer.dropout.p, layer.dropout2.p = 1.0, 0.0
+    torch.testing.assert_close(layer(x), x + layer.linear2.bias)
 
 
 def test_encoder_layer_compiles_whole_for_every_length():
@@ -219,6 +265,8 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention(32, 0), "num_heads and kv_heads must be positive, got 32, 0"),
         (lambda: SparseAttention(32, 4, dropout=2.0), r"dropout must be in \[0, 1\), got 2.0"),
         (lambda: SparseAttention(32, 4, rotary=Rotary(16)), "rotary must be of head_dim 8"),
+        (lambda: SparseAttention.from_torch(torch_attention(add_bias_kv=True)), "add_bias_kv"),
+        (lambda: SparseAttention.from_torch(torch_attention(add_zero_attn=True)), "add_zero_attn"),
         (lambda: Rotary(7), "head_dim must be even"),
         (lambda: Rotary(8, base=-1.0), "base must be positive, got -1.0"),
         (lambda: Rotary(8)(torch.zeros(1, 1, 2, 4)), r"x must be \(batch, heads, seq, 8\)"),
@@ -229,10 +277,18 @@ def test_copies_share_their_pattern():
             "memory must be None",
         ),
         (lambda: KeyValueCache(1, 4, 0, 8), "max_len must be at least 1, got 0"),
+        (
+            lambda: SparseAttention(32, 4, rotary=Rotary(8))(*torch.zeros(2, 1, 2, 32)),
+            "memory must be None",
+        ),
         (lambda: KeyValueCache(1, 4, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8)), "key must be"),
         (
             lambda: KeyValueCache(1, 3, 5, 8).append(*torch.zeros(2, 1, 3, 2, 8).half()),
             "key must be torch.float32 on cpu like the cache, got torch.float16",
+        ),
+        (
+            lambda: SparseEncoderLayer(32, 4)(torch.zeros(1, 2, 32), torch.zeros(2, 2)),
+            "src_mask must be None",
         ),
         (
             lambda: SparseEncoderLayer(32, 4)(torch.zeros(1, 2, 32), is_causal=True),

@@ -104,3 +104,20 @@ spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 
 assert hopper.why_not(spec) == ["triton is not installed"]
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_blocks_that_count_for_one_kernel_are_those_of_a_row_of_keys():
+    allowed = replace(SPEC, deterministic=False)
+    tall, wide = (masks.full()(n, 128).table() for n in ((3072, 768), (768, 3072)))
+    assert hopper.fuses(tall, allowed)
+    assert not hopper.fuses(wide, allowed)
+    chosen_there = masks.BlockMask.from_blocks(torch.ones(24, 24) > 0).table()
+    assert not hopper.fuses(chosen_there, allowed)
+
+
+def test_auto_passes_over_few_queries_and_takes_tiles_that_are_just_filled():
+    wide = replace(SPEC, head_dim=128)
+    (reason,) = hopper.pass_over(replace(wide, q_len=16))
+    assert "q_len is 16" in reason
+    assert hopper.pass_over(replace(wide, q_len=17)) == []
+    assert hopper.pass_over(replace(wide, block_size=(16, 16), fill=0.4)) == []
