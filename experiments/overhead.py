@@ -128,20 +128,21 @@ def bare_passes(
 
 
 def measure(name: str, call: Call, kernels: Call, device: torch.device) -> Row:
-    total = host_microseconds(call, device)
-    if device.type == "cpu":
-        return Row(name, *total, 0, host_microseconds(kernels, device)[0])
-    launches = count_launches(kernels)
-    return Row(name, *total, launches, launches * host_microseconds(empty_kernel, device)[0])
+    on_cpu = device.type == "cpu"
+    launches = 0 if on_cpu else count_launches(kernels)
+    totals, bare = in_turns(call, kernels if on_cpu else empty_kernel, device)
+    kernels_us = min(bare) * (1 if on_cpu else launches)
+    return Row(name, min(totals), statistics.median(totals), launches, kernels_us)
 
 
-def host_microseconds(call: Call, device: torch.device) -> tuple[float, float]:
-    """The least and the median over runs of the mean host time of CALLS calls, none waited for."""
+def in_turns(call: Call, other: Call, device: torch.device) -> tuple[list[float], list[float]]:
+    """The mean host times, in microseconds, of runs of CALLS calls, none waited for."""
     end = time.perf_counter() + SECONDS
-    runs = [_mean_microseconds(call, device)]
-    while len(runs) < RUNS and time.perf_counter() < end:
-        runs.append(_mean_microseconds(call, device))
-    return min(runs), statistics.median(runs)
+    runs: tuple[list[float], list[float]] = ([], [])
+    while not runs[0] or (len(runs[0]) < RUNS and time.perf_counter() < end):
+        for times, timed in zip(runs, (call, other), strict=True):
+            times.append(_mean_microseconds(timed, device))
+    return runs
 
 
 def _mean_microseconds(call: Call, device: torch.device) -> float:

@@ -1,8 +1,13 @@
 """python -m sparseflash selfcheck: is attention right on this machine?"""
 
+import os
+from typing import Annotated
+
 import typer
 
 from sparseflash.conformance import selfcheck
+
+PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 app = typer.Typer(help="Exact block-sparse attention.", no_args_is_help=True)
 
@@ -13,9 +18,13 @@ def main() -> None:
 
 
 @app.command("selfcheck")
-def check() -> None:
+def check(
+    processes: Annotated[
+        int, typer.Option(min=1, help="How many check side by side; they compile kernels.")
+    ] = PROCESSES,
+) -> None:
     """Compares every backend of this machine with float64; exits with 1 on a failure."""
-    raise typer.Exit(selfcheck() > 0)
+    raise typer.Exit(selfcheck(processes=processes) > 0)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Every backend of this machine against float64."""
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 
 import torch
 from rich.console import Console
@@ -22,7 +23,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (32, 64, 80, 128, 256)
 BLOCK_SIZES = ((64, 64), (128, 128), (32, 64), (128, 64))
 LENGTHS = (260, 200)
-MOST_WORKERS = 8
 PATTERNS = (
     masks.full(),
     masks.causal(align="bottom-right"),
@@ -83,30 +83,25 @@ class Case:
         check_attention(attend, query, key, value, mask, grad_out=grad_out, **options)
 
 
-def selfcheck(console: Console | None = None) -> int:
+def selfcheck(console: Console | None = None, processes: int = 1) -> int:
     """Compares every backend of this machine with float64, out, lse and gradients, in a minute.
 
     Over dtypes, head dims, block sizes and patterns, with dropout and padded keys; an error counts
     when it is more than about twice what materialised attention in the same dtype makes.
 
+    processes: how many check side by side, where kernels take most of the time to compile. More
+        than one are started anew, so a script that asks for them needs its
+        `if __name__ == "__main__":`.
     Prints a table and returns the number of checks that failed, 1 when there was none to make.
     """
     console = console or Console()
     table = Table("backend", "device", "dtype", "head dim", "block", "options", "result")
     to_check = list(cases())
     failures = int(not to_check)
-    # Kernels take most of the time to compile. Interpreted ones cannot run side by side.
-    workers = min(MOST_WORKERS, os.cpu_count() or 1) if torch.cuda.is_available() else 1
-    with ThreadPoolExecutor(workers) as pool:
-        checked = list(
-            track(
-                pool.map(_failures, to_check),
-                "selfcheck",
-                total=len(to_check),
-                console=console,
-                transient=True,
-            )
-        )
+    with _mapping(processes) as mapped:
+        results = mapped(_failures, to_check)
+        shown = track(results, "selfcheck", len(to_check), console=console, transient=True)
+        checked = list(shown)
     for case, found in zip(to_check, checked, strict=True):
         failures += len(found)
         options = ["dropout"] * (case.dropout_p > 0) + ["padded keys"] * case.padded
@@ -154,6 +149,16 @@ def unavailable() -> dict[str, list[str]]:
 
 def _devices() -> list[str]:
     return ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+
+
+@contextmanager
+def _mapping(processes: int) -> Iterator[Callable]:
+    """`map`, or one that shares its work between processes."""
+    if processes == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        yield pool.map
 
 
 def _failures(case: Case) -> list[str]:

@@ -148,7 +148,8 @@ def main(
     machine = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", device_name(device).lower())
     path = output / f"lra-{name}-{machine}.json"
     write_json(path, record)
-    console.print(table_of_means(record["geometric_mean_speedup"]))
+    if record["geometric_mean_speedup"]:
+        console.print(table_of_means(record["geometric_mean_speedup"]))
     console.print(f"wrote {path}")
 
 

@@ -1,4 +1,5 @@
 import io
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,29 @@ def test_a_right_backend_passes():
     failures, output = run()
     assert failures == 0
     assert "all within the error budget" in output
+
+
+def test_processes_share_the_cases(monkeypatch):
+    shared = []
+
+    class Pool:
+        def __init__(self, processes, context):
+            shared.append((processes, context.get_start_method()))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def map(self, check, cases):
+            return [check(pickle.loads(pickle.dumps(case))) for case in cases]
+
+    monkeypatch.setattr(conformance, "ProcessPoolExecutor", Pool)
+    output = io.StringIO()
+    assert sparseflash.selfcheck(Console(file=output, width=200), processes=3) == 0
+    assert shared == [(3, "spawn")]
+    assert output.getvalue() == run()[1]
 
 
 def test_a_wrong_backend_fails(monkeypatch):
