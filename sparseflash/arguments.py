@@ -1,6 +1,7 @@
 """The arguments of the public functions, checked before anything is computed."""
 
 import math
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -73,6 +74,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"query, key and value must be tensors, got {type(tensor).__name__}")
     device_type = tensors[0].device.type
+    if device_type == "meta":
+        raise ValueError("query, key and value must have data, got tensors on meta")
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
@@ -148,6 +151,7 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
 def _checked_positive(name: str, value: float | None) -> float | None:
     if value is None:
         return None
+    _check_number(name, value)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be positive and finite, got {value}")
     return float(value)
@@ -163,7 +167,13 @@ def _checked_score(score: ScoreFunction | str | None) -> str | None:
     return named(score).name
 
 
+def _check_number(name: str, value: float) -> None:
+    if not isinstance(value, Real):  # nor a tensor, whose gradient would be lost
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+
+
 def _checked_dropout(dropout_p: float) -> float:
+    _check_number("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     return float(dropout_p)
@@ -181,9 +191,12 @@ def _checked_deterministic(deterministic: bool) -> bool:
     return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def checked_seed(seed: int | None) -> Tensor:
+def checked_seed(seed: int | None, dropout_p: float) -> Tensor | None:
+    """The seed of a call, None without dropout; drawn if there is none."""
+    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
+    if dropout_p == 0:
+        return None
     if seed is None:
         return torch.randint(2**63 - 1, (), device="cpu")
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
-    return torch.tensor(seed, device="cpu")
+    return torch.tensor(int(seed), device="cpu")

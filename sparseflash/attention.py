@@ -129,7 +129,7 @@ def attention(
     bias = None if bias is None else checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
-    drawn = checked_seed(seed) if dropout_p > 0 else None
+    drawn = checked_seed(seed, dropout_p)
     if operators.is_traced(query):
         out, lse = operators.attention(
             query,

@@ -90,7 +90,7 @@ def prepare(
     if kind not in mask.kept:
         mask.kept[kind] = _facts(query, key, mask, kind[len(tensors) :])
     if key_lengths is not None:
-        key_lengths = _in_range(key_lengths, key.shape[2], query.device)
+        key_lengths = in_range(key_lengths, key.shape[2], query.device)
     spec, chosen, table = mask.kept[kind]
     return Call(spec, chosen, table, key_lengths, seed, bias)
 
@@ -200,7 +200,11 @@ def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) ->
     return pattern((q_len, k_len), device=device)
 
 
-def _in_range(lengths: Tensor, k_len: int, device: torch.device) -> Tensor:
+def in_range(lengths: Tensor, k_len: int, device: torch.device) -> Tensor:
+    """Key lengths as backends read them: int32 on the device.
+
+    Raises ValueError for lengths past the keys; while a CUDA graph is captured they are clamped.
+    """
     if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
         lengths = lengths.clamp(0, k_len)
     elif bool(((lengths < 0) | (lengths > k_len)).any()):

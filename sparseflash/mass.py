@@ -7,7 +7,7 @@ from torch import Tensor
 from masks import BlockMask, DynamicMask, Pattern
 from sparseflash.arguments import checked_bias, checked_mask, checked_tensors
 from sparseflash.attention import attention
-from sparseflash.call import block_mask
+from sparseflash.call import block_mask, in_range
 
 
 @torch.no_grad()
@@ -35,8 +35,8 @@ def block_mass(
     query, key = query.float(), key.float()
     if bias is not None:
         bias = checked_bias(bias, query, key)
-    if key_lengths is not None:
-        _check_range(key_lengths, key.shape[2])
+    if key_lengths is not None:  # each part of the keys sees lengths that are cut to it
+        key_lengths = in_range(key_lengths, key.shape[2], query.device)
     found = block_mask(checked_mask(mask), query, key)
     if isinstance(found, DynamicMask):
         raise TypeError("mask must not be a DynamicMask, of which block_mass could take no part")
@@ -67,14 +67,6 @@ def block_mass(
     shares = torch.stack(lses).softmax(0).nan_to_num(0.0)
     mass = torch.cat([p * s.unsqueeze(-1) for p, s in zip(parts, shares, strict=True)], dim=-1)
     return _mean_of_rows(mass, torch.stack(lses).amax(0) > -torch.inf, bq)
-
-
-def _check_range(key_lengths: Tensor, k_len: int) -> None:
-    """Each part of the keys sees lengths that are cut to it; a CUDA graph cannot wait for them."""
-    if key_lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    if bool(((key_lengths < 0) | (key_lengths > k_len)).any()):
-        raise ValueError(f"key_lengths must be 0 to {k_len}, got {key_lengths.tolist()}")
 
 
 def _block_of_key(tokens: int, bk: int, head_dim: int, like: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def test_scores_keep_their_graph_and_blocks_have_none():
         (lambda m: m.keep(torch.ones(0, 4, 4) > 0), r"blocks must be \(4, 4\)"),
         (
             lambda m: m.keep(torch.ones(4, 4) > 0, torch.ones(4, 4, dtype=torch.int)),
-            "scores must be floating",
+            "scores must be a floating-point tensor, got torch.int32",
         ),
         (lambda m: m.keep_topk(torch.ones(4, 4), 0), "k must be at least 1, got 0"),
         (lambda m: masks.stack([m, ~m]).keep_above(torch.ones(3, 4, 4), 0), "1 or 2 heads, got 3"),

@@ -12,9 +12,15 @@ import sparseflash
 from masks.lookup_table import LookupTable
 from sparseflash import explanation
 from sparseflash.backends import BACKENDS, select
-from sparseflash.call import block_mask, prepare, spec_of
+from sparseflash.call import _compiled, block_mask, prepare, spec_of
 from sparseflash.nn import SparseAttention
 from sparseflash.spec import AttentionSpec
+
+
+def forget_calls():
+    """What is known of calls by their facts, and what the masks of patterns keep of them."""
+    select.cache_clear()
+    _compiled.cache_clear()
 
 
 @pytest.fixture
@@ -27,9 +33,9 @@ def tiled(monkeypatch):
         describe=lambda query, key, value, table, spec: {"blocks": str(table.block_size)},
     )
     monkeypatch.setattr("sparseflash.backends.BACKENDS", (backend,))
-    select.cache_clear()
+    forget_calls()
     yield backend
-    select.cache_clear()
+    forget_calls()
 
 
 def test_a_backend_gets_the_table_that_it_reads(tiled):
@@ -112,9 +118,9 @@ def passed(monkeypatch):
     monkeypatch.setattr("sparseflash.backends.BACKENDS", watched)
     monkeypatch.setattr(explanation, "BACKENDS", watched)
     monkeypatch.setattr(explanation, "SECONDS", 1e-3)
-    select.cache_clear()
+    forget_calls()
     yield found
-    select.cache_clear()
+    forget_calls()
 
 
 LENGTH = 40
