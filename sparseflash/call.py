@@ -87,11 +87,12 @@ def prepare(
     options = (scale, softcap, score, dropout_p, precision, deterministic, bias is not None)
     differentiated = (differentiates_bias, differentiates_blocks)
     kind = (*tensors, key_lengths is not None, *options, *differentiated, backend)
-    if kind not in mask.kept:
-        mask.kept[kind] = _facts(query, key, mask, kind[len(tensors) :])
+    facts = mask.kept.get(kind)
+    if facts is None:
+        facts = mask.kept[kind] = _facts(query, key, mask, kind[len(tensors) :])
     if key_lengths is not None:
         key_lengths = in_range(key_lengths, key.shape[2], query.device)
-    spec, chosen, table = mask.kept[kind]
+    spec, chosen, table = facts
     return Call(spec, chosen, table, key_lengths, seed, bias)
 
 
