@@ -8,9 +8,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from experiments.record import Record, Row
@@ -109,39 +111,66 @@ def _speedup(rows: list[Row]) -> Figure:
 
 
 def _bars(rows: list[Row], record: Record) -> Figure:
-    """Useful TFLOP/s or TB/s of every contender on every case, under the roof of the device."""
+    """Useful TFLOP/s or TB/s of every contender, under the roof of the device: a column of panels
+    for every size, a row for every direction, patterns side by side.
+    """
     directions = list(dict.fromkeys(r.direction for r in rows))
     contenders = list(dict.fromkeys(r.contender for r in rows))
-    cases = list(dict.fromkeys(_case(r) for r in rows))
-    width = max(7.0, 0.15 * len(cases) * len(contenders))
-    height = 3.2 * len(directions) + 1.8  # below the last panel, the names of the cases
+    patterns = {
+        size: list(dict.fromkeys(r.pattern for r in rows if _sizes(r) == size))
+        for size in dict.fromkeys(map(_sizes, rows))
+    }
+    counts = [len(names) for names in patterns.values()]
+    width = max(7.0, 0.12 * sum(counts) * len(contenders) + 0.5 * len(counts))
     figure, axes = plt.subplots(
-        len(directions), 1, figsize=(width, height), sharex=True, squeeze=False
+        *(len(directions), len(counts)),
+        figsize=(width, 2.6 * len(directions) + 1.6),  # below the last row, names of patterns
+        sharex="col",
+        sharey=True,
+        squeeze=False,
+        width_ratios=[count + 0.5 for count in counts],
     )
-    bar = 0.8 / len(contenders)
-    for direction, ax in zip(directions, axes.flat, strict=True):
-        for i, contender in enumerate(contenders):
-            own = [r for r in rows if (r.direction, r.contender) == (direction, contender)]
-            places = [cases.index(_case(r)) + i * bar for r in own]
-            label = NAMES.get(contender, contender)
-            ax.bar(places, [r.useful[0] for r in own], bar, color=COLOURS[i], label=label)
-        unit = rows[0].useful[1]
-        name, label = ROOFS[unit]
-        if roof := record.roofs.get(name):
-            ax.axhline(roof, color="#444444", linewidth=1, linestyle=":", label=label)
-        ax.set(title=direction, ylabel=f"useful {unit}")
-    middle = [i + 0.4 - bar / 2 for i in range(len(cases))]
-    axes.flat[-1].set_xticks(middle, cases, rotation=60, ha="right", fontsize=7)
-    axes.flat[0].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
+    unit = rows[0].useful[1]
+    roof, label = ROOFS[unit]
+    roof_line: dict[str, Any] = {"color": "#444444", "linewidth": 1, "linestyle": ":"}
+    for direction, row in zip(directions, axes, strict=True):
+        row[0].set_ylabel(f"{direction}, useful {unit}", fontsize=8)
+        for (size, names), ax in zip(patterns.items(), row, strict=True):
+            own = [r for r in rows if (_sizes(r), r.direction) == (size, direction)]
+            _group_of_bars(ax, own, names, contenders)
+            if roof in record.roofs:
+                ax.axhline(record.roofs[roof], **roof_line)
+            ax.tick_params(labelsize=7)
+    for size, ax in zip(patterns, axes[0], strict=True):
+        ax.set_title(size, fontsize=8)
+    legend: list[Artist] = [Line2D([], [], **roof_line, label=label)] * (roof in record.roofs)
+    legend += [
+        Patch(color=COLOURS[i], label=NAMES.get(contender, contender))
+        for i, contender in enumerate(contenders)
+    ]
+    axes[0, -1].legend(
+        handles=legend, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1)
+    )
+    figure.tight_layout(rect=(0, 0.04, 1, 1))  # above where the record came from
     return figure
 
 
-def _case(row: Row) -> str:
+def _group_of_bars(ax: Axes, rows: list[Row], patterns: list[str], contenders: list[str]) -> None:
+    bar = 0.8 / len(contenders)
+    for i, contender in enumerate(contenders):
+        own = [r for r in rows if r.contender == contender]
+        places = [patterns.index(r.pattern) + i * bar for r in own]
+        ax.bar(places, [r.useful[0] for r in own], bar, color=COLOURS[i])
+    middle = [i + 0.4 - bar / 2 for i in range(len(patterns))]
+    ax.set_xticks(middle, patterns, rotation=60, ha="right", rotation_mode="anchor")
+
+
+def _sizes(row: Row) -> str:
+    """What patterns beside one another have in common."""
     if row.q_len is None:
-        return f"{row.pattern}, N {row.seq_len}, d {row.head_dim}, blocks of {row.block_size}"
-    heads = f"{row.batch} x {row.heads}/{row.kv_heads} x {row.head_dim}"
-    return f"{row.pattern}, {row.q_len} of N {row.seq_len}, {heads}"
+        return f"N {row.seq_len:,}, d {row.head_dim}\nblocks of {row.block_size}"
+    heads = f"batch {row.batch}, {row.heads} heads on {row.kv_heads} of {row.head_dim}"
+    return f"{row.q_len} of N {row.seq_len:,}\n{heads}"
 
 
 def _against_length(
