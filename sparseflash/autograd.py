@@ -40,9 +40,11 @@ class _BlockSparseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
             return (None,) * 6
-        grads = _Gradients.apply(
-            ctx.call, ctx.needs_input_grad[:5], grad_out, grad_lse, *ctx.saved_tensors
-        )
+        needs = ctx.needs_input_grad[:5]
+        if torch.is_grad_enabled():  # somebody may differentiate once more
+            grads = _Gradients.apply(ctx.call, needs, grad_out, grad_lse, *ctx.saved_tensors)
+        else:
+            grads = ctx.call.backward(grad_out, grad_lse, ctx.saved_tensors, needs)
         return *grads, None
 
 
