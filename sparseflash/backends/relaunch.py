@@ -136,6 +136,8 @@ def relaunch(launched: Launched, changing: Sequence[str]) -> Relaunch | None:
     """
     compiled = launched.compiled
     metadata = compiled.metadata
+    if metadata.target.backend != "cuda" or not _knows_parameters():
+        return None
     scratch = (metadata.global_scratch_size, metadata.profile_scratch_size)
     special = (metadata.num_ctas > 1, metadata.launch_cooperative_grid, metadata.launch_pdl)
     if any((*scratch, *special)):
@@ -206,6 +208,12 @@ def _encode(descriptor, metadata: dict):
 
     takes = len(inspect.signature(make_tensordesc_arg).parameters)  # one more from Triton 3.9 on
     return make_tensordesc_arg(*(descriptor, metadata, None)[:takes])[0]
+
+
+@lru_cache(maxsize=1)
+def _knows_parameters() -> bool:
+    """Whether the driver can be asked for the parameters of a kernel: from CUDA 12.4 on."""
+    return hasattr(ctypes.CDLL("libcuda.so.1"), "cuFuncGetParamInfo")
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 
 import masks
 from masks.lookup_table import LookupTable
@@ -75,12 +76,14 @@ def driver(monkeypatch):
     active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: 9)
     monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(relaunch, "_driver", lambda: made)
+    monkeypatch.setattr(relaunch, "_knows_parameters", lambda: True)
     return made
 
 
 def launched(query: torch.Tensor, seed: int, kinds=KINDS, **metadata) -> Launched:
     facts = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}
-    facts |= {"global_scratch_size": 0, "profile_scratch_size": 0} | metadata
+    facts |= {"global_scratch_size": 0, "profile_scratch_size": 0}
+    facts |= {"target": GPUTarget("cuda", 90, 32)} | metadata
     compiled: Any = SimpleNamespace(
         function=5,
         packed_metadata=(4, 1, 1024),
@@ -146,6 +149,7 @@ def test_what_is_copied_begins_with_no_launches(driver, owner):
 @pytest.mark.parametrize(
     "metadata",
     [
+        {"target": GPUTarget("hip", "gfx942", 64)},
         {"num_ctas": 2},
         {"launch_cooperative_grid": True},
         {"launch_pdl": True},
@@ -155,6 +159,12 @@ def test_what_is_copied_begins_with_no_launches(driver, owner):
 )
 def test_what_takes_more_than_parameters_is_left_to_triton(driver, metadata):
     assert relaunch.relaunch(launched(torch.zeros(8), 0, **metadata), CHANGING) is None
+
+
+def test_an_old_driver_leaves_launches_to_triton(driver, monkeypatch):
+    assert relaunch.relaunch(launched(torch.zeros(8), 0), CHANGING) is not None
+    monkeypatch.setattr(relaunch, "_knows_parameters", lambda: False)
+    assert relaunch.relaunch(launched(torch.zeros(8), 0), CHANGING) is None
 
 
 @pytest.mark.parametrize("sizes", [[*SIZES, 8], SIZES[:-1], [8, 8, 8, 4, 4, *SCRATCH], []])
