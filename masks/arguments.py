@@ -28,6 +28,13 @@ def wholes(name: str, values: Any, least: int | None = None) -> list[int]:
     return [whole(name, value, least) for value in values]
 
 
+def check_floating(name: str, tensor: Any) -> None:
+    """Raises TypeError for what is no floating-point tensor."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+
+
 def plain(value: Any) -> Any:
     """Tensors, arrays and their numbers as values of Python."""
     if isinstance(value, (list, tuple, range)):

@@ -7,7 +7,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from masks.arguments import whole
+from masks.arguments import check_floating, whole
 from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
 from masks.grid import Grid, OnGrid, definite
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
@@ -55,7 +55,7 @@ class DynamicMask(OnGrid):
             got = getattr(blocks, "dtype", type(blocks).__name__)
             raise TypeError(f"blocks must be a bool tensor, got {got}")
         if scores is not None:
-            _check_floating(scores)
+            check_floating("scores", scores)
         if scores is not None and scores.shape != blocks.shape:
             raise ValueError(
                 f"scores must have the shape of blocks, {tuple(blocks.shape)}, got "
@@ -71,7 +71,7 @@ class DynamicMask(OnGrid):
     def of_topk(cls, within: BlockMask, scores: Tensor, k: int) -> "DynamicMask":
         """See BlockMask.keep_topk."""
         k = whole("k", k, least=1)
-        _check_floating(scores)
+        check_floating("scores", scores)
         scores = _of_heads("scores", scores, within)
         eligible = scores.detach().masked_fill(within.tile_of_block() == EMPTY, -torch.inf)
         best, column = eligible.topk(min(k, eligible.shape[-1]), dim=-1)
@@ -83,7 +83,7 @@ class DynamicMask(OnGrid):
         cls, within: BlockMask, scores: Tensor, threshold: float | Tensor
     ) -> "DynamicMask":
         """See BlockMask.keep_above."""
-        _check_floating(scores)
+        check_floating("scores", scores)
         if not isinstance(threshold, (Real, Tensor)):
             raise TypeError(f"threshold must be a number or a tensor, got {threshold!r}")
         return cls.of(within, scores.detach() > threshold, scores)
@@ -153,12 +153,6 @@ def _of_heads(name: str, blocks: Tensor, within: BlockMask) -> Tensor:
     if blocks.device != within.device:
         raise ValueError(f"{name} must be on {within.device} like the mask, got {blocks.device}")
     return blocks.view(shape).expand(-1, max(heads, shape[1]), -1, -1)
-
-
-def _check_floating(scores: Tensor) -> None:
-    if not isinstance(scores, Tensor) or not scores.is_floating_point():
-        got = getattr(scores, "dtype", type(scores).__name__)
-        raise TypeError(f"scores must be a floating-point tensor, got {got}")
 
 
 def _table_of(within: BlockMask, blocks: Tensor) -> LookupTable:

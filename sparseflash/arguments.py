@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern, full
+from masks.arguments import check_floating
 from sparseflash.score import ScoreFunction, named
 
 AnyMask = Pattern | BlockMask | DynamicMask
@@ -57,9 +58,7 @@ def check_sinks(sinks: Tensor, query: Tensor) -> None:
 
 def _check_of_heads(name: str, tensor: Tensor, query: Tensor, rest: tuple[int, ...]) -> None:
     """Raises where the tensor is not floating-point (1 or heads, *rest) on the query's device."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = getattr(tensor, "dtype", type(tensor).__name__)
-        raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+    check_floating(name, tensor)
     shapes = [(heads, *rest) for heads in (1, query.shape[1])]
     if tuple(tensor.shape) not in shapes or tensor.device != query.device:
         raise ValueError(

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from masks.arguments import check_floating, whole
+
 
 def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
     """bias[h, .] = -slopes[h] |distance|: (heads, q_len + k_len - 1) from (heads,).
@@ -11,7 +13,7 @@ def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
     Raises TypeError or ValueError naming the argument.
     Source: Press, Smith, Lewis, "Train short, test long", 2022.
     """
-    _check_floating("slopes", slopes)
+    check_floating("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes must be (heads,), got {tuple(slopes.shape)}")
     return -slopes.unsqueeze(1) * _distances(q_len, k_len, slopes.device).abs()
@@ -26,7 +28,7 @@ def relative_bias(weights: Tensor, q_len: int, k_len: int) -> Tensor:
     Source: Shaw, Uszkoreit, Vaswani, "Self-attention with relative position representations",
     2018.
     """
-    _check_floating("weights", weights)
+    check_floating("weights", weights)
     if weights.dim() != 2 or weights.shape[1] % 2 == 0:
         raise ValueError(f"weights must be (heads, 2 r + 1), got {tuple(weights.shape)}")
     reach = weights.shape[1] // 2
@@ -34,15 +36,7 @@ def relative_bias(weights: Tensor, q_len: int, k_len: int) -> Tensor:
     return weights[:, reach + distance]
 
 
-def _check_floating(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = getattr(tensor, "dtype", type(tensor).__name__)
-        raise TypeError(f"{name} must be a floating-point tensor, got {got}")
-
-
 def _distances(q_len: int, k_len: int, device: torch.device) -> Tensor:
     """k - q at every entry of a bias, where the last query is at the last key."""
-    for name, length in (("q_len", q_len), ("k_len", k_len)):
-        if length < 1:
-            raise ValueError(f"{name} must be at least 1 token, got {length}")
+    q_len, k_len = whole("q_len", q_len, least=1), whole("k_len", k_len, least=1)
     return torch.arange(1 - k_len, q_len, device=device)

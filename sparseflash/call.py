@@ -83,24 +83,23 @@ def prepare(
     """
     if isinstance(mask, Pattern):
         mask = block_mask(mask, query, key)
-    tensors = (query.shape, key.shape, query.dtype, query.device)
     options = (scale, softcap, score, dropout_p, precision, deterministic, bias is not None)
     differentiated = (differentiates_bias, differentiates_blocks)
-    kind = (*tensors, key_lengths is not None, *options, *differentiated, backend)
-    facts = mask.kept.get(kind)
-    if facts is None:
-        facts = mask.kept[kind] = _facts(query, key, mask, kind[len(tensors) :])
+    facts = (key_lengths is not None, *options, *differentiated)
+    kind = (query.shape, key.shape, query.dtype, query.device, *facts, backend)
+    shared = mask.kept.get(kind)
+    if shared is None:
+        shared = mask.kept[kind] = _shared(query, key, mask, facts, backend)
     if key_lengths is not None:
         key_lengths = in_range(key_lengths, key.shape[2], query.device)
-    spec, chosen, table = facts
+    spec, chosen, table = shared
     return Call(spec, chosen, table, key_lengths, seed, bias)
 
 
-def _facts(
-    query: Tensor, key: Tensor, mask: BlockMask | DynamicMask, options: tuple
+def _shared(
+    query: Tensor, key: Tensor, mask: BlockMask | DynamicMask, facts: tuple, backend: str
 ) -> tuple[AttentionSpec, Backend, LookupTable]:
-    """What all calls of a kind have in common."""
-    *facts, backend = options
+    """What all calls of a kind have in common. facts: those of spec_of after the mask."""
     mask = block_mask(mask, query, key)
     spec = spec_of(query, key, mask, *facts)
     chosen = select(backend, spec)

@@ -84,7 +84,7 @@ class Case:
 
 
 def selfcheck(console: Console | None = None, processes: int = 1) -> int:
-    """Compares every backend of this machine with float64, out, lse and gradients, in a minute.
+    """Compares every backend of this machine with float64, out, lse and gradients.
 
     Over dtypes, head dims, block sizes and patterns, with dropout and padded keys; an error counts
     when it is more than about twice what materialised attention in the same dtype makes.

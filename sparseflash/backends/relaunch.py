@@ -41,7 +41,7 @@ def again(table: LookupTable, kind: tuple, changed: Changed) -> bool:
     Launches with a table that are of one kind differ in nothing but the numbers in `changed`.
     """
     known = table.kept.get(kind)
-    return known is not None and known(changed)
+    return bool(known) and known(changed)
 
 
 def remember(table: LookupTable, kind: tuple, launched: Launched, changing: Sequence[str]) -> None:
@@ -49,10 +49,10 @@ def remember(table: LookupTable, kind: tuple, launched: Launched, changing: Sequ
 
     changing: the names of those arguments whose values `again` is given, in its order.
     """
-    if kind in table.kept:
-        table.kept[kind] = table.kept[kind] or relaunch(launched, changing)
-    else:
+    if kind not in table.kept:
         table.kept[kind] = None
+    elif table.kept[kind] is None:
+        table.kept[kind] = relaunch(launched, changing) or False  # not to be tried again
 
 
 class Relaunch:
@@ -206,7 +206,7 @@ def _encode(descriptor, metadata: dict):
     """Triton's tensor map of a descriptor."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    takes = len(inspect.signature(make_tensordesc_arg).parameters)  # one more from Triton 3.9 on
+    takes = len(inspect.signature(make_tensordesc_arg).parameters)  # 2 in Triton 3.6, 3 in 3.9
     return make_tensordesc_arg(*(descriptor, metadata, None)[:takes])[0]
 
 

@@ -136,7 +136,7 @@ def test_alibi_as_written_down(backend):
     [
         (lambda: sparseflash.alibi([1.0], 3, 3), "slopes must be a floating-point tensor, got li"),
         (lambda: sparseflash.alibi(torch.ones(2, 2), 3, 3), r"slopes must be \(heads,\), got"),
-        (lambda: sparseflash.alibi(torch.ones(2), 0, 3), "q_len must be at least 1 token, got 0"),
+        (lambda: sparseflash.alibi(torch.ones(2), 0, 3), "q_len must be at least 1, got 0"),
         (lambda: sparseflash.relative_bias(torch.ones(2, 4), 3, 3), r"weights must be \(heads, 2"),
         (lambda: sparseflash.relative_bias(None, 3, 3), "weights must be a floating-point tensor"),
     ],

@@ -84,7 +84,7 @@ def _fused_gradients(
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
-        launch.terms_of(terms, PART.value),
+        launch.Pieces(terms, PART.value),
         *(launch.tiles_of(x, PART.value) for x in (key, value)),
         launch.tiles_of(sums, PART.value, width // 2),
         *(launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
@@ -127,7 +127,7 @@ def _key_value_gradient(
     grad_value = torch.empty_like(value) if with_value else None
     tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
-        launch.terms_of(terms, PART.value),
+        launch.Pieces(terms, PART.value),
         *(launch.tiles_of(x, PART.value) for x in (key, value)),
         *(x if x is None else launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
     )

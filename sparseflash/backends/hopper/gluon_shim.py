@@ -1,4 +1,4 @@
-"""Gluon for Hopper under one set of names: all that differs between Triton 3.6 and 3.9 is here.
+"""Gluon for Hopper under one set of names: what differs of it between Triton 3.6 and 3.9 is here.
 
 3.8 renamed the asynchronous copies and gave the one that adds a function.
 """

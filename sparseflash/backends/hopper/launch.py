@@ -126,11 +126,6 @@ def tiles_of(tensor: Tensor, rows: int, dims: int | None = None) -> Tiles:
     return Tiles(tensor, rows, dims or width(tensor.shape[-1]))
 
 
-def terms_of(terms: Tensor, columns: int) -> Pieces:
-    """The pieces of `columns` neighbouring entries of a row of row terms."""
-    return Pieces(terms, columns)
-
-
 TERMS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
 

@@ -178,6 +178,13 @@ def test_a_kind_of_parameter_that_is_not_known_is_left_to_triton(driver):
     assert relaunch.relaunch(launched(torch.zeros(8), 0, kinds), CHANGING) is None
 
 
+def test_what_cannot_be_packed_is_tried_once(driver, table, monkeypatch):
+    tried = []
+    monkeypatch.setattr(relaunch, "_knows_parameters", lambda: bool(tried.append(1)))
+    assert repeat(table, *torch.zeros(5, 8).unbind()) == [False] * 5
+    assert tried == [1]
+
+
 def test_a_launch_that_the_driver_refuses_is_left_to_triton(driver, table):
     tensors = torch.zeros(3, 8).unbind()
     repeat(table, *tensors)
