@@ -4,8 +4,9 @@
     dS = P * (dO V^T - delta)
     dQ = scale dS K,    dK = scale dS^T Q,    dV = P^T dO
 
-P is computed anew, tile by tile, by both kernels. Neither adds to memory that another program
-writes, so the same inputs give the same bits. The kernel of all gradients does; see `fuses`.
+P is computed anew, tile by tile, by both kernels. The first writes LSE and delta for the second;
+see row_terms. Neither adds to memory that another program writes, so the same inputs give the same
+bits. The kernel of all gradients does; see `fuses`.
 """
 
 import torch
@@ -13,12 +14,11 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.hopper import fuses, launch
+from sparseflash.backends.hopper import fuses, launch, row_terms
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
-from sparseflash.backends.hopper.row_terms import row_terms
 from sparseflash.spec import AttentionSpec
 
 # By the width of tiles: the keys of a tile for dQ, and buffers of keys and values; buffers of
@@ -57,14 +57,18 @@ def backward(
         launch.addressable(out),
     )
     key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_query = grad_key = grad_value = None
     with on_device(query.device):
-        terms = row_terms(grad_out, out, lse, grad_lse)
+        terms = row_terms.empty(query)
         call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
         if all(needs) and fuses(table, spec):
+            row_terms.compute(grad_out, out, lse, grad_lse, terms)
             return _fused_gradients(*call)
         if needs_query:
-            grad_query = _query_gradient(*call)
+            grad_query = _query_gradient(out, lse, grad_lse, *call)
+        else:
+            row_terms.compute(grad_out, out, lse, grad_lse, terms)
         if launch.width(spec.head_dim) <= WIDEST_TOGETHER:
             if needs_key or needs_value:
                 grad_key, grad_value = _key_value_gradient(*call)
@@ -97,13 +101,16 @@ def _fused_gradients(
     return grad_query, grad_key, grad_value
 
 
-def _query_gradient(query, grad_out, key, value, terms, table, key_lengths, seed, spec) -> Tensor:
+def _query_gradient(
+    out, lse, grad_lse, query, grad_out, key, value, terms, table, key_lengths, seed, spec
+) -> Tensor:
+    """The gradient of query; also writes the terms."""
     grad_query = torch.empty_like(query)
     width = launch.width(spec.head_dim)
     tensors = (
-        *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
+        *(launch.tiles_of(x, PART.value) for x in (query, grad_out, out)),
         *(launch.tiles_of(x, KEYS[width]) for x in (key, value)),
-        *(launch.tiles_of(grad_query, PART.value), terms),
+        *(launch.tiles_of(grad_query, PART.value), lse, grad_lse, terms),
     )
     stages = QUERY_STAGES[width]
     launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, seed, spec, stages)

@@ -2,7 +2,13 @@
 
 from typing import NamedTuple
 
-from sparseflash.backends.hopper.gluon_shim import gl, gluon, load_tile, mbarrier
+from sparseflash.backends.hopper.gluon_shim import (
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    reinterpreted,
+)
 
 BLOCK = gl.constexpr(128)  # tokens along both sides of a block of the mask
 WORDS = gl.constexpr(4)  # of a row of a tile of the bank
@@ -186,13 +192,25 @@ def fill(ring, descriptor, batch, head, token, stage, phase):
     filled = ring.filled.index(stage)
     mbarrier.wait(ring.emptied.index(stage), phase)
     mbarrier.expect(filled, descriptor.block_type.nbytes)
-    load_tile(descriptor, [batch, head, token, 0], filled, ring.buffers.index(stage))
+    load_tile(descriptor, [batch, head, token, 0], filled, tile_buffer(ring, stage, descriptor))
+
+
+@gluon.jit
+def tile_buffer(ring, stage, descriptor):
+    """A buffer as one for tiles of the descriptor: its beginning if they are smaller."""
+    shape: gl.constexpr = descriptor.block_type.shape
+    buffer = ring.buffers.index(stage)
+    return reinterpreted(buffer, descriptor.dtype, shape, descriptor.layout)
 
 
 @gluon.jit
 def matrix(ring, stage):
     """A buffer as a matrix (tokens, dims)."""
-    buffer = ring.buffers.index(stage)
+    return as_matrix(ring.buffers.index(stage))
+
+
+@gluon.jit
+def as_matrix(buffer):
     return buffer.reshape([buffer.shape[2], buffer.shape[3]])
 
 

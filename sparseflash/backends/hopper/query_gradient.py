@@ -2,9 +2,12 @@
 
 S = Q K^T and dP = dO V^T give dS = P * (dP - delta), which stays in registers as the left operand
 of dQ += dS K. That product runs on while the next block's begin.
+
+The row terms are computed on the way and written for the kernel of dK and dV. O comes through the
+rings of keys and values ahead of the first block, so that it is there when dO is.
 """
 
-from sparseflash.backends.hopper import device, dropout
+from sparseflash.backends.hopper import device, dropout, row_terms
 from sparseflash.backends.hopper.device import BLOCK, PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
@@ -18,9 +21,9 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 
 
-@gluon.jit(**device.unspecialized("terms", "key_lengths", "counter"))
+@gluon.jit(**device.unspecialized("lse", "grad_lse", "terms", "key_lengths", "counter"))
 def query_gradient_kernel(
-    queries, grad_outs, keys, values, grad_queries, terms,
+    queries, grad_outs, outs, keys, values, grad_queries, lse, grad_lse, terms,
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
     seed_low, seed_high, threshold, keep_scale,
@@ -37,12 +40,13 @@ def query_gradient_kernel(
     turns = device.number_ring()
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
+    vectors = row_terms.Vectors(lse, grad_lse, terms)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume, (grad_queries, terms, rings, call, 0, MASKED, STAGES)),
-            (consume, (grad_queries, terms, rings, call, 1, MASKED, STAGES)),
-            (produce, (queries, grad_outs, keys, values, rings, call, GROUP, STAGES)),
+            (consume, (grad_queries, vectors, rings, call, 0, MASKED, STAGES)),
+            (consume, (grad_queries, vectors, rings, call, 1, MASKED, STAGES)),
+            (produce, (queries, grad_outs, outs, keys, values, rings, call, GROUP, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -50,7 +54,7 @@ def query_gradient_kernel(
 
 
 @gluon.jit
-def produce(queries, grad_outs, keys, values, rings, call, GROUP: gl.constexpr,
+def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.constexpr,
             STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
     query_ring, grad_out_ring, key_ring, value_ring = rings
@@ -62,10 +66,14 @@ def produce(queries, grad_outs, keys, values, rings, call, GROUP: gl.constexpr,
         following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
+        device.fill(key_ring, outs, batch, head, row * BLOCK, stage, phase)
+        device.fill(value_ring, outs, batch, head, row * BLOCK + PART, stage, phase)
+        stage, phase = device.advance(stage, phase, STAGES)
+        # In the order in which the tile before lets go of its buffers.
         for part in gl.static_range(2):
             token = row * BLOCK + part * PART
-            device.fill(query_ring, queries, batch, head, token, part, query_phase)
             device.fill(grad_out_ring, grad_outs, batch, head, token, part, query_phase)
+            device.fill(query_ring, queries, batch, head, token, part, query_phase)
         query_phase = query_phase ^ 1
         stage, phase = device.load_keys(
             keys, values, key_ring, value_ring, call, batch, head // GROUP, walk,
@@ -75,9 +83,11 @@ def produce(queries, grad_outs, keys, values, rings, call, GROUP: gl.constexpr,
 
 
 @gluon.jit
-def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             STAGES: gl.constexpr):  # fmt: skip
-    """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
+    """Computes the rows of one half of each tile. `stage` is that of the block last consumed, or
+    of O.
+    """
     query_ring, grad_out_ring, key_ring, value_ring = rings
     DIMS: gl.constexpr = grad_queries.block_type.shape[3]
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
@@ -86,7 +96,6 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
     GRAD: gl.constexpr = device.product_layout(DIMS)
     query = device.matrix(query_ring, MEMBER)
     grad_out = device.matrix(grad_out_ring, MEMBER)
-    offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, SCORES))
     stage, phase = STAGES - 1, 1
     query_phase = 0
     turn, turn_phase = 0, 0
@@ -98,12 +107,13 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
         count = masked + walk.fulls * PARTS
         pair = batch * call.sizes.heads + head
         start = row * BLOCK + MEMBER * PART
-        lse2_row = terms + pair.to(gl.int64) * 2 * (call.sizes.rows * BLOCK)
-        lse2 = gl.load(lse2_row + start + offsets)
-        delta = gl.load(lse2_row + call.sizes.rows * BLOCK + start + offsets)
+        stage, phase = device.advance(stage, phase, STAGES)
+        lse2, delta = begin(
+            grad_queries, vectors, rings, call, pair, start, stage, phase, query_phase,
+            MEMBER, SCORES,
+        )  # fmt: skip
         dq = gl.zeros([PART, DIMS], gl.float32, GRAD)
         mbarrier.wait(query_ring.filled.index(MEMBER), query_phase)
-        mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
         if MASKED:
             for i in range(0, masked):
                 dq, stage, phase = step(
@@ -124,6 +134,33 @@ def consume(grad_queries, terms, rings, call, MEMBER: gl.constexpr, MASKED: gl.c
         device.release(query_ring, MEMBER)
         query_phase = query_phase ^ 1
         tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
+
+
+@gluon.jit
+def begin(grad_queries, vectors, rings, call, pair, start, stage, phase, query_phase,
+          MEMBER: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
+    """The terms of this group's rows, which are written too. O lies in the buffers of keys and
+    values at `stage`, in tiles like those of dQ.
+    """
+    _, grad_out_ring, key_ring, value_ring = rings
+    ROWS: gl.constexpr = row_terms.layout(grad_queries.block_type.shape[3])
+    OWN: gl.constexpr = gl.SliceLayout(1, SCORES)
+    tokens = start + gl.arange(0, PART, layout=gl.SliceLayout(1, ROWS))
+    lse2, grad_lse = row_terms.read_lse(vectors, pair, tokens, call.sizes.q_len)
+    mbarrier.wait(key_ring.filled.index(stage), phase)
+    mbarrier.wait(value_ring.filled.index(stage), phase)
+    buffer = device.tile_buffer(key_ring if MEMBER == 0 else value_ring, stage, grad_queries)
+    out = device.as_matrix(buffer).load(ROWS)
+    mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
+    grad_out = device.matrix(grad_out_ring, MEMBER).load(ROWS)
+    delta = row_terms.delta_of(out, grad_out, grad_lse)
+    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * BLOCK)
+    # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
+    fence_async_shared()
+    device.release(value_ring, stage)
+    device.release(key_ring, stage)
+    lse2 = gl.convert_layout(lse2, OWN, assert_trivial=True)
+    return lse2, gl.convert_layout(delta, OWN, assert_trivial=True)
 
 
 @gluon.jit

@@ -4,7 +4,12 @@
 
 The first is inf for a row without keys, so that exp2(score - inf) is 0. They lie in one float32
 tensor (2 * batch * heads, q_len rounded up to whole blocks), two rows for each head.
+
+The kernel of dQ writes them on its way; where it does not run, a kernel of their own does, with
+the same bits.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,74 +17,93 @@ from torch import Tensor
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper import device
 from sparseflash.backends.hopper.device import BLOCK, PART
-from sparseflash.backends.hopper.gluon_shim import gl, gluon
-from sparseflash.backends.hopper.launch import OPTIONS, addressable_strides, width
-
-VECTOR = gl.constexpr(8)  # elements that a thread loads at once
+from sparseflash.backends.hopper.gluon_shim import fence_async_shared, gl, gluon, mbarrier
+from sparseflash.backends.hopper.launch import OPTIONS, tiles_of
 
 
-def row_terms(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """The terms of all rows; zeros past the sequence."""
-    batch, heads, q_len, head_dim = out.shape
+def empty(query: Tensor) -> Tensor:
+    """Room for the terms."""
+    batch, heads, q_len, _ = query.shape
     padded_len = -(-q_len // BLOCK.value) * BLOCK.value
     shape = (2 * batch * heads, padded_len)
-    terms = torch.empty(shape, dtype=torch.float32, device=out.device)
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    strides = [_in_vectors(x) for x in (grad_out, out)]
-    arguments = (grad_out, *strides[0], out, *strides[1], lse, grad_lse, terms, heads, q_len)
-    grid = (batch * heads * padded_len // PART.value, 1, 1)
-    wide = tuple(n >= 2**31 for n in (*strides[0], *strides[1]))
-    variant = (out.device, out.dtype, head_dim, grad_lse is None, wide)
-    dims = {"HEAD_DIM": head_dim, "DIMS": width(head_dim)}
-    launch(row_terms_kernel, grid, arguments, variant, dims | OPTIONS)
-    return terms
+    return torch.empty(shape, dtype=torch.float32, device=query.device)
 
 
-def _in_vectors(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of batch, heads and tokens in units of VECTOR elements."""
-    strides = addressable_strides(tensor.shape, tensor.stride(), tensor.element_size())
-    return tuple(n // VECTOR.value for n in strides[:3])
-
-
-STRIDES = [
-    f"{tensor}_{axis}" for tensor in ("grad_out", "out") for axis in ("batch", "head", "token")
-]
+def compute(
+    grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, terms: Tensor
+) -> None:
+    """Writes the terms of all rows; zeros past the sequence."""
+    _, heads, q_len, head_dim = out.shape
+    tiles = (tiles_of(x, PART.value).descriptor() for x in (grad_out, out))
+    arguments = (*tiles, lse, grad_lse, terms, heads, q_len)
+    grid = (terms.numel() // (2 * PART.value), 1, 1)
+    variant = (out.device, out.dtype, head_dim, grad_lse is None)
+    launch(row_terms_kernel, grid, arguments, variant, OPTIONS)
 
 
 @gluon.jit(
-    do_not_specialize=[*STRIDES, "heads", "q_len"],
-    do_not_specialize_on_alignment=["lse", "grad_lse"],
+    do_not_specialize=["heads", "q_len"],
+    do_not_specialize_on_alignment=["lse", "grad_lse", "terms"],
 )
-def row_terms_kernel(
-    grad_out, grad_out_batch, grad_out_head, grad_out_token,
-    out, out_batch, out_head, out_token,
-    lse, grad_lse, terms, heads, q_len, HEAD_DIM: gl.constexpr, DIMS: gl.constexpr,
-):  # fmt: skip
-    """Programs take PART rows of a head each. Strides count VECTOR elements; that of dims is 1."""
-    LANES: gl.constexpr = DIMS // VECTOR
-    TILE: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
+def row_terms_kernel(grad_outs, outs, lse, grad_lse, terms, heads, q_len):
+    """Programs take PART rows of a head each."""
+    ROWS: gl.constexpr = layout(outs.block_type.shape[3])
     padded_len = gl.cdiv(q_len, BLOCK) * BLOCK
     parts = padded_len // PART
-    pair = (gl.program_id(0) // parts).to(gl.int64)
-    tokens = gl.program_id(0) % parts * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, TILE))
+    pair, start = gl.program_id(0) // parts, gl.program_id(0) % parts * PART
+    grad_out_ring, out_ring = device.ring(grad_outs, 1, 1), device.ring(outs, 1, 1)
+    fence_async_shared()
+    device.fill(grad_out_ring, grad_outs, pair // heads, pair % heads, start, 0, 1)
+    device.fill(out_ring, outs, pair // heads, pair % heads, start, 0, 1)
+    vectors = Vectors(lse, grad_lse, terms)
+    tokens = start + gl.arange(0, PART, layout=gl.SliceLayout(1, ROWS))
+    lse2, dlse = read_lse(vectors, pair, tokens, q_len)
+    mbarrier.wait(grad_out_ring.filled.index(0), 0)
+    mbarrier.wait(out_ring.filled.index(0), 0)
+    grad_out, out = device.matrix(grad_out_ring, 0), device.matrix(out_ring, 0)
+    delta = delta_of(out.load(ROWS), grad_out.load(ROWS), dlse)
+    write(vectors, lse2, delta, pair, tokens, padded_len)
+
+
+class Vectors(NamedTuple):
+    """Tensors of one entry or two for each query of a head; grad_lse may be None."""
+
+    lse: gl.tensor
+    grad_lse: gl.tensor
+    terms: gl.tensor
+
+
+@gluon.constexpr_function
+def layout(dims):
+    """Of (PART, dims) elements, with each row in the four threads that have it in a product."""
+    columns = [1, 2, 4, *(1 << i for i in range(5, dims.bit_length() - 1))]
+    registers = [*([0, column] for column in columns), [8, 0]]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, dims])
+
+
+@gluon.jit
+def read_lse(vectors, pair, tokens, q_len):
+    """(log2(e) * LSE, dLSE) of queries of a head; zeros past the sequence."""
     inside = tokens < q_len
-    dims = gl.expand_dims(gl.arange(0, DIMS, layout=gl.SliceLayout(0, TILE)), 0)
-    batch, head = pair // heads, pair % heads
-    rows = gl.expand_dims(tokens.to(gl.int64), 1)
-    outs = out + (batch * out_batch + head * out_head + rows * out_token) * VECTOR + dims
-    grad_outs = (
-        grad_out
-        + (batch * grad_out_batch + head * grad_out_head + rows * grad_out_token) * VECTOR
-        + dims
-    )
-    bounds = gl.expand_dims(inside, 1) & (dims < HEAD_DIM)
-    o = gl.load(outs, mask=bounds, other=0.0).to(gl.float32)
-    do = gl.load(grad_outs, mask=bounds, other=0.0).to(gl.float32)
-    delta = gl.sum(o * do, axis=1)
-    if grad_lse is not None:
-        delta -= gl.load(grad_lse + pair * q_len + tokens, mask=inside, other=0.0)
-    lse2 = gl.load(lse + pair * q_len + tokens, mask=inside, other=0.0) * device.LOG2E
+    first = pair.to(gl.int64) * q_len
+    lse2 = gl.load(vectors.lse + first + tokens, mask=inside, other=0.0) * device.LOG2E
     lse2 = gl.where(lse2 == device.NEG_INF, float("inf"), lse2)
-    lse2_row = terms + pair * 2 * padded_len
+    grad_lse = gl.zeros_like(lse2)
+    if vectors.grad_lse is not None:
+        grad_lse = gl.load(vectors.grad_lse + first + tokens, mask=inside, other=0.0)
+    return lse2, grad_lse
+
+
+@gluon.jit
+def delta_of(out, grad_out, grad_lse):
+    """rowsum(dO * O) - dLSE"""
+    return gl.sum(out.to(gl.float32) * grad_out.to(gl.float32), axis=1) - grad_lse
+
+
+@gluon.jit
+def write(vectors, lse2, delta, pair, tokens, padded_len):
+    """Writes both terms of queries of a head; those past the sequence too."""
+    lse2_row = vectors.terms + pair.to(gl.int64) * 2 * padded_len
     gl.store(lse2_row + tokens, lse2)
     gl.store(lse2_row + padded_len + tokens, delta)

@@ -42,6 +42,7 @@ def call(
     kv_heads: int = 2,
     key_lengths: torch.Tensor | None = None,
     grad_out: torch.Tensor | None = None,
+    with_grad_lse: bool = False,
     dropout_p: float = 0.0,
     deterministic: bool = True,
 ) -> None:
@@ -57,8 +58,9 @@ def call(
     call = (mask.table(), key_lengths, 1, spec)
     out, lse = hopper.forward(query, key, key, *call)
     grad_out = query if grad_out is None else grad_out
+    grad_lse = lse if with_grad_lse else None
     needs = (True, True, True, False, False)
-    hopper.backward(grad_out, None, query, key, key, out, lse, *call, needs)
+    hopper.backward(grad_out, grad_lse, query, key, key, out, lse, *call, needs)
 
 
 def report_variants(head_dim: int):
@@ -67,6 +69,7 @@ def report_variants(head_dim: int):
         "dtype": torch.float16,
         "kv_heads": 1,
         "key_lengths": torch.ones(1, dtype=torch.int32),
+        "with_grad_lse": True,
         "dropout_p": 0.1,
     }
     for name, pattern, options in (
@@ -121,6 +124,7 @@ def report_layouts(head_dim: int):
     mask = masks.full()(256, block_size=128)
     call(mask, head_dim, dtype=torch.float16)
     call(mask, head_dim, dropout_p=0.1)
+    call(mask, head_dim, with_grad_lse=True)
     call(mask, head_dim, deterministic=False)
     for strides in ((2**20, 64, 128, 1), (2**35, 8, 1024, 1), (3, 8, 8, 1)):
         size = (2, 2, 256, head_dim)

@@ -383,6 +383,7 @@ gl = SimpleNamespace(
     atomic_add=_atomic_add,
     arange=lambda start, end, layout: torch.arange(start, end),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+    zeros_like=torch.zeros_like,
     full=lambda shape, value, dtype, layout: torch.zeros(shape, dtype=dtype) + value,
     convert_layout=lambda tensor, layout, assert_trivial=False: tensor,
     expand_dims=Tensor.unsqueeze,

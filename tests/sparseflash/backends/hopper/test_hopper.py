@@ -163,11 +163,12 @@ def test_many_tiles_for_each_program(name, head_dim):
     check(PATTERNS[name], (1500, 1500), head_dim, batch=4, heads=16, kv_heads=8)
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, False, True)]
 )
-def test_only_the_gradients_that_are_needed(needs):
-    *inputs, grad = make_inputs(1, 2, 400, 560, 64, dtype=torch.float16, device=DEVICE)
+def test_only_the_gradients_that_are_needed(needs, head_dim):
+    *inputs, grad = make_inputs(1, 2, 400, 560, head_dim, dtype=torch.float16, device=DEVICE)
 
     def gradients(needs):
         leaves = [x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True)]

@@ -3,6 +3,7 @@
 The simulation has to find the bugs that are planted into the sources of the kernels.
 """
 
+import math
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,11 +65,7 @@ def check(
     query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)
     mask = pattern(lengths, block_size=128)
     options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
-    spec = AttentionSpec(
-        *(batch, heads, kv_heads, *lengths, head_dim, query.dtype, query.device),
-        *((128, 128), mask.num_heads, head_dim**-0.5, dropout_p, bool(options)),
-        deterministic=deterministic,
-    )
+    spec = spec_of(query, key, mask, dropout_p, bool(options), deterministic)
     seed = -(2**40) - 3
     if dropout_p:
         options |= {"dropout_p": dropout_p, "seed": seed}
@@ -80,6 +77,16 @@ def check(
             return run(call, *inputs)
 
     check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)
+
+
+def spec_of(query, key, mask, dropout_p=0.0, has_key_lengths=False, deterministic=True):
+    batch, heads, q_len, head_dim = query.shape
+    _, kv_heads, k_len, _ = key.shape
+    return AttentionSpec(
+        *(batch, heads, kv_heads, q_len, k_len, head_dim, query.dtype, query.device),
+        *((128, 128), mask.num_heads, head_dim**-0.5, dropout_p, has_key_lengths),
+        deterministic=deterministic,
+    )
 
 
 PATTERNS = {
@@ -127,6 +134,47 @@ def test_simulated_kernels_of_the_widest_tiles():
         check(PATTERNS["blocks"], 256)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize("with_grad_lse", [False, True])
+def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
+    with_grad_lse, head_dim
+):
+    kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd"}
+    query, key, value, grad_out = make_inputs(2, 2, 300, 200, head_dim, **kinds)
+    mask = masks.pattern(lambda q, k: q >= 140)((300, 200), block_size=128)
+    call = (mask.table(), None, 0, spec_of(query, key, mask))
+    grad_lse = torch.randn(2, 300, 2).mT if with_grad_lse else None
+    with simulation():
+        out, lse = hopper.forward(query, key, value, *call)
+        saved = (grad_out, grad_lse, query, key, value, out, lse, *call)
+        written, by_their_own = (written_terms(needs, *saved) for needs in (True, False))
+    lse2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
+    delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
+    expected = torch.zeros(2, 2, 2, 384)
+    expected[..., :300] = torch.stack([lse2, delta], dim=2)
+    assert lse2.isinf().sum() == 2 * 2 * 140
+    torch.testing.assert_close(written.view_as(expected), expected)
+    assert torch.equal(by_their_own, written)
+
+
+def written_terms(needs_query, *saved_and_call):
+    """The row terms of a backward pass that is to make dQ, or nothing."""
+    terms = torch.full((2 * 2 * 2, 384), torch.nan)
+    with patch(f"{hopper.__name__}.row_terms.empty", return_value=terms):
+        hopper.backward(*saved_and_call, (needs_query, False, False))
+    return terms
+
+
+LOADS_O = "    out = device.as_matrix(buffer).load(ROWS)\n"
+NEEDS_O = """\
+    mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
+    grad_out = device.matrix(grad_out_ring, MEMBER).load(ROWS)
+    delta = row_terms.delta_of(out, grad_out, grad_lse)
+    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * BLOCK)
+    # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
+    fence_async_shared()
+"""
+RELEASES_O = "    device.release(value_ring, stage)\n    device.release(key_ring, stage)\n"
 PLANTED = {
     "values released before they are read": (
         "forward_pass",
@@ -168,6 +216,26 @@ PLANTED = {
         "key_value_gradient",
         "queries.block_type.nbytes + 2 * terms.block_type.nbytes",
         "queries.block_type.nbytes",
+    ),
+    "O not waited for": (
+        "query_gradient",
+        "    mbarrier.wait(key_ring.filled.index(stage), phase)\n    mbarrier.wait(value_ring",
+        "    mbarrier.wait(value_ring",
+    ),
+    "O handed back before it is read": (
+        "query_gradient",
+        f"{LOADS_O}{NEEDS_O}{RELEASES_O}",
+        f"{RELEASES_O}{LOADS_O}{NEEDS_O}",
+    ),
+    "O of the other group": (
+        "query_gradient",
+        "key_ring if MEMBER == 0 else value_ring",
+        "value_ring if MEMBER == 0 else key_ring",
+    ),
+    "terms of one group alone": (
+        "row_terms",
+        "gl.store(lse2_row + tokens, lse2)",
+        "gl.store(lse2_row + tokens, lse2, mask=tokens % 128 < 64)",
     ),
     "queries overwritten before dQ has left": (
         "query_gradient",
