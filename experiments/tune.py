@@ -52,6 +52,7 @@ MOST_ACCUMULATORS = 224
 ACCUMULATORS_OF_REGISTERS = 0.75
 PAIRS_OF_WARP = range(256, 4097)
 WARP_GROUP, GROUP_ROWS = 4, 64
+SHARING = (1, WARP_GROUP)  # warps of programs of which fewer registers let more run at once
 PARTS = 4  # tiles along a side of a block, at most
 PASSES = (*configs.PASSES, "decode")
 CACHED = 65536  # keys that a step of decoding reads
@@ -182,7 +183,7 @@ def sensible(which: str, config: Config, head_dim: int) -> bool:
         configs.accumulators(config, which, head_dim) <= most
         and pairs // config.warps in PAIRS_OF_WARP
         and (few_rows or (config.warps >= WARP_GROUP) == (rows >= GROUP_ROWS))
-        and (config.registers is None or config.warps == WARP_GROUP)
+        and (config.registers is None or config.warps in SHARING)
     )
 
 
