@@ -25,7 +25,8 @@ def row(density, median_ms, **changes):
 def choose(which, problem):
     """The configuration in use on an H200."""
     dtype, block_size = tune.DTYPES[problem.dtype], (problem.block_size, problem.block_size)
-    return configs.choose(which, *H200, dtype, problem.head_dim, block_size, True, problem.packed)
+    facts = (which, *H200, dtype, problem.head_dim, block_size)
+    return configs.choose(*facts, tma=True, packed_rows=problem.packed, packs=True)
 
 
 @pytest.fixture

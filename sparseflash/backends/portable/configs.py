@@ -49,11 +49,44 @@ SMALL_DECODE = (
     Config(64, 32, 4, 3),
     Config(64, 16, 4, 3),
 )
-NARROW_DECODE = (
-    Config(16, 64, 4, 4, tma=True),
-    Config(16, 64, 4, 4),
-    Config(64, 64, 4, 3, tma=True),
-)
+# Of blocks of 32 and 16. A program of one warp waits for nobody; more programs fill the device.
+SMALL_HOPPER = {
+    ("forward", 32): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
+    ("forward", 64): (
+        Config(32, 32, 1, 2, tma=True, registers=168),
+        Config(32, 32, 1, 2, registers=168),
+        Config(16, 16, 1, 3),
+    ),
+    ("forward", 128): (
+        Config(32, 32, 1, 2, tma=True),
+        Config(32, 16, 1, 2),
+        Config(16, 16, 1, 3, tma=True, registers=168),
+        Config(16, 16, 1, 3),
+    ),
+    ("forward", 256): (
+        Config(32, 32, 2, 2, tma=True),
+        Config(32, 32, 2, 2),
+        Config(16, 16, 1, 2, tma=True),
+        Config(16, 16, 1, 2),
+    ),
+    ("dq", 32): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
+    ("dq", 64): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
+    ("dq", 128): (Config(32, 16, 1, 2, tma=True), Config(32, 32, 2, 3), Config(16, 16, 1, 3)),
+    ("dq", 256): (
+        Config(32, 32, 2, 2, tma=True),
+        Config(32, 32, 2, 2),
+        Config(16, 16, 1, 2, tma=True),
+        Config(16, 16, 1, 2),
+    ),
+    ("dkdv", 32): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
+    ("dkdv", 64): (
+        Config(32, 32, 1, 2, tma=True),
+        Config(32, 32, 1, 2),
+        Config(16, 16, 1, 3, registers=128),
+    ),
+    ("dkdv", 128): (Config(32, 32, 2, 2, tma=True), Config(32, 32, 2, 2), Config(16, 16, 1, 3)),
+    ("dkdv", 256): (Config(32, 16, 2, 2, tma=True), Config(32, 16, 2, 2), Config(16, 16, 1, 3)),
+}
 
 HOPPER = {
     ("forward", 32): (
@@ -101,8 +134,18 @@ HOPPER = {
     ),
     ("dkdv", 128): (Config(64, 64, 4, 2, tma=True), Config(64, 128, 8, 3), Config(32, 64, 4, 3)),
     ("dkdv", 256): (Config(64, 64, 8, 2, tma=True), Config(64, 64, 8, 2)),
-    ("decode", 32): NARROW_DECODE,
-    ("decode", 64): NARROW_DECODE,
+    ("decode", 32): (
+        Config(16, 64, 1, 2),
+        Config(64, 128, 4, 4, tma=True, registers=168),
+        Config(64, 64, 4, 3, tma=True),
+    ),
+    ("decode", 64): (
+        Config(16, 128, 4, 4, tma=True, registers=128),
+        Config(16, 64, 4, 4, tma=True),
+        Config(16, 64, 4, 4),
+        Config(64, 128, 4, 4, tma=True, registers=168),
+        Config(64, 64, 4, 3, tma=True),
+    ),
     ("decode", 128): (
         Config(16, 64, 4, 3, tma=True),
         Config(16, 64, 4, 3),
@@ -111,20 +154,12 @@ HOPPER = {
     ("decode", 256): (
         Config(16, 64, 4, 3, tma=True),
         Config(16, 32, 4, 3),
-        Config(64, 64, 8, 2, tma=True),
+        Config(64, 32, 4, 4, tma=True),
     ),
 }
 # Tiles that hold several blocks, by pass, dims and side of the blocks, where they are faster on an
-# H200 than tiles within a block: dK and dV of blocks of 32 by 5 to 36 % (random blocks of s = 1/64
-# and 1/4, butterflies between), dQ at 64 dims by 24 and 37 % (random, s = 1/16 and 1/4), though by
-# 10 % slower in a butterfly. Elsewhere they gain nothing: blocks of 16 take all that the
-# second-level cache gives (9.3 TB/s) one by one, and the forward pass has too few products for
-# each row that it gathers.
-PACKED = {
-    ("dq", 64): {32: Config(32, 64, 4, 3, flipped=True)},
-    ("dkdv", 64): {32: Config(64, 32, 4, 3, flipped=True)},
-    ("dkdv", 128): {32: Config(64, 32, 4, 2, flipped=True)},
-}
+# H200 than tiles within a block.
+PACKED = {("dkdv", 256): {16: Config(64, 16, 4, 2, flipped=True)}}
 AMPERE = {
     ("forward", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
     ("forward", 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
@@ -175,8 +210,9 @@ def candidates(
     bucket = ("dq" if which == "sums" else which, _bucket(head_dim))
     if dtype == torch.float32:
         return FLOAT32[bucket] + SMALL_FLOAT32
-    small = SMALL_DECODE if which == "decode" else SMALL
-    return (HOPPER if architecture >= 90 else AMPERE)[bucket] + small
+    if architecture >= 90:
+        return HOPPER[bucket] + SMALL_HOPPER.get(bucket, SMALL_DECODE)
+    return AMPERE[bucket] + (SMALL_DECODE if which == "decode" else SMALL)
 
 
 def packed_candidates(

@@ -87,13 +87,17 @@ def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
     return BlockMask.from_dense(torch.ones(seq_len, seq_len, dtype=torch.bool).tril(), block_size)
 
 
+# Configurations of every head dim, of which one is enough.
+SHARED = (*configs.SMALL, *configs.SMALL_DECODE)
+
+
 def variants(architecture: int):
     """(pass, dtype, head dim, configuration, options) of the kernels that ship."""
     for which in (*configs.PASSES, "decode"):
         for head_dim in (32, 64, 128, 256):
             listed = configs.candidates(architecture, which, torch.bfloat16, head_dim)
-            shared = configs.SMALL_DECODE if which == "decode" else configs.SMALL
-            for config in listed if head_dim == 64 else listed[: -len(shared)]:
+            shared = SHARED if head_dim != 64 else ()
+            for config in (config for config in listed if config not in shared):
                 yield which, torch.bfloat16, head_dim, config, {}
             best, *_ = configs.candidates(architecture, which, torch.float32, head_dim)
             yield which, torch.float32, head_dim, best, {}
