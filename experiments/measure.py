@@ -1,7 +1,8 @@
-"""Measures cases: every contender is checked, timed, and its memory taken."""
+"""Measures cases: contenders are checked, timed in turns, and their memory is taken."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from experiments.check import Attend, check
 from experiments.families import Member
 from experiments.peers import Peer, Problem, attend_peer, attend_sparseflash
 from experiments.record import Record, Row, is_ours
-from experiments.timing import Clock, time_call
+from experiments.timing import Clock, Prepare, Timing, prepared, time_in_turns
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -74,40 +75,109 @@ class Case:
         return f"{self.member.label} at N = {self.seq_len}"
 
 
-def measure(case: Case, contender: str, method: Method) -> Iterator[Row]:
-    """Checks a contender on a case, then times each pass and takes its peak memory."""
+def measure(
+    case: Case,
+    contenders: Sequence[str],
+    method: Method,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[list[Row], dict[str, str]]:
+    """Checks contenders on a case, then times each pass, all of them in turns, and takes the peak
+    memory of each. Tells `say` what it is at.
+
+    Returns the rows of one contender after the other, and the reasons of peers that cannot run;
+    ours have to.
+    """
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
-    inputs, grad_out = random_problem(case, dtype, device, method.seed)
+    problem = random_problem(case, dtype, device, method.seed)
+    excuses = Excuses()
+    passes: dict[str, dict[str, Prepare]] = {}
+    for contender in contenders:
+        say(f"checking {contender} on {case}")
+        with excuses.of(contender):
+            passes[contender] = _checked(contender, case, method, *problem)
+    timings: dict[str, dict[str, Timing]] = {}
+    for direction in case.directions(method):
+        say(f"timing {case}, {direction}")
+        running = {c: p[direction] for c, p in passes.items() if c not in excuses.reasons}
+        timings[direction] = _timed(running, method, excuses)
+    rows = [
+        _row(case, contender, direction, timings[direction][contender], prepare, method)
+        for contender, of_contender in passes.items()
+        for direction, prepare in of_contender.items()
+        if contender not in excuses.reasons
+    ]
+    return rows, excuses.reasons
+
+
+class Excuses:
+    """Why peers cannot run. Ours have to: their errors pass."""
+
+    def __init__(self):
+        self.reasons: dict[str, str] = {}
+
+    @contextmanager
+    def of(self, contender: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if is_ours(contender):
+                raise
+            self.reasons[contender] = str(error).strip().splitlines()[0]
+
+
+def _checked(contender: str, case: Case, method: Method, inputs, grad_out) -> dict[str, Prepare]:
+    """Each pass of a contender whose results were right."""
     attend = contestant(contender, case.member.problem, method.backend)
-    mask = case.member.problem.mask
-    directions = case.directions(method)
+    mask, directions = case.member.problem.mask, case.directions(method)
     check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in directions)
-    for direction in directions:
-        prepare = (
-            forward_pass(attend, inputs)
-            if direction == "forward"
-            else backward_pass(attend, inputs, grad_out)
-        )
-        timing = time_call(prepare, Clock(method.clock), method.budget_ms)
-        yield Row(
-            sweep=case.sweep,
-            contender=contender,
-            family=case.family,
-            pattern=case.member.label,
-            batch=case.batch,
-            heads=case.heads,
-            seq_len=case.seq_len,
-            head_dim=case.head_dim,
-            block_size=case.block_size,
-            density=mask.density,
-            blocks_per_row=mask.density * -(-case.seq_len // case.block_size),
-            direction=direction,
-            **asdict(timing),
-            peak_bytes=memory.peak_bytes(lambda prepare=prepare: prepare()(), device),
-            q_len=case.q_len,
-            kv_heads=case.kv_heads,
-            key_value_bytes=case.key_value_bytes(dtype.itemsize),
-        )
+    passes = {
+        "forward": forward_pass(attend, inputs),
+        "backward": backward_pass(attend, inputs, grad_out),
+    }
+    return {direction: passes[direction] for direction in directions}
+
+
+def _timed(passes: dict[str, Prepare], method: Method, excuses: Excuses) -> dict[str, Timing]:
+    """The time of the same pass of each contender that can run."""
+    samples = {}
+    with ExitStack() as stack:
+        for contender, prepare in passes.items():
+            with excuses.of(contender):
+                run = prepared(prepare, Clock(method.clock))
+                samples[contender] = stack.enter_context(run)
+        timings = time_in_turns(list(samples.values()), method.budget_ms)
+    return dict(zip(samples, timings, strict=True))
+
+
+def _row(
+    case: Case,
+    contender: str,
+    direction: str,
+    timing: Timing,
+    prepare: Prepare,
+    method: Method,
+) -> Row:
+    """What is kept of a pass; its peak memory is taken here."""
+    density = case.member.problem.mask.density
+    return Row(
+        sweep=case.sweep,
+        contender=contender,
+        family=case.family,
+        pattern=case.member.label,
+        batch=case.batch,
+        heads=case.heads,
+        seq_len=case.seq_len,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        density=density,
+        blocks_per_row=density * -(-case.seq_len // case.block_size),
+        direction=direction,
+        **asdict(timing),
+        peak_bytes=memory.peak_bytes(lambda: prepare()(), torch.device(method.device)),
+        q_len=case.q_len,
+        kv_heads=case.kv_heads,
+        key_value_bytes=case.key_value_bytes(DTYPES[method.dtype].itemsize),
+    )
 
 
 def contestant(contender: str, problem: Problem, backend: str) -> Attend:
@@ -154,26 +224,32 @@ def run(
     console: Console,
 ) -> None:
     """Measures what the record does not hold yet of the cases of `plan(say)`, and saves it after
-    every contender."""
+    every case."""
     torch.manual_seed(method.seed)
     begin = time.perf_counter() - record.seconds
     record.skipped.clear()
     known = {(r.contender, r.family, r.pattern, r.group[:-1]) for r in record.rows}
     with progress_bar(console) as progress:
         task = progress.add_task("compiling masks", total=None)
+
+        def say(text: str) -> None:
+            progress.update(task, description=text)
+
         cases = list(plan(lambda text: progress.console.print(f"[yellow]{text}[/]")))
         progress.update(task, total=sum(len(case.contenders) for case in cases))
-        progress.update(task, description="warming up")
+        say("warming up")
         _warm_up(cases[0], method)
         for case in cases:
-            for contender in case.contenders:
-                progress.update(task, description=f"{contender} on {case}")
-                if (contender, case.family, case.member.label, case.group) not in known:
-                    _measure_into(record, case, contender, method)
-                    record.seconds = time.perf_counter() - begin
-                    record.save(path)
-                progress.advance(task)
-        progress.update(task, description="the first case again")
+            known_of_case = case.family, case.member.label, case.group
+            lacking = [c for c in case.contenders if (c, *known_of_case) not in known]
+            if lacking:
+                rows, reasons = measure(case, lacking, method, say)
+                record.rows += rows
+                record.skipped += [[c, str(case), reason] for c, reason in reasons.items()]
+                record.seconds = time.perf_counter() - begin
+                record.save(path)
+            progress.advance(task, len(case.contenders))
+        say("the first case again")
         record.drift = measure_drift(record, cases[0], method)
     record.complete = True
     record.save(path)
@@ -182,7 +258,7 @@ def run(
 def _warm_up(first: Case, method: Method) -> None:
     """Measures the first case for nothing: all others are compared with it, and what it finds cold
     would count for it alone."""
-    list(measure(first, first.contenders[0], method))
+    measure(first, first.contenders[:1], method)
 
 
 def measure_drift(record: Record, first: Case, method: Method) -> float:
@@ -191,20 +267,11 @@ def measure_drift(record: Record, first: Case, method: Method) -> float:
 
     All speed-ups are ratios to that first time: where it does not hold, they do not either.
     """
-    again = {row.direction: row.median_ms for row in measure(first, first.contenders[0], method)}
+    rows, _ = measure(first, first.contenders[:1], method)
+    again = {row.direction: row.median_ms for row in rows}
     before = {row.direction: row.median_ms for row in record.rows[: len(again)]}
     ratios = [again[direction] / before[direction] for direction in again]
     return max(max(ratio, 1 / ratio) for ratio in ratios)
-
-
-def _measure_into(record: Record, case: Case, contender: str, method: Method) -> None:
-    """A peer that cannot run is written down with its reason; sparseflash has to run."""
-    try:
-        record.rows += list(measure(case, contender, method))
-    except RuntimeError as error:
-        if is_ours(contender):
-            raise
-        record.skipped.append([contender, str(case), str(error).strip().splitlines()[0]])
 
 
 def progress_bar(console: Console) -> Progress:

@@ -2,19 +2,24 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 
 Run = Callable[[], object]
+Prepare = Callable[[], Run]
+Sample = Callable[[int], list[float]]  # milliseconds of each of so many runs
 
 # Larger than the last-level cache of any GPU: writing it between two runs makes every run read its
 # inputs from memory.
 FLUSH_BYTES = 256 * 2**20
 MIN_RUNS = 3
 MAX_RUNS = 200
+TURNS = 6
 
 
 class Clock(StrEnum):
@@ -50,38 +55,71 @@ class Timing:
         return cls(median, low, high, len(milliseconds))
 
 
-def time_call(prepare: Callable[[], Run], clock: Clock, budget_ms: float) -> Timing:
-    """Times the function that `prepare()` returns, for about `budget_ms` after one run to warm up.
+def time_call(prepare: Prepare, clock: Clock, budget_ms: float) -> Timing:
+    """Times the function that `prepare()` returns, for about `budget_ms`; see `prepared`."""
+    with prepared(prepare, clock) as sample:
+        (timing,) = time_in_turns([sample], budget_ms)
+    return timing
+
+
+def time_in_turns(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
+    """Times each of them, for about `budget_ms` each after one run to warm up.
+
+    They take turns, in an order that changes, a few runs at a time: the clock of a GPU follows its
+    power, and whoever is measured for long after others have heated it is measured on another
+    machine.
+    """
+    estimates = [sample(1)[0] for sample in samples]
+    wanted = [min(MAX_RUNS, max(MIN_RUNS, int(budget_ms / max(e, 1e-3)))) for e in estimates]
+    milliseconds: list[list[float]] = [[] for _ in samples]
+    gc.disable()
+    try:
+        for turn in range(TURNS):
+            for i in _order(len(samples), turn):
+                runs = wanted[i] * (turn + 1) // TURNS - wanted[i] * turn // TURNS
+                milliseconds[i] += samples[i](runs) if runs else []
+    finally:
+        gc.enable()
+    return [Timing.of(times) for times in milliseconds]
+
+
+def _order(count: int, turn: int) -> list[int]:
+    """Each begins once, and comes after another one than before."""
+    first = turn % count
+    order = [*range(first, count), *range(first)]
+    return order[::-1] if turn % 2 else order
+
+
+@contextmanager
+def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
+    """What takes the time of the function that `prepare()` returns, so many times.
 
     What `prepare` itself does (the forward pass before a backward one) is not timed. On a GPU it
     runs on the stream that is timed, as the capture of a backward pass asks for.
     """
     if clock is Clock.CPU:
-        return _time(prepare(), _sample_cpu, budget_ms)
+        yield partial(_sample_cpu, prepare())
+        return
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run = prepare()
         run()
-        timing = _time(
-            _captured(run, stream) if clock is Clock.GRAPH else run, _sample_gpu, budget_ms
-        )
-    torch.cuda.current_stream().wait_stream(stream)
-    # The stream and the graph have pools of their own, which nothing uses again.
+        runs = [_captured(run, stream) if clock is Clock.GRAPH else run]
     del run
-    gc.collect()
-    torch.cuda.empty_cache()
-    return timing
 
+    def sample(count: int) -> list[float]:
+        with torch.cuda.stream(stream):
+            return _sample_gpu(runs[0], count)
 
-def _time(run: Run, sample: Callable[[Run, int], list[float]], budget_ms: float) -> Timing:
-    estimate = sample(run, 1)[0]
-    runs = min(MAX_RUNS, max(MIN_RUNS, int(budget_ms / max(estimate, 1e-3))))
-    gc.disable()
     try:
-        return Timing.of(sample(run, runs))
+        yield sample
     finally:
-        gc.enable()
+        torch.cuda.current_stream().wait_stream(stream)
+        # The stream and the graph have pools of their own, which nothing uses again.
+        runs.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _sample_cpu(run: Run, runs: int) -> list[float]:

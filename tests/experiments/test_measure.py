@@ -1,6 +1,7 @@
 """That what is timed was checked before, and what a run keeps of it."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from experiments import measure as measurement
 from experiments.check import CheckError
 from experiments.families import Member
 from experiments.measure import Case, Method, contestant, measure, random_problem, run
-from experiments.peers import Problem
+from experiments.peers import Problem, attend_sparseflash
 from experiments.record import Record, Row
 from experiments.timing import Timing
 
@@ -31,21 +32,28 @@ def instant(monkeypatch):
     def check(attend, inputs, mask, what, backward):
         asked.append(("check", what, backward))
 
-    def time_call(prepare, clock, budget_ms):
-        asked.append(("time", prepare, clock))
-        return Timing(2.0, 1.0, 3.0, 5)
+    @contextmanager
+    def prepared(prepare, clock):
+        asked.append(("prepare", prepare, clock))
+        yield prepare
+
+    def time_in_turns(samples, budget_ms):
+        asked.append(("time", len(samples)))
+        return [Timing(2.0 + i, 1.0, 3.0, 5) for i in range(len(samples))]
 
     monkeypatch.setattr(measurement, "check", check)
-    monkeypatch.setattr(measurement, "time_call", time_call)
+    monkeypatch.setattr(measurement, "prepared", prepared)
+    monkeypatch.setattr(measurement, "time_in_turns", time_in_turns)
     monkeypatch.setattr(measurement.memory, "peak_bytes", lambda run, device: 7)
     return asked
 
 
 def test_a_row_holds_the_facts_of_its_case_and_nothing_is_timed_before_it_is_checked(instant):
-    forward, backward = measure(CASE, "sparseflash", METHOD)
-    assert [event[0] for event in instant] == ["check", "time", "time"]
+    (forward, backward), reasons = measure(CASE, ["sparseflash"], METHOD)
+    assert not reasons
+    assert [event[0] for event in instant] == ["check", *["prepare", "time"] * 2]
     assert instant[0][1:] == ("sparseflash on local(20) at N = 100", True)
-    out, gradients = (prepare()() for _, prepare, _ in instant[1:])
+    out, gradients = (event[1]()() for event in instant if event[0] == "prepare")
     assert out.shape == (1, 2, 100, 8)
     assert [gradient.shape for gradient in gradients] == [out.shape] * 3
     density = LOCAL.problem.mask.density
@@ -57,8 +65,71 @@ def test_a_row_holds_the_facts_of_its_case_and_nothing_is_timed_before_it_is_che
     assert (forward, backward) == (expected, replace(expected, direction="backward"))
 
 
+def test_contenders_are_all_checked_and_then_timed_together_pass_by_pass(instant):
+    said = []
+    contenders = ["sparseflash", "sparseflash:cpu"]
+    rows, _ = measure(CASE, contenders, METHOD, said.append)
+    together = ["prepare", "prepare", "time"]
+    assert [event[0] for event in instant] == ["check", "check", *together, *together]
+    assert [(row.contender, row.direction, row.median_ms) for row in rows] == [
+        ("sparseflash", "forward", 2.0),
+        ("sparseflash", "backward", 2.0),
+        ("sparseflash:cpu", "forward", 3.0),
+        ("sparseflash:cpu", "backward", 3.0),
+    ]
+    assert said[0] == "checking sparseflash on local(20) at N = 100"
+    assert said[-1] == "timing local(20) at N = 100, backward"
+
+
+def fails_to(stage, contender):
+    """What `contestant` gives, but this one cannot run its pass, in words of two lines."""
+
+    def made(name, problem, backend):
+        if name == contender and stage == "begin":
+            raise RuntimeError("no kernel\nat all")
+        right = attend_sparseflash(problem)
+        if name != contender:
+            return right
+        return lambda query, key, value: (
+            right(query, Refused.apply(key), value) if stage == "backward" else refuse()
+        )
+
+    return made
+
+
+def refuse(*_):
+    raise RuntimeError("no kernel\nat all")
+
+
+class Refused(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(refuse)
+
+
+@pytest.mark.parametrize("stage", ["begin", "forward", "backward"])
+def test_a_peer_that_cannot_run_is_left_out_with_its_reason(instant, monkeypatch, stage):
+    monkeypatch.setattr(measurement, "contestant", fails_to(stage, "sdpa"))
+    monkeypatch.setattr(measurement, "prepared", running)
+    rows, reasons = measure(CASE, ["sparseflash", "sdpa"], METHOD)
+    assert {row.contender for row in rows} == {"sparseflash"}
+    assert len(rows) == 2
+    assert reasons == {"sdpa": "no kernel"}
+
+
+@contextmanager
+def running(prepare, clock):
+    prepare()()
+    yield prepare
+
+
+def test_our_own_kernels_have_to_run(instant, monkeypatch):
+    monkeypatch.setattr(measurement, "contestant", fails_to("begin", "sparseflash:triton"))
+    with pytest.raises(RuntimeError, match="no kernel"):
+        measure(CASE, ["sparseflash", "sparseflash:triton"], METHOD)
+
+
 def test_a_step_of_decoding_has_no_backward_pass(instant):
-    (row,) = measure(DECODED, "sparseflash", METHOD)
+    (row,), _ = measure(DECODED, ["sparseflash"], METHOD)
     assert instant[0][2] is False
     assert (row.direction, row.q_len, row.kv_heads) == ("forward", 3, 1)
     assert row.key_value_bytes == row.density * 2 * 96 * 8 * 4 == 96 * 8 * 4
@@ -87,9 +158,9 @@ def test_no_time_is_taken_of_a_wrong_gradient(monkeypatch):
         return lambda query, key, value: right(query, Doubled.apply(key), value)
 
     monkeypatch.setattr(measurement, "contestant", wrong)
-    monkeypatch.setattr(measurement, "time_call", lambda *call: pytest.fail("timed"))
+    monkeypatch.setattr(measurement, "time_in_turns", lambda *call: pytest.fail("timed"))
     with pytest.raises(CheckError, match=r"sparseflash on local\(20\) at N = 100, dk: error"):
-        list(measure(CASE, "sparseflash", METHOD))
+        measure(CASE, ["sparseflash"], METHOD)
 
 
 class Doubled(torch.autograd.Function):
@@ -131,18 +202,23 @@ class Runs:
     def __init__(self, path, times):
         self.path, self.times, self.asked = path, iter(times), []
 
-    def measure(self, case, contender, method):
+    def measure(self, case, contenders, method, say=None):
         saved = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
-        self.asked.append((contender, case.seq_len, len(saved)))
-        time = next(self.times)
-        if isinstance(time, Exception):
-            raise time
-        for direction in method.directions:
-            ms = time if direction == "forward" else 4.0
-            yield Row(
-                *(case.sweep, contender, case.family, case.member.label, 1, 2, case.seq_len, 8),
-                *(16, 1.0, 1.0, direction, ms, ms, ms, 5, 7),
-            )
+        rows, reasons = [], {}
+        for contender in contenders:
+            self.asked.append((contender, case.seq_len, len(saved)))
+            time = next(self.times)
+            if isinstance(time, str):
+                reasons[contender] = time
+                continue
+            for direction in method.directions:
+                ms = time if direction == "forward" else 4.0
+                row = Row(
+                    *(case.sweep, contender, case.family, case.member.label, 1, 2, case.seq_len),
+                    *(8, 16, 1.0, 1.0, direction, ms, ms, ms, 5, 7),
+                )
+                rows.append(row)
+        return rows, reasons
 
 
 @pytest.fixture
@@ -176,7 +252,7 @@ def test_a_run_that_goes_on_measures_what_it_lacks_and_adds_its_seconds(go):
     longer = replace(CASE, seq_len=200, contenders=("sparseflash", "sdpa"))
     _, record = go([CASE], [9.0, 2.0, 2.0])
     record.seconds, record.skipped = 1000.0, [["sdpa", "a case", "a reason"]]
-    asked, record = go([CASE, longer], [9.0, 4.0, RuntimeError("no kernel\nat all"), 2.0], record)
+    asked, record = go([CASE, longer], [9.0, 4.0, "no kernel", 2.0], record)
     assert [ask[:2] for ask in asked] == [
         ("sparseflash", 100),
         ("sparseflash", 200),
@@ -186,9 +262,3 @@ def test_a_run_that_goes_on_measures_what_it_lacks_and_adds_its_seconds(go):
     assert [row.seq_len for row in record.rows] == [100, 100, 200, 200]
     assert record.skipped == [["sdpa", "local(20) at N = 200", "no kernel"]]
     assert record.seconds >= 1000
-
-
-def test_our_own_kernels_have_to_run(go):
-    case = replace(CASE, contenders=("sparseflash", "sparseflash:triton"))
-    with pytest.raises(RuntimeError, match="no kernel"):
-        go([case], [9.0, 2.0, RuntimeError("no kernel")])

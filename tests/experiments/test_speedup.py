@@ -54,29 +54,29 @@ def test_an_interrupted_run_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch)
     whole = measurement.measure
     measured = []
 
-    def interrupted(case, contender, settings):
-        if len(measured) == 4:  # the first was the warm-up
+    def interrupted(case, *rest):
+        if len(measured) == 3:  # the first was the warm-up
             raise KeyboardInterrupt
-        measured.append((contender, str(case)))
-        return whole(case, contender, settings)
+        measured.append(str(case))
+        return whole(case, *rest)
 
     monkeypatch.setattr(measurement, "measure", interrupted)
     result, record = measure(tmp_path)
     assert result.exit_code == INTERRUPTED
     assert "Interrupted" in result.output
     assert not record["complete"]
-    assert len(record["rows"]) == 6
+    assert len(record["rows"]) == 8
 
     monkeypatch.setattr(measurement, "measure", whole)
     result, resumed = measure(tmp_path, "--resume")
     assert result.exit_code == 0, result.output
     assert resumed["complete"]
-    assert [r["median_ms"] for r in resumed["rows"][:6]] == [
+    assert [r["median_ms"] for r in resumed["rows"][:8]] == [
         r["median_ms"] for r in record["rows"]
     ]
     names = ("sweep", "contender", "pattern", "seq_len", "direction")
     keys = [tuple(row[name] for name in names) for row in resumed["rows"]]
-    assert len(set(keys)) == len(keys) > 6
+    assert len(set(keys)) == len(keys) > 8
 
 
 def test_a_run_of_other_settings_is_not_resumed(tmp_path):

@@ -1,10 +1,11 @@
 import gc
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 
-from experiments.timing import MAX_RUNS, MIN_RUNS, Clock, Timing, time_call
+from experiments.timing import MAX_RUNS, MIN_RUNS, TURNS, Clock, Timing, time_call, time_in_turns
 
 
 def test_timing_is_the_median_and_the_quartiles():
@@ -40,6 +41,47 @@ def test_so_many_runs_as_the_budget_allows_without_collecting_garbage(
     assert timing.median_ms == pytest.approx(1e3 * seconds)
     assert not any(collecting[-runs:])
     assert gc.isenabled()
+
+
+class Sampled:
+    """Takes its time in ms, a little longer from turn to turn; writes down whose turn it is."""
+
+    def __init__(self, name, ms, log):
+        self.name, self.ms, self.log = name, ms, log
+
+    def __call__(self, runs):
+        self.log.append((self.name, runs))
+        return [self.ms + len(self.log) / 1000] * runs
+
+
+def test_each_gets_its_own_time_and_as_many_runs_as_the_budget_allows():
+    log = []
+    fast, slow = Sampled("fast", 1.0, log), Sampled("slow", 5.0, log)
+    timings = time_in_turns([fast, slow], budget_ms=60)
+    assert [round(timing.median_ms) for timing in timings] == [1, 5]
+    assert [timing.runs for timing in timings] == [59, 11]
+    assert log[:2] == [("fast", 1), ("slow", 1)]  # to warm up
+    shares = [runs for name, runs in log[2:] if name == "fast"]
+    assert len(shares) == TURNS
+    assert max(shares) - min(shares) <= 1
+
+
+def test_everyone_begins_and_follows_on_everyone():
+    log = []
+    time_in_turns([Sampled(name, 1.0, log) for name in "abc"], budget_ms=60)
+    turns = ["".join(name for name, _ in log[i : i + 3]) for i in range(3, 3 + 3 * TURNS, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert {turn[0] for turn in turns} == {"a", "b", "c"}
+    everyone = "".join(turns)
+    pairs = set(pairwise(everyone))
+    assert {(x, y) for x in "abc" for y in "abc" if x != y} <= pairs
+
+
+def test_whoever_runs_seldom_takes_part_in_some_turns():
+    log = []
+    (timing,) = time_in_turns([Sampled("slow", 1000.0, log)], budget_ms=1)
+    assert timing.runs == MIN_RUNS == sum(runs for _, runs in log[1:])
+    assert all(runs for _, runs in log)
 
 
 @pytest.mark.gpu
