@@ -36,8 +36,8 @@ def test_processes_share_the_cases(monkeypatch):
     shared = []
 
     class Pool:
-        def __init__(self, processes, context):
-            shared.append((processes, context.get_start_method()))
+        def __init__(self, processes, context, begin, arguments):
+            shared.append((processes, context.get_start_method(), begin, arguments))
 
         def __enter__(self):
             return self
@@ -45,14 +45,26 @@ def test_processes_share_the_cases(monkeypatch):
         def __exit__(self, *error):
             pass
 
-        def map(self, check, cases):
-            return [check(pickle.loads(pickle.dumps(case))) for case in cases]
+        def map(self, check, *parts):
+            return [check(*pickle.loads(pickle.dumps(part))) for part in zip(*parts, strict=True)]
 
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(conformance, "ProcessPoolExecutor", Pool)
     output = io.StringIO()
     assert sparseflash.selfcheck(Console(file=output, width=200), processes=3) == 0
-    assert shared == [(3, "spawn")]
+    assert shared == [(3, "spawn", torch.set_num_threads, (2,))]
     assert output.getvalue() == run()[1]
+
+
+def test_every_check_is_made_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(
+        conformance.Case, "run", lambda case, *check: checked.append((case, *check))
+    )
+    assert run()[0] == 0
+    expected = {(case, *check) for case in conformance.cases() for check in conformance.CHECKS}
+    assert len(checked) == len(expected) == 6
+    assert set(checked) == expected
 
 
 def test_a_wrong_backend_fails(monkeypatch):
