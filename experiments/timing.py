@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -100,7 +100,7 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
     if clock is Clock.CPU:
         yield partial(_sample_cpu, prepare())
         return
-    stream = torch.cuda.Stream()
+    stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run = prepare()
@@ -120,6 +120,14 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
         runs.clear()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The one on which everything is timed: inputs that require gradients belong to the stream on
+    which they were used first, and are used by all who take turns.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _sample_cpu(run: Run, runs: int) -> list[float]:

@@ -51,7 +51,11 @@ SMALL_DECODE = (
 )
 # Of blocks of 32 and 16. A program of one warp waits for nobody; more programs fill the device.
 SMALL_HOPPER = {
-    ("forward", 32): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
+    ("forward", 32): (
+        Config(32, 32, 1, 3, tma=True, registers=128),
+        Config(32, 32, 1, 2, registers=168),
+        Config(16, 16, 1, 3),
+    ),
     ("forward", 64): (
         Config(32, 32, 1, 2, tma=True, registers=168),
         Config(32, 32, 1, 2, registers=168),
