@@ -1,8 +1,10 @@
 """What happens around training steps: a bar with an end, a curve, runs that are given up."""
 
+import signal
 import time
 from math import sqrt
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import lightning as L
 import torch
@@ -13,6 +15,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 
 from experiments.files import write_json
 from experiments.lra.learner import Learner
@@ -99,7 +102,61 @@ class Deadline(Checkpoint):
         # All processes stop at the same step.
         if trainer.strategy.reduce_boolean_decision(time.time() >= self.at, all=False):
             trainer.should_stop = True
-            trainer.save_checkpoint(folder_of(trainer) / "checkpoints" / "last.ckpt")
+            save_last(trainer)
+
+
+class Interruption(Checkpoint):
+    """Leaves the checkpoint from which a run goes on when it is interrupted (Ctrl-C): after the
+    step that is being made. A second interruption stops it at once.
+
+    every: steps from one agreement of several processes to the next; see Deadline.
+    """
+
+    def __init__(self, every: int = 10):
+        self.every = every
+        self.asked = False
+        self._before = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == TrainerFn.FITTING and current_thread() is main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._restore()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Learner, outputs: dict, batch: Batch, batch_idx: int
+    ) -> None:
+        stops = self.asked
+        if trainer.world_size > 1:
+            looks = trainer.global_step % self.every == 0
+            stops = looks and trainer.strategy.reduce_boolean_decision(self.asked, all=False)
+        if stops:
+            rank_zero_info(f"To go on: --ckpt_path {save_last(trainer)}")
+            raise KeyboardInterrupt
+
+    def _ask(self, *_) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        rank_zero_info("Stops after this step; interrupt once more to stop at once.")
+
+    def _restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+
+def save_last(trainer: L.Trainer) -> Path:
+    """Saves what a run goes on from, and returns where."""
+    path = folder_of(trainer) / "checkpoints" / "last.ckpt"
+    trainer.save_checkpoint(path, weights_only=False)
+    return path
 
 
 def folder_of(trainer: L.Trainer) -> Path:

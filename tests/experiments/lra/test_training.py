@@ -1,6 +1,7 @@
 import json
 import math
 import pickle
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from experiments.lra import __main__ as command
 from experiments.lra import presets
-from experiments.lra.callbacks import Averaged, Curve, Deadline, StuckAtChance
+from experiments.lra.callbacks import Averaged, Curve, Deadline, Interruption, StuckAtChance
 from experiments.lra.data import ArenaData, StepBatches
 from experiments.lra.learner import (
     Learner,
@@ -170,6 +171,54 @@ def test_a_deadline_stops_a_run_that_can_go_on(tmp_path):
     last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
     rest = fit(tmp_path / "cut", Averaged(decay=0.9), Curve(), Deadline(), ckpt_path=last)[3]
     assert {**first, **rest} == whole
+
+
+class Interrupting(Callback):
+    """Interrupts a run so many times in the middle of a step."""
+
+    def __init__(self, step, times=1):
+        self.step, self.times = step, times
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def interruptible():
+    """Lightning leaves interruptions ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_run_goes_on_with_the_same_losses(tmp_path):
+    whole = fit(tmp_path / "whole")[3]
+    losses = Losses()
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "cut", losses, Interruption(), Interrupting(4))
+    assert list(losses.values) == [1, 2, 3, 4, 5]  # the step that was being made counts
+    last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    rest = fit(tmp_path / "cut", Interruption(), ckpt_path=last)[3]
+    assert {**losses.values, **rest} == whole
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interruption_stops_a_run_at_once(tmp_path):
+    losses = Losses()
+    with pytest.raises(SystemExit):
+        fit(tmp_path, losses, Interruption(), Interrupting(4, times=2))
+    assert list(losses.values) == [1, 2, 3, 4]
+    assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interruptions_are_answered_during_a_run_only(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    fit(tmp_path, Interruption())
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_is_tested_is_the_average(tmp_path):
