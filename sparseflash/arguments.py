@@ -20,10 +20,10 @@ def checked_tensors(
     query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(query, key, value), cast if autocast says so."""
-    query, key, value = _autocast(query, key, value)
-    _check_tensors(query, key, value)
+    query, key, value = autocast(query, key, value)
+    check_tensors(query, key, value)
     if key_lengths is not None:
-        _check_key_lengths(key_lengths, query)
+        check_key_lengths(key_lengths, query)
     return query, key, value
 
 
@@ -67,7 +67,7 @@ def _check_of_heads(name: str, tensor: Tensor, query: Tensor, rest: tuple[int, .
         )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of autocast, as torch's own attention takes them."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -83,7 +83,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise ValueError(
@@ -112,7 +112,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_key_lengths(lengths: Tensor, query: Tensor) -> None:
+def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"key_lengths must be an int32 or int64 tensor, got "

@@ -8,16 +8,18 @@ from torch import Tensor
 from sparseflash import operators
 from sparseflash.arguments import (
     AnyMask,
+    autocast,
+    check_key_lengths,
     check_sinks,
+    check_tensors,
     checked_bias,
     checked_block_scores,
     checked_mask,
     checked_options,
     checked_seed,
-    checked_tensors,
 )
 from sparseflash.autograd import run
-from sparseflash.call import prepare
+from sparseflash.call import call_of, kind_of, known, prepare, remember
 from sparseflash.merge import with_sinks
 from sparseflash.score import ScoreFunction
 
@@ -122,15 +124,25 @@ def attention(
     the call; all before anything is computed.
     Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse).
     """
-    query, key, value = checked_tensors(query, key, value, key_lengths)
+    query, key, value = autocast(query, key, value)
     mask = checked_mask(mask)
     block_scores = checked_block_scores(mask)
-    options = checked_options(scale, softcap, score, dropout_p, precision, deterministic)
+    options = (scale, softcap, score, dropout_p, precision, deterministic)
+    traced = operators.is_traced(query)
+    kind = None
+    if not traced and bias is None:
+        given = (key_lengths is not None, _wants_gradient(block_scores))
+        kind = kind_of(query, key, value, *options, backend, *given)
+    shared = known(mask, kind)
+    if shared is None:
+        check_tensors(query, key, value)
+    if key_lengths is not None:
+        check_key_lengths(key_lengths, query)
     bias = None if bias is None else checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
     drawn = checked_seed(seed, dropout_p)
-    if operators.is_traced(query):
+    if traced:
         out, lse = operators.attention(
             query,
             key,
@@ -140,15 +152,18 @@ def attention(
             *operators.mask_arguments(mask),
             key_lengths,
             drawn,
-            *options,
+            *checked_options(*options),
             backend,
         )
     else:
         drawn = 0 if drawn is None else int(drawn)
-        differentiated = _wants_gradient(bias), _wants_gradient(block_scores)
-        call = prepare(
-            query, key, mask, key_lengths, drawn, *options, backend, bias, *differentiated
-        )
+        if shared is None:
+            facts = (*checked_options(*options), backend)
+            wanted = _wants_gradient(bias), _wants_gradient(block_scores)
+            call = prepare(query, key, mask, key_lengths, drawn, *facts, bias, *wanted)
+            remember(mask, kind, call)
+        else:
+            call = call_of(shared, key, key_lengths, drawn)
         out, lse = run(call, query, key, value, block_scores)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)

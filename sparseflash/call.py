@@ -1,6 +1,7 @@
 """One attention call: from its tensors and options to the backend that runs it, with its table."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +13,8 @@ from masks.lookup_table import LookupTable
 from sparseflash.arguments import AnyMask
 from sparseflash.backends import Backend, select
 from sparseflash.spec import TILE, AttentionSpec
+
+Shared = tuple[AttentionSpec, Backend, LookupTable]
 
 
 @dataclass(slots=True)
@@ -90,15 +93,50 @@ def prepare(
     shared = mask.kept.get(kind)
     if shared is None:
         shared = mask.kept[kind] = _shared(query, key, mask, facts, backend)
+    return call_of(shared, key, key_lengths, seed, bias)
+
+
+def kind_of(query: Tensor, key: Tensor, value: Tensor, *facts: Hashable) -> tuple:
+    """What the checks of tensors and options find is the same for all calls of a kind, and so is
+    what they share; for calls that nobody traces. facts: the options, and what else was given.
+    """
+    return (
+        *(query.shape, key.shape, value.shape),
+        *(query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+        *(torch.are_deterministic_algorithms_enabled(), *facts),
+    )
+
+
+def known(mask: AnyMask, kind: tuple | None) -> Shared | None:
+    """What calls of a kind with this mask share, if one of them was checked before."""
+    if kind is None or isinstance(mask, Pattern):
+        return None
+    try:
+        return mask.kept.get(kind)
+    except TypeError:  # an option that cannot be hashed: the checks say more
+        return None
+
+
+def remember(mask: AnyMask, kind: tuple | None, call: Call) -> None:
+    """Keeps what calls of a kind share, one of which was checked."""
+    if kind is not None and not isinstance(mask, Pattern):
+        mask.kept[kind] = call.spec, call.backend, call.table
+
+
+def call_of(
+    shared: Shared, key: Tensor, key_lengths: Tensor | None, seed: int, bias: Tensor | None = None
+) -> Call:
+    """A call of what all of its kind share, and of what it has for itself."""
+    spec, backend, table = shared
     if key_lengths is not None:
-        key_lengths = in_range(key_lengths, key.shape[2], query.device)
-    spec, chosen, table = shared
-    return Call(spec, chosen, table, key_lengths, seed, bias)
+        key_lengths = in_range(key_lengths, key.shape[2], key.device)
+    return Call(spec, backend, table, key_lengths, seed, bias)
 
 
 def _shared(
     query: Tensor, key: Tensor, mask: BlockMask | DynamicMask, facts: tuple, backend: str
-) -> tuple[AttentionSpec, Backend, LookupTable]:
+) -> Shared:
     """What all calls of a kind have in common. facts: those of spec_of after the mask."""
     mask = block_mask(mask, query, key)
     spec = spec_of(query, key, mask, *facts)

@@ -1,5 +1,6 @@
 """How a call is made ready for its backend, and that every option of a caller comes there."""
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -48,6 +49,70 @@ def test_a_backend_gets_the_table_that_it_reads(tiled):
     tensors = [*tensors, tensors[0]]
     found = sparseflash.explain(mask, *tensors, measure=False)
     assert found.configuration == {"blocks": "(128, 128)"}
+
+
+@pytest.fixture
+def times_checked(monkeypatch):
+    """How often tensors are checked."""
+    checks = []
+    module = sys.modules["sparseflash.attention"]
+    check = module.check_tensors
+
+    def counted(*tensors):
+        checks.append(tensors)
+        check(*tensors)
+
+    monkeypatch.setattr(module, "check_tensors", counted)
+    return checks
+
+
+def test_what_is_the_same_for_a_kind_of_calls_is_checked_once(times_checked):
+    mask = masks.local(8)(40, block_size=16)
+    query, key, value = torch.randn(3, 2, 4, 40, 16)
+    for _ in range(3):
+        first = sparseflash.attention(query, key, value, mask)
+    assert len(times_checked) == 1
+    for change in ({"scale": 0.5}, {"return_lse": True, "softcap": 5.0}, {"backend": "cpu"}):
+        sparseflash.attention(query, key, value, mask, **change)
+    assert len(times_checked) == 4
+    torch.use_deterministic_algorithms(True)
+    try:
+        sparseflash.attention(query, key, value, mask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(times_checked) == 5
+    other = sparseflash.attention(2 * query, key, value, mask)
+    assert len(times_checked) == 5
+    assert not torch.equal(first, other)
+
+
+BAD = {
+    "value of another length": ({"value": torch.randn(2, 4, 41, 16)}, "value must have the shape"),
+    "value of another dtype": ({"value": torch.randn(2, 4, 40, 16).half()}, "value must be torch"),
+    "query of another length": ({"query": torch.randn(2, 4, 39, 16)}, "mask must have seq_len"),
+    "heads that do not divide": ({"query": torch.randn(2, 6, 40, 16)}, "key heads must divide"),
+    "scale": ({"scale": -1.0}, "scale must be positive"),
+    "scale of another type": ({"scale": [1.0]}, "scale must be a number"),
+    "dropout": ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
+    "seed": ({"seed": 0.5}, "seed must be an int"),
+    "too long": ({"key_lengths": torch.tensor([41, 0])}, "key_lengths must be 0 to 40"),
+    "lengths of another batch": ({"key_lengths": torch.tensor([4])}, "key_lengths must be"),
+    "sinks": ({"sinks": torch.zeros(3)}, "sinks must be of shape"),
+    "bias": ({"bias": torch.zeros(1, 7)}, "bias must be of shape"),
+    "backend": ({"backend": "gpu"}, "backend must be 'auto' or one of"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_a_kind_that_was_checked_lets_nothing_else_pass(change, message):
+    mask = masks.local(8)(40, block_size=16)
+    names = ("query", "key", "value")
+    right = dict(zip(names, torch.randn(3, 2, 4, 40, 16), strict=True))
+    lengths = torch.tensor([40, 7])
+    for given in ({}, {"key_lengths": lengths}, {"sinks": torch.zeros(4)}, {"dropout_p": 0.5}):
+        sparseflash.attention(**right, mask=mask, **given)
+    with pytest.raises((TypeError, ValueError), match=message):
+        sparseflash.attention(**(right | {"mask": mask} | change))
 
 
 def test_a_spec_says_how_far_blocks_fill_tiles():
