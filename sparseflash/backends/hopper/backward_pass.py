@@ -21,13 +21,9 @@ from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_ke
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.spec import AttentionSpec
 
-# By the side of blocks and the width of tiles: the keys of a tile for dQ, and buffers of keys and
-# values; buffers of queries and dO, and of keys and values, for dK and dV. Two programs on blocks
-# of 64 share the memory of a multiprocessor.
-KEYS = {
-    128: {64: 128, 128: 128, 256: 64},
-    64: {64: 64, 128: 64},
-}
+# By the side of blocks and the width of tiles: buffers of keys and values for dQ; those of queries
+# and dO, and of keys and values, for dK and dV. Two programs on blocks of 64 share the memory of a
+# multiprocessor.
 QUERY_STAGES = {
     128: {64: {"STAGES": 4}, 128: {"STAGES": 2}, 256: {"STAGES": 1}},
     64: {64: {"STAGES": 5}, 128: {"STAGES": 2}},
@@ -119,13 +115,13 @@ def _query_gradient(
 ) -> Tensor:
     """The gradient of query; also writes the terms."""
     grad_query = torch.empty_like(query)
-    block, width = table.block_size[0], launch.width(spec.head_dim)
+    keys = launch.keys_of_tile(table, spec)
     tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out, out)),
-        *(launch.tiles_of(x, KEYS[block][width]) for x in (key, value)),
+        *(launch.tiles_of(x, keys) for x in (key, value)),
         *(launch.tiles_of(grad_query, PART.value), lse, grad_lse, terms),
     )
-    stages = QUERY_STAGES[block][width]
+    stages = QUERY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, seed, spec, stages)
     return grad_query
 
@@ -151,8 +147,7 @@ def _key_value_gradient(
         *(launch.tiles_of(x, PART.value) for x in (key, value)),
         *(x if x is None else launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
     )
-    block, width = table.block_size[0], launch.width(spec.head_dim)
-    stages = KEY_STAGES[block][width]
+    stages = KEY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     launch.launch_pass(
         key_value_gradient_kernel, tensors, table, key_lengths, seed, spec, stages, by_key=True
     )

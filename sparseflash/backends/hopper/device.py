@@ -71,7 +71,8 @@ class Dropout(NamedTuple):
 class Call(NamedTuple):
     """What all partitions of a kernel know of a call.
 
-    block:       tokens along both sides of a block of the mask
+    block:       tokens along both sides of a block of the mask; a constant as long as the tuple is
+        an argument, while an assignment would make it a number of the run
     key_lengths: of the batch elements, or None
     counter:     of tiles that programs have taken, or None; turns: the ring that announces them
     """

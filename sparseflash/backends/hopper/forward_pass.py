@@ -31,12 +31,8 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 from sparseflash.spec import AttentionSpec
 
-# By the side of blocks and the width of tiles: the keys of a tile, and buffers of keys and values
-# and of queries. Two programs on blocks of 64 share the memory of a multiprocessor.
-KEYS = {
-    128: {64: 128, 128: 128, 256: 64},
-    64: {64: 64, 128: 64},
-}
+# By the side of blocks and the width of tiles: buffers of keys and values, and of queries. Two
+# programs on blocks of 64 share the memory of a multiprocessor.
 STAGES = {
     128: {
         64: {"STAGES": 4, "QUERY_STAGES": 3},
@@ -64,13 +60,13 @@ def forward(
     key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    block, width = table.block_size[0], launch.width(spec.head_dim)
+    keys = launch.keys_of_tile(table, spec)
     tensors = (
         launch.tiles_of(query, PART.value),
-        *(launch.tiles_of(x, KEYS[block][width]) for x in (key, value)),
+        *(launch.tiles_of(x, keys) for x in (key, value)),
         *(launch.tiles_of(out, PART.value), lse),
     )
-    stages = STAGES[block][width]
+    stages = STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     with on_device(query.device):
         launch.launch_pass(forward_kernel, tensors, table, key_lengths, seed, spec, stages)
     return out, lse

@@ -127,6 +127,15 @@ def width(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
+# By the width of tiles: the most keys of one where rows are queries.
+KEYS = {64: 128, 128: 128, 256: 64}
+
+
+def keys_of_tile(table: LookupTable, spec: AttentionSpec) -> int:
+    """The keys of a tile where rows are queries: those of a block, or half as many."""
+    return min(table.block_size[1], KEYS[width(spec.head_dim)])
+
+
 def tiles_of(tensor: Tensor, rows: int, dims: int | None = None) -> Tiles:
     """The (rows, dims) tiles of an addressable tensor, of all its dims if not said."""
     return Tiles(tensor, rows, dims or width(tensor.shape[-1]))

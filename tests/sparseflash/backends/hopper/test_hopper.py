@@ -1,11 +1,13 @@
 """The Hopper kernels against float64; they need a GPU that has them."""
 
+import ctypes
+
 import pytest
 import torch
 
 import masks
 import sparseflash
-from sparseflash.backends import hopper
+from sparseflash.backends import compiled, hopper
 from sparseflash.backends.hopper import CAPABILITY, HEAD_DIMS, SMALL_HEAD_DIMS
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -174,6 +176,24 @@ def test_strides(strides):
 def test_many_tiles_for_each_program(name, head_dim, block_size):
     sizes = {"batch": 4, "heads": 16, "kv_heads": 8, "block_size": block_size}
     check(PATTERNS[name], (1500, 1500), head_dim, **sizes)
+
+
+@pytest.mark.parametrize("head_dim", SMALL_HEAD_DIMS)
+def test_two_programs_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
+    monkeypatch.setattr(compiled, "_COMPILED", {})
+    check(PATTERNS["causal"], (300, 300), head_dim, block_size=64)
+    kernels = [kernel for kernel, _ in compiled._COMPILED.values()]
+    assert [programs_at_a_time(kernel) for kernel in kernels] == [2, 2, 2]
+
+
+def programs_at_a_time(kernel) -> int:
+    """How many programs of a kernel the driver lets share a multiprocessor."""
+    found = ctypes.c_int()
+    ask = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    threads = 32 * kernel.metadata.num_warps
+    assert ask(ctypes.byref(found), kernel.function, threads, kernel.metadata.shared) == 0
+    return found.value
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
