@@ -97,7 +97,17 @@ def compiled(kernel: JITFunction) -> list:
 
 def stack_bytes(cubin: bytes) -> int:
     """Bytes of stack per thread: what the compiler could not keep in registers."""
-    return int(re.search(r"STACK:(\d+)", _inspect("cuobjdump", "--dump-resource-usage", cubin))[1])
+    return _usage(cubin, "STACK")
+
+
+def registers_per_thread(cubin: bytes) -> int:
+    """Those of each thread when the kernel starts."""
+    return _usage(cubin, "REG")
+
+
+def _usage(cubin: bytes, what: str) -> int:
+    usage = _inspect("cuobjdump", "--dump-resource-usage", cubin)
+    return int(re.search(rf"{what}:(\d+)", usage)[1])
 
 
 def machine_code(cubin: bytes) -> str:

@@ -15,10 +15,13 @@ from sparseflash.spec import TILE, AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
-FAST_HEAD_DIMS = (96, 128, 192, 256)
+SMALL_TILE = (64, 64)  # tokens, as TILE
+SMALL_HEAD_DIMS = (64, 96, 128)  # of which two programs fit on a multiprocessor
+# The head dims at which the kernels are faster than others, by their tiles.
+FAST_HEAD_DIMS = {TILE: (96, 128, 192, 256), SMALL_TILE: (96, 128)}
 CAPABILITY = (9, 0)
-# By the shorter side of the mask's blocks: the fill of tiles from which on they take less time
-# than the blocks themselves do elsewhere.
+# By the shorter side of the mask's blocks: the fill of TILEs from which on they take less time
+# than the blocks themselves do, elsewhere or as SMALL_TILEs here.
 LEAST_FILL = {16: 0.4, 32: 0.5, 64: 0.9}
 # By head dim: the blocks of a row of keys, on average, from which on one kernel of all gradients
 # takes less time than that of dQ and that of dK and dV: it did at 16, and did not at 8. At 128 it
@@ -48,8 +51,17 @@ def why_not(spec: AttentionSpec) -> list[str]:
 
 
 def tiling(spec: AttentionSpec) -> tuple[int, int]:
-    """The blocks of the table that the kernels read, whatever those of the mask."""
-    return TILE
+    """The blocks of the table that the kernels read: TILEs, or SMALL_TILEs where blocks of 64
+    leave more of a TILE empty than pays.
+    """
+    if min(spec.block_size) != SMALL_TILE[0] or spec.head_dim not in SMALL_HEAD_DIMS:
+        return TILE
+    return SMALL_TILE if _hardly_fills(spec) else TILE
+
+
+def _hardly_fills(spec: AttentionSpec) -> bool:
+    """Whether the blocks of a mask leave more of TILEs empty than pays."""
+    return spec.fill is not None and spec.fill < LEAST_FILL.get(min(spec.block_size), 0.0)
 
 
 def describe(
@@ -59,8 +71,11 @@ def describe(
     sparseflash.backends.Backend.
     """
     found = {}
-    if spec.block_size != TILE and spec.fill is not None:
-        found["tiles"] = f"{TILE}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"
+    tile = tiling(spec)
+    if tile == SMALL_TILE:
+        found["tiles"] = f"{tile}, of which two programs share a multiprocessor"
+    elif spec.block_size != tile and spec.fill is not None:
+        found["tiles"] = f"{tile}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"
     if fuses(table, spec):
         found["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
     return found
@@ -68,7 +83,7 @@ def describe(
 
 def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
     """Whether all gradients are computed by one kernel, if all are wanted."""
-    if spec.deterministic or spec.head_dim not in FUSED_BLOCKS:
+    if spec.deterministic or spec.head_dim not in FUSED_BLOCKS or table.block_size != TILE:
         return False
     blocks = table.by_key.mean_count
     return blocks is not None and blocks >= FUSED_BLOCKS[spec.head_dim]
@@ -77,14 +92,14 @@ def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
 def pass_over(spec: AttentionSpec) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
     reasons = []
-    fused = not spec.deterministic and spec.head_dim in FUSED_BLOCKS
-    if spec.head_dim not in FAST_HEAD_DIMS and not fused:
+    tile = tiling(spec)
+    fused = not spec.deterministic and spec.head_dim in FUSED_BLOCKS and tile == TILE
+    if spec.head_dim not in FAST_HEAD_DIMS[tile] and not fused:
         reasons.append(f"head_dim is {spec.head_dim}, at which others are as fast")
-    least = LEAST_FILL.get(min(spec.block_size), 0.0)
-    if spec.fill is not None and spec.fill < least:
+    if tile == TILE and _hardly_fills(spec):
         reasons.append(
             f"blocks of {spec.block_size} cover {spec.fill:.0%} of the {TILE} tiles that they "
-            f"touch, which pays from {least:.0%} on"
+            f"touch, which pays from {LEAST_FILL[min(spec.block_size)]:.0%} on"
         )
     if spec.few_queries:
         reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")

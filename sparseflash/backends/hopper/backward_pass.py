@@ -21,14 +21,23 @@ from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_ke
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.spec import AttentionSpec
 
-# By the width of tiles: the keys of a tile for dQ, and buffers of keys and values; buffers of
-# queries and dO, and of keys and values, for dK and dV.
-KEYS = {64: 128, 128: 128, 256: 64}
-QUERY_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 2}, 256: {"STAGES": 1}}
+# By the side of blocks and the width of tiles: buffers of keys and values for dQ; those of queries
+# and dO, and of keys and values, for dK and dV. Two programs on blocks of 64 share the memory of a
+# multiprocessor.
+QUERY_STAGES = {
+    128: {64: {"STAGES": 4}, 128: {"STAGES": 2}, 256: {"STAGES": 1}},
+    64: {64: {"STAGES": 5}, 128: {"STAGES": 2}},
+}
 KEY_STAGES = {
-    64: {"STAGES": 6, "KEY_STAGES": 2},
-    128: {"STAGES": 3, "KEY_STAGES": 2},
-    256: {"STAGES": 1, "KEY_STAGES": 1},
+    128: {
+        64: {"STAGES": 6, "KEY_STAGES": 2},
+        128: {"STAGES": 3, "KEY_STAGES": 2},
+        256: {"STAGES": 1, "KEY_STAGES": 1},
+    },
+    64: {
+        64: {"STAGES": 4, "KEY_STAGES": 2},
+        128: {"STAGES": 2, "KEY_STAGES": 1},
+    },
 }
 FUSED_STAGES = {64: {"STAGES": 4}}  # of the kernel of all gradients: of queries and dO
 # Registers do not hold both dK and dV of tiles that are wider.
@@ -60,7 +69,7 @@ def backward(
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_query = grad_key = grad_value = None
     with on_device(query.device):
-        terms = row_terms.empty(query)
+        terms = row_terms.empty(query, table.block_size[0])
         call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
         if all(needs) and fuses(table, spec):
             row_terms.compute(grad_out, out, lse, grad_lse, terms)
@@ -106,13 +115,13 @@ def _query_gradient(
 ) -> Tensor:
     """The gradient of query; also writes the terms."""
     grad_query = torch.empty_like(query)
-    width = launch.width(spec.head_dim)
+    keys = launch.keys_of_tile(table, spec)
     tensors = (
         *(launch.tiles_of(x, PART.value) for x in (query, grad_out, out)),
-        *(launch.tiles_of(x, KEYS[width]) for x in (key, value)),
+        *(launch.tiles_of(x, keys) for x in (key, value)),
         *(launch.tiles_of(grad_query, PART.value), lse, grad_lse, terms),
     )
-    stages = QUERY_STAGES[width]
+    stages = QUERY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, seed, spec, stages)
     return grad_query
 
@@ -138,7 +147,7 @@ def _key_value_gradient(
         *(launch.tiles_of(x, PART.value) for x in (key, value)),
         *(x if x is None else launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
     )
-    stages = KEY_STAGES[launch.width(spec.head_dim)]
+    stages = KEY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     launch.launch_pass(
         key_value_gradient_kernel, tensors, table, key_lengths, seed, spec, stages, by_key=True
     )

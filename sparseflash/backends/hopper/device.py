@@ -10,9 +10,7 @@ from sparseflash.backends.hopper.gluon_shim import (
     reinterpreted,
 )
 
-BLOCK = gl.constexpr(128)  # tokens along both sides of a block of the mask
-WORDS = gl.constexpr(4)  # of a row of a tile of the bank
-PART = gl.constexpr(64)  # tokens that a group of four warps owns
+PART = gl.constexpr(64)  # tokens of a block that a group of four warps owns
 TURNS = gl.constexpr(4)  # how far the order of tiles is announced ahead
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -73,10 +71,13 @@ class Dropout(NamedTuple):
 class Call(NamedTuple):
     """What all partitions of a kernel know of a call.
 
+    block:       tokens along both sides of a block of the mask; a constant as long as the tuple is
+        an argument, while an assignment would make it a number of the run
     key_lengths: of the batch elements, or None
     counter:     of tiles that programs have taken, or None; turns: the ring that announces them
     """
 
+    block: gl.constexpr
     table: Table
     sizes: Sizes
     key_lengths: gl.tensor
@@ -121,12 +122,12 @@ def ring(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def number_ring():
-    """A ring of single numbers that `produce` tells both groups of `consume`."""
+def number_ring(CONSUMERS: gl.constexpr):
+    """A ring of single numbers that `produce` tells all groups of `consume`."""
     buffers = gl.allocate_shared_memory(
         gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    filled, emptied = barriers(TURNS, 2)
+    filled, emptied = barriers(TURNS, CONSUMERS)
     return Ring(buffers, filled, emptied)
 
 
@@ -196,6 +197,13 @@ def fill(ring, descriptor, batch, head, token, stage, phase):
 
 
 @gluon.jit
+def skip(ring, stage, phase):
+    """Hands on a buffer as it is as soon as it is empty."""
+    mbarrier.wait(ring.emptied.index(stage), phase)
+    mbarrier.arrive(ring.filled.index(stage), count=1)
+
+
+@gluon.jit
 def tile_buffer(ring, stage, descriptor):
     """A buffer as one for tiles of the descriptor: its beginning if they are smaller."""
     shape: gl.constexpr = descriptor.block_type.shape
@@ -220,30 +228,30 @@ def load_keys(keys, values, key_ring, value_ring, call, batch, kv_head, walk, st
     """Loads the keys and values of all blocks of a row of queries, in the order of the walk."""
     table = call.table
     stage, phase = load_blocks(
-        keys, values, key_ring, value_ring, batch, kv_head,
+        keys, values, key_ring, value_ring, call, batch, kv_head,
         table.partial_index, walk.partial_start, walk.partials, stage, phase, STAGES,
     )  # fmt: skip
     if call.key_lengths is not None:
         stage, phase = load_blocks(
-            keys, values, key_ring, value_ring, batch, kv_head,
+            keys, values, key_ring, value_ring, call, batch, kv_head,
             table.full_index, walk.full_start + walk.fulls, walk.cuts, stage, phase, STAGES,
         )  # fmt: skip
     return load_blocks(
-        keys, values, key_ring, value_ring, batch, kv_head,
+        keys, values, key_ring, value_ring, call, batch, kv_head,
         table.full_index, walk.full_start, walk.fulls, stage, phase, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
-def load_blocks(keys, values, key_ring, value_ring, batch, head, index, start, count,
+def load_blocks(keys, values, key_ring, value_ring, call, batch, head, index, start, count,
                 stage, phase, STAGES: gl.constexpr):  # fmt: skip
     """Loads the keys and values of listed blocks; the index is read one block ahead."""
     COLUMNS: gl.constexpr = keys.block_type.shape[2]
     block = gl.load(index + start)
     for i in range(start, start + count):
         ahead = gl.load(index + i + 1)
-        for part in gl.static_range(BLOCK // COLUMNS):
-            token = block * BLOCK + part * COLUMNS
+        for part in gl.static_range(call.block // COLUMNS):
+            token = block * call.block + part * COLUMNS
             fill(key_ring, keys, batch, head, token, stage, phase)
             fill(value_ring, values, batch, head, token, stage, phase)
             stage, phase = advance(stage, phase, STAGES)
@@ -316,9 +324,9 @@ def walk_keys(call, batch, head, row):
     walk = walk_row(call, batch, head, row)
     if call.key_lengths is not None:
         length, start, full_start = walk.length, walk.partial_start, walk.full_start
-        reached = gl.cdiv(length, BLOCK)
+        reached = gl.cdiv(length, call.block)
         partials = count_below(call.table.partial_index, start, walk.partials, reached)
-        fulls = count_below(call.table.full_index, full_start, walk.fulls, length // BLOCK)
+        fulls = count_below(call.table.full_index, full_start, walk.fulls, length // call.block)
         upto = count_below(call.table.full_index, full_start, walk.fulls, reached)
         walk = Walk(length, start, partials, upto - fulls, full_start, fulls)
     return walk
@@ -329,7 +337,7 @@ def walk_queries(call, batch, head, row):
     """The blocks of a row of keys: none if the batch element has none of its keys."""
     walk = walk_row(call, batch, head, row)
     if call.key_lengths is not None:
-        inside = row * BLOCK < walk.length
+        inside = row * call.block < walk.length
         partials = gl.where(inside, walk.partials, 0)
         fulls = gl.where(inside, walk.fulls, 0)
         walk = Walk(walk.length, walk.partial_start, partials, walk.cuts, walk.full_start, fulls)
@@ -340,7 +348,7 @@ def walk_queries(call, batch, head, row):
 def listed_token(call, walk, i, TOKENS: gl.constexpr):
     """The first token of the i-th tile of TOKENS tokens of a walk."""
     table = call.table
-    PARTS: gl.constexpr = BLOCK // TOKENS
+    PARTS: gl.constexpr = call.block // TOKENS
     listed = i // PARTS
     is_partial = listed < walk.partials
     after = listed - walk.partials - walk.cuts
@@ -348,7 +356,7 @@ def listed_token(call, walk, i, TOKENS: gl.constexpr):
     full = table.full_index + walk.full_start + gl.where(after < 0, walk.fulls, after)
     block = gl.load(partial, mask=is_partial, other=0)
     block += gl.load(full, mask=is_partial == 0, other=0)
-    return block * BLOCK + i % PARTS * TOKENS
+    return block * call.block + i % PARTS * TOKENS
 
 
 @gluon.jit
@@ -366,16 +374,17 @@ def count_below(index, start, count, limit):
 
 
 @gluon.jit
-def mask_words(table, entry, first_row, first_word, COLUMNS: gl.constexpr,
+def mask_words(call, entry, first_row, first_word, COLUMNS: gl.constexpr,
                LAYOUT: gl.constexpr):  # fmt: skip
     """The bits of a partial block: for each of PART rows from `first_row` of the block on, the
     words of COLUMNS columns, 64 or 128, from `first_word` on. LAYOUT is that of the scores.
     """
-    tile = gl.load(table.partial_tile + entry).to(gl.int64)
+    WORDS: gl.constexpr = call.block // 32  # of a row of a tile of the bank
+    tile = gl.load(call.table.partial_tile + entry).to(gl.int64)
     rows = first_row + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
-    words = table.bank + (tile * BLOCK + rows) * WORDS + first_word
+    words = call.table.bank + (tile * call.block + rows) * WORDS + first_word
     loaded = (gl.load(words), gl.load(words + 1))
-    if COLUMNS == BLOCK:
+    if COLUMNS == 128:
         loaded = (loaded[0], loaded[1], gl.load(words + 2), gl.load(words + 3))
     return loaded
 
@@ -386,18 +395,18 @@ def key_mask_words(call, walk, i, first_row, COLUMNS: gl.constexpr, LAYOUT: gl.c
     `length` 0.
     """
     table = call.table
-    PARTS: gl.constexpr = BLOCK // COLUMNS
+    PARTS: gl.constexpr = call.block // COLUMNS
     block, first_key = i // PARTS, i % PARTS * COLUMNS
     entry = walk.partial_start + block
-    words = mask_words(table, entry, first_row, first_key // 32, COLUMNS, LAYOUT)
+    words = mask_words(call, entry, first_row, first_key // 32, COLUMNS, LAYOUT)
     if call.key_lengths is not None:
         is_partial = block < walk.partials
         every = gl.where(is_partial, 0, -1)
         partial = gl.load(table.partial_index + entry)
         cut = gl.load(table.full_index + walk.full_start + walk.fulls)
-        keys = walk.length - gl.where(is_partial, partial, cut) * BLOCK - first_key
+        keys = walk.length - gl.where(is_partial, partial, cut) * call.block - first_key
         bounded = ((words[0] | every) & low_bits(keys), (words[1] | every) & low_bits(keys - 32))
-        if COLUMNS == BLOCK:
+        if COLUMNS == 128:
             bounded = (
                 bounded[0],
                 bounded[1],

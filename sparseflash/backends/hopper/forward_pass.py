@@ -2,7 +2,8 @@
 
 One warp loads tiles of queries, keys and values, two groups of four warps compute: each owns 64 of
 the 128 queries of a block row. While the products of one group run, the other computes its
-softmax; within a group, the softmax of a block overlaps O += P V of the block before.
+softmax; within a group, the softmax of a block overlaps O += P V of the block before. In blocks of
+64 a program has one group, and the other is that of a second program on the same multiprocessor.
 
 Base-2 online softmax: `peak` is the running maximum of the raw scores, `total` the running sum of
 exp2(scale2 * (score - peak)), scale2 = scale * log2(e).
@@ -16,7 +17,7 @@ from torch import Tensor
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import device, dropout, launch
-from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
     gl,
@@ -30,12 +31,18 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 from sparseflash.spec import AttentionSpec
 
-# By the width of tiles: the keys of a tile, and buffers of keys and values and of queries.
-KEYS = {64: 128, 128: 128, 256: 64}
+# By the side of blocks and the width of tiles: buffers of keys and values, and of queries. Two
+# programs on blocks of 64 share the memory of a multiprocessor.
 STAGES = {
-    64: {"STAGES": 4, "QUERY_STAGES": 3},
-    128: {"STAGES": 2, "QUERY_STAGES": 2},
-    256: {"STAGES": 2, "QUERY_STAGES": 1},
+    128: {
+        64: {"STAGES": 4, "QUERY_STAGES": 3},
+        128: {"STAGES": 2, "QUERY_STAGES": 2},
+        256: {"STAGES": 2, "QUERY_STAGES": 1},
+    },
+    64: {
+        64: {"STAGES": 5, "QUERY_STAGES": 2},
+        128: {"STAGES": 3, "QUERY_STAGES": 1},
+    },
 }
 
 
@@ -53,14 +60,15 @@ def forward(
     key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    width = launch.width(spec.head_dim)
+    keys = launch.keys_of_tile(table, spec)
     tensors = (
         launch.tiles_of(query, PART.value),
-        *(launch.tiles_of(x, KEYS[width]) for x in (key, value)),
+        *(launch.tiles_of(x, keys) for x in (key, value)),
         *(launch.tiles_of(out, PART.value), lse),
     )
+    stages = STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     with on_device(query.device):
-        launch.launch_pass(forward_kernel, tensors, table, key_lengths, seed, spec, STAGES[width])
+        launch.launch_pass(forward_kernel, tensors, table, key_lengths, seed, spec, stages)
     return out, lse
 
 
@@ -70,33 +78,56 @@ def forward_kernel(
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
     seed_low, seed_high, threshold, keep_scale,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
-    query_ring = device.ring(queries, 2 * QUERY_STAGES, 1)
-    key_ring = device.ring(keys, STAGES, 2)
-    value_ring = device.ring(values, STAGES, 2)
-    turns = device.number_ring()
+    GROUPS: gl.constexpr = BLOCK // PART
+    query_ring = device.ring(queries, GROUPS * QUERY_STAGES, 1)
+    key_ring = device.ring(keys, STAGES, GROUPS)
+    value_ring = device.ring(values, STAGES, GROUPS)
+    turns = device.number_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
-    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
-    rings = (query_ring, key_ring, value_ring)
-    gl.warp_specialize(
-        [
-            (consume, (outs, lse, rings, call, 0, MASKED, STAGES, QUERY_STAGES)),
-            (consume, (outs, lse, rings, call, 1, MASKED, STAGES, QUERY_STAGES)),
-            (produce, (queries, keys, values, rings, call, GROUP, STAGES, QUERY_STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
+    specialize(
+        queries, keys, values, outs, lse, (query_ring, key_ring, value_ring),
+        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        GROUP, MASKED, STAGES, QUERY_STAGES,
     )  # fmt: skip
+
+
+@gluon.jit
+def specialize(queries, keys, values, outs, lse, rings, call,
+               GROUP: gl.constexpr, MASKED: gl.constexpr,
+               STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
+    """Starts `consume` in each group of warps and `produce` in one warp."""
+    if call.block == PART:
+        gl.warp_specialize(
+            [
+                (consume, (outs, lse, rings, call, 0, MASKED, STAGES, QUERY_STAGES)),
+                (produce, (queries, keys, values, rings, call, GROUP, STAGES, QUERY_STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (outs, lse, rings, call, 0, MASKED, STAGES, QUERY_STAGES)),
+                (consume, (outs, lse, rings, call, 1, MASKED, STAGES, QUERY_STAGES)),
+                (produce, (queries, keys, values, rings, call, GROUP, STAGES, QUERY_STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 @gluon.jit
 def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.constexpr,
             QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
+    GROUPS: gl.constexpr = call.block // PART
     query_ring, key_ring, value_ring = rings
     stage, phase = 0, 1
     query_stage, query_phase = 0, 1
@@ -106,10 +137,10 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
         following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        for part in gl.static_range(2):
-            token = row * BLOCK + part * PART
+        for part in gl.static_range(GROUPS):
+            token = row * call.block + part * PART
             device.fill(
-                query_ring, queries, batch, head, token, query_stage * 2 + part, query_phase
+                query_ring, queries, batch, head, token, query_stage * GROUPS + part, query_phase
             )
         query_stage, query_phase = device.advance(query_stage, query_phase, QUERY_STAGES)
         stage, phase = device.load_keys(
@@ -122,11 +153,12 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
 @gluon.jit
 def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
-    """Computes the rows of one half of each tile. `stage` is that of the block last consumed."""
+    """Computes this group's rows of each tile. `stage` is that of the block last consumed."""
     query_ring, key_ring, _ = rings
+    GROUPS: gl.constexpr = call.block // PART
     DIMS: gl.constexpr = outs.block_type.shape[3]
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
-    PARTS: gl.constexpr = BLOCK // COLUMNS
+    PARTS: gl.constexpr = call.block // COLUMNS
     SCORES: gl.constexpr = device.product_layout(COLUMNS)
     OUT: gl.constexpr = device.product_layout(DIMS)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -143,9 +175,9 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         masked = (walk.partials + walk.cuts) * PARTS
         count = masked + walk.fulls * PARTS
         previous = buffer
-        buffer = query_stage * 2 + MEMBER
+        buffer = query_stage * GROUPS + MEMBER
         pair = batch * call.sizes.heads + head
-        start = row * BLOCK + MEMBER * PART
+        start = row * call.block + MEMBER * PART
         peak = gl.full([PART], device.NEG_INF, gl.float32, ROWS)
         total = gl.zeros([PART], gl.float32, ROWS)
         acc = gl.zeros([PART, DIMS], gl.float32, OUT)

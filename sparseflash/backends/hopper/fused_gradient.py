@@ -14,7 +14,7 @@ for every product.
 from typing import NamedTuple
 
 from sparseflash.backends.hopper import device, dropout
-from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     add_tile,
     fence_async_shared,
@@ -68,7 +68,7 @@ def fused_gradient_kernel(
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
     seed_low, seed_high, threshold, keep_scale,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
@@ -89,10 +89,21 @@ def fused_gradient_kernel(
         rings.value_ring,
         rings.term_buffers,
     )
-    turns = device.number_ring()
+    turns = device.number_ring(2)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
-    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
+    specialize(
+        queries, grad_outs, terms, keys, values, sums, grad_keys, grad_values, rings, loaded,
+        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        GROUP, MASKED, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def specialize(queries, grad_outs, terms, keys, values, sums, grad_keys, grad_values, rings,
+               loaded, call, GROUP: gl.constexpr, MASKED: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
+    """Starts `consume` in each group of warps and `produce` in one warp."""
     gl.warp_specialize(
         [
             (consume, (sums, grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES)),
@@ -134,7 +145,7 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         batch, kv_head, row = device.locate(call, tile, GROUP)
-        start = row * BLOCK + MEMBER * PART
+        start = row * call.block + MEMBER * PART
         length = device.key_length(call, batch)
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
         dv = gl.zeros([PART, DIMS], gl.float32, GRAD)
@@ -204,7 +215,7 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
         late, late_token, is_late = before(place), 0, False
         for i in range(1, end - begin):
             ahead = gl.load(blocks + i // PARTS)
-            token = block * BLOCK + (i - 1) % PARTS * PART
+            token = block * call.block + (i - 1) % PARTS * PART
             dk = begin_key_gradient(dk, ds, rings, place)
             dq = begin_query_gradient(rings, late, MEMBER)
             following = after(place, STAGES)
@@ -219,7 +230,7 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
                 dv, scores, place, begin + i, value, rings, call, walk, pair, start,
                 MEMBER, PARTIAL, GRAD,
             )  # fmt: skip
-        token = block * BLOCK + (end - 1 - begin) % PARTS * PART
+        token = block * call.block + (end - 1 - begin) % PARTS * PART
         dk = begin_key_gradient(dk, ds, rings, place)
         dq = begin_query_gradient(rings, late, MEMBER)
         dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
@@ -272,7 +283,7 @@ def differentiate(dv, scores, place, i, value, rings, call, walk, pair, start,
     stage, terms = place.stage, rings.term_buffers
     if PARTIAL:
         entry = walk.partial_start + i // PARTS
-        words = device.mask_words(call.table, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
+        words = device.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
     grad_out = device.matrix(rings.grad_out_ring, stage)
     zeros = gl.zeros([PART, PART], gl.float32, SCORES)
     mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)

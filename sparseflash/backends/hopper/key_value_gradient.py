@@ -6,7 +6,7 @@ for more the kernel runs once for each of them, with None for the other.
 """
 
 from sparseflash.backends.hopper import device, dropout
-from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
     gl,
@@ -26,38 +26,66 @@ def key_value_gradient_kernel(
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
     seed_low, seed_high, threshold, keep_scale,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
-    query_ring = device.ring(queries, STAGES, 2)
-    grad_out_ring = device.ring(grad_outs, STAGES, 2)
-    key_ring = device.ring(keys, 2 * KEY_STAGES, 1)
+    GROUPS: gl.constexpr = BLOCK // PART
+    query_ring = device.ring(queries, STAGES, GROUPS)
+    grad_out_ring = device.ring(grad_outs, STAGES, GROUPS)
+    key_ring = device.ring(keys, GROUPS * KEY_STAGES, 1)
     value_ring = key_ring  # dV alone needs no values, and leaves by the buffers of keys
     if grad_keys is not None:
-        value_ring = device.ring(values, 2 * KEY_STAGES, 1)
+        value_ring = device.ring(values, GROUPS * KEY_STAGES, 1)
     term_buffers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout)
-    rings = (query_ring, grad_out_ring, key_ring, value_ring, term_buffers)
-    turns = device.number_ring()
+    turns = device.number_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
-    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consume, (grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES, KEY_STAGES)),
-            (consume, (grad_keys, grad_values, rings, call, 1, GROUP, MASKED, STAGES, KEY_STAGES)),
-            (produce, (queries, grad_outs, terms, keys, values, grad_keys, rings, call,
-                       GROUP, STAGES, KEY_STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
+    specialize(
+        queries, grad_outs, terms, keys, values, grad_keys, grad_values,
+        (query_ring, grad_out_ring, key_ring, value_ring, term_buffers),
+        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        GROUP, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
+
+
+@gluon.jit
+def specialize(queries, grad_outs, terms, keys, values, grad_keys, grad_values, rings, call,
+               GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+               KEY_STAGES: gl.constexpr):  # fmt: skip
+    """Starts `consume` in each group of warps and `produce` in one warp."""
+    if call.block == PART:
+        gl.warp_specialize(
+            [
+                (consume, (grad_keys, grad_values, rings, call, 0, GROUP, MASKED,
+                           STAGES, KEY_STAGES)),
+                (produce, (queries, grad_outs, terms, keys, values, grad_keys, rings, call,
+                           GROUP, STAGES, KEY_STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (grad_keys, grad_values, rings, call, 0, GROUP, MASKED,
+                           STAGES, KEY_STAGES)),
+                (consume, (grad_keys, grad_values, rings, call, 1, GROUP, MASKED,
+                           STAGES, KEY_STAGES)),
+                (produce, (queries, grad_outs, terms, keys, values, grad_keys, rings, call,
+                           GROUP, STAGES, KEY_STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 @gluon.jit
 def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
             GROUP: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
+    GROUPS: gl.constexpr = call.block // PART
     query_ring, grad_out_ring, key_ring, value_ring, term_buffers = rings
     stage, phase = 0, 1
     key_stage, key_phase = 0, 1
@@ -66,9 +94,9 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
     while tile < call.sizes.tiles:
         following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
         batch, kv_head, row = device.locate(call, tile, GROUP)
-        for part in gl.static_range(2):
-            token = row * BLOCK + part * PART
-            buffer = key_stage * 2 + part
+        for part in gl.static_range(GROUPS):
+            token = row * call.block + part * PART
+            buffer = key_stage * GROUPS + part
             device.fill(key_ring, keys, batch, kv_head, token, buffer, key_phase)
             if grad_keys is not None:
                 device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
@@ -93,13 +121,13 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
 def load_queries(queries, grad_outs, terms, query_ring, grad_out_ring, term_buffers, call,
                  batch, head, index, start, count, stage, phase,
                  STAGES: gl.constexpr):  # fmt: skip
-    """Loads both halves of listed blocks: queries, row terms and dO."""
+    """Loads all tiles of listed blocks: queries, row terms and dO."""
     terms_row = (batch * call.sizes.heads + head) * 2
     block = gl.load(index + start)
     for i in range(start, start + count):
         ahead = gl.load(index + i + 1)
-        for part in gl.static_range(2):
-            token = block * BLOCK + part * PART
+        for part in gl.static_range(call.block // PART):
+            token = block * call.block + part * PART
             filled = query_ring.filled.index(stage)
             mbarrier.wait(query_ring.emptied.index(stage), phase)
             mbarrier.expect(filled, queries.block_type.nbytes + 2 * terms.block_type.nbytes)
@@ -115,8 +143,10 @@ def load_queries(queries, grad_outs, terms, query_ring, grad_out_ring, term_buff
 @gluon.jit
 def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl.constexpr,
             MASKED: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
-    """Computes the rows of one half of each tile. `stage` is that of the next tile of queries."""
+    """Computes this group's rows of each tile. `stage` is that of the next tile of queries."""
+    GROUPS: gl.constexpr = call.block // PART
     query_ring, grad_out_ring, key_ring, value_ring, term_buffers = rings
+    PARTS: gl.constexpr = call.block // PART  # tiles of queries in a block
     DIMS: gl.constexpr = key_ring.buffers.shape[4]
     DTYPE: gl.constexpr = key_ring.buffers.dtype
     WITH_KEYS: gl.constexpr = grad_keys is not None
@@ -130,9 +160,9 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         batch, kv_head, row = device.locate(call, tile, GROUP)
-        start = row * BLOCK + MEMBER * PART
+        start = row * call.block + MEMBER * PART
         length = device.key_length(call, batch)
-        buffer = key_stage * 2 + MEMBER
+        buffer = key_stage * GROUPS + MEMBER
         key, value = device.matrix(key_ring, buffer), device.matrix(value_ring, buffer)
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
         dv = gl.zeros([PART, DIMS], gl.float32, GRAD)
@@ -145,8 +175,8 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
             walk = device.walk_queries(call, batch, head, row)
             # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
             # keys only in front of the first, which a row without partial blocks jumps over.
-            for i in range(0, 2 * (walk.partials + walk.fulls)):
-                if MASKED and i < 2 * walk.partials:
+            for i in range(0, PARTS * (walk.partials + walk.fulls)):
+                if MASKED and i < PARTS * walk.partials:
                     dk, dv = step(
                         dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
                         stage, phase, call, walk, pair, start, MEMBER, True,
@@ -188,14 +218,15 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
          call, walk, pair, start, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
          WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr,
          SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
-    """(dK + dS^T Q, dV + P^T dO) of the i-th half of the listed blocks.
+    """(dK + dS^T Q, dV + P^T dO) of the i-th tile of the listed blocks.
 
     pair: of batch and head; start: the first key
     """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    PARTS: gl.constexpr = call.block // PART
     if PARTIAL:
-        entry = walk.partial_start + i // 2
-        words = device.mask_words(call.table, entry, MEMBER * PART, i % 2 * 2, PART, SCORES)
+        entry = walk.partial_start + i // PARTS
+        words = device.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
     query, grad_out = device.matrix(query_ring, stage), device.matrix(grad_out_ring, stage)
     zeros = gl.zeros([PART, PART], gl.float32, SCORES)
     mbarrier.wait(query_ring.filled.index(stage), phase)

@@ -62,8 +62,9 @@ def launch_pass(
     """Launches a persistent kernel over the query rows of a table, or over its key rows.
 
     Its parameters are `tensors`; device.Table; key_lengths; the counter; device.Sizes; scale2;
-    device.Dropout; GROUP, MASKED and `stages`, the sizes of its rings.
+    device.Dropout; GROUP, MASKED, BLOCK and `stages`, the sizes of its rings.
     """
+    block = table.block_size[0]
     rows = table.by_key if by_key else table.by_query
     counter = counter_of(rows, spec.device)
     bases = [x[0] if isinstance(x, tuple) else x for x in tensors]
@@ -72,7 +73,7 @@ def launch_pass(
     addresses = [None if x is None else x.data_ptr() for x in (*bases, key_lengths, counter)]
     if again(table, kind, (*addresses, *seeds)):
         return
-    sizes, grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads)
+    sizes, grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads, block)
     arguments = (
         *(x.descriptor() if isinstance(x, tuple) else x for x in tensors),
         *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
@@ -81,9 +82,10 @@ def launch_pass(
     )
     group = spec.heads // spec.kv_heads
     masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
-    facts = (spec.device, spec.dtype, spec.head_dim, group, masked, spec.dropout_p > 0)
+    facts = (spec.device, spec.dtype, spec.head_dim, block, group, masked, spec.dropout_p > 0)
     variant = (*facts, *(x is None for x in (*tensors, key_lengths, counter)))
-    constants = {"GROUP": group, "MASKED": masked} | stages | OPTIONS
+    constants = {"GROUP": group, "MASKED": masked, "BLOCK": block} | stages
+    constants |= OPTIONS | REGISTERS[block]
     launched = launch(kernel, grid, arguments, variant, constants)
     if launched is not None:
         names = kernel.arg_names[: len(tensors)]
@@ -92,6 +94,10 @@ def launch_pass(
 
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+# By the side of blocks: how many programs share a multiprocessor, and the registers that each of
+# their threads starts with, before those that compute take more and the others keep fewer.
+PROGRAMS = {128: 1, 64: 2}
+REGISTERS = {128: {}, 64: {"maxnreg": 128}}
 
 
 def addressable(tensor: Tensor) -> Tensor:
@@ -119,6 +125,15 @@ def addressable_strides(
 def width(head_dim: int) -> int:
     """Dims of a tile: a power of 2. What lies past head_dim is zero in shared memory alone."""
     return 1 << (head_dim - 1).bit_length()
+
+
+# By the width of tiles: the most keys of one where rows are queries.
+KEYS = {64: 128, 128: 128, 256: 64}
+
+
+def keys_of_tile(table: LookupTable, spec: AttentionSpec) -> int:
+    """The keys of a tile where rows are queries: those of a block, or half as many."""
+    return min(table.block_size[1], KEYS[width(spec.head_dim)])
 
 
 def tiles_of(tensor: Tensor, rows: int, dims: int | None = None) -> Tiles:
@@ -187,9 +202,9 @@ def counter_of(rows: BlockRows, device: torch.device) -> Tensor | None:
 
 
 def schedule(
-    spec: AttentionSpec, rows: BlockRows, heads: int
+    spec: AttentionSpec, rows: BlockRows, heads: int, block: int
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """device.Sizes, and the grid: at most a program for each multiprocessor.
+    """device.Sizes, and the grid: at most as many programs as run at a time.
 
     Heads follow one another, so that programs share keys and values in the cache. If some rows are
     very heavy, those of all heads come first: a program that took one of them last would keep all
@@ -200,7 +215,7 @@ def schedule(
     together = pairs if rows.unevenness > VERY_UNEVEN else 1
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.rows, tiles, together)
-    return sizes, (min(tiles, multiprocessors(spec.device)), 1, 1)
+    return sizes, (min(tiles, PROGRAMS[block] * multiprocessors(spec.device)), 1, 1)
 
 
 @lru_cache(maxsize=64)

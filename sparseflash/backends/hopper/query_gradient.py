@@ -8,7 +8,7 @@ rings of keys and values ahead of the first block, so that it is there when dO i
 """
 
 from sparseflash.backends.hopper import device, dropout, row_terms
-from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
     gl,
@@ -27,36 +27,58 @@ def query_gradient_kernel(
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
     seed_low, seed_high, threshold, keep_scale,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
+    GROUPS: gl.constexpr = BLOCK // PART
     rings = (
-        device.ring(queries, 2, 1),
-        device.ring(grad_outs, 2, 1),
-        device.ring(keys, STAGES, 2),
-        device.ring(values, STAGES, 2),
+        device.ring(queries, GROUPS, 1),
+        device.ring(grad_outs, GROUPS, 1),
+        device.ring(keys, STAGES, GROUPS),
+        device.ring(values, STAGES, GROUPS),
     )
-    turns = device.number_ring()
+    turns = device.number_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
-    call = device.Call(table, sizes, key_lengths, counter, turns, scale2, drop)
     vectors = row_terms.Vectors(lse, grad_lse, terms)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consume, (grad_queries, vectors, rings, call, 0, MASKED, STAGES)),
-            (consume, (grad_queries, vectors, rings, call, 1, MASKED, STAGES)),
-            (produce, (queries, grad_outs, outs, keys, values, rings, call, GROUP, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
+    specialize(
+        queries, grad_outs, outs, keys, values, grad_queries, vectors, rings,
+        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        GROUP, MASKED, STAGES,
     )  # fmt: skip
+
+
+@gluon.jit
+def specialize(queries, grad_outs, outs, keys, values, grad_queries, vectors, rings, call,
+               GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Starts `consume` in each group of warps and `produce` in one warp."""
+    if call.block == PART:
+        gl.warp_specialize(
+            [
+                (consume, (grad_queries, vectors, rings, call, 0, MASKED, STAGES)),
+                (produce, (queries, grad_outs, outs, keys, values, rings, call, GROUP, STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (grad_queries, vectors, rings, call, 0, MASKED, STAGES)),
+                (consume, (grad_queries, vectors, rings, call, 1, MASKED, STAGES)),
+                (produce, (queries, grad_outs, outs, keys, values, rings, call, GROUP, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 @gluon.jit
 def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.constexpr,
             STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
+    GROUPS: gl.constexpr = call.block // PART
     query_ring, grad_out_ring, key_ring, value_ring = rings
     stage, phase = 0, 1
     query_phase = 1
@@ -66,12 +88,15 @@ def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.const
         following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        device.fill(key_ring, outs, batch, head, row * BLOCK, stage, phase)
-        device.fill(value_ring, outs, batch, head, row * BLOCK + PART, stage, phase)
+        device.fill(key_ring, outs, batch, head, row * call.block, stage, phase)
+        if GROUPS == 1:
+            device.skip(value_ring, stage, phase)
+        else:
+            device.fill(value_ring, outs, batch, head, row * call.block + PART, stage, phase)
         stage, phase = device.advance(stage, phase, STAGES)
         # In the order in which the tile before lets go of its buffers.
-        for part in gl.static_range(2):
-            token = row * BLOCK + part * PART
+        for part in gl.static_range(GROUPS):
+            token = row * call.block + part * PART
             device.fill(grad_out_ring, grad_outs, batch, head, token, part, query_phase)
             device.fill(query_ring, queries, batch, head, token, part, query_phase)
         query_phase = query_phase ^ 1
@@ -85,13 +110,13 @@ def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.const
 @gluon.jit
 def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             STAGES: gl.constexpr):  # fmt: skip
-    """Computes the rows of one half of each tile. `stage` is that of the block last consumed, or
-    of O.
+    """Computes this group's rows of each tile. `stage` is that of the block last consumed, or of
+    O.
     """
     query_ring, grad_out_ring, key_ring, value_ring = rings
     DIMS: gl.constexpr = grad_queries.block_type.shape[3]
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
-    PARTS: gl.constexpr = BLOCK // COLUMNS
+    PARTS: gl.constexpr = call.block // COLUMNS
     SCORES: gl.constexpr = device.product_layout(COLUMNS)
     GRAD: gl.constexpr = device.product_layout(DIMS)
     query = device.matrix(query_ring, MEMBER)
@@ -106,7 +131,7 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
         masked = (walk.partials + walk.cuts) * PARTS
         count = masked + walk.fulls * PARTS
         pair = batch * call.sizes.heads + head
-        start = row * BLOCK + MEMBER * PART
+        start = row * call.block + MEMBER * PART
         stage, phase = device.advance(stage, phase, STAGES)
         lse2, delta = begin(
             grad_queries, vectors, rings, call, pair, start, stage, phase, query_phase,
@@ -154,7 +179,7 @@ def begin(grad_queries, vectors, rings, call, pair, start, stage, phase, query_p
     mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
     grad_out = device.matrix(grad_out_ring, MEMBER).load(ROWS)
     delta = row_terms.delta_of(out, grad_out, grad_lse)
-    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * BLOCK)
+    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * call.block)
     # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
     fence_async_shared()
     device.release(value_ring, stage)

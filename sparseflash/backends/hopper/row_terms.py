@@ -16,15 +16,15 @@ from torch import Tensor
 
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper import device
-from sparseflash.backends.hopper.device import BLOCK, PART
+from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import fence_async_shared, gl, gluon, mbarrier
 from sparseflash.backends.hopper.launch import OPTIONS, tiles_of
 
 
-def empty(query: Tensor) -> Tensor:
-    """Room for the terms."""
+def empty(query: Tensor, block: int) -> Tensor:
+    """Room for the terms of queries in blocks of `block` tokens."""
     batch, heads, q_len, _ = query.shape
-    padded_len = -(-q_len // BLOCK.value) * BLOCK.value
+    padded_len = -(-q_len // block) * block
     shape = (2 * batch * heads, padded_len)
     return torch.empty(shape, dtype=torch.float32, device=query.device)
 
@@ -35,20 +35,19 @@ def compute(
     """Writes the terms of all rows; zeros past the sequence."""
     _, heads, q_len, head_dim = out.shape
     tiles = (tiles_of(x, PART.value).descriptor() for x in (grad_out, out))
-    arguments = (*tiles, lse, grad_lse, terms, heads, q_len)
+    arguments = (*tiles, lse, grad_lse, terms, heads, q_len, terms.shape[1])
     grid = (terms.numel() // (2 * PART.value), 1, 1)
     variant = (out.device, out.dtype, head_dim, grad_lse is None)
     launch(row_terms_kernel, grid, arguments, variant, OPTIONS)
 
 
 @gluon.jit(
-    do_not_specialize=["heads", "q_len"],
+    do_not_specialize=["heads", "q_len", "padded_len"],
     do_not_specialize_on_alignment=["lse", "grad_lse", "terms"],
 )
-def row_terms_kernel(grad_outs, outs, lse, grad_lse, terms, heads, q_len):
+def row_terms_kernel(grad_outs, outs, lse, grad_lse, terms, heads, q_len, padded_len):
     """Programs take PART rows of a head each."""
     ROWS: gl.constexpr = layout(outs.block_type.shape[3])
-    padded_len = gl.cdiv(q_len, BLOCK) * BLOCK
     parts = padded_len // PART
     pair, start = gl.program_id(0) // parts, gl.program_id(0) % parts * PART
     grad_out_ring, out_ring = device.ring(grad_outs, 1, 1), device.ring(outs, 1, 1)

@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels without a GPU, and prints JSON lines about them.
 
 A script for compile_only.start:
-    python compile_kernels.py variants HEAD_DIM    what the compiler made of all that ships
+    python compile_kernels.py variants HEAD_DIM BLOCK    what the compiler made of all that ships
     python compile_kernels.py calls HEAD_DIM       kernels compiled by calls of many lengths
     python compile_kernels.py layouts HEAD_DIM     kernels compiled for tensors of many strides
 """
@@ -10,7 +10,13 @@ import json
 import sys
 
 import torch
-from compile_only import compile_instead_of_launching, compiled, machine_code, stack_bytes
+from compile_only import (
+    compile_instead_of_launching,
+    compiled,
+    machine_code,
+    registers_per_thread,
+    stack_bytes,
+)
 from operands import unset_operands
 
 import masks
@@ -63,7 +69,7 @@ def call(
     hopper.backward(grad_out, grad_lse, query, key, key, out, lse, *call, needs)
 
 
-def report_variants(head_dim: int):
+def report_variants(head_dim: int, block: int):
     """Full masks without all that is optional, causal ones without it and with it."""
     optional = {
         "dtype": torch.float16,
@@ -79,21 +85,28 @@ def report_variants(head_dim: int):
     ):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
-        call(pattern(512, block_size=128), head_dim, **options)
-        if head_dim in hopper.FUSED_BLOCKS:
-            call(pattern(512, block_size=128), head_dim, deterministic=False, **options)
+        call(pattern(512, block), head_dim, **options)
+        if head_dim in hopper.FUSED_BLOCKS and block == 128:
+            call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
             yield {
                 "which": which,
                 "mask": name,
                 "head_dim": head_dim,
+                "block": block,
                 "shared": made.metadata.shared,
+                "registers": registers(made),
                 "stack": stack_bytes(made.asm["cubin"]),
                 "products": code.count("HGMMA"),
                 "waits": code.count("WARPGROUP.DEPBAR"),
                 "unset": unset_operands(code),
             }
+
+
+def registers(made) -> int:
+    """Of all threads of a program, when it starts."""
+    return made.metadata.num_warps * 32 * registers_per_thread(made.asm["cubin"])
 
 
 def compiled_passes():
@@ -106,9 +119,10 @@ def compiled_passes():
 
 def report_calls(head_dim: int):
     """Numbers of kernels after calls that differ in all that may change from call to call."""
-    for seq_len in (300, 1000, 2048):
-        for batch in (1, 3):
-            call(masks.causal()(seq_len, block_size=128), head_dim, batch=batch)
+    for block in (64, 128):
+        for seq_len in (300, 1000, 2048):
+            for batch in (1, 3):
+                call(masks.causal()(seq_len, block), head_dim, batch=batch)
     yield {which: len(compiled(kernel)) for which, kernel in KERNELS.items()}
 
 
@@ -121,6 +135,7 @@ def report_layouts(head_dim: int):
             for kv_heads in (1, 2):
                 mask = pattern(300, block_size=128)
                 call(mask, head_dim, kv_heads=kv_heads, key_lengths=key_lengths)
+    call(masks.full()(256, block_size=64), head_dim)
     mask = masks.full()(256, block_size=128)
     call(mask, head_dim, dtype=torch.float16)
     call(mask, head_dim, dropout_p=0.1)
@@ -134,9 +149,9 @@ def report_layouts(head_dim: int):
 
 
 if __name__ == "__main__":
-    what, head_dim = sys.argv[1], int(sys.argv[2])
+    what, *numbers = sys.argv[1:]
     VARIANTS = compile_instead_of_launching(90)
     launch.multiprocessors = lambda device: 132
     hopper.FUSED_BLOCKS = dict.fromkeys(hopper.FUSED_BLOCKS, 0)
-    for report in globals()[f"report_{what}"](head_dim):
+    for report in globals()[f"report_{what}"](*map(int, numbers)):
         print(json.dumps(report), flush=True)

@@ -319,7 +319,7 @@ class Kernel:
         return self.function(*arguments, **constants)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, enable_fp_fusion, **constants):
+        def launch(*arguments, num_warps, enable_fp_fusion, maxnreg=None, **constants):
             arguments = [_argument(x) for x in arguments]
             for number in range(grid[0]):
                 _program.__dict__.update(number=number, programs=grid[0])

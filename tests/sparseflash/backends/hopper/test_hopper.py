@@ -1,12 +1,14 @@
 """The Hopper kernels against float64; they need a GPU that has them."""
 
+import ctypes
+
 import pytest
 import torch
 
 import masks
 import sparseflash
-from sparseflash.backends import hopper
-from sparseflash.backends.hopper import CAPABILITY, HEAD_DIMS
+from sparseflash.backends import compiled, hopper
+from sparseflash.backends.hopper import CAPABILITY, HEAD_DIMS, SMALL_HEAD_DIMS
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
@@ -15,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0"),
 ]
 DEVICE = torch.device("cuda", 0)
+SIZES = [(dim, 128) for dim in HEAD_DIMS] + [(dim, 64) for dim in SMALL_HEAD_DIMS]
 
 PATTERNS = {
     "full": masks.full(),
@@ -28,6 +31,11 @@ PATTERNS = {
     "nothing": masks.global_tokens(1) - masks.full(),
     "custom": masks.pattern(lambda q, k: (q * k) % 5 == 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def read_blocks_of_64_however_full_tiles_are(monkeypatch):
+    monkeypatch.setitem(hopper.LEAST_FILL, 64, 2.0)
 
 
 def attend(query, key, value, mask, **options):
@@ -53,11 +61,11 @@ def check(
     return check_attention(attention, *inputs[:3], mask, grad_out=inputs[3], **options)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(name, lengths, head_dim):
-    check(PATTERNS[name], lengths, head_dim)
+def test_patterns(name, lengths, head_dim, block_size):
+    check(PATTERNS[name], lengths, head_dim, block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256, (128, 64), (32, 256)])
@@ -66,13 +74,16 @@ def test_blocks_of_other_sizes(name, block_size):
     check(PATTERNS[name], (700, 460), 128, kv_heads=1, block_size=block_size)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_float16(head_dim):
-    check(PATTERNS["local"], (700, 900), head_dim, dtype=torch.float16)
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
+def test_float16(head_dim, block_size):
+    kinds = {"dtype": torch.float16, "block_size": block_size}
+    check(PATTERNS["local"], (700, 900), head_dim, **kinds)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("kv_heads", "block_size"), [(1, 128), (2, 128), (1, 32)])
+@pytest.mark.parametrize(
+    ("kv_heads", "block_size"), [(1, 128), (2, 128), (1, 32), (1, 64), (2, 64)]
+)
 def test_grouped_heads_with_masks_of_their_own(kv_heads, block_size, head_dim):
     names = ["causal", "blocks", "causal", "empty rows"]
     pattern = masks.stack([PATTERNS[name] for name in names])
@@ -87,17 +98,20 @@ def test_padded_keys(name, block_size, head_dim):
     check(PATTERNS[name], (500, 700), head_dim, **options)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize("name", ["full", "local", "blocks", "empty rows"])
-def test_dropout(name, head_dim):
-    check(PATTERNS[name], (700, 460), head_dim, dropout_p=0.3, seed=-(2**40) - 3)
+def test_dropout(name, head_dim, block_size):
+    options = {"dropout_p": 0.3, "seed": -(2**40) - 3, "block_size": block_size}
+    check(PATTERNS[name], (700, 460), head_dim, **options)
 
 
+@pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_dropout_with_all_that_is_optional(head_dim):
+def test_dropout_with_all_that_is_optional(head_dim, block_size):
     pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
     options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
-    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 64, "dtype": torch.float16}
+    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "dtype": torch.float16}
+    options["block_size"] = block_size
     check(pattern, (500, 660), head_dim, **options)
 
 
@@ -130,7 +144,7 @@ def test_gradients_in_no_fixed_order(name, lengths):
 def test_gradients_in_no_fixed_order_with_all_that_is_optional(dtype):
     pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
     options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
-    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 64, "dtype": dtype}
+    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 32, "dtype": dtype}
     check(pattern, (500, 660), 64, deterministic=False, **options)
 
 
@@ -157,33 +171,54 @@ def test_strides(strides):
     check(PATTERNS["causal"], (500, 500), 128, strides=strides)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize("name", ["full", "causal", "blocks", "one heavy row"])
-def test_many_tiles_for_each_program(name, head_dim):
-    check(PATTERNS[name], (1500, 1500), head_dim, batch=4, heads=16, kv_heads=8)
+def test_many_tiles_for_each_program(name, head_dim, block_size):
+    sizes = {"batch": 4, "heads": 16, "kv_heads": 8, "block_size": block_size}
+    check(PATTERNS[name], (1500, 1500), head_dim, **sizes)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", SMALL_HEAD_DIMS)
+def test_two_programs_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
+    monkeypatch.setattr(compiled, "_COMPILED", {})
+    check(PATTERNS["causal"], (300, 300), head_dim, block_size=64)
+    kernels = [kernel for kernel, _ in compiled._COMPILED.values()]
+    assert [programs_at_a_time(kernel) for kernel in kernels] == [2, 2, 2]
+
+
+def programs_at_a_time(kernel) -> int:
+    """How many programs of a kernel the driver lets share a multiprocessor."""
+    found = ctypes.c_int()
+    ask = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    threads = 32 * kernel.metadata.num_warps
+    assert ask(ctypes.byref(found), kernel.function, threads, kernel.metadata.shared) == 0
+    return found.value
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, False, True)]
 )
-def test_only_the_gradients_that_are_needed(needs, head_dim):
+def test_only_the_gradients_that_are_needed(needs, head_dim, block_size):
     *inputs, grad = make_inputs(1, 2, 400, 560, head_dim, dtype=torch.float16, device=DEVICE)
+
+    mask = PATTERNS["local"]((400, 560), block_size, device=DEVICE)
 
     def gradients(needs):
         leaves = [x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True)]
-        attend(*leaves, PATTERNS["local"])[0].backward(grad)
+        attend(*leaves, mask)[0].backward(grad)
         return [x.grad for x in leaves]
 
     for one, full, needed in zip(gradients(needs), gradients((True,) * 3), needs, strict=True):
         assert torch.equal(one, full) if needed else one is None
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize("name", ["full", "causal", "blocks", "one heavy row"])
-def test_repeated_runs_give_the_same_bits(name, head_dim):
+def test_repeated_runs_give_the_same_bits(name, head_dim, block_size):
     *inputs, grad = make_inputs(2, 16, 2048, 2048, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    mask = PATTERNS[name](2048, block_size=128, device=DEVICE)
+    mask = PATTERNS[name](2048, block_size, device=DEVICE)
 
     def run():
         leaves = [x.detach().requires_grad_() for x in inputs]

@@ -55,15 +55,17 @@ def check(
     head_dim=64,
     *,
     lengths=(500, 400),
+    block_size=128,
     kv_heads=1,
+    dtype=torch.bfloat16,
     key_lengths=None,
     dropout_p=0.0,
     deterministic=True,
 ):
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
-    kinds = {"kv_heads": kv_heads, "dtype": torch.bfloat16}
+    kinds = {"kv_heads": kv_heads, "dtype": dtype}
     query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)
-    mask = pattern(lengths, block_size=128)
+    mask = pattern(lengths, block_size)
     options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
     spec = spec_of(query, key, mask, dropout_p, bool(options), deterministic)
     seed = -(2**40) - 3
@@ -84,7 +86,7 @@ def spec_of(query, key, mask, dropout_p=0.0, has_key_lengths=False, deterministi
     _, kv_heads, k_len, _ = key.shape
     return AttentionSpec(
         *(batch, heads, kv_heads, q_len, k_len, head_dim, query.dtype, query.device),
-        *((128, 128), mask.num_heads, head_dim**-0.5, dropout_p, has_key_lengths),
+        *(mask.block_size, mask.num_heads, head_dim**-0.5, dropout_p, has_key_lengths),
         deterministic=deterministic,
     )
 
@@ -102,6 +104,27 @@ PATTERNS = {
 def test_simulated_kernels_are_right(name):
     with simulation():
         check(PATTERNS[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_simulated_kernels_on_blocks_of_64(name, dtype):
+    with simulation():
+        check(PATTERNS[name], lengths=(300, 260), block_size=64, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    options = {"key_lengths": [0, 100, 192], "dropout_p": 0.3, "deterministic": False}
+    with simulation():
+        check(pattern, head_dim, lengths=(250, 200), block_size=64, **options)
+
+
+def test_a_group_alone_far_behind_what_is_loaded(monkeypatch):
+    monkeypatch.setattr(simulated_gluon, "HURRY", True)
+    with simulation():
+        check(PATTERNS["causal"], 128, lengths=(300, 260), block_size=64)
 
 
 @pytest.mark.parametrize("head_dim", [96, 128, 192])
@@ -134,32 +157,33 @@ def test_simulated_kernels_of_the_widest_tiles():
         check(PATTERNS["blocks"], 256)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 128), (96, 128), (256, 128), (96, 64)])
 @pytest.mark.parametrize("with_grad_lse", [False, True])
 def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
-    with_grad_lse, head_dim
+    with_grad_lse, head_dim, block_size
 ):
     kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd"}
     query, key, value, grad_out = make_inputs(2, 2, 300, 200, head_dim, **kinds)
-    mask = masks.pattern(lambda q, k: q >= 140)((300, 200), block_size=128)
+    mask = masks.pattern(lambda q, k: q >= 140)((300, 200), block_size)
     call = (mask.table(), None, 0, spec_of(query, key, mask))
     grad_lse = torch.randn(2, 300, 2).mT if with_grad_lse else None
     with simulation():
         out, lse = hopper.forward(query, key, value, *call)
         saved = (grad_out, grad_lse, query, key, value, out, lse, *call)
-        written, by_their_own = (written_terms(needs, *saved) for needs in (True, False))
+        padded_len = -(-300 // block_size) * block_size
+        written, by_their_own = (written_terms(padded_len, x, *saved) for x in (True, False))
     lse2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
     delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
-    expected = torch.zeros(2, 2, 2, 384)
+    expected = torch.zeros(2, 2, 2, padded_len)
     expected[..., :300] = torch.stack([lse2, delta], dim=2)
     assert lse2.isinf().sum() == 2 * 2 * 140
     torch.testing.assert_close(written.view_as(expected), expected)
     assert torch.equal(by_their_own, written)
 
 
-def written_terms(needs_query, *saved_and_call):
+def written_terms(padded_len, needs_query, *saved_and_call):
     """The row terms of a backward pass that is to make dQ, or nothing."""
-    terms = torch.full((2 * 2 * 2, 384), torch.nan)
+    terms = torch.full((2 * 2 * 2, padded_len), torch.nan)
     with patch(f"{hopper.__name__}.row_terms.empty", return_value=terms):
         hopper.backward(*saved_and_call, (needs_query, False, False))
     return terms
@@ -170,7 +194,7 @@ NEEDS_O = """\
     mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
     grad_out = device.matrix(grad_out_ring, MEMBER).load(ROWS)
     delta = row_terms.delta_of(out, grad_out, grad_lse)
-    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * BLOCK)
+    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * call.block)
     # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
     fence_async_shared()
 """
@@ -250,6 +274,34 @@ def test_planted_bugs_are_found(bug):
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 300))
     with simulation(*PLANTED[bug]), pytest.raises((simulated_gluon.Failure, AssertionError)):
         check(pattern, 128, lengths=(600, 520), kv_heads=2)
+
+
+PLANTED_FOR_ONE_GROUP = {
+    "values not handed on while O is loaded": (
+        "query_gradient",
+        "            device.skip(value_ring, stage, phase)\n",
+        "            pass\n",
+    ),
+    "a ring that waits for a second group": (
+        "key_value_gradient",
+        "device.ring(queries, STAGES, GROUPS)",
+        "device.ring(queries, STAGES, 2)",
+    ),
+    "the only buffer of queries handed back before O has left": (
+        "forward_pass",
+        "    wait_for_stores(0)\n    mbarrier.arrive",
+        "    mbarrier.arrive",
+    ),
+    "a bank of tiles of 128": ("device", "call.block // 32", "128 // 32"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_FOR_ONE_GROUP)
+def test_bugs_planted_for_one_group_are_found(bug):
+    pattern = masks.pattern(lambda q, k: (q // 64 == 2) | (k < 150))
+    found = pytest.raises((simulated_gluon.Failure, AssertionError, IndexError))
+    with simulation(*PLANTED_FOR_ONE_GROUP[bug]), found:
+        check(pattern, 128, lengths=(300, 260), block_size=64, kv_heads=2)
 
 
 PLANTED_IN_THE_FUSED_KERNEL = {

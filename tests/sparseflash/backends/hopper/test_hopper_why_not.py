@@ -50,7 +50,7 @@ def test_auto_passes_over_head_dims_that_are_no_faster(monkeypatch):
     select.cache_clear()
 
 
-@pytest.mark.parametrize("block_size", [(16, 16), (64, 128), (256, 32), (256, 256)])
+@pytest.mark.parametrize("block_size", [(16, 16), (32, 64), (256, 32), (256, 256)])
 def test_reads_tables_of_its_own_blocks(block_size):
     spec = replace(SPEC, block_size=block_size, fill=0.25)
     assert hopper.why_not(spec) == []
@@ -58,6 +58,28 @@ def test_reads_tables_of_its_own_blocks(block_size):
     described = hopper.describe(*(torch.empty(0),) * 3, None, spec)
     assert "25%" in described["tiles"]
     assert str(block_size) in described["tiles"]
+
+
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "fill", "tile"),
+    [(64, 0.25, 64), (96, 0.25, 64), (128, 0.89, 64), (128, 0.9, 128), (192, 0.25, 128)],
+)
+def test_reads_blocks_of_64_where_they_fill_little_of_larger_ones(
+    head_dim, fill, tile, block_size
+):
+    spec = replace(SPEC, head_dim=head_dim, block_size=block_size, fill=fill)
+    assert hopper.why_not(spec) == []
+    assert hopper.tiling(spec) == (tile, tile)
+    described = hopper.describe(*(torch.empty(0),) * 3, None, spec)
+    assert str((tile, tile)) in described["tiles"]
+
+
+@pytest.mark.parametrize(("head_dim", "words"), [(64, "head_dim"), (128, None), (192, "25%")])
+def test_auto_takes_scattered_blocks_of_64_where_they_need_not_be_put_together(head_dim, words):
+    spec = replace(SPEC, head_dim=head_dim, block_size=(64, 64), fill=0.25, deterministic=False)
+    reasons = hopper.pass_over(spec)
+    assert [words in reason for reason in reasons] == [True] * (words is not None)
 
 
 def test_auto_passes_over_tiles_that_are_hardly_filled():
@@ -75,6 +97,7 @@ def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     assert hopper.fuses(many, allowed)
     assert "no fixed order" in hopper.describe(*(torch.empty(0),) * 3, many, allowed)["backward"]
     assert not hopper.fuses(few, allowed)
+    assert not hopper.fuses(masks.full()(128 * 12, block_size=64).table(), allowed)
     assert not hopper.fuses(many, SPEC)
     assert not hopper.fuses(many, replace(allowed, head_dim=128))
 
