@@ -56,7 +56,8 @@ def main(backend: str, head_dim: int) -> None:
             passes(backend, pattern, (200, 330), head_dim, **options)
     passes(backend, LOCAL, (200, 330), head_dim, key_lengths=key_lengths)
     passes(backend, masks.full(), (3, 2000), head_dim)
-    passes(backend, SCATTERED, (200, 330), head_dim, block_size=32)
+    for side in (32, 64):
+        passes(backend, SCATTERED, (200, 330), head_dim, block_size=side)
     passes(backend, masks.full(), (1600, 330), head_dim, deterministic=False)
     torch.cuda.synchronize()
     print("every kernel ran")

@@ -18,6 +18,7 @@ from sparseflash.backends.hopper import fuses, launch, row_terms
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
+from sparseflash.backends.hopper.launch import PARTS, Pieces, Tiles
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.spec import AttentionSpec
 
@@ -39,6 +40,7 @@ KEY_STAGES = {
         128: {"STAGES": 2, "KEY_STAGES": 1},
     },
 }
+TERMS = Pieces(PART.value)  # as queries come
 FUSED_STAGES = {64: {"STAGES": 4}}  # of the kernel of all gradients: of queries and dO
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
@@ -95,16 +97,12 @@ def _fused_gradients(
     width = launch.width(spec.head_dim)
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-    tensors = (
-        *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
-        launch.Pieces(terms, PART.value),
-        *(launch.tiles_of(x, PART.value) for x in (key, value)),
-        launch.tiles_of(sums, PART.value, width // 2),
-        *(launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
-    )
+    tensors = (query, grad_out, terms, key, value, sums, grad_key, grad_value)
+    halves = Tiles(PART.value, width // 2)
+    read = (PARTS, PARTS, TERMS, PARTS, PARTS, halves, PARTS, PARTS)
     stages = FUSED_STAGES[width]
     launch.launch_pass(
-        fused_gradient_kernel, tensors, table, key_lengths, seed, spec, stages, by_key=True
+        fused_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages, by_key=True
     )
     torch.mul(sums, spec.scale, out=grad_query)
     return grad_query, grad_key, grad_value
@@ -115,14 +113,14 @@ def _query_gradient(
 ) -> Tensor:
     """The gradient of query; also writes the terms."""
     grad_query = torch.empty_like(query)
-    keys = launch.keys_of_tile(table, spec)
-    tensors = (
-        *(launch.tiles_of(x, PART.value) for x in (query, grad_out, out)),
-        *(launch.tiles_of(x, keys) for x in (key, value)),
-        *(launch.tiles_of(grad_query, PART.value), lse, grad_lse, terms),
+    block = table.block_size[0]
+    keys = launch.key_tiles(block, spec.head_dim)
+    tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, terms)
+    read = (PARTS, PARTS, PARTS, keys, keys, PARTS, None, None, None)
+    stages = QUERY_STAGES[block][launch.width(spec.head_dim)]
+    launch.launch_pass(
+        query_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages
     )
-    stages = QUERY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
-    launch.launch_pass(query_gradient_kernel, tensors, table, key_lengths, seed, spec, stages)
     return grad_query
 
 
@@ -141,14 +139,18 @@ def _key_value_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     grad_key = torch.empty_like(key) if with_key else None
     grad_value = torch.empty_like(value) if with_value else None
-    tensors = (
-        *(launch.tiles_of(x, PART.value) for x in (query, grad_out)),
-        launch.Pieces(terms, PART.value),
-        *(launch.tiles_of(x, PART.value) for x in (key, value)),
-        *(x if x is None else launch.tiles_of(x, PART.value) for x in (grad_key, grad_value)),
-    )
+    tensors = (query, grad_out, terms, key, value, grad_key, grad_value)
+    read = (PARTS, PARTS, TERMS, PARTS, PARTS, PARTS, PARTS)
     stages = KEY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     launch.launch_pass(
-        key_value_gradient_kernel, tensors, table, key_lengths, seed, spec, stages, by_key=True
+        key_value_gradient_kernel,
+        tensors,
+        read,
+        table,
+        key_lengths,
+        seed,
+        spec,
+        stages,
+        by_key=True,
     )
     return grad_key, grad_value

@@ -29,6 +29,7 @@ from sparseflash.backends.hopper.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from sparseflash.backends.hopper.launch import PARTS
 from sparseflash.spec import AttentionSpec
 
 # By the side of blocks and the width of tiles: buffers of keys and values, and of queries. Two
@@ -60,15 +61,14 @@ def forward(
     key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    keys = launch.keys_of_tile(table, spec)
-    tensors = (
-        launch.tiles_of(query, PART.value),
-        *(launch.tiles_of(x, keys) for x in (key, value)),
-        *(launch.tiles_of(out, PART.value), lse),
+    block = table.block_size[0]
+    keys, stages = (
+        launch.key_tiles(block, spec.head_dim),
+        STAGES[block][launch.width(spec.head_dim)],
     )
-    stages = STAGES[table.block_size[0]][launch.width(spec.head_dim)]
+    tensors, read = (query, key, value, out, lse), (PARTS, keys, keys, PARTS, None)
     with on_device(query.device):
-        launch.launch_pass(forward_kernel, tensors, table, key_lengths, seed, spec, stages)
+        launch.launch_pass(forward_kernel, tensors, read, table, key_lengths, seed, spec, stages)
     return out, lse
 
 

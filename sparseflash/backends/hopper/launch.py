@@ -9,7 +9,7 @@ from torch import Tensor
 from masks.lookup_table import PREFETCH, BlockRows, LookupTable
 from sparseflash import dropout
 from sparseflash.backends.compiled import launch
-from sparseflash.backends.hopper.device import LOG2E
+from sparseflash.backends.hopper.device import LOG2E, PART
 from sparseflash.backends.hopper.gluon_shim import TensorDescriptor, gl, gluon
 from sparseflash.backends.relaunch import again, remember
 from sparseflash.spec import AttentionSpec
@@ -26,32 +26,37 @@ GLUON_DTYPES = {
 
 
 class Tiles(NamedTuple):
-    """The (rows, dims) tiles of an addressable tensor (batch, heads, tokens, dims)."""
+    """(rows, dims) tiles of addressable tensors (batch, heads, tokens, dims), by default of all
+    their dims.
+    """
 
-    tensor: Tensor
     rows: int
-    dims: int
+    dims: int | None = None
 
-    def descriptor(self) -> TensorDescriptor:
-        base = self.tensor
-        facts = (base.shape, base.stride(), base.dtype, self.rows, self.dims)
-        return _Descriptor(base, *_tiling(*facts))
+    def of(self, tensor: Tensor) -> TensorDescriptor:
+        dims = self.dims or width(tensor.shape[-1])
+        facts = (tensor.shape, tensor.stride(), tensor.dtype, self.rows, dims)
+        return _Descriptor(tensor, *_tiling(*facts))
 
 
 class Pieces(NamedTuple):
-    """The pieces of `columns` neighbouring entries of a row of a matrix."""
+    """Pieces of `columns` neighbouring entries of a row of a matrix."""
 
-    tensor: Tensor
     columns: int
 
-    def descriptor(self) -> TensorDescriptor:
-        shape, strides = list(self.tensor.shape), list(self.tensor.stride())
-        return _Descriptor(self.tensor, shape, strides, [1, self.columns], TERMS_LAYOUT)
+    def of(self, tensor: Tensor) -> TensorDescriptor:
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        return _Descriptor(tensor, shape, strides, [1, self.columns], TERMS_LAYOUT)
+
+
+PARTS = Tiles(PART.value)  # what a group of warps owns of a tensor
+Read = Tiles | Pieces | None  # how a kernel reads a tensor: by a descriptor, or by its address
 
 
 def launch_pass(
     kernel: gluon.jit,
-    tensors: tuple[Tiles | Pieces | Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
+    read: tuple[Read, ...],
     table: LookupTable,
     key_lengths: Tensor | None,
     seed: int,
@@ -61,21 +66,20 @@ def launch_pass(
 ) -> None:
     """Launches a persistent kernel over the query rows of a table, or over its key rows.
 
-    Its parameters are `tensors`; device.Table; key_lengths; the counter; device.Sizes; scale2;
-    device.Dropout; GROUP, MASKED, BLOCK and `stages`, the sizes of its rings.
+    Its parameters are `tensors`, each as it is `read`; device.Table; key_lengths; the counter;
+    device.Sizes; scale2; device.Dropout; GROUP, MASKED, BLOCK; `stages`, the sizes of its rings.
     """
     block = table.block_size[0]
     rows = table.by_key if by_key else table.by_query
     counter = counter_of(rows, spec.device)
-    bases = [x[0] if isinstance(x, tuple) else x for x in tensors]
     seeds = (None, None) if spec.dropout_p == 0 else _words(seed)
-    kind = (kernel.__name__, spec, *[None if x is None else x.stride() for x in bases])
-    addresses = [None if x is None else x.data_ptr() for x in (*bases, key_lengths, counter)]
+    kind = (kernel.__name__, spec, *[None if x is None else x.stride() for x in tensors])
+    addresses = [None if x is None else x.data_ptr() for x in (*tensors, key_lengths, counter)]
     if again(table, kind, (*addresses, *seeds)):
         return
     sizes, grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads, block)
     arguments = (
-        *(x.descriptor() if isinstance(x, tuple) else x for x in tensors),
+        *(_as_read(x, how) for x, how in zip(tensors, read, strict=True)),
         *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
         *(key_lengths, counter, *sizes, spec.scale * LOG2E.value),
         *(*seeds, *_dropout_arguments(spec.dropout_p)),
@@ -91,6 +95,10 @@ def launch_pass(
         names = kernel.arg_names[: len(tensors)]
         changing = (*names, "key_lengths", "counter", "seed_low", "seed_high")
         remember(table, kind, launched, changing)
+
+
+def _as_read(tensor: Tensor | None, how: Read) -> Tensor | TensorDescriptor | None:
+    return tensor if tensor is None or how is None else how.of(tensor)
 
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -131,14 +139,10 @@ def width(head_dim: int) -> int:
 KEYS = {64: 128, 128: 128, 256: 64}
 
 
-def keys_of_tile(table: LookupTable, spec: AttentionSpec) -> int:
-    """The keys of a tile where rows are queries: those of a block, or half as many."""
-    return min(table.block_size[1], KEYS[width(spec.head_dim)])
-
-
-def tiles_of(tensor: Tensor, rows: int, dims: int | None = None) -> Tiles:
-    """The (rows, dims) tiles of an addressable tensor, of all its dims if not said."""
-    return Tiles(tensor, rows, dims or width(tensor.shape[-1]))
+@lru_cache(maxsize=64)
+def key_tiles(block: int, head_dim: int) -> Tiles:
+    """The tiles of keys and values where rows are queries: a block, or half of one."""
+    return Tiles(min(block, KEYS[width(head_dim)]))
 
 
 TERMS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)

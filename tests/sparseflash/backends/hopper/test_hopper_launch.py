@@ -27,7 +27,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
     addressed = launch.addressable(query)
     assert torch.equal(addressed, query)
     assert (addressed is query) == (strides in ("contiguous", "bshd"))
-    descriptor = launch.tiles_of(addressed, 64).descriptor()
+    descriptor = launch.Tiles(64).of(addressed)
     assert descriptor.block_shape == [1, 1, 64, 64]
     assert descriptor.strides == list(addressed.stride())
 
@@ -35,7 +35,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (96, 128), (192, 256), (256, 256)])
 def test_tiles_are_as_wide_as_a_power_of_two(head_dim, width):
     query, *_ = make_inputs(1, 1, 40, 40, head_dim, dtype=torch.float16)
-    descriptor = launch.tiles_of(query, 64).descriptor()
+    descriptor = launch.Tiles(64).of(query)
     assert descriptor.block_shape == [1, 1, 64, width]
     assert descriptor.shape == list(query.shape)
 
@@ -45,7 +45,7 @@ def test_strides_of_single_entries_do_not_matter():
         (1, 1, 40, 64), (3, 5, 64, 1)
     )
     assert launch.addressable(query) is query
-    assert launch.tiles_of(query, 64).descriptor().strides[:2] == [8, 8]
+    assert launch.Tiles(64).of(query).strides[:2] == [8, 8]
 
 
 @pytest.mark.parametrize(
