@@ -56,8 +56,9 @@ def main(backend: str, head_dim: int) -> None:
             passes(backend, pattern, (200, 330), head_dim, **options)
     passes(backend, LOCAL, (200, 330), head_dim, key_lengths=key_lengths)
     passes(backend, masks.full(), (3, 2000), head_dim)
-    for side in (32, 64):
-        passes(backend, SCATTERED, (200, 330), head_dim, block_size=side)
+    for block_size in (32, 64):
+        passes(backend, SCATTERED, (200, 330), head_dim, block_size=block_size)
+    passes(backend, UNEVEN, (200, 330), head_dim, block_size=64, dropout_p=0.1, seed=1)
     passes(backend, masks.full(), (1600, 330), head_dim, deterministic=False)
     torch.cuda.synchronize()
     print("every kernel ran")

@@ -22,7 +22,7 @@ EXAMPLES = {"triton": 180, "hopper": 180} if HAS_GPU else {"cpu": 10, "triton": 
 # Those that a kernel is compiled for: few, as compilation takes longer than many cases.
 SHAPES = [(16, (16, 16)), (40, (32, 64))]
 if HAS_GPU:
-    SHAPES += [(64, (64, 128)), (128, (128, 128))]
+    SHAPES += [(64, (64, 128)), (128, (128, 128)), (128, (64, 64))]
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 
 lengths = st.one_of(st.integers(1, 65), st.integers(1, LONGEST), st.just(LONGEST))

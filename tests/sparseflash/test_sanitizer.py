@@ -4,8 +4,8 @@ racecheck watches what threads read and write in shared memory. It sees neither 
 tensor memory accelerator nor what tensor cores read there: whether the hopper kernels wait for
 those is checked in simulation, by backends/hopper/test_hopper_protocol.py. Of those kernels it
 reports how Triton hands work to its warps: one group writes to shared memory which part the others
-are to run, and they read it after a barrier. Such reports name the first line of a kernel or its
-call of warp_specialize; any other line is a failure.
+are to run, and they read it after a barrier. Such reports name the first line of a kernel or of
+its function `specialize`, or the call of that; any other line is a failure.
 """
 
 import os
@@ -26,7 +26,7 @@ FOUND = 9  # the exit code of a sanitizer that found something
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-HANDS_OVER = re.compile(r"def \w+_kernel\(|gl\.warp_specialize\(")
+HANDS_OVER = re.compile(r"def \w+_kernel\(|(def )?specialize\(")
 
 
 def races(report: str) -> set[str]:
@@ -48,7 +48,8 @@ def test_lines_that_hand_work_over_are_told_from_others():
             f"Error: Race reported between Read access at kernel+0x4b0 in forward_pass.py:{line}"
         )
 
-    assert not races(report("def forward_kernel(") + report("gl.warp_specialize("))
+    handed_over = ("def forward_kernel(", "def specialize(", "specialize(")
+    assert not races("".join(map(report, handed_over)))
     assert len(races(report("def forward_kernel(") + report("def consume("))) == 1
 
 

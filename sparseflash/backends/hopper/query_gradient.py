@@ -4,7 +4,8 @@ S = Q K^T and dP = dO V^T give dS = P * (dP - delta), which stays in registers a
 of dQ += dS K. That product runs on while the next block's begin.
 
 The row terms are computed on the way and written for the kernel of dK and dV. O comes through the
-rings of keys and values ahead of the first block, so that it is there when dO is.
+rings of keys and values ahead of the first block, so that it is there when dO is: the part of the
+first group through that of keys, the part of the second, if there is one, through that of values.
 """
 
 from sparseflash.backends.hopper import device, dropout, row_terms
