@@ -18,7 +18,7 @@ from sparseflash.backends.hopper import fuses, launch, row_terms
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
-from sparseflash.backends.hopper.launch import PARTS, Pieces, Tiles
+from sparseflash.backends.hopper.launch import PART_TILES, Pieces, Tiles
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.spec import AttentionSpec
 
@@ -99,7 +99,7 @@ def _fused_gradients(
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     tensors = (query, grad_out, terms, key, value, sums, grad_key, grad_value)
     halves = Tiles(PART.value, width // 2)
-    read = (PARTS, PARTS, TERMS, PARTS, PARTS, halves, PARTS, PARTS)
+    read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, halves, PART_TILES, PART_TILES)
     stages = FUSED_STAGES[width]
     launch.launch_pass(
         fused_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages, by_key=True
@@ -116,7 +116,7 @@ def _query_gradient(
     block = table.block_size[0]
     keys = launch.key_tiles(block, spec.head_dim)
     tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, terms)
-    read = (PARTS, PARTS, PARTS, keys, keys, PARTS, None, None, None)
+    read = (PART_TILES, PART_TILES, PART_TILES, keys, keys, PART_TILES, None, None, None)
     stages = QUERY_STAGES[block][launch.width(spec.head_dim)]
     launch.launch_pass(
         query_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages
@@ -140,7 +140,7 @@ def _key_value_gradient(
     grad_key = torch.empty_like(key) if with_key else None
     grad_value = torch.empty_like(value) if with_value else None
     tensors = (query, grad_out, terms, key, value, grad_key, grad_value)
-    read = (PARTS, PARTS, TERMS, PARTS, PARTS, PARTS, PARTS)
+    read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, PART_TILES, PART_TILES)
     stages = KEY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
     launch.launch_pass(
         key_value_gradient_kernel,

@@ -29,7 +29,7 @@ from sparseflash.backends.hopper.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from sparseflash.backends.hopper.launch import PARTS
+from sparseflash.backends.hopper.launch import PART_TILES
 from sparseflash.spec import AttentionSpec
 
 # By the side of blocks and the width of tiles: buffers of keys and values, and of queries. Two
@@ -62,11 +62,9 @@ def forward(
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     block = table.block_size[0]
-    keys, stages = (
-        launch.key_tiles(block, spec.head_dim),
-        STAGES[block][launch.width(spec.head_dim)],
-    )
-    tensors, read = (query, key, value, out, lse), (PARTS, keys, keys, PARTS, None)
+    keys = launch.key_tiles(block, spec.head_dim)
+    stages = STAGES[block][launch.width(spec.head_dim)]
+    tensors, read = (query, key, value, out, lse), (PART_TILES, keys, keys, PART_TILES, None)
     with on_device(query.device):
         launch.launch_pass(forward_kernel, tensors, read, table, key_lengths, seed, spec, stages)
     return out, lse

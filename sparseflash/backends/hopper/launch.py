@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
         return _Descriptor(tensor, shape, strides, [1, self.columns], TERMS_LAYOUT)
 
 
-PARTS = Tiles(PART.value)  # what a group of warps owns of a tensor
+PART_TILES = Tiles(PART.value)  # what a group of warps owns of a tensor
 Read = Tiles | Pieces | None  # how a kernel reads a tensor: by a descriptor, or by its address
 
 

@@ -18,7 +18,7 @@ from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper import device
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import fence_async_shared, gl, gluon, mbarrier
-from sparseflash.backends.hopper.launch import OPTIONS, PARTS
+from sparseflash.backends.hopper.launch import OPTIONS, PART_TILES
 
 
 def empty(query: Tensor, block: int) -> Tensor:
@@ -34,7 +34,7 @@ def compute(
 ) -> None:
     """Writes the terms of all rows; zeros past the sequence."""
     _, heads, q_len, head_dim = out.shape
-    tiles = (PARTS.of(x) for x in (grad_out, out))
+    tiles = (PART_TILES.of(x) for x in (grad_out, out))
     arguments = (*tiles, lse, grad_lse, terms, heads, q_len, terms.shape[1])
     grid = (terms.numel() // (2 * PART.value), 1, 1)
     variant = (out.device, out.dtype, head_dim, grad_lse is None)
