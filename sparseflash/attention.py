@@ -5,6 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from masks import Pattern
 from sparseflash import operators
 from sparseflash.arguments import (
     AnyMask,
@@ -19,7 +20,7 @@ from sparseflash.arguments import (
     checked_seed,
 )
 from sparseflash.autograd import run
-from sparseflash.call import call_of, kind_of, known, prepare, remember
+from sparseflash.call import call_of, kind_of, known, prepare
 from sparseflash.merge import with_sinks
 from sparseflash.score import ScoreFunction
 
@@ -129,11 +130,12 @@ def attention(
     block_scores = checked_block_scores(mask)
     options = (scale, softcap, score, dropout_p, precision, deterministic)
     traced = operators.is_traced(query)
-    kind = None
-    if not traced and bias is None:
+    kept = None if traced or bias is not None or isinstance(mask, Pattern) else mask.kept
+    shared, kind = None, ()
+    if kept is not None:
         given = (key_lengths is not None, _wants_gradient(block_scores))
         kind = kind_of(query, key, value, *options, backend, *given)
-    shared = known(mask, kind)
+        shared = known(kept, kind)
     if shared is None:
         check_tensors(query, key, value)
     if key_lengths is not None:
@@ -161,7 +163,8 @@ def attention(
             facts = (*checked_options(*options), backend)
             wanted = _wants_gradient(bias), _wants_gradient(block_scores)
             call = prepare(query, key, mask, key_lengths, drawn, *facts, bias, *wanted)
-            remember(mask, kind, call)
+            if kept is not None:
+                kept[kind] = call.spec, call.backend, call.table
         else:
             call = call_of(shared, key, key_lengths, drawn)
         out, lse = run(call, query, key, value, block_scores)

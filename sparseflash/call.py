@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern
+from masks.kept import Kept
 from masks.lookup_table import LookupTable
 from sparseflash.arguments import AnyMask
 from sparseflash.backends import Backend, select
@@ -108,20 +109,12 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *facts: Hashable) -> tupl
     )
 
 
-def known(mask: AnyMask, kind: tuple | None) -> Shared | None:
-    """What calls of a kind with this mask share, if one of them was checked before."""
-    if kind is None or isinstance(mask, Pattern):
-        return None
+def known(kept: Kept, kind: tuple) -> Shared | None:
+    """What calls of a kind share, if one of them was checked before; kept: what a mask keeps."""
     try:
-        return mask.kept.get(kind)
+        return kept.get(kind)
     except TypeError:  # an option that cannot be hashed: the checks say more
         return None
-
-
-def remember(mask: AnyMask, kind: tuple | None, call: Call) -> None:
-    """Keeps what calls of a kind share, one of which was checked."""
-    if kind is not None and not isinstance(mask, Pattern):
-        mask.kept[kind] = call.spec, call.backend, call.table
 
 
 def call_of(
