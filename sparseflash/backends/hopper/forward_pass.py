@@ -1,9 +1,10 @@
 """The forward pass: a persistent kernel that keeps the tensor cores busy.
 
 One warp loads tiles of queries, keys and values, two groups of four warps compute: each owns 64 of
-the 128 queries of a block row. While the products of one group run, the other computes its
-softmax; within a group, the softmax of a block overlaps O += P V of the block before. In blocks of
-64 a program has one group, and the other is that of a second program on the same multiprocessor.
+the 128 queries of a block row. The groups begin products in turns, so that those of one run while
+the other computes its softmax; within a group, the softmax of a block overlaps O += P V of the
+block before. In blocks of 64 a program has one group, and the other is that of a second program on
+the same multiprocessor.
 
 Base-2 online softmax: `peak` is the running maximum of the raw scores, `total` the running sum of
 exp2(scale2 * (score - peak)), scale2 = scale * log2(e).
@@ -19,11 +20,13 @@ from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import device, dropout, launch
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
+    await_turn,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     opaque,
+    pass_turn,
     store_tile,
     wait_for_stores,
     warpgroup_mma,
@@ -166,6 +169,8 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     buffer = MEMBER
     done = 0
     turn, turn_phase = 0, 0
+    if MEMBER == 1:
+        pass_turn(MEMBER)
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         batch, head, row = device.locate(call, tile, 1)
@@ -250,12 +255,12 @@ def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
         acc = scaled(acc, decay, OUT)
         weights = device.operand(p, query.dtype, OUT)
         hand_back(query_ring, previous, owed)
-        mbarrier.wait(value_ring.filled.index(stage), phase)
         for i in range(begin + 1, end):
             acc, peak, total, weights, stage, phase = step(
                 acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
                 call, walk, pair, start, i, MEMBER, PARTIAL, STAGES, SCORES, OUT,
             )  # fmt: skip
+        mbarrier.wait(value_ring.filled.index(stage), phase)
         acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         device.release(value_ring, stage)
@@ -272,15 +277,20 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     """
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     value = device.matrix(value_ring, stage)
-    last = stage
+    last, last_phase = stage, phase
     stage, phase = device.advance(stage, phase, STAGES)
     if PARTIAL:
         words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
+    if call.block > PART:
+        await_turn(MEMBER)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(value_ring.filled.index(last), last_phase)
     acc = warpgroup_mma(weights, value, acc, is_async=True)
+    if call.block > PART:
+        pass_turn(MEMBER)
     if call.dropout.threshold is not None:
         token = device.listed_token(call, walk, i, COLUMNS)
         kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
@@ -292,8 +302,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     total = total * decay + gl.sum(p, axis=1)
     if call.dropout.threshold is not None:
         p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
-    # The compiler would move the wait for O += P V up across the softmax, but not across this one.
-    mbarrier.wait(value_ring.filled.index(stage), phase)
+    # The compiler moves this wait up to the first exponentials and what follows in between them.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     device.release(value_ring, last)
     acc = scaled(acc, decay, OUT)

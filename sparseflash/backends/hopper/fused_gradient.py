@@ -206,9 +206,10 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
         own = opaque(end * 0 + MEMBER)
         key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
         block = gl.load(blocks)
+        lse2 = read_lse2(rings, place)
         scores = begin_scores(rings.query_ring, key, place)
         dv, ds = differentiate(
-            dv, scores, place, begin, value, rings, call, walk, pair, start,
+            dv, scores, lse2, place, begin, value, rings, call, walk, pair, start,
             MEMBER, PARTIAL, GRAD,
         )  # fmt: skip
         # dQ lags two tiles behind the scores: that of the first round belongs to no tile.
@@ -216,9 +217,11 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
         for i in range(1, end - begin):
             ahead = gl.load(blocks + i // PARTS)
             token = block * call.block + (i - 1) % PARTS * PART
+            following = after(place, STAGES)
+            # Once products are begun a load from shared memory waits behind all that they read.
+            lse2 = read_lse2(rings, following)
             dk = begin_key_gradient(dk, ds, rings, place)
             dq = begin_query_gradient(rings, late, MEMBER)
-            following = after(place, STAGES)
             scores = begin_scores(rings.query_ring, key, following)
             dk, dq = warpgroup_mma_wait(1, deps=(dk, dq))
             device.release(rings.query_ring, place.stage)
@@ -227,7 +230,7 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
             late, late_token, is_late = place, token, True
             place, block = following, ahead
             dv, ds = differentiate(
-                dv, scores, place, begin + i, value, rings, call, walk, pair, start,
+                dv, scores, lse2, place, begin + i, value, rings, call, walk, pair, start,
                 MEMBER, PARTIAL, GRAD,
             )  # fmt: skip
         token = block * call.block + (end - 1 - begin) % PARTS * PART
@@ -263,16 +266,23 @@ def before(place):
 
 
 @gluon.jit
+def read_lse2(rings, place):
+    """log2(e) * LSE of a tile of queries, as soon as it is there."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, device.product_layout(PART))
+    mbarrier.wait(rings.query_ring.filled.index(place.stage), place.phase)
+    return rings.term_buffers.index(2 * place.stage).reshape([PART]).load(COLUMNS)
+
+
+@gluon.jit
 def begin_scores(query_ring, key, place):
-    """S^T of a tile of queries, in flight."""
-    mbarrier.wait(query_ring.filled.index(place.stage), place.phase)
+    """S^T of a tile of queries that is there, in flight."""
     query = device.matrix(query_ring, place.stage)
     zeros = gl.zeros([PART, PART], gl.float32, device.product_layout(PART))
     return warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def differentiate(dv, scores, place, i, value, rings, call, walk, pair, start,
+def differentiate(dv, scores, lse2, place, i, value, rings, call, walk, pair, start,
                   MEMBER: gl.constexpr, PARTIAL: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
     """(dV + P^T dO, dS^T) of the i-th tile of the listed blocks, whose scores are in flight.
 
@@ -280,19 +290,19 @@ def differentiate(dv, scores, place, i, value, rings, call, walk, pair, start,
     """
     SCORES: gl.constexpr = device.product_layout(PART)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    stage, terms = place.stage, rings.term_buffers
+    stage = place.stage
     if PARTIAL:
         entry = walk.partial_start + i // PARTS
         words = device.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
     grad_out = device.matrix(rings.grad_out_ring, stage)
     zeros = gl.zeros([PART, PART], gl.float32, SCORES)
     mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)
+    minus_delta = rings.term_buffers.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
     dp = warpgroup_mma(value, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if call.dropout.threshold is not None:
         token = device.listed_token(call, walk, i, PART)
         kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
         kept = dropout.transposed(kept, SCORES)
-    lse2 = terms.index(2 * stage).reshape([PART]).load(COLUMNS)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
     if PARTIAL:
@@ -302,11 +312,10 @@ def differentiate(dv, scores, place, i, value, rings, call, walk, pair, start,
         weights = gl.where(kept, p, 0.0)
     weights = device.operand(weights, value.dtype, GRAD)
     dv = warpgroup_mma(weights, grad_out, dv, is_async=True)
-    delta = terms.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     if call.dropout.threshold is not None:
         dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
-    ds = (p * (dp - gl.expand_dims(delta, 0))).to(value.dtype)
+    ds = (p * (dp + gl.expand_dims(minus_delta, 0))).to(value.dtype)
     hand_over(rings.exchange, ds, place.side, MEMBER)
     dv = warpgroup_mma_wait(0, deps=(dv,))
     device.release(rings.grad_out_ring, stage)

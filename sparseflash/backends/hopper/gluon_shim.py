@@ -19,12 +19,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "add_tile",
+    "await_turn",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
     "opaque",
+    "pass_turn",
     "reinterpreted",
     "store_tile",
     "wait_for_stores",
@@ -70,3 +72,30 @@ def opaque(number):
         is_pure=False,
         pack=1,
     )
+
+
+# Triton takes a program's sixteen hardware barriers from 0 on: one, and one for each partition.
+_TURNS = 9
+
+
+@gluon.constexpr_function
+def _turn(what, member):
+    return f"bar.{what} {_TURNS + member}, 256; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def await_turn(MEMBER: gl.constexpr):
+    """Waits until the other of two groups of four warps has passed its turn to this one."""
+    _barrier(_turn("sync", MEMBER))
+
+
+@gluon.jit
+def pass_turn(MEMBER: gl.constexpr):
+    """Passes the turn to the other of two groups of four warps, and does not wait."""
+    _barrier(_turn("arrive", 1 - MEMBER))
+
+
+@gluon.jit
+def _barrier(ASM: gl.constexpr):
+    number = gl.num_programs(0)  # of no meaning: what is no pure function has to have an argument
+    gl.inline_asm_elementwise(ASM, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)

@@ -134,7 +134,7 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
         pair = batch * call.sizes.heads + head
         start = row * call.block + MEMBER * PART
         stage, phase = device.advance(stage, phase, STAGES)
-        lse2, delta = begin(
+        lse2, minus_delta = begin(
             grad_queries, vectors, rings, call, pair, start, stage, phase, query_phase,
             MEMBER, SCORES,
         )  # fmt: skip
@@ -143,12 +143,12 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
         if MASKED:
             for i in range(0, masked):
                 dq, stage, phase = step(
-                    dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
+                    dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, value_ring,
                     call, walk, pair, start, MEMBER, True, STAGES, SCORES, GRAD,
                 )  # fmt: skip
         for i in range(masked, count):
             dq, stage, phase = step(
-                dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
+                dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, value_ring,
                 call, walk, pair, start, MEMBER, False, STAGES, SCORES, GRAD,
             )  # fmt: skip
         device.release(grad_out_ring, MEMBER)
@@ -179,18 +179,18 @@ def begin(grad_queries, vectors, rings, call, pair, start, stage, phase, query_p
     out = device.as_matrix(buffer).load(ROWS)
     mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
     grad_out = device.matrix(grad_out_ring, MEMBER).load(ROWS)
-    delta = row_terms.delta_of(out, grad_out, grad_lse)
-    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * call.block)
+    minus_delta = row_terms.minus_delta_of(out, grad_out, grad_lse)
+    row_terms.write(vectors, lse2, minus_delta, pair, tokens, call.sizes.rows * call.block)
     # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
     fence_async_shared()
     device.release(value_ring, stage)
     device.release(key_ring, stage)
     lse2 = gl.convert_layout(lse2, OWN, assert_trivial=True)
-    return lse2, gl.convert_layout(delta, OWN, assert_trivial=True)
+    return lse2, gl.convert_layout(minus_delta, OWN, assert_trivial=True)
 
 
 @gluon.jit
-def step(dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring,
+def step(dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, value_ring,
          call, walk, pair, start, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
          STAGES: gl.constexpr, SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
     """dQ + dS K of tile i. pair: of batch and head; start: the first query"""
@@ -216,7 +216,7 @@ def step(dq, stage, phase, i, lse2, delta, query, grad_out, key_ring, value_ring
     if call.dropout.threshold is not None:
         kept = device.attended(kept, COLUMNS, SCORES)
         dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
-    ds = device.operand(p * (dp - gl.expand_dims(delta, 1)), key.dtype, GRAD)
+    ds = device.operand(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, GRAD)
     dq = warpgroup_mma(ds, key, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     device.release(key_ring, stage)

@@ -1,9 +1,10 @@
-"""The two terms of each query row that the backward pass reads: log2(e) * LSE and delta.
+"""The two terms of each query row that the backward pass reads: log2(e) * LSE and -delta.
 
     delta = rowsum(dO * O) - dLSE
 
-The first is inf for a row without keys, so that exp2(score - inf) is 0. They lie in one float32
-tensor (2 * batch * heads, q_len rounded up to whole blocks), two rows for each head.
+The first is inf for a row without keys, so that exp2(score - inf) is 0. The second is what dO V^T
+is added to, so that nobody has to subtract delta from the product. They lie in one float32 tensor
+(2 * batch * heads, q_len rounded up to whole blocks), two rows for each head.
 
 The kernel of dQ writes them on its way; where it does not run, a kernel of their own does, with
 the same bits.
@@ -60,8 +61,8 @@ def row_terms_kernel(grad_outs, outs, lse, grad_lse, terms, heads, q_len, padded
     mbarrier.wait(grad_out_ring.filled.index(0), 0)
     mbarrier.wait(out_ring.filled.index(0), 0)
     grad_out, out = device.matrix(grad_out_ring, 0), device.matrix(out_ring, 0)
-    delta = delta_of(out.load(ROWS), grad_out.load(ROWS), dlse)
-    write(vectors, lse2, delta, pair, tokens, padded_len)
+    minus_delta = minus_delta_of(out.load(ROWS), grad_out.load(ROWS), dlse)
+    write(vectors, lse2, minus_delta, pair, tokens, padded_len)
 
 
 class Vectors(NamedTuple):
@@ -95,14 +96,14 @@ def read_lse(vectors, pair, tokens, q_len):
 
 
 @gluon.jit
-def delta_of(out, grad_out, grad_lse):
-    """rowsum(dO * O) - dLSE"""
-    return gl.sum(out.to(gl.float32) * grad_out.to(gl.float32), axis=1) - grad_lse
+def minus_delta_of(out, grad_out, grad_lse):
+    """dLSE - rowsum(dO * O)"""
+    return grad_lse - gl.sum(out.to(gl.float32) * grad_out.to(gl.float32), axis=1)
 
 
 @gluon.jit
-def write(vectors, lse2, delta, pair, tokens, padded_len):
+def write(vectors, lse2, minus_delta, pair, tokens, padded_len):
     """Writes both terms of queries of a head; those past the sequence too."""
     lse2_row = vectors.terms + pair.to(gl.int64) * 2 * padded_len
     gl.store(lse2_row + tokens, lse2)
-    gl.store(lse2_row + padded_len + tokens, delta)
+    gl.store(lse2_row + padded_len + tokens, minus_delta)

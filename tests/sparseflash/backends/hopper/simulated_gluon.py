@@ -231,6 +231,17 @@ def opaque(number):
     return number
 
 
+def await_turn(member):
+    _program.partitions.wait(lambda: _program.turns[member] > 0, f"the turn of group {member}")
+    _program.turns[member] -= 1
+
+
+def pass_turn(member):
+    _program.turns[1 - member] += 1
+    if _program.turns[1 - member] > 1:
+        raise Failure("a turn is passed to a group that has not taken the last one")
+
+
 def load_tile(descriptor, start, barrier, buffer):
     buffer.tensor.fill_(torch.nan)
 
@@ -305,7 +316,7 @@ def _atomic_add(pointer, value, sem):
 
 
 def _warp_specialize(partitions, warps, registers):
-    _program.partitions = Partitions(partitions)
+    _program.partitions, _program.turns = Partitions(partitions), [0, 0]
     _program.partitions.join()
 
 

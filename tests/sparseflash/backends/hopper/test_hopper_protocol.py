@@ -175,7 +175,7 @@ def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
     lse2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
     delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
     expected = torch.zeros(2, 2, 2, padded_len)
-    expected[..., :300] = torch.stack([lse2, delta], dim=2)
+    expected[..., :300] = torch.stack([lse2, -delta], dim=2)
     assert lse2.isinf().sum() == 2 * 2 * 140
     torch.testing.assert_close(written.view_as(expected), expected)
     assert torch.equal(by_their_own, written)
@@ -193,8 +193,8 @@ LOADS_O = "    out = device.as_matrix(buffer).load(ROWS)\n"
 NEEDS_O = """\
     mbarrier.wait(grad_out_ring.filled.index(MEMBER), query_phase)
     grad_out = device.matrix(grad_out_ring, MEMBER).load(ROWS)
-    delta = row_terms.delta_of(out, grad_out, grad_lse)
-    row_terms.write(vectors, lse2, delta, pair, tokens, call.sizes.rows * call.block)
+    minus_delta = row_terms.minus_delta_of(out, grad_out, grad_lse)
+    row_terms.write(vectors, lse2, minus_delta, pair, tokens, call.sizes.rows * call.block)
     # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
     fence_async_shared()
 """
@@ -212,8 +212,28 @@ PLANTED = {
     ),
     "values not waited for": (
         "forward_pass",
-        "    mbarrier.wait(value_ring.filled.index(stage), phase)\n    acc =",
+        "    mbarrier.wait(value_ring.filled.index(last), last_phase)\n    acc =",
         "    acc =",
+    ),
+    "the last values not waited for": (
+        "forward_pass",
+        "        mbarrier.wait(value_ring.filled.index(stage), phase)\n        acc =",
+        "        acc =",
+    ),
+    "a turn that is not passed": (
+        "forward_pass",
+        "is_async=True)\n    if call.block > PART:\n        pass_turn(MEMBER)\n",
+        "is_async=True)\n",
+    ),
+    "a turn that is not awaited": (
+        "forward_pass",
+        "    if call.block > PART:\n        await_turn(MEMBER)\n",
+        "",
+    ),
+    "no first turn": (
+        "forward_pass",
+        "    if MEMBER == 1:\n        pass_turn(MEMBER)\n",
+        "",
     ),
     "queries handed back before O has left": (
         "forward_pass",
