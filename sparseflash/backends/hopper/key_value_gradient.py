@@ -224,28 +224,37 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
     """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     PARTS: gl.constexpr = call.block // PART
+    TOGETHER: gl.constexpr = WITH_KEYS and WITH_VALUES
     if PARTIAL:
         entry = walk.partial_start + i // PARTS
         words = device.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
     query, grad_out = device.matrix(query_ring, stage), device.matrix(grad_out_ring, stage)
     zeros = gl.zeros([PART, PART], gl.float32, SCORES)
+    dp = zeros
     mbarrier.wait(query_ring.filled.index(stage), phase)
-    # Once products are begun a load from shared memory waits behind all that they read there.
-    lse2 = term_buffers.index(2 * stage).reshape([PART]).load(COLUMNS)
+    lse2 = term_buffers.index(2 * stage).reshape([PART])
     minus_delta = term_buffers.index(2 * stage + 1).reshape([PART])
-    mbarrier.wait(grad_out_ring.filled.index(stage), phase)
-    if WITH_KEYS:
-        dp = zeros
+    if TOGETHER:
+        # Once products are begun a load from shared memory waits behind all that they read there.
+        lse2 = lse2.load(COLUMNS)
+        mbarrier.wait(grad_out_ring.filled.index(stage), phase)
         if call.dropout.threshold is None:
             dp = gl.expand_dims(minus_delta.load(COLUMNS), 0).broadcast_to([PART, PART])
         # First, for the compiler lets no product run while it sets what another is added to.
         dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, is_async=True)
-    scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        # Wide tiles leave no registers that could hold the terms while products run.
+        scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(grad_out_ring.filled.index(stage), phase)
+        if WITH_KEYS:
+            dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
+        lse2 = lse2.load(COLUMNS)
     if call.dropout.threshold is not None:
         token = device.listed_token(call, walk, i, PART)
         kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
         kept = dropout.transposed(kept, SCORES)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
+    scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
     if PARTIAL:
         p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
@@ -259,6 +268,7 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
         dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
         if call.dropout.threshold is not None:
             dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
+        if not TOGETHER or call.dropout.threshold is not None:
             dp = dp + gl.expand_dims(minus_delta.load(COLUMNS), 0)
         ds = device.operand(p * dp, query.dtype, GRAD)
         dk = warpgroup_mma(ds, query, dk, is_async=True)
