@@ -64,7 +64,7 @@ def test_every_kernel_is_clean(tool, head_dim, backend):
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
     watched = subprocess.run(
-        [*command, sys.executable, str(SCRIPT), backend, str(head_dim)],
+        [*command, sys.executable, "-X", "faulthandler", str(SCRIPT), backend, str(head_dim)],
         env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
         capture_output=True,
         text=True,
