@@ -7,6 +7,7 @@ A script for compile_only.start:
 """
 
 import json
+import re
 import sys
 
 import torch
@@ -100,6 +101,7 @@ def report_variants(head_dim: int, block: int):
                 "stack": stack_bytes(made.asm["cubin"]),
                 "products": code.count("HGMMA"),
                 "waits": code.count("WARPGROUP.DEPBAR"),
+                "barriers": sorted(set(re.findall(r"BAR\.(?:SYNC\S*|ARV) ([^;]*?) ;", code))),
                 "unset": unset_operands(code),
             }
 

@@ -23,6 +23,7 @@ def test_kernels_that_ship(head_dim, block):
     for report in finish(start(SCRIPT, "variants", head_dim, block)):
         check_memory(report)
         check_products(report)
+        check_turns(report)
         assert report["unset"] == [], report
 
 
@@ -54,6 +55,14 @@ def check_products(report: dict) -> None:
     }[report["which"]]
     assert report["products"] == groups * products, report
     assert report["waits"] == groups * waits, report
+
+
+def check_turns(report: dict) -> None:
+    """Two barriers of all 256 threads that compute, which Triton does not take for its own."""
+    taken = {barrier for barrier in report["barriers"] if barrier.split(",")[0] in ("0x9", "0xa")}
+    in_turns = report["which"] == "forward" and report["block"] == 128
+    assert taken == ({"0x9, 0x100", "0xa, 0x100"} if in_turns else set()), report
+    assert "0x0, 0x80" in report["barriers"], report
 
 
 def test_an_operand_that_a_skipped_loop_sets_is_found():
