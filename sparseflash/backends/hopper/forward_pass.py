@@ -61,7 +61,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.Backend."""
     query = launch.addressable(query)
-    key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
+    key = launch.addressable(launch.unpadded(key, key_lengths))
+    value = launch.addressable(launch.unpadded(value, key_lengths))
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     block = table.block_size[0]

@@ -129,8 +129,7 @@ def forward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.Backend."""
-    from sparseflash.backends.portable import decoding, forward_pass
-
+    decoding, forward_pass, _ = _passes()
     spec = _as_read(spec, table)
     run = decoding.forward if spec.few_queries else forward_pass.forward
     return run(query, key, value, table, key_lengths, seed, spec, bias)
@@ -152,10 +151,17 @@ def backward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients; see sparseflash.backends.Backend."""
-    from sparseflash.backends.portable import backward_pass
-
+    _, _, backward_pass = _passes()
     spec = _as_read(spec, table)
     saved = (query, key, value, out, lse)
     return backward_pass.backward(
         grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs, bias
     )
+
+
+@lru_cache(maxsize=1)
+def _passes():
+    """(decoding, forward_pass, backward_pass), imported once: in every call it would take time."""
+    from sparseflash.backends.portable import backward_pass, decoding, forward_pass
+
+    return decoding, forward_pass, backward_pass

@@ -47,7 +47,11 @@ def simulation(module="", code="", planted=""):
             exec(compile(source, name, "exec"), vars(loaded))
             if name == "launch":
                 vars(loaded).update(multiprocessors=lambda device: PROGRAMS)
-        yield
+        hopper._passes.cache_clear()
+        try:
+            yield
+        finally:
+            hopper._passes.cache_clear()
 
 
 def check(
