@@ -21,6 +21,14 @@ settings.register_profile("sparseflash", deadline=None)
 settings.load_profile("sparseflash")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-kernel",
+        action="store_true",
+        help="compile all kernels of the triton backend, not only those that calls take first",
+    )
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:

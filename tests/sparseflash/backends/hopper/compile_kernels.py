@@ -14,6 +14,7 @@ import torch
 from compile_only import (
     compile_instead_of_launching,
     compiled,
+    count_instead_of_compiling,
     machine_code,
     registers_per_thread,
     stack_bytes,
@@ -153,6 +154,8 @@ def report_layouts(head_dim: int):
 if __name__ == "__main__":
     what, *numbers = sys.argv[1:]
     VARIANTS = compile_instead_of_launching(90)
+    if what != "variants":
+        count_instead_of_compiling()
     launch.multiprocessors = lambda device: 132
     hopper.FUSED_BLOCKS = dict.fromkeys(hopper.FUSED_BLOCKS, 0)
     for report in globals()[f"report_{what}"](*map(int, numbers)):

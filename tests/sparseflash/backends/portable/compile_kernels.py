@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for a GPU that need not be there, and prints JSON lines about them.
 
 A script for compile_only.start:
-    python compile_kernels.py variants ARCHITECTURE    what the compiler made of all that ships
+    python compile_kernels.py variants ARCHITECTURE    what the compiler made of the first choices
+    python compile_kernels.py every ARCHITECTURE       the same of all that ships
     python compile_kernels.py calls ARCHITECTURE       kernels compiled by calls of many lengths
     python compile_kernels.py products ARCHITECTURE    whether float32 products are in TF32
     python compile_kernels.py layouts ARCHITECTURE     kernels compiled for tensors of many strides
@@ -14,7 +15,13 @@ import sys
 
 import torch
 import triton
-from compile_only import SHARED_MEMORY, compile_instead_of_launching, compiled, stack_bytes
+from compile_only import (
+    SHARED_MEMORY,
+    compile_instead_of_launching,
+    compiled,
+    count_instead_of_compiling,
+    stack_bytes,
+)
 
 from masks import BlockMask, DynamicMask
 from sparseflash.backends.portable import (
@@ -91,8 +98,29 @@ def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:
 SHARED = (*configs.SMALL, *configs.SMALL_DECODE)
 
 
-def variants(architecture: int):
-    """(pass, dtype, head dim, configuration, options) of the kernels that ship."""
+def first_choices(architecture: int):
+    """(pass, dtype, head dim, configuration, options) of kernels that calls take unless told
+    otherwise: of all kinds, at one head dim that is common or one that needs much room.
+    """
+
+    def best(which, dtype, head_dim):
+        return configs.candidates(architecture, which, dtype, head_dim)[0]
+
+    for which in (*configs.PASSES, "decode"):
+        for dtype, head_dim, options in (
+            (torch.bfloat16, 64, {}),
+            (torch.bfloat16, 256, {}),
+            (torch.float32, 64, {}),
+            (torch.float16, 40, {"dropout_p": 0.1}),
+            (torch.bfloat16, 64, {"softcap": 20.0, "bias": True}),
+            (torch.bfloat16, 64, {"score": BENT.name}),
+        ):
+            yield which, dtype, head_dim, best(which, dtype, head_dim), options
+    yield "sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64), {"bias": True}
+
+
+def every_choice(architecture: int):
+    """The same of all kernels that ship."""
     for which in (*configs.PASSES, "decode"):
         for head_dim in (32, 64, 128, 256):
             listed = configs.candidates(architecture, which, torch.bfloat16, head_dim)
@@ -118,7 +146,15 @@ def variants(architecture: int):
 
 
 def report_variants(architecture: int):
-    for which, dtype, head_dim, config, options in variants(architecture):
+    yield from report(architecture, first_choices(architecture))
+
+
+def report_every(architecture: int):
+    yield from report(architecture, every_choice(architecture))
+
+
+def report(architecture: int, choices):
+    for which, dtype, head_dim, config, options in choices:
         KERNELS[which].device_caches.clear()
         side = (min if config.flipped else max)(config.bm, config.bn)
         query = torch.empty(1, 1, 2 * side, head_dim, dtype=dtype)
@@ -201,7 +237,9 @@ def report_layouts(architecture: int):
 if __name__ == "__main__":
     what, architecture = sys.argv[1], int(sys.argv[2])
     VARIANTS = compile_instead_of_launching(architecture)
+    if what in ("calls", "layouts"):
+        count_instead_of_compiling()
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
     configs.processors = lambda device: 4
-    for report in globals()[f"report_{what}"](architecture):
-        print(json.dumps(report), flush=True)
+    for made in globals()[f"report_{what}"](architecture):
+        print(json.dumps(made), flush=True)

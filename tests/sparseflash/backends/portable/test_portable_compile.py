@@ -1,4 +1,7 @@
-"""All kernels that ship, compiled for two architectures on a machine that may have neither."""
+"""Kernels that ship, compiled for two architectures on a machine that may have neither.
+
+With --every-kernel all of them, which takes minutes.
+"""
 
 from pathlib import Path
 
@@ -10,34 +13,14 @@ ARCHITECTURES = (80, 90)
 STACK_LIMIT = 512  # bytes per thread
 
 
-@pytest.fixture(scope="module")
-def variants() -> dict[int, list[dict]]:
-    """What the compiler made of each kernel, by architecture."""
-    running = {
-        architecture: start(SCRIPT, "variants", architecture) for architecture in ARCHITECTURES
-    }
-    return {architecture: finish(process) for architecture, process in running.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_shared_memory_is_within_the_estimate_and_the_device(variants, architecture):
-    for report in variants[architecture]:
-        assert report["shared"] <= report["estimate"], report["variant"]
-        assert report["estimate"] <= report["limit"], report["variant"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_registers_suffice(variants, architecture):
-    for report in variants[architecture]:
+def test_kernels_that_ship(architecture, request):
+    which = "every" if request.config.getoption("every_kernel") else "variants"
+    for report in finish(start(SCRIPT, which, architecture)):
+        assert report["shared"] <= report["estimate"] <= report["limit"], report["variant"]
         assert report["stack"] <= STACK_LIMIT, report["variant"]
-
-
-@pytest.mark.slow
-def test_hopper_multiplies_by_warpgroups(variants):
-    for report in variants[90]:
-        if report["wants_warpgroups"]:
+        if architecture == 90 and report["wants_warpgroups"]:
             assert report["warpgroup_products"] > 0, report["variant"]
 
 
