@@ -2,9 +2,9 @@
 
     delta = rowsum(dO * O) - dLSE
 
-The first is inf for a row without keys, so that exp2(score - inf) is 0. The second is what dO V^T
-is added to, so that nobody has to subtract delta from the product. They lie in one float32 tensor
-(2 * batch * heads, q_len rounded up to whole blocks), two rows for each head.
+The first is inf for a row without keys, so that exp2(score - inf) is 0. The second is to be
+added, and the kernel of dK and dV begins dO V^T with it where registers allow. They lie in one
+float32 tensor (2 * batch * heads, q_len rounded up to whole blocks), two rows for each head.
 
 The kernel of dQ writes them on its way; where it does not run, a kernel of their own does, with
 the same bits.
