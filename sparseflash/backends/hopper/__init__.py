@@ -17,8 +17,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 SMALL_TILE = (64, 64)  # tokens, as TILE
 SMALL_HEAD_DIMS = (64, 96, 128)  # of which two programs fit on a multiprocessor
-# The head dims at which the kernels are faster than others, by their tiles.
-FAST_HEAD_DIMS = {TILE: (96, 128, 192, 256), SMALL_TILE: (96, 128)}
 CAPABILITY = (9, 0)
 # By the shorter side of the mask's blocks: the fill of TILEs from which on they take less time
 # than the blocks themselves do, elsewhere or as SMALL_TILEs here.
@@ -92,11 +90,7 @@ def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
 def pass_over(spec: AttentionSpec) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
     reasons = []
-    tile = tiling(spec)
-    fused = not spec.deterministic and spec.head_dim in FUSED_BLOCKS and tile == TILE
-    if spec.head_dim not in FAST_HEAD_DIMS[tile] and not fused:
-        reasons.append(f"head_dim is {spec.head_dim}, at which others are as fast")
-    if tile == TILE and _hardly_fills(spec):
+    if tiling(spec) == TILE and _hardly_fills(spec):
         reasons.append(
             f"blocks of {spec.block_size} cover {spec.fill:.0%} of the {TILE} tiles that they "
             f"touch, which pays from {LEAST_FILL[min(spec.block_size)]:.0%} on"

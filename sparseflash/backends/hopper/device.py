@@ -11,7 +11,8 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 
 PART = gl.constexpr(64)  # tokens of a block that a group of four warps owns
-TURNS = gl.constexpr(4)  # how far the order of tiles is announced ahead
+TURNS = gl.constexpr(4)  # how many rows are announced ahead
+FACTS = gl.constexpr(9)  # of a row that is announced
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -74,7 +75,8 @@ class Call(NamedTuple):
     block:       tokens along both sides of a block of the mask; a constant as long as the tuple is
         an argument, while an assignment would make it a number of the run
     key_lengths: of the batch elements, or None
-    counter:     of tiles that programs have taken, or None; turns: the ring that announces them
+    counter:     of tiles that programs have taken, or None
+    turns:       the ring that announces the rows of this program
     """
 
     block: gl.constexpr
@@ -122,10 +124,10 @@ def ring(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def number_ring(CONSUMERS: gl.constexpr):
-    """A ring of single numbers that `produce` tells all groups of `consume`."""
+def turn_ring(CONSUMERS: gl.constexpr):
+    """A ring of FACTS that `produce` tells all groups of `consume`."""
     buffers = gl.allocate_shared_memory(
-        gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [TURNS * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     filled, emptied = barriers(TURNS, CONSUMERS)
     return Ring(buffers, filled, emptied)
@@ -143,8 +145,8 @@ def barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def announce_next(call, tile, turn, phase):
-    """The tile of this program after `tile`, for `produce`; and the turn after that.
+def next_tile(call, tile):
+    """The tile of this program after `tile`.
 
     The first tile of a program is that of its number. Where all rows weigh the same the others
     follow at the distance of the number of programs. Where they do not, there is a counter that
@@ -153,25 +155,64 @@ def announce_next(call, tile, turn, phase):
     following = tile + gl.num_programs(0)
     if call.counter is not None:
         following = gl.num_programs(0) + gl.atomic_add(call.counter, 1, sem="relaxed")
-        mbarrier.wait(call.turns.emptied.index(turn), phase)
-        number = gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        call.turns.buffers.index(turn).store(number)
-        mbarrier.arrive(call.turns.filled.index(turn), count=1)
-        turn, phase = advance(turn, phase, TURNS)
-    return following, turn, phase
+    return following
 
 
 @gluon.jit
-def hear_next(call, tile, turn, phase):
-    """announce_next's tile, for `consume`."""
-    following = tile + gl.num_programs(0)
-    if call.counter is not None:
-        mbarrier.wait(call.turns.filled.index(turn), phase)
-        number = call.turns.buffers.index(turn).load(gl.BlockedLayout([1], [32], [4], [0]))
-        following = gl.max(number, axis=0)
-        release(call.turns, turn)
-        turn, phase = advance(turn, phase, TURNS)
-    return following, turn, phase
+def announce(call, batch, head, row, walk, turn, phase):
+    """Tells all groups of a row and its blocks, which only `produce` looks up; and the turn after.
+
+    They would wait for several loads one after another, at the beginning of every row.
+    """
+    mbarrier.wait(call.turns.emptied.index(turn), phase)
+    tell(call, turn, 0, row)
+    tell(call, turn, 1, batch)
+    tell(call, turn, 2, head)
+    tell(call, turn, 3, walk.partial_start)
+    tell(call, turn, 4, walk.partials)
+    tell(call, turn, 5, walk.full_start)
+    tell(call, turn, 6, walk.fulls)
+    if call.key_lengths is not None:
+        tell(call, turn, 7, walk.length)
+        tell(call, turn, 8, walk.cuts)
+    mbarrier.arrive(call.turns.filled.index(turn), count=1)
+    return advance(turn, phase, TURNS)
+
+
+@gluon.jit
+def announce_end(call, turn, phase):
+    """Tells all groups that no row follows."""
+    mbarrier.wait(call.turns.emptied.index(turn), phase)
+    tell(call, turn, 0, -1)
+    mbarrier.arrive(call.turns.filled.index(turn), count=1)
+
+
+@gluon.jit
+def hear(call, turn, phase):
+    """(batch, head, row, walk, turn, phase) of what is announced; row is -1 after the last."""
+    mbarrier.wait(call.turns.filled.index(turn), phase)
+    row, batch, head = told(call, turn, 0), told(call, turn, 1), told(call, turn, 2)
+    partial_start, partials = told(call, turn, 3), told(call, turn, 4)
+    full_start, fulls = told(call, turn, 5), told(call, turn, 6)
+    length, cuts = call.sizes.k_len, fulls * 0
+    if call.key_lengths is not None:
+        length, cuts = told(call, turn, 7), told(call, turn, 8)
+    release(call.turns, turn)
+    turn, phase = advance(turn, phase, TURNS)
+    walk = Walk(length, partial_start, partials, cuts, full_start, fulls)
+    return batch, head, row, walk, turn, phase
+
+
+@gluon.jit
+def tell(call, turn, FACT: gl.constexpr, number):
+    number = gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    call.turns.buffers.index(turn * FACTS + FACT).store(number)
+
+
+@gluon.jit
+def told(call, turn, FACT: gl.constexpr):
+    number = call.turns.buffers.index(turn * FACTS + FACT)
+    return gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @gluon.jit

@@ -48,6 +48,8 @@ STAGES = {
         128: {"STAGES": 3, "QUERY_STAGES": 1},
     },
 }
+# Up to this width registers hold the queries of a row, which then leave shared memory once.
+WIDEST_QUERY = gl.constexpr(128)
 
 
 def forward(
@@ -89,7 +91,7 @@ def forward_kernel(
     query_ring = device.ring(queries, GROUPS * QUERY_STAGES, 1)
     key_ring = device.ring(keys, STAGES, GROUPS)
     value_ring = device.ring(values, STAGES, GROUPS)
-    turns = device.number_ring(GROUPS)
+    turns = device.turn_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize(
@@ -136,9 +138,10 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
     turn, turn_phase = 0, 1
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
-        following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
+        following = device.next_tile(call, tile)
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
+        turn, turn_phase = device.announce(call, batch, head, row, walk, turn, turn_phase)
         for part in gl.static_range(GROUPS):
             token = row * call.block + part * PART
             device.fill(
@@ -150,6 +153,7 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
             stage, phase, STAGES,
         )  # fmt: skip
         tile = following
+    device.announce_end(call, turn, turn_phase)
 
 
 @gluon.jit
@@ -172,10 +176,8 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     turn, turn_phase = 0, 0
     if MEMBER == 1:
         pass_turn(MEMBER)
-    tile = gl.program_id(0)
-    while tile < call.sizes.tiles:
-        batch, head, row = device.locate(call, tile, 1)
-        walk = device.walk_keys(call, batch, head, row)
+    batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    while row >= 0:
         masked = (walk.partials + walk.cuts) * PARTS
         count = masked + walk.fulls * PARTS
         previous = buffer
@@ -217,7 +219,7 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         store_tile(outs, [batch, head, start, 0], query_ring.buffers.index(buffer))
         query_stage, query_phase = device.advance(query_stage, query_phase, QUERY_STAGES)
         done += 1
-        tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
+        batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
     wait_for_stores(0)
 
 
@@ -235,8 +237,13 @@ def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     """
     query_ring, key_ring, value_ring = rings
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
+    DIMS: gl.constexpr = key_ring.buffers.shape[4]
+    QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
     if begin < end:
-        query = device.matrix(query_ring, opaque(buffer))
+        if DIMS <= WIDEST_QUERY:
+            query = device.matrix(query_ring, buffer).load(QUERY)
+        else:
+            query = device.matrix(query_ring, opaque(buffer))
         stage, phase = device.advance(stage, phase, STAGES)
         mbarrier.wait(key_ring.filled.index(stage), phase)
         key = device.matrix(key_ring, stage)

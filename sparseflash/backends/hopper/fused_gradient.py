@@ -89,7 +89,7 @@ def fused_gradient_kernel(
         rings.value_ring,
         rings.term_buffers,
     )
-    turns = device.number_ring(2)
+    turns = device.turn_ring(2)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize(
@@ -142,29 +142,28 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     place = Place(0, 0, 0, 0)
     key_phase = 0
     turn, turn_phase = 0, 0
-    tile = gl.program_id(0)
-    while tile < call.sizes.tiles:
-        batch, kv_head, row = device.locate(call, tile, GROUP)
+    batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    while row >= 0:
         start = row * call.block + MEMBER * PART
-        length = device.key_length(call, batch)
+        own_batch, own_head, length = batch, kv_head, walk.length
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
         dv = gl.zeros([PART, DIMS], gl.float32, GRAD)
         for part in gl.static_range(2):
             mbarrier.wait(rings.key_ring.filled.index(part), key_phase)
         mbarrier.wait(rings.value_ring.filled.index(MEMBER), key_phase)
         for member in range(GROUP):
-            head = kv_head * GROUP + member
-            walk = device.walk_queries(call, batch, head, row)
+            head = own_head * GROUP + member
             masked = walk.partials * PARTS
             if MASKED:
                 dk, dv, place = visit_tiles(
-                    dk, dv, place, sums, rings, call, walk, batch, head, start, 0, masked,
+                    dk, dv, place, sums, rings, call, walk, own_batch, head, start, 0, masked,
                     MEMBER, True, STAGES, GRAD,
                 )  # fmt: skip
             dk, dv, place = visit_tiles(
-                dk, dv, place, sums, rings, call, walk, batch, head, start, masked,
+                dk, dv, place, sums, rings, call, walk, own_batch, head, start, masked,
                 masked + walk.fulls * PARTS, MEMBER, False, STAGES, GRAD,
             )  # fmt: skip
+            batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
         for part in gl.static_range(2):
             device.release(rings.key_ring, part)
         device.release(rings.value_ring, MEMBER)
@@ -175,9 +174,8 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
         if call.key_lengths is not None:
             inside = gl.expand_dims(start + offsets < length, 1)
             dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
-        leave(grad_values, leaving, dv, batch, kv_head, start)
-        leave(grad_keys, leaving, dk, batch, kv_head, start)
-        tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
+        leave(grad_values, leaving, dv, own_batch, own_head, start)
+        leave(grad_keys, leaving, dk, own_batch, own_head, start)
     wait_for_stores(0)
 
 

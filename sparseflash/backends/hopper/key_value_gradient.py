@@ -39,7 +39,7 @@ def key_value_gradient_kernel(
     if grad_keys is not None:
         value_ring = device.ring(values, GROUPS * KEY_STAGES, 1)
     term_buffers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout)
-    turns = device.number_ring(GROUPS)
+    turns = device.turn_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize(
@@ -92,18 +92,20 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
     turn, turn_phase = 0, 1
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
-        following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
+        following = device.next_tile(call, tile)
         batch, kv_head, row = device.locate(call, tile, GROUP)
-        for part in gl.static_range(GROUPS):
-            token = row * call.block + part * PART
-            buffer = key_stage * GROUPS + part
-            device.fill(key_ring, keys, batch, kv_head, token, buffer, key_phase)
-            if grad_keys is not None:
-                device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
-        key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
         for member in range(GROUP):
             head = kv_head * GROUP + member
             walk = device.walk_queries(call, batch, head, row)
+            turn, turn_phase = device.announce(call, batch, kv_head, row, walk, turn, turn_phase)
+            if member == 0:
+                for part in gl.static_range(GROUPS):
+                    token = row * call.block + part * PART
+                    buffer = key_stage * GROUPS + part
+                    device.fill(key_ring, keys, batch, kv_head, token, buffer, key_phase)
+                    if grad_keys is not None:
+                        device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
+                key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
             stage, phase = load_queries(
                 queries, grad_outs, terms, query_ring, grad_out_ring, term_buffers, call,
                 batch, head, call.table.partial_index, walk.partial_start, walk.partials,
@@ -115,6 +117,7 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
                 stage, phase, STAGES,
             )  # fmt: skip
         tile = following
+    device.announce_end(call, turn, turn_phase)
 
 
 @gluon.jit
@@ -157,11 +160,10 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
     stage, phase = 0, 0
     key_stage, key_phase = 0, 0
     turn, turn_phase = 0, 0
-    tile = gl.program_id(0)
-    while tile < call.sizes.tiles:
-        batch, kv_head, row = device.locate(call, tile, GROUP)
+    batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    while row >= 0:
         start = row * call.block + MEMBER * PART
-        length = device.key_length(call, batch)
+        own_batch, own_head, length = batch, kv_head, walk.length
         buffer = key_stage * GROUPS + MEMBER
         key, value = device.matrix(key_ring, buffer), device.matrix(value_ring, buffer)
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
@@ -170,9 +172,7 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
         if WITH_KEYS:
             mbarrier.wait(value_ring.filled.index(buffer), key_phase)
         for member in range(GROUP):
-            head = kv_head * GROUP + member
-            pair = batch * call.sizes.heads + head
-            walk = device.walk_queries(call, batch, head, row)
+            pair = own_batch * call.sizes.heads + own_head * GROUP + member
             # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
             # keys only in front of the first, which a row without partial blocks jumps over.
             for i in range(0, PARTS * (walk.partials + walk.fulls)):
@@ -189,6 +189,7 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
                         WITH_KEYS, WITH_VALUES, SCORES, GRAD,
                     )  # fmt: skip
                 stage, phase = device.advance(stage, phase, STAGES)
+            batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
         dk = dk * (call.scale2 * device.LN2)
         if call.dropout.threshold is not None:
             dv = dv * call.dropout.keep_scale
@@ -202,15 +203,16 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
             value.store(dv.to(DTYPE))
         fence_async_shared()
         if WITH_KEYS:
-            store_tile(grad_keys, [batch, kv_head, start, 0], key_ring.buffers.index(buffer))
+            store_tile(grad_keys, [own_batch, own_head, start, 0], key_ring.buffers.index(buffer))
         if WITH_VALUES:
-            store_tile(grad_values, [batch, kv_head, start, 0], value_ring.buffers.index(buffer))
+            store_tile(
+                grad_values, [own_batch, own_head, start, 0], value_ring.buffers.index(buffer)
+            )
         wait_for_stores(0)
         device.release(key_ring, buffer)
         if WITH_KEYS:
             device.release(value_ring, buffer)
         key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
-        tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
 
 
 @gluon.jit

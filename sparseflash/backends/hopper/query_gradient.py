@@ -39,7 +39,7 @@ def query_gradient_kernel(
         device.ring(keys, STAGES, GROUPS),
         device.ring(values, STAGES, GROUPS),
     )
-    turns = device.number_ring(GROUPS)
+    turns = device.turn_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     vectors = row_terms.Vectors(lse, grad_lse, terms)
     fence_async_shared()
@@ -86,9 +86,10 @@ def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.const
     turn, turn_phase = 0, 1
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
-        following, turn, turn_phase = device.announce_next(call, tile, turn, turn_phase)
+        following = device.next_tile(call, tile)
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
+        turn, turn_phase = device.announce(call, batch, head, row, walk, turn, turn_phase)
         device.fill(key_ring, outs, batch, head, row * call.block, stage, phase)
         if GROUPS == 1:
             device.skip(value_ring, stage, phase)
@@ -106,6 +107,7 @@ def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.const
             stage, phase, STAGES,
         )  # fmt: skip
         tile = following
+    device.announce_end(call, turn, turn_phase)
 
 
 @gluon.jit
@@ -125,10 +127,8 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
     stage, phase = STAGES - 1, 1
     query_phase = 0
     turn, turn_phase = 0, 0
-    tile = gl.program_id(0)
-    while tile < call.sizes.tiles:
-        batch, head, row = device.locate(call, tile, 1)
-        walk = device.walk_keys(call, batch, head, row)
+    batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    while row >= 0:
         masked = (walk.partials + walk.cuts) * PARTS
         count = masked + walk.fulls * PARTS
         pair = batch * call.sizes.heads + head
@@ -159,7 +159,7 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
         wait_for_stores(0)
         device.release(query_ring, MEMBER)
         query_phase = query_phase ^ 1
-        tile, turn, turn_phase = device.hear_next(call, tile, turn, turn_phase)
+        batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
 
 
 @gluon.jit

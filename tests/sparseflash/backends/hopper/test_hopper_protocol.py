@@ -203,6 +203,19 @@ NEEDS_O = """\
     fence_async_shared()
 """
 RELEASES_O = "    device.release(value_ring, stage)\n    device.release(key_ring, stage)\n"
+ANNOUNCES = """\
+            turn, turn_phase = device.announce(call, batch, kv_head, row, walk, turn, turn_phase)
+"""
+LOADS_KEYS = """\
+            if member == 0:
+                for part in gl.static_range(GROUPS):
+                    token = row * call.block + part * PART
+                    buffer = key_stage * GROUPS + part
+                    device.fill(key_ring, keys, batch, kv_head, token, buffer, key_phase)
+                    if grad_keys is not None:
+                        device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
+                key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
+"""
 PLANTED = {
     "values released before they are read": (
         "forward_pass",
@@ -250,11 +263,9 @@ PLANTED = {
         "mbarrier.init(emptied.index(stage), count=CONSUMERS)",
         "mbarrier.init(emptied.index(stage), count=1)",
     ),
-    "a tile announced before it is written": (
-        "device",
-        "        call.turns.buffers.index(turn).store(number)\n",
-        "",
-    ),
+    "a fact that is not told": ("device", "    tell(call, turn, 6, walk.fulls)\n", ""),
+    "an end that is not told": ("device", "    tell(call, turn, 0, -1)\n", ""),
+    "no end": ("forward_pass", "    device.announce_end(call, turn, turn_phase)\n", ""),
     "queries released before they are read": (
         "key_value_gradient",
         "    dk = warpgroup_mma_wait(0, deps=(dk,))\n    device.release(query_ring, stage)\n",
@@ -315,6 +326,11 @@ PLANTED_FOR_ONE_GROUP = {
         "forward_pass",
         "    wait_for_stores(0)\n    mbarrier.arrive",
         "    mbarrier.arrive",
+    ),
+    "keys loaded before their row is announced": (
+        "key_value_gradient",
+        ANNOUNCES + LOADS_KEYS,
+        LOADS_KEYS + ANNOUNCES,
     ),
     "a bank of tiles of 128": ("device", "call.block // 32", "128 // 32"),
 }

@@ -1,0 +1,52 @@
+import shutil
+
+import pytest
+import torch
+from typer import BadParameter
+
+from experiments import counters
+
+PRINTED = """\
+==PROF== Connected to process 1
+"ID","Kernel Name","Block Size","{names}"
+"","","","ns","%","%","%","%","%","%"
+"0","forward_kernel","(384, 1, 1)","1,234,000","70.5","40","30","20","50.25","10"
+"1","query_gradient_kernel","(384, 1, 1)","2000000","75","41","31","21","51","11"
+==PROF== Disconnected
+"""
+
+
+def test_rows_are_those_of_the_profiler():
+    printed = PRINTED.format(names='","'.join(counters.COUNTERS))
+    forward, backward = counters.rows_of("full", printed)
+    assert (forward.kernel, forward.milliseconds) == ("forward", 1.234)
+    assert (forward.percent["matrix units"], forward.percent["L2"]) == (70.5, 50.25)
+    assert (backward.kernel, backward.percent["exponentials"]) == ("query_gradient", 41)
+
+
+def test_says_what_it_needs(monkeypatch):
+    with pytest.raises(BadParameter, match="random 1/16 in blocks of 64"):
+        counters.main(only="nothing")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(BadParameter, match="ncu"):
+        counters.main()
+
+
+def test_says_what_the_profiler_said(monkeypatch, tmp_path):
+    failing = tmp_path / "ncu"
+    failing.write_text("#!/bin/sh\necho no permission\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(RuntimeError, match="no permission"):
+        list(counters.profiled("full", "auto"))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ncu") is None, reason="needs ncu")
+def test_kernels_are_counted(tmp_path):
+    counters.main(only="random 1/16", output=tmp_path)
+    (path,) = tmp_path.glob("counters-*.json")
+    found = path.read_text()
+    assert '"kernel": "forward"' in found
+    assert torch.cuda.get_device_name() in found
