@@ -11,7 +11,7 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 
 PART = gl.constexpr(64)  # tokens of a block that a group of four warps owns
-TURNS = gl.constexpr(4)  # how many rows are announced ahead
+AHEAD = gl.constexpr(4)  # how many rows are announced ahead
 FACTS = gl.constexpr(9)  # of a row that is announced
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -76,7 +76,7 @@ class Call(NamedTuple):
         an argument, while an assignment would make it a number of the run
     key_lengths: of the batch elements, or None
     counter:     of tiles that programs have taken, or None
-    turns:       the ring that announces the rows of this program
+    announced:   the ring by which `produce` announces the rows of this program
     """
 
     block: gl.constexpr
@@ -84,7 +84,7 @@ class Call(NamedTuple):
     sizes: Sizes
     key_lengths: gl.tensor
     counter: gl.tensor
-    turns: Ring
+    announced: Ring
     scale2: gl.tensor
     dropout: Dropout
 
@@ -124,12 +124,12 @@ def ring(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def turn_ring(CONSUMERS: gl.constexpr):
+def row_ring(CONSUMERS: gl.constexpr):
     """A ring of FACTS that `produce` tells all groups of `consume`."""
     buffers = gl.allocate_shared_memory(
-        gl.int32, [TURNS * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [AHEAD * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    filled, emptied = barriers(TURNS, CONSUMERS)
+    filled, emptied = barriers(AHEAD, CONSUMERS)
     return Ring(buffers, filled, emptied)
 
 
@@ -159,59 +159,60 @@ def next_tile(call, tile):
 
 
 @gluon.jit
-def announce(call, batch, head, row, walk, turn, phase):
-    """Tells all groups of a row and its blocks, which only `produce` looks up; and the turn after.
+def announce(call, batch, head, row, walk, stage, phase):
+    """Tells all groups of a row and its blocks; (stage, phase) of the next announcement.
 
-    They would wait for several loads one after another, at the beginning of every row.
+    Only `produce` looks them up: it takes several loads one after another, for which groups would
+    wait at the beginning of every row.
     """
-    mbarrier.wait(call.turns.emptied.index(turn), phase)
-    tell(call, turn, 0, row)
-    tell(call, turn, 1, batch)
-    tell(call, turn, 2, head)
-    tell(call, turn, 3, walk.partial_start)
-    tell(call, turn, 4, walk.partials)
-    tell(call, turn, 5, walk.full_start)
-    tell(call, turn, 6, walk.fulls)
+    mbarrier.wait(call.announced.emptied.index(stage), phase)
+    tell(call, stage, 0, row)
+    tell(call, stage, 1, batch)
+    tell(call, stage, 2, head)
+    tell(call, stage, 3, walk.partial_start)
+    tell(call, stage, 4, walk.partials)
+    tell(call, stage, 5, walk.full_start)
+    tell(call, stage, 6, walk.fulls)
     if call.key_lengths is not None:
-        tell(call, turn, 7, walk.length)
-        tell(call, turn, 8, walk.cuts)
-    mbarrier.arrive(call.turns.filled.index(turn), count=1)
-    return advance(turn, phase, TURNS)
+        tell(call, stage, 7, walk.length)
+        tell(call, stage, 8, walk.cuts)
+    mbarrier.arrive(call.announced.filled.index(stage), count=1)
+    return advance(stage, phase, AHEAD)
 
 
 @gluon.jit
-def announce_end(call, turn, phase):
+def announce_end(call, stage, phase):
     """Tells all groups that no row follows."""
-    mbarrier.wait(call.turns.emptied.index(turn), phase)
-    tell(call, turn, 0, -1)
-    mbarrier.arrive(call.turns.filled.index(turn), count=1)
+    mbarrier.wait(call.announced.emptied.index(stage), phase)
+    tell(call, stage, 0, -1)
+    mbarrier.arrive(call.announced.filled.index(stage), count=1)
 
 
 @gluon.jit
-def hear(call, turn, phase):
-    """(batch, head, row, walk, turn, phase) of what is announced; row is -1 after the last."""
-    mbarrier.wait(call.turns.filled.index(turn), phase)
-    row, batch, head = told(call, turn, 0), told(call, turn, 1), told(call, turn, 2)
-    partial_start, partials = told(call, turn, 3), told(call, turn, 4)
-    full_start, fulls = told(call, turn, 5), told(call, turn, 6)
+def hear(call, stage, phase):
+    """(batch, head, row, walk, stage, phase) of what is announced; row is -1 after the last."""
+    mbarrier.wait(call.announced.filled.index(stage), phase)
+    row, batch, head = told(call, stage, 0), told(call, stage, 1), told(call, stage, 2)
+    partial_start, partials = told(call, stage, 3), told(call, stage, 4)
+    full_start, fulls = told(call, stage, 5), told(call, stage, 6)
     length, cuts = call.sizes.k_len, fulls * 0
     if call.key_lengths is not None:
-        length, cuts = told(call, turn, 7), told(call, turn, 8)
-    release(call.turns, turn)
-    turn, phase = advance(turn, phase, TURNS)
+        length, cuts = told(call, stage, 7), told(call, stage, 8)
+    release(call.announced, stage)
+    stage, phase = advance(stage, phase, AHEAD)
     walk = Walk(length, partial_start, partials, cuts, full_start, fulls)
-    return batch, head, row, walk, turn, phase
+    return batch, head, row, walk, stage, phase
 
 
 @gluon.jit
-def tell(call, turn, FACT: gl.constexpr, number):
+def tell(call, stage, FACT: gl.constexpr, number):
     number = gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    call.turns.buffers.index(turn * FACTS + FACT).store(number)
+    call.announced.buffers.index(stage * FACTS + FACT).store(number)
 
 
 @gluon.jit
-def told(call, turn, FACT: gl.constexpr):
-    number = call.turns.buffers.index(turn * FACTS + FACT)
+def told(call, stage, FACT: gl.constexpr):
+    number = call.announced.buffers.index(stage * FACTS + FACT)
     return gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 

@@ -91,12 +91,12 @@ def forward_kernel(
     query_ring = device.ring(queries, GROUPS * QUERY_STAGES, 1)
     key_ring = device.ring(keys, STAGES, GROUPS)
     value_ring = device.ring(values, STAGES, GROUPS)
-    turns = device.turn_ring(GROUPS)
+    announced = device.row_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize(
         queries, keys, values, outs, lse, (query_ring, key_ring, value_ring),
-        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        device.Call(BLOCK, table, sizes, key_lengths, counter, announced, scale2, drop),
         GROUP, MASKED, STAGES, QUERY_STAGES,
     )  # fmt: skip
 
@@ -135,13 +135,13 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
     query_ring, key_ring, value_ring = rings
     stage, phase = 0, 1
     query_stage, query_phase = 0, 1
-    turn, turn_phase = 0, 1
+    row_stage, row_phase = 0, 1
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         following = device.next_tile(call, tile)
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        turn, turn_phase = device.announce(call, batch, head, row, walk, turn, turn_phase)
+        row_stage, row_phase = device.announce(call, batch, head, row, walk, row_stage, row_phase)
         for part in gl.static_range(GROUPS):
             token = row * call.block + part * PART
             device.fill(
@@ -153,7 +153,7 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
             stage, phase, STAGES,
         )  # fmt: skip
         tile = following
-    device.announce_end(call, turn, turn_phase)
+    device.announce_end(call, row_stage, row_phase)
 
 
 @gluon.jit
@@ -173,10 +173,10 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     query_stage, query_phase = 0, 0
     buffer = MEMBER
     done = 0
-    turn, turn_phase = 0, 0
+    row_stage, row_phase = 0, 0
     if MEMBER == 1:
         pass_turn(MEMBER)
-    batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    batch, head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
         masked = (walk.partials + walk.cuts) * PARTS
         count = masked + walk.fulls * PARTS
@@ -219,7 +219,7 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         store_tile(outs, [batch, head, start, 0], query_ring.buffers.index(buffer))
         query_stage, query_phase = device.advance(query_stage, query_phase, QUERY_STAGES)
         done += 1
-        batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+        batch, head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     wait_for_stores(0)
 
 

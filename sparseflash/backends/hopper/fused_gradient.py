@@ -89,12 +89,12 @@ def fused_gradient_kernel(
         rings.value_ring,
         rings.term_buffers,
     )
-    turns = device.turn_ring(2)
+    announced = device.row_ring(2)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize(
         queries, grad_outs, terms, keys, values, sums, grad_keys, grad_values, rings, loaded,
-        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        device.Call(BLOCK, table, sizes, key_lengths, counter, announced, scale2, drop),
         GROUP, MASKED, STAGES,
     )  # fmt: skip
 
@@ -141,8 +141,8 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     )
     place = Place(0, 0, 0, 0)
     key_phase = 0
-    turn, turn_phase = 0, 0
-    batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    row_stage, row_phase = 0, 0
+    batch, kv_head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
         start = row * call.block + MEMBER * PART
         own_batch, own_head, length = batch, kv_head, walk.length
@@ -163,7 +163,9 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
                 dk, dv, place, sums, rings, call, walk, own_batch, head, start, masked,
                 masked + walk.fulls * PARTS, MEMBER, False, STAGES, GRAD,
             )  # fmt: skip
-            batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+            batch, kv_head, row, walk, row_stage, row_phase = device.hear(
+                call, row_stage, row_phase
+            )
         for part in gl.static_range(2):
             device.release(rings.key_ring, part)
         device.release(rings.value_ring, MEMBER)

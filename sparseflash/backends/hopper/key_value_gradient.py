@@ -39,13 +39,13 @@ def key_value_gradient_kernel(
     if grad_keys is not None:
         value_ring = device.ring(values, GROUPS * KEY_STAGES, 1)
     term_buffers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout)
-    turns = device.turn_ring(GROUPS)
+    announced = device.row_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize(
         queries, grad_outs, terms, keys, values, grad_keys, grad_values,
         (query_ring, grad_out_ring, key_ring, value_ring, term_buffers),
-        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        device.Call(BLOCK, table, sizes, key_lengths, counter, announced, scale2, drop),
         GROUP, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
     query_ring, grad_out_ring, key_ring, value_ring, term_buffers = rings
     stage, phase = 0, 1
     key_stage, key_phase = 0, 1
-    turn, turn_phase = 0, 1
+    row_stage, row_phase = 0, 1
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         following = device.next_tile(call, tile)
@@ -97,7 +97,9 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
         for member in range(GROUP):
             head = kv_head * GROUP + member
             walk = device.walk_queries(call, batch, head, row)
-            turn, turn_phase = device.announce(call, batch, kv_head, row, walk, turn, turn_phase)
+            row_stage, row_phase = device.announce(
+                call, batch, kv_head, row, walk, row_stage, row_phase
+            )
             if member == 0:
                 for part in gl.static_range(GROUPS):
                     token = row * call.block + part * PART
@@ -117,7 +119,7 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
                 stage, phase, STAGES,
             )  # fmt: skip
         tile = following
-    device.announce_end(call, turn, turn_phase)
+    device.announce_end(call, row_stage, row_phase)
 
 
 @gluon.jit
@@ -159,8 +161,8 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
     offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
     stage, phase = 0, 0
     key_stage, key_phase = 0, 0
-    turn, turn_phase = 0, 0
-    batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    row_stage, row_phase = 0, 0
+    batch, kv_head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
         start = row * call.block + MEMBER * PART
         own_batch, own_head, length = batch, kv_head, walk.length
@@ -189,7 +191,9 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
                         WITH_KEYS, WITH_VALUES, SCORES, GRAD,
                     )  # fmt: skip
                 stage, phase = device.advance(stage, phase, STAGES)
-            batch, kv_head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+            batch, kv_head, row, walk, row_stage, row_phase = device.hear(
+                call, row_stage, row_phase
+            )
         dk = dk * (call.scale2 * device.LN2)
         if call.dropout.threshold is not None:
             dv = dv * call.dropout.keep_scale

@@ -39,13 +39,13 @@ def query_gradient_kernel(
         device.ring(keys, STAGES, GROUPS),
         device.ring(values, STAGES, GROUPS),
     )
-    turns = device.turn_ring(GROUPS)
+    announced = device.row_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     vectors = row_terms.Vectors(lse, grad_lse, terms)
     fence_async_shared()
     specialize(
         queries, grad_outs, outs, keys, values, grad_queries, vectors, rings,
-        device.Call(BLOCK, table, sizes, key_lengths, counter, turns, scale2, drop),
+        device.Call(BLOCK, table, sizes, key_lengths, counter, announced, scale2, drop),
         GROUP, MASKED, STAGES,
     )  # fmt: skip
 
@@ -83,13 +83,13 @@ def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.const
     query_ring, grad_out_ring, key_ring, value_ring = rings
     stage, phase = 0, 1
     query_phase = 1
-    turn, turn_phase = 0, 1
+    row_stage, row_phase = 0, 1
     tile = gl.program_id(0)
     while tile < call.sizes.tiles:
         following = device.next_tile(call, tile)
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
-        turn, turn_phase = device.announce(call, batch, head, row, walk, turn, turn_phase)
+        row_stage, row_phase = device.announce(call, batch, head, row, walk, row_stage, row_phase)
         device.fill(key_ring, outs, batch, head, row * call.block, stage, phase)
         if GROUPS == 1:
             device.skip(value_ring, stage, phase)
@@ -107,7 +107,7 @@ def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.const
             stage, phase, STAGES,
         )  # fmt: skip
         tile = following
-    device.announce_end(call, turn, turn_phase)
+    device.announce_end(call, row_stage, row_phase)
 
 
 @gluon.jit
@@ -126,8 +126,8 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
     grad_out = device.matrix(grad_out_ring, MEMBER)
     stage, phase = STAGES - 1, 1
     query_phase = 0
-    turn, turn_phase = 0, 0
-    batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+    row_stage, row_phase = 0, 0
+    batch, head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
         masked = (walk.partials + walk.cuts) * PARTS
         count = masked + walk.fulls * PARTS
@@ -159,7 +159,7 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
         wait_for_stores(0)
         device.release(query_ring, MEMBER)
         query_phase = query_phase ^ 1
-        batch, head, row, walk, turn, turn_phase = device.hear(call, turn, turn_phase)
+        batch, head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
 
 
 @gluon.jit

@@ -204,7 +204,9 @@ NEEDS_O = """\
 """
 RELEASES_O = "    device.release(value_ring, stage)\n    device.release(key_ring, stage)\n"
 ANNOUNCES = """\
-            turn, turn_phase = device.announce(call, batch, kv_head, row, walk, turn, turn_phase)
+            row_stage, row_phase = device.announce(
+                call, batch, kv_head, row, walk, row_stage, row_phase
+            )
 """
 LOADS_KEYS = """\
             if member == 0:
@@ -263,9 +265,9 @@ PLANTED = {
         "mbarrier.init(emptied.index(stage), count=CONSUMERS)",
         "mbarrier.init(emptied.index(stage), count=1)",
     ),
-    "a fact that is not told": ("device", "    tell(call, turn, 6, walk.fulls)\n", ""),
-    "an end that is not told": ("device", "    tell(call, turn, 0, -1)\n", ""),
-    "no end": ("forward_pass", "    device.announce_end(call, turn, turn_phase)\n", ""),
+    "a fact that is not told": ("device", "    tell(call, stage, 6, walk.fulls)\n", ""),
+    "an end that is not told": ("device", "    tell(call, stage, 0, -1)\n", ""),
+    "no end": ("forward_pass", "    device.announce_end(call, row_stage, row_phase)\n", ""),
     "queries released before they are read": (
         "key_value_gradient",
         "    dk = warpgroup_mma_wait(0, deps=(dk,))\n    device.release(query_ring, stage)\n",
