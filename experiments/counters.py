@@ -3,8 +3,9 @@
     python -m experiments.counters
 
 runs the forward and the backward pass of a few problems under Nsight Compute (`ncu`, part of
-CUDA), prints a table and writes `experiments/results/counters-<gpu>.json`. A share is that of the
-most that a part can do in the time of the kernel. The clock is left as it is.
+CUDA), prints a table and writes `experiments/results/counters-<gpu>.json`, after every problem
+what is known so far. A share is that of the most that a part can do in the time of the kernel. The
+clock is left as it is. Half a minute for each problem, most of it for replays of the kernels.
 """
 
 import csv
@@ -20,6 +21,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from experiments.cli import RESULTS, slug
@@ -71,7 +73,7 @@ class Row:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="One problem.")] = "",
+    only: Annotated[str, typer.Option(help=f"One of: {', '.join(PROBLEMS)}.")] = "",
     backend: Annotated[str, typer.Option()] = "auto",
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
     attend: Annotated[str, typer.Option(hidden=True)] = "",
@@ -84,11 +86,14 @@ def main(
         raise typer.BadParameter(f"unknown --only {only!r}; known: {', '.join(PROBLEMS)}")
     if not torch.cuda.is_available() or shutil.which("ncu") is None:
         raise typer.BadParameter("needs a GPU, and ncu (Nsight Compute) on the PATH")
-    rows = [row for name in PROBLEMS if only in ("", name) for row in profiled(name, backend)]
-    device = torch.device("cuda")
+    chosen = [only] if only else list(PROBLEMS)
     path = output / f"counters-{slug('cuda')}.json"
-    found = {"environment": environment(device), "backend": backend, "counters": PARTS}
-    write_json(path, found | {"rows": [asdict(row) for row in rows]})
+    record = {"environment": environment(torch.device("cuda")), "backend": backend}
+    rows: list[Row] = []
+    for name in track(chosen, description="problems"):
+        rows += profiled(name, backend)
+        found = {"complete": name == chosen[-1], "rows": [asdict(row) for row in rows]}
+        write_json(path, record | {"counters": PARTS} | found)
     Console().print(table_of(rows))
     Console().print(f"wrote {path}", highlight=False)
 

@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import pytest
@@ -22,6 +23,30 @@ def test_rows_are_those_of_the_profiler():
     assert (forward.kernel, forward.milliseconds) == ("forward", 1.234)
     assert (forward.percent["matrix units"], forward.percent["L2"]) == (70.5, 50.25)
     assert (backward.kernel, backward.percent["exponentials"]) == ("query_gradient", 41)
+
+
+def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
+    written = []
+
+    def profiled(problem, backend):
+        if written:
+            raise KeyboardInterrupt
+        written.append(problem)
+        return counters.rows_of(problem, PRINTED.format(names='","'.join(counters.COUNTERS)))
+
+    monkeypatch.setattr(counters, "profiled", profiled)
+    monkeypatch.setattr(counters, "slug", lambda device: "gpu")
+    monkeypatch.setattr(counters, "environment", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    with pytest.raises(KeyboardInterrupt):
+        counters.main(output=tmp_path)
+    found = json.loads((tmp_path / "counters-gpu.json").read_text())
+    assert [row["problem"] for row in found["rows"]] == written * 2
+    assert not found["complete"]
+    written.clear()
+    counters.main(only="causal", output=tmp_path)
+    assert json.loads((tmp_path / "counters-gpu.json").read_text())["complete"]
 
 
 def test_says_what_it_needs(monkeypatch):
