@@ -145,6 +145,7 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     batch, kv_head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
         start = row * call.block + MEMBER * PART
+        # The others are those of the next row before dK and dV of this one leave.
         own_batch, own_head, length = batch, kv_head, walk.length
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
         dv = gl.zeros([PART, DIMS], gl.float32, GRAD)

@@ -165,6 +165,7 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
     batch, kv_head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
         start = row * call.block + MEMBER * PART
+        # The others are those of the next row before dK and dV of this one leave.
         own_batch, own_head, length = batch, kv_head, walk.length
         buffer = key_stage * GROUPS + MEMBER
         key, value = device.matrix(key_ring, buffer), device.matrix(value_ring, buffer)
