@@ -74,13 +74,11 @@ def opaque(number):
     )
 
 
-# Triton takes a program's sixteen hardware barriers from 0 on: one, and one for each partition.
-_TURNS = 9
-
-
 @gluon.constexpr_function
 def _turn(what, member):
-    return f"bar.{what} {_TURNS + member}, 256; mov.b32 $0, $1;"
+    # Of a program's sixteen hardware barriers Triton takes one, and one for each partition, from 0
+    # on. A global number would be no part of the key by which it finds what it has compiled.
+    return f"bar.{what} {9 + member}, 256; mov.b32 $0, $1;"
 
 
 @gluon.jit
