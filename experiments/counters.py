@@ -5,11 +5,10 @@
 runs the forward and the backward pass of a few problems under Nsight Compute (`ncu`, part of
 CUDA), prints a table and writes `experiments/results/counters-<gpu>.json`, after every problem
 what is known so far. A share is that of the most that a part can do in the time of the kernel. The
-clock is left as it is. Half a minute for each problem, most of it for replays of the kernels.
+clock is left as it is.
 """
 
 import csv
-import re
 import shutil
 import subprocess
 import sys
@@ -28,10 +27,9 @@ from experiments.cli import RESULTS, slug
 from experiments.environment import ROOT, environment
 from experiments.families import CAUSAL, FULL, Single
 from experiments.files import write_json
+from experiments.overhead import bare_passes
 from experiments.suites import BLOCK, TOKENS, Shape, at_random
-from sparseflash.call import prepare
 
-NEEDS = (True, True, True, False, False)  # gradients of query, key and value
 NANOSECONDS = "gpu__time_duration.sum"
 # The name of a part, and the counter that says how busy it was.
 PARTS = {
@@ -42,9 +40,9 @@ PARTS = {
     "L2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
 }
-
 OURS = "regex:(forward|gradient|row_terms|score_sums)_kernel$"  # the kernels of all backends
 COUNTERS = (NANOSECONDS, *PARTS.values())
+RUN_PASSES = "import sys; from experiments import counters; counters.run_passes(*sys.argv[1:])"
 
 
 def random_blocks(seq_len: int, side: int) -> Single:
@@ -76,12 +74,8 @@ def main(
     only: Annotated[str, typer.Option(help=f"One of: {', '.join(PROBLEMS)}.")] = "",
     backend: Annotated[str, typer.Option()] = "auto",
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
-    attend: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Reads the hardware counters of the kernels."""
-    if attend:
-        run_passes(attend, backend)
-        return
     if only and only not in PROBLEMS:
         raise typer.BadParameter(f"unknown --only {only!r}; known: {', '.join(PROBLEMS)}")
     if not torch.cuda.is_available() or shutil.which("ncu") is None:
@@ -105,23 +99,22 @@ def run_passes(problem: str, backend: str) -> None:
     (member,), _ = family.choose(shape.size(side), ())
     sizes = (4, shape.batch, heads, seq_len, head_dim)
     query, key, value, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
-    call = prepare(query, key, member.problem.mask, backend=backend)
-    saved = (query, key, value, *call.forward(query, key, value))
-    call.backward(grad_out, None, saved, NEEDS)
+    _, backward = bare_passes(query, key, value, grad_out, member.problem.mask, backend)
+    backward()
     torch.cuda.synchronize()
 
 
-def profiled(problem: str, backend: str) -> Iterator[Row]:
-    """The kernels of a problem. Raises RuntimeError with what the profiler said when it fails."""
+def profiled(problem: str, backend: str) -> list[Row]:
+    """The kernels of a problem; RuntimeError with what the profiler said if it counted none."""
     metrics = ",".join(COUNTERS)
     profiler = ["ncu", "--clock-control", "none", "--kernel-name", OURS]
     profiler += ["--metrics", metrics, "--page", "raw", "--csv", "--print-units", "base"]
-    script = [sys.executable, "-m", "experiments.counters"]
-    command = [*profiler, *script, "--attend", problem, "--backend", backend]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"ncu failed:\n{done.stdout}{done.stderr}")
-    yield from rows_of(problem, done.stdout)
+    watched = [sys.executable, "-c", RUN_PASSES, problem, backend]
+    done = subprocess.run([*profiler, *watched], cwd=ROOT, capture_output=True, text=True)
+    rows = list(rows_of(problem, done.stdout))
+    if done.returncode or not rows:
+        raise RuntimeError(f"ncu counted no kernels:\n{done.stdout}{done.stderr}")
+    return rows
 
 
 def rows_of(problem: str, printed: str) -> Iterator[Row]:
@@ -129,7 +122,7 @@ def rows_of(problem: str, printed: str) -> Iterator[Row]:
     lines = [line for line in printed.splitlines() if line.startswith('"')]
     for entry in csv.DictReader(lines):
         if entry["ID"]:  # which the line of units has not
-            numbers = {name: float(re.sub(",", "", entry[name])) for name in COUNTERS}
+            numbers = {name: float(entry[name].replace(",", "")) for name in COUNTERS}
             percent = {part: numbers[counter] for part, counter in PARTS.items()}
             kernel = entry["Kernel Name"].removesuffix("_kernel")
             yield Row(problem, kernel, numbers[NANOSECONDS] / 1e6, percent)

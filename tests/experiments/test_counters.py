@@ -63,7 +63,10 @@ def test_says_what_the_profiler_said(monkeypatch, tmp_path):
     failing.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(RuntimeError, match="no permission"):
-        list(counters.profiled("full", "auto"))
+        counters.profiled("full", "auto")
+    failing.write_text("#!/bin/sh\necho No kernels were profiled\n")
+    with pytest.raises(RuntimeError, match="No kernels"):
+        counters.profiled("full", "auto")
 
 
 @pytest.mark.gpu

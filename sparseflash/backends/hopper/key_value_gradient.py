@@ -85,7 +85,6 @@ def specialize(queries, grad_outs, terms, keys, values, grad_keys, grad_values, 
 def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
             GROUP: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that `consume` reads, as far ahead as the rings allow."""
-    GROUPS: gl.constexpr = call.block // PART
     query_ring, grad_out_ring, key_ring, value_ring, term_buffers = rings
     stage, phase = 0, 1
     key_stage, key_phase = 0, 1
@@ -101,12 +100,10 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
                 call, batch, kv_head, row, walk, row_stage, row_phase
             )
             if member == 0:
-                for part in gl.static_range(GROUPS):
-                    token = row * call.block + part * PART
-                    buffer = key_stage * GROUPS + part
-                    device.fill(key_ring, keys, batch, kv_head, token, buffer, key_phase)
-                    if grad_keys is not None:
-                        device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
+                load_own_keys(
+                    keys, values, key_ring, value_ring, grad_keys is not None, call,
+                    batch, kv_head, row, key_stage, key_phase,
+                )  # fmt: skip
                 key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
             stage, phase = load_queries(
                 queries, grad_outs, terms, query_ring, grad_out_ring, term_buffers, call,
@@ -120,6 +117,19 @@ def produce(queries, grad_outs, terms, keys, values, grad_keys, rings, call,
             )  # fmt: skip
         tile = following
     device.announce_end(call, row_stage, row_phase)
+
+
+@gluon.jit
+def load_own_keys(keys, values, key_ring, value_ring, WITH_VALUES: gl.constexpr, call,
+                  batch, kv_head, row, stage, phase):  # fmt: skip
+    """Loads the keys of a row and, if wanted, their values."""
+    GROUPS: gl.constexpr = call.block // PART
+    for part in gl.static_range(GROUPS):
+        token = row * call.block + part * PART
+        buffer = stage * GROUPS + part
+        device.fill(key_ring, keys, batch, kv_head, token, buffer, phase)
+        if WITH_VALUES:
+            device.fill(value_ring, values, batch, kv_head, token, buffer, phase)
 
 
 @gluon.jit

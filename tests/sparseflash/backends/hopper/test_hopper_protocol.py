@@ -210,12 +210,10 @@ ANNOUNCES = """\
 """
 LOADS_KEYS = """\
             if member == 0:
-                for part in gl.static_range(GROUPS):
-                    token = row * call.block + part * PART
-                    buffer = key_stage * GROUPS + part
-                    device.fill(key_ring, keys, batch, kv_head, token, buffer, key_phase)
-                    if grad_keys is not None:
-                        device.fill(value_ring, values, batch, kv_head, token, buffer, key_phase)
+                load_own_keys(
+                    keys, values, key_ring, value_ring, grad_keys is not None, call,
+                    batch, kv_head, row, key_stage, key_phase,
+                )  # fmt: skip
                 key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
 """
 PLANTED = {
