@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from sparseflash.backends.hopper.gluon_shim import (
+    gather_lanes,
     gl,
     gluon,
     load_tile,
@@ -165,7 +166,8 @@ def announce(call, batch, head, row, walk, stage, phase):
     Only `produce` looks them up: it takes several loads one after another, for which groups would
     wait at the beginning of every row.
     """
-    wait_watched(call.announced.emptied.index(stage), phase)
+    mbarrier.wait(call.announced.emptied.index(stage), phase)
+    gather_lanes()
     tell(call, stage, 0, row)
     tell(call, stage, 1, batch)
     tell(call, stage, 2, head)
@@ -176,6 +178,7 @@ def announce(call, batch, head, row, walk, stage, phase):
     if call.key_lengths is not None:
         tell(call, stage, 7, walk.length)
         tell(call, stage, 8, walk.cuts)
+    gather_lanes()
     mbarrier.arrive(call.announced.filled.index(stage), count=1)
     return advance(stage, phase, AHEAD)
 
@@ -183,15 +186,20 @@ def announce(call, batch, head, row, walk, stage, phase):
 @gluon.jit
 def announce_end(call, stage, phase):
     """Tells all groups that no row follows."""
-    wait_watched(call.announced.emptied.index(stage), phase)
+    mbarrier.wait(call.announced.emptied.index(stage), phase)
+    gather_lanes()
     tell(call, stage, 0, -1)
+    gather_lanes()
     mbarrier.arrive(call.announced.filled.index(stage), count=1)
 
 
 @gluon.jit
 def hear(call, stage, phase):
     """(batch, head, row, walk, stage, phase) of what is announced; row is -1 after the last."""
-    wait_watched(call.announced.filled.index(stage), phase)
+    filled = call.announced.filled.index(stage)
+    # Twice, since racecheck takes no notice of a wait that had to try again.
+    mbarrier.wait(filled, phase)
+    mbarrier.wait(filled, phase)
     row, batch, head = told(call, stage, 0), told(call, stage, 1), told(call, stage, 2)
     partial_start, partials = told(call, stage, 3), told(call, stage, 4)
     full_start, fulls = told(call, stage, 5), told(call, stage, 6)
@@ -202,17 +210,6 @@ def hear(call, stage, phase):
     stage, phase = advance(stage, phase, AHEAD)
     walk = Walk(length, partial_start, partials, cuts, full_start, fulls)
     return batch, head, row, walk, stage, phase
-
-
-@gluon.jit
-def wait_watched(barrier, phase):
-    """Waits until a phase is over, so that racecheck of compute-sanitizer knows it.
-
-    It takes no notice of a wait that had to try again, as the first usually has. The second finds
-    the phase over, and costs one look at the barrier.
-    """
-    mbarrier.wait(barrier, phase)
-    mbarrier.wait(barrier, phase)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ __all__ = [
     "add_tile",
     "await_turn",
     "fence_async_shared",
+    "gather_lanes",
     "gl",
     "gluon",
     "load_tile",
@@ -91,6 +92,16 @@ def await_turn(MEMBER: gl.constexpr):
 def pass_turn(MEMBER: gl.constexpr):
     """Passes the turn to the other of two groups of four warps, and does not wait."""
     _barrier(_turn("arrive", 1 - MEMBER))
+
+
+@gluon.jit
+def gather_lanes():
+    """Lets all threads of the one warp of a partition do what comes before, and then what follows.
+
+    Triton's own barrier of a warp leaves nothing in the machine code, since the threads are
+    together anyway; racecheck of compute-sanitizer cannot know that.
+    """
+    _barrier("bar.sync 11, 32; mov.b32 $0, $1;")
 
 
 @gluon.jit
