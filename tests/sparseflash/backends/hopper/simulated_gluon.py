@@ -231,6 +231,10 @@ def opaque(number):
     return number
 
 
+def gather_lanes():
+    """A partition is one thread here."""
+
+
 def await_turn(member):
     _program.partitions.wait(lambda: _program.turns[member] > 0, f"the turn of group {member}")
     _program.turns[member] -= 1
