@@ -42,6 +42,10 @@ def test_linter_has_nothing_to_say(command):
     run(BIN / command[0], *command[1:])
 
 
+def test_pytest_takes_the_package_and_not_its_tests():
+    run(BIN / "pytest", "-q", "-n", "0", "--collect-only", "tests/sparseflash/test_call.py")
+
+
 def test_every_folder_of_code_is_distributed():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     roots = [

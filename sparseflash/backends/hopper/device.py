@@ -166,8 +166,7 @@ def announce(call, batch, head, row, walk, stage, phase):
     Only `produce` looks them up: it takes several loads one after another, for which groups would
     wait at the beginning of every row.
     """
-    mbarrier.wait(call.announced.emptied.index(stage), phase)
-    gather_lanes()
+    begin_announcement(call, stage, phase)
     tell(call, stage, 0, row)
     tell(call, stage, 1, batch)
     tell(call, stage, 2, head)
@@ -178,17 +177,28 @@ def announce(call, batch, head, row, walk, stage, phase):
     if call.key_lengths is not None:
         tell(call, stage, 7, walk.length)
         tell(call, stage, 8, walk.cuts)
-    gather_lanes()
-    mbarrier.arrive(call.announced.filled.index(stage), count=1)
+    end_announcement(call, stage)
     return advance(stage, phase, AHEAD)
 
 
 @gluon.jit
 def announce_end(call, stage, phase):
     """Tells all groups that no row follows."""
+    begin_announcement(call, stage, phase)
+    tell(call, stage, 0, -1)
+    end_announcement(call, stage)
+
+
+@gluon.jit
+def begin_announcement(call, stage, phase):
+    """Waits until all groups have heard what the buffer held."""
     mbarrier.wait(call.announced.emptied.index(stage), phase)
     gather_lanes()
-    tell(call, stage, 0, -1)
+
+
+@gluon.jit
+def end_announcement(call, stage):
+    """Hands what was told to all groups."""
     gather_lanes()
     mbarrier.arrive(call.announced.filled.index(stage), count=1)
 

@@ -76,35 +76,35 @@ def opaque(number):
 
 
 @gluon.constexpr_function
-def _turn(what, member):
-    # Of a program's sixteen hardware barriers Triton takes one, and one for each partition, from 0
-    # on. A global number would be no part of the key by which it finds what it has compiled.
-    return f"bar.{what} {9 + member}, 256; mov.b32 $0, $1;"
+def _hardware_barrier(what, number, threads):
+    # Of a program's sixteen Triton takes one, and one for each partition, from 0 on. A global
+    # number would be no part of the key by which it finds what it has compiled.
+    return f"bar.{what} {9 + number}, {threads}; mov.b32 $0, $1;"
 
 
 @gluon.jit
 def await_turn(MEMBER: gl.constexpr):
     """Waits until the other of two groups of four warps has passed its turn to this one."""
-    _barrier(_turn("sync", MEMBER))
+    _run(_hardware_barrier("sync", MEMBER, 256))
 
 
 @gluon.jit
 def pass_turn(MEMBER: gl.constexpr):
     """Passes the turn to the other of two groups of four warps, and does not wait."""
-    _barrier(_turn("arrive", 1 - MEMBER))
+    _run(_hardware_barrier("arrive", 1 - MEMBER, 256))
 
 
 @gluon.jit
 def gather_lanes():
-    """Lets all threads of the one warp of a partition do what comes before, and then what follows.
+    """Lets all threads of a partition of one warp do what comes before, and then what follows.
 
     Triton's own barrier of a warp leaves nothing in the machine code, since the threads are
     together anyway; racecheck of compute-sanitizer cannot know that.
     """
-    _barrier("bar.sync 11, 32; mov.b32 $0, $1;")
+    _run(_hardware_barrier("sync", 2, 32))
 
 
 @gluon.jit
-def _barrier(ASM: gl.constexpr):
+def _run(ASM: gl.constexpr):
     number = gl.num_programs(0)  # of no meaning: what is no pure function has to have an argument
     gl.inline_asm_elementwise(ASM, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
