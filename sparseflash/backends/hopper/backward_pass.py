@@ -14,11 +14,11 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.hopper import fuses, launch, row_terms
+from sparseflash.backends.hopper import fuses, launch, query_sums, row_terms
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
-from sparseflash.backends.hopper.launch import PART_TILES, Pieces, Tiles
+from sparseflash.backends.hopper.launch import PART_TILES, Pieces
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.spec import AttentionSpec
 
@@ -41,7 +41,8 @@ KEY_STAGES = {
     },
 }
 TERMS = Pieces(PART.value)  # as queries come
-FUSED_STAGES = {64: {"STAGES": 4}}  # of the kernel of all gradients: of queries and dO
+# By the width of tiles: buffers of queries and dO of the kernel of all gradients.
+FUSED_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 3}}
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
 
@@ -94,17 +95,16 @@ def backward(
 def _fused_gradients(
     query, grad_out, key, value, terms, table, key_lengths, seed, spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width = launch.width(spec.head_dim)
-    sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    sums = query_sums.zeros(query, table)
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     tensors = (query, grad_out, terms, key, value, sums, grad_key, grad_value)
-    halves = Tiles(PART.value, width // 2)
+    halves = query_sums.halves(spec.head_dim)
     read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, halves, PART_TILES, PART_TILES)
-    stages = FUSED_STAGES[width]
+    stages = FUSED_STAGES[launch.width(spec.head_dim)]
     launch.launch_pass(
         fused_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages, by_key=True
     )
-    torch.mul(sums, spec.scale, out=grad_query)
+    query_sums.finish(sums, spec.scale, grad_query)
     return grad_query, grad_key, grad_value
 
 

@@ -6,17 +6,17 @@ warps finds the keys of the other: each computes half the dims of dS K and adds 
 global memory, beside the programs of other keys. The order of those sums, and with it the last
 bits of dQ, differs from run to run.
 
-dQ lags behind, so that no group waits for the other, and leaves while the next scores are
-computed. Nothing may be in flight from one round of the loop to the next: ptxas would then wait
-for every product.
+dK and dQ of a tile are computed with the next one, beside S^T and dV: so no group waits for the
+other, and products run while the weights and dS are computed. Nothing may be in flight from one
+round of the loop to the next: ptxas would then wait for every product.
 """
 
 from typing import NamedTuple
 
-from sparseflash.backends.hopper import device, dropout
+from sparseflash.backends.hopper import device, dropout, query_sums
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
-    add_tile,
+    copied,
     fence_async_shared,
     gl,
     gluon,
@@ -27,11 +27,14 @@ from sparseflash.backends.hopper.gluon_shim import (
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
+    widened,
 )
 from sparseflash.backends.hopper.key_value_gradient import produce
 
 PARTS = gl.constexpr(2)  # tiles of PART queries in a block
-SIDES = gl.constexpr(4)  # buffers of dS of each group; with three one could overtake the other
+# Buffers of dS of each group. It hands over the next one after it has read the last one of both,
+# and writes the one after that when the other group has handed over the next.
+SIDES = gl.constexpr(2)
 
 
 class Exchange(NamedTuple):
@@ -132,13 +135,13 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
             MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Computes dK and dV of one half of each tile, and half the dims of dQ of all queries."""
     DIMS: gl.constexpr = rings.key_ring.buffers.shape[4]
-    DTYPE: gl.constexpr = rings.key_ring.buffers.dtype
     GRAD: gl.constexpr = device.product_layout(DIMS)
     offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
     # dV and dK leave by the buffer by which dQ did.
     leaving = reinterpreted(
-        rings.sum_buffers.index(MEMBER), DTYPE, grad_keys.block_type.shape, grad_keys.layout
-    )
+        rings.sum_buffers.index(MEMBER), grad_keys.dtype, grad_keys.block_type.shape,
+        grad_keys.layout,
+    )  # fmt: skip
     place = Place(0, 0, 0, 0)
     key_phase = 0
     row_stage, row_phase = 0, 0
@@ -201,49 +204,34 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
     """
     if begin < end:
         pair = batch * call.sizes.heads + head
+        first_sums = query_sums.first_tile(pair, call)
         blocks = call.table.full_index + walk.full_start
         if PARTIAL:
             blocks = call.table.partial_index + walk.partial_start
-        own = opaque(end * 0 + MEMBER)
-        key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
         block = gl.load(blocks)
-        lse2 = read_lse2(rings, place)
-        scores = begin_scores(rings.query_ring, key, place)
-        dv, ds = differentiate(
-            dv, scores, lse2, place, begin, value, rings, call, walk, pair, start,
+        dk, dv, ds = visit_tile(
+            dk, dv, None, None, None, place, sums, rings, call, walk, pair, start, begin,
             MEMBER, PARTIAL, GRAD,
         )  # fmt: skip
-        # dQ lags two tiles behind the scores: that of the first round belongs to no tile.
-        late, late_token, is_late = before(place), 0, False
         for i in range(1, end - begin):
             ahead = gl.load(blocks + i // PARTS)
-            token = block * call.block + (i - 1) % PARTS * PART
             following = after(place, STAGES)
-            # Once products are begun a load from shared memory waits behind all that they read.
-            lse2 = read_lse2(rings, following)
-            dk = begin_key_gradient(dk, ds, rings, place)
-            dq = begin_query_gradient(rings, late, MEMBER)
-            scores = begin_scores(rings.query_ring, key, following)
-            dk, dq = warpgroup_mma_wait(1, deps=(dk, dq))
-            device.release(rings.query_ring, place.stage)
-            dq = gl.where(is_late, dq, 0.0)
-            add_query_gradient(sums, rings, dq, batch, head, late_token, MEMBER)
-            late, late_token, is_late = place, token, True
-            place, block = following, ahead
-            dv, ds = differentiate(
-                dv, scores, lse2, place, begin + i, value, rings, call, walk, pair, start,
-                MEMBER, PARTIAL, GRAD,
+            last_sums = first_sums + block * PARTS + (i - 1) % PARTS
+            dk, dv, ds = visit_tile(
+                dk, dv, ds, place, last_sums, following, sums, rings, call, walk, pair, start,
+                begin + i, MEMBER, PARTIAL, GRAD,
             )  # fmt: skip
-        token = block * call.block + (end - 1 - begin) % PARTS * PART
+            place, block = following, ahead
         dk = begin_key_gradient(dk, ds, rings, place)
-        dq = begin_query_gradient(rings, late, MEMBER)
+        dq = begin_query_gradient(rings, place, MEMBER)
+        wait_for_stores(0)
         dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
         device.release(rings.query_ring, place.stage)
-        dq = gl.where(is_late, dq, 0.0)
-        add_query_gradient(sums, rings, dq, batch, head, late_token, MEMBER)
-        dq = begin_query_gradient(rings, place, MEMBER)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_query_gradient(sums, rings, dq, batch, head, token, MEMBER)
+        sum_buffer = rings.sum_buffers.index(MEMBER)
+        query_sums.fill(sum_buffer, dq)
+        fence_async_shared()
+        last_sums = first_sums + block * PARTS + (end - begin - 1) % PARTS
+        query_sums.add(sums, sum_buffer, last_sums, MEMBER)
         place = after(place, STAGES)
     return dk, dv, place
 
@@ -257,79 +245,86 @@ def after(place, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def before(place):
-    """The place of the tile before, of which the side alone is known."""
-    side, side_phase = place.side - 1, place.side_phase
-    if side < 0:
-        side = SIDES - 1
-        side_phase = side_phase ^ 1
-    return Place(place.stage, place.phase, side, side_phase)
+def visit_tile(dk, dv, last_ds, last, last_sums, place, sums, rings, call, walk, pair, start, i,
+               MEMBER: gl.constexpr, PARTIAL: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
+    """(dK, dV + P^T dO, dS^T) of the i-th tile of the listed blocks, which is at `place`.
 
-
-@gluon.jit
-def read_lse2(rings, place):
-    """log2(e) * LSE of a tile of queries, as soon as it is there."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, device.product_layout(PART))
-    mbarrier.wait(rings.query_ring.filled.index(place.stage), place.phase)
-    return rings.term_buffers.index(2 * place.stage).reshape([PART]).load(COLUMNS)
-
-
-@gluon.jit
-def begin_scores(query_ring, key, place):
-    """S^T of a tile of queries that is there, in flight."""
-    query = device.matrix(query_ring, place.stage)
-    zeros = gl.zeros([PART, PART], gl.float32, device.product_layout(PART))
-    return warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def differentiate(dv, scores, lse2, place, i, value, rings, call, walk, pair, start,
-                  MEMBER: gl.constexpr, PARTIAL: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
-    """(dV + P^T dO, dS^T) of the i-th tile of the listed blocks, whose scores are in flight.
-
+    dK and dQ gain what the tile before it gives. That was at `last`, and its sums of dQ are those
+    of number last_sums; all None at the first tile.
     pair: of batch and head; start: the first key
     """
     SCORES: gl.constexpr = device.product_layout(PART)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     stage = place.stage
-    if PARTIAL:
-        entry = walk.partial_start + i // PARTS
-        words = device.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
+    # Found anew, since descriptors that live through the loop take registers.
+    own = opaque(stage * 0 + MEMBER)
+    key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
+    query = device.matrix(rings.query_ring, stage)
     grad_out = device.matrix(rings.grad_out_ring, stage)
-    zeros = gl.zeros([PART, PART], gl.float32, SCORES)
+    if PARTIAL:
+        words = device.mask_words(
+            call, walk.partial_start + i // PARTS, MEMBER * PART, i % PARTS * 2, PART, SCORES
+        )
     mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)
-    minus_delta = rings.term_buffers.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
-    dp = warpgroup_mma(value, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(rings.query_ring.filled.index(stage), place.phase)
+    scores, minus_delta = read_terms(rings.term_buffers, call, stage, SCORES)
+    dp = minus_delta
+    if call.dropout.threshold is not None:
+        dp = gl.zeros([PART, PART], gl.float32, SCORES)
+    if last is not None:
+        dk = begin_key_gradient(dk, last_ds, rings, last)
+    scores = warpgroup_mma(key, query.permute((1, 0)), scores, is_async=True)
+    dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, is_async=True)
     if call.dropout.threshold is not None:
         token = device.listed_token(call, walk, i, PART)
         kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
         kept = dropout.transposed(kept, SCORES)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
+    if last is not None:
+        wait_for_stores(0)
+    dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
+    p = gl.exp2(scores * call.scale2)
     if PARTIAL:
         p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
+    p = p.to(value.dtype)  # which leaves registers for dQ
     weights = p
     if call.dropout.threshold is not None:
         weights = gl.where(kept, p, 0.0)
-    weights = device.operand(weights, value.dtype, GRAD)
-    dv = warpgroup_mma(weights, grad_out, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
+    dv = warpgroup_mma(device.operand(weights, value.dtype, GRAD), grad_out, dv, is_async=True)
+    if last is not None:
+        dq = begin_query_gradient(rings, last, MEMBER)
+    dp = warpgroup_mma_wait(1 if last is None else 3, deps=(dp,))
     if call.dropout.threshold is not None:
-        dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
-    ds = (p * (dp + gl.expand_dims(minus_delta, 0))).to(value.dtype)
-    hand_over(rings.exchange, ds, place.side, MEMBER)
-    dv = warpgroup_mma_wait(0, deps=(dv,))
+        dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0) + minus_delta
+    ds = (widened(p) * dp).to(value.dtype)
+    entry = place.side * 2 + MEMBER
+    rings.exchange.buffers.index(entry).store(ds)
+    sum_buffer = rings.sum_buffers.index(MEMBER)
+    if last is None:
+        dv = warpgroup_mma_wait(0, deps=(dv,))
+    else:
+        dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
+        query_sums.fill(sum_buffer, dq)
+    fence_async_shared()
+    mbarrier.arrive(rings.exchange.filled.index(entry), count=1)
+    if last is not None:
+        query_sums.add(sums, sum_buffer, last_sums, MEMBER)
+        device.release(rings.query_ring, last.stage)
     device.release(rings.grad_out_ring, stage)
-    return dv, device.operand(ds, value.dtype, GRAD)
+    # While products run ptxas has no registers for it but those that it was computed in.
+    return dk, dv, device.operand(copied(ds), value.dtype, GRAD)
 
 
 @gluon.jit
-def hand_over(exchange, ds, side, MEMBER: gl.constexpr):
-    """Writes this group's keys of dS^T where both groups read them."""
-    entry = side * 2 + MEMBER
-    exchange.buffers.index(entry).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(exchange.filled.index(entry), count=1)
+def read_terms(term_buffers, call, stage, SCORES: gl.constexpr):
+    """(-LSE / scale, -delta) of the queries of each score, to begin S^T and dP^T with.
+
+    Before any product is begun: a load from shared memory would wait behind all that products
+    read there, and the compiler lets none run while it sets what another is added to.
+    """
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    lse2 = term_buffers.index(2 * stage).reshape([PART]).load(COLUMNS)
+    minus_delta = term_buffers.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
+    scores = gl.expand_dims(lse2 * (-1.0 / call.scale2), 0).broadcast_to([PART, PART])
+    return scores, gl.expand_dims(minus_delta, 0).broadcast_to([PART, PART])
 
 
 @gluon.jit
@@ -344,7 +339,7 @@ def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
     """This group's dims of dS K, in flight: one product for the keys of each group, its own
     first.
     """
-    DIMS: gl.constexpr = rings.sum_buffers.shape[4]
+    DIMS: gl.constexpr = rings.key_ring.buffers.shape[4] // 2
     exchange = rings.exchange
     dq = gl.zeros([PART, DIMS], gl.float32, device.product_layout(DIMS))
     for turn in gl.static_range(2):
@@ -353,17 +348,7 @@ def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
         if turn == 1:
             mbarrier.wait(exchange.filled.index(entry), place.side_phase)
         ds = exchange.buffers.index(entry).permute((1, 0))
-        key = device.matrix(rings.key_ring, group).slice(MEMBER * DIMS, DIMS, dim=1)
+        key = device.matrix(rings.key_ring, opaque(place.side * 0 + group))
+        key = key.slice(MEMBER * DIMS, DIMS, dim=1)
         dq = warpgroup_mma(ds, key, dq, use_acc=turn == 1, is_async=True)
     return dq
-
-
-@gluon.jit
-def add_query_gradient(sums, rings, dq, batch, head, token, MEMBER: gl.constexpr):
-    """Adds this group's dims to dQ in global memory."""
-    DIMS: gl.constexpr = rings.sum_buffers.shape[4]
-    buffer = rings.sum_buffers.index(MEMBER)
-    wait_for_stores(0)
-    buffer.reshape([PART, DIMS]).store(dq)
-    fence_async_shared()
-    add_tile(sums, [batch, head, token, MEMBER * DIMS], buffer)

@@ -20,6 +20,7 @@ __all__ = [
     "TensorDescriptor",
     "add_tile",
     "await_turn",
+    "copied",
     "fence_async_shared",
     "gather_lanes",
     "gl",
@@ -33,6 +34,7 @@ __all__ = [
     "wait_for_stores",
     "warpgroup_mma",
     "warpgroup_mma_wait",
+    "widened",
 ]
 
 
@@ -72,6 +74,37 @@ def opaque(number):
         dtype=gl.int32,
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def widened(matrix):
+    """A matrix of 16 bits in float32, by way of pairs that share a register.
+
+    With a plain conversion LLVM would keep its elements in a register each from where they were
+    made to where they are converted.
+    """
+    ASM: gl.constexpr = _widening(matrix.dtype)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,=r,r", [matrix], dtype=gl.float32, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def copied(matrix):
+    """A matrix of 16 bits in registers of its own."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [matrix], dtype=matrix.dtype, is_pure=False, pack=2
+    )
+
+
+@gluon.constexpr_function
+def _widening(dtype):
+    if dtype == gl.bfloat16:
+        return "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+        " cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
     )
 
 

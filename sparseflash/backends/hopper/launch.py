@@ -26,27 +26,24 @@ GLUON_DTYPES = {
 
 
 class Tiles(NamedTuple):
-    """(rows, dims) tiles of addressable tensors (batch, heads, tokens, dims), by default of all
-    their dims.
-    """
+    """Tiles of `rows` tokens and all dims of addressable tensors (batch, heads, tokens, dims)."""
 
     rows: int
-    dims: int | None = None
 
     def of(self, tensor: Tensor) -> TensorDescriptor:
-        dims = self.dims or width(tensor.shape[-1])
-        facts = (tensor.shape, tensor.stride(), tensor.dtype, self.rows, dims)
+        facts = (tensor.shape, tensor.stride(), tensor.dtype, self.rows)
         return _Descriptor(tensor, *_tiling(*facts))
 
 
 class Pieces(NamedTuple):
-    """Pieces of `columns` neighbouring entries of a row of a matrix."""
+    """(rows, columns) pieces of a matrix."""
 
     columns: int
+    rows: int = 1
 
     def of(self, tensor: Tensor) -> TensorDescriptor:
         shape, strides = list(tensor.shape), list(tensor.stride())
-        return _Descriptor(tensor, shape, strides, [1, self.columns], TERMS_LAYOUT)
+        return _Descriptor(tensor, shape, strides, [self.rows, self.columns], FLAT_LAYOUT)
 
 
 PART_TILES = Tiles(PART.value)  # what a group of warps owns of a tensor
@@ -145,7 +142,7 @@ def key_tiles(block: int, head_dim: int) -> Tiles:
     return Tiles(min(block, KEYS[width(head_dim)]))
 
 
-TERMS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
+FLAT_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
 
 class _Descriptor(TensorDescriptor):
@@ -156,11 +153,9 @@ class _Descriptor(TensorDescriptor):
 
 
 @lru_cache(maxsize=4096)
-def _tiling(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, dims: int
-) -> tuple:
+def _tiling(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> tuple:
     """(shape, strides, tile, layout)"""
-    tile = [1, 1, rows, dims]
+    tile = [1, 1, rows, width(shape[-1])]
     layout = gl.NVMMASharedLayout.get_default_for(tile, GLUON_DTYPES[dtype])
     return list(shape), list(addressable_strides(shape, strides, dtype.itemsize)), tile, layout
 

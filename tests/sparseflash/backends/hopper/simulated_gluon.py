@@ -46,12 +46,10 @@ class Partitions:
             raise self.failure
 
     def run(self, number, function, arguments):
-        _partition.number, _partition.products, _partition.stores = number, [], []
+        _partition.number = number
         try:
             self.await_turn()
-            function(*arguments)
-            if _partition.products or _partition.stores:
-                raise Failure("products or stores are left in flight")
+            _run(function, *arguments)
         except Exception as error:
             self.failure = self.failure or error
         with self.changed:
@@ -83,6 +81,14 @@ class Partitions:
             what = {number: what for number, (_, what) in self.waits.items()}
             self.failure = Failure(f"deadlock, partitions wait for {what}")
         self.changed.notify_all()
+
+
+def _run(function, *arguments, **constants):
+    """Runs what one partition does, or a program without any."""
+    _partition.products, _partition.stores = [], []
+    function(*arguments, **constants)
+    if _partition.products or _partition.stores:
+        raise Failure("products or stores are left in flight")
 
 
 class Number(float):
@@ -231,6 +237,14 @@ def opaque(number):
     return number
 
 
+def copied(matrix):
+    return matrix.clone()
+
+
+def widened(matrix):
+    return matrix.float()
+
+
 def gather_lanes():
     """A partition is one thread here."""
 
@@ -313,9 +327,11 @@ def _store(pointer, value, mask=True):
     pointer.entries[offset[mask]] = value.expand(offset.shape)[mask].to(pointer.entries.dtype)
 
 
-def _atomic_add(pointer, value, sem):
+def _atomic_add(pointer, value, mask=True, sem=None):
+    mask = torch.as_tensor(mask).expand(torch.as_tensor(pointer.offset).shape)
+    offset = torch.as_tensor(pointer.offset)[mask]
     old = pointer.entries[pointer.offset].clone()
-    pointer.entries[pointer.offset] += value
+    pointer.entries[offset] += value[mask] if isinstance(value, Tensor) else value
     return old
 
 
@@ -338,7 +354,7 @@ class Kernel:
             arguments = [_argument(x) for x in arguments]
             for number in range(grid[0]):
                 _program.__dict__.update(number=number, programs=grid[0])
-                self.function(*arguments, **constants)
+                _run(self.function, *arguments, **constants)
 
         return launch
 
@@ -383,6 +399,7 @@ gl = SimpleNamespace(
     **{
         name: getattr(torch, name) for name in ("int32", "int64", "float32", "float16", "bfloat16")
     },
+    int1=torch.bool,
     **dict.fromkeys(("NVMMADistributedLayout", "SwizzledSharedLayout"), lambda *_: None),
     **dict.fromkeys(("SliceLayout", "BlockedLayout"), lambda *_: None),
     DotOperandLayout=lambda **_: None,
@@ -399,7 +416,7 @@ gl = SimpleNamespace(
     arange=lambda start, end, layout: torch.arange(start, end),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     zeros_like=torch.zeros_like,
-    full=lambda shape, value, dtype, layout: torch.zeros(shape, dtype=dtype) + value,
+    full=lambda shape, value, dtype, layout: torch.as_tensor(value, dtype=dtype).expand(shape),
     convert_layout=lambda tensor, layout, assert_trivial=False: tensor,
     expand_dims=Tensor.unsqueeze,
     maximum=_tensors(torch.maximum),

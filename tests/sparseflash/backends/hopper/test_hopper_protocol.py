@@ -24,7 +24,7 @@ from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 
 MODULES = (
     *("device", "dropout", "launch", "row_terms", "query_gradient", "key_value_gradient"),
-    "fused_gradient",
+    *("query_sums", "fused_gradient"),
     *("forward_pass", "backward_pass"),
 )
 PROGRAMS = 2
@@ -35,7 +35,7 @@ def simulation(module="", code="", planted=""):
     """The backend with its kernels simulated and, in one module, some code replaced."""
     with patch.dict(sys.modules), patch.dict(vars(hopper)):
         sys.modules[f"{hopper.__name__}.gluon_shim"] = simulated_gluon
-        hopper.FUSED_BLOCKS = {64: 0}
+        hopper.FUSED_BLOCKS = dict.fromkeys(hopper.FUSED_BLOCKS, 0)
         for name in MODULES:
             source = (Path(hopper.__file__).parent / f"{name}.py").read_text()
             if name == module:
@@ -150,10 +150,12 @@ def test_one_group_far_ahead_of_the_other(monkeypatch):
         check(PATTERNS["causal"], deterministic=False)
 
 
-def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional():
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3}
     with simulation():
-        check(pattern, key_lengths=[0, 130, 400], dropout_p=0.3, deterministic=False)
+        check(pattern, head_dim, deterministic=False, **options)
 
 
 def test_simulated_kernels_of_the_widest_tiles():
@@ -350,14 +352,18 @@ PLANTED_IN_THE_FUSED_KERNEL = {
         "            pass\n",
     ),
     "dS overwritten before the other group has read it": (
-        "SIDES = gl.constexpr(4)",
+        "SIDES = gl.constexpr(2)",
         "SIDES = gl.constexpr(1)",
     ),
     "dQ overwritten before it has left": (
-        "    wait_for_stores(0)\n    buffer.reshape([PART, DIMS])",
-        "    buffer.reshape([PART, DIMS])",
+        "    if last is not None:\n        wait_for_stores(0)\n    dk, scores",
+        "    dk, scores",
     ),
-    "a dQ that belongs to no tile added": ("dq = gl.where(is_late, dq, 0.0)", "dq = dq + 0.0"),
+    "dQ added to that of the next tile": ("PARTS + (i - 1) % PARTS", "PARTS + i % PARTS"),
+    "queries released before dK has read them": (
+        "        device.release(rings.query_ring, last.stage)\n    device",
+        "        device.release(rings.query_ring, stage)\n    device",
+    ),
     "keys released by one group alone": ("device.ring(keys, 2, 2)", "device.ring(keys, 2, 1)"),
 }
 

@@ -99,7 +99,8 @@ def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     assert not hopper.fuses(few, allowed)
     assert not hopper.fuses(masks.full()(128 * 12, block_size=64).table(), allowed)
     assert not hopper.fuses(many, SPEC)
-    assert not hopper.fuses(many, replace(allowed, head_dim=128))
+    assert hopper.fuses(many, replace(allowed, head_dim=128))
+    assert not hopper.fuses(many, replace(allowed, head_dim=256))
 
 
 def test_refuses_other_architectures(monkeypatch):
