@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ Sample = Callable[[int], list[float]]  # milliseconds of each of so many runs
 # Larger than the last-level cache of any GPU: writing it between two runs makes every run read its
 # inputs from memory.
 FLUSH_BYTES = 256 * 2**20
-MIN_RUNS = 3
-MAX_RUNS = 200
 TURNS = 6
+MIN_RUNS = TURNS  # so that all take part in every turn
+MAX_RUNS = 200
 
 
 class Clock(StrEnum):
@@ -65,17 +66,17 @@ def time_call(prepare: Prepare, clock: Clock, budget_ms: float) -> Timing:
 def time_in_turns(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
     """Times each of them, for about `budget_ms` each after one run to warm up.
 
-    They take turns, in an order that changes, a few runs at a time: the clock of a GPU follows its
-    power, and whoever is measured for long after others have heated it is measured on another
-    machine.
+    They take turns, a few runs at a time, and each comes after each other one about as often: the
+    clock of a GPU follows its power, and whoever is measured for long after others have heated it,
+    or always after the same one, is measured on another machine.
     """
     estimates = [sample(1)[0] for sample in samples]
     wanted = [min(MAX_RUNS, max(MIN_RUNS, int(budget_ms / max(e, 1e-3)))) for e in estimates]
     milliseconds: list[list[float]] = [[] for _ in samples]
     gc.disable()
     try:
-        for turn in range(TURNS):
-            for i in _order(len(samples), turn):
+        for turn, order in enumerate(_orders(len(samples))):
+            for i in order:
                 runs = wanted[i] * (turn + 1) // TURNS - wanted[i] * turn // TURNS
                 milliseconds[i] += samples[i](runs) if runs else []
     finally:
@@ -83,11 +84,19 @@ def time_in_turns(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
     return [Timing.of(times) for times in milliseconds]
 
 
-def _order(count: int, turn: int) -> list[int]:
-    """Each begins once, and comes after another one than before."""
-    first = turn % count
-    order = [*range(first, count), *range(first)]
-    return order[::-1] if turn % 2 else order
+def _orders(count: int) -> Iterator[list[int]]:
+    """The order of each turn: the next is whoever has come least often after the last one."""
+    came_after: Counter[tuple[int | None, int]] = Counter()
+    last = None
+    for turn in range(TURNS):
+        order: list[int] = []
+        while len(order) < count:
+            left = [i for i in range(count) if i not in order and (i != last or count == 1)]
+            following = min(left, key=lambda i: (came_after[last, i], (i - turn) % count))
+            came_after[last, following] += 1
+            order.append(following)
+            last = following
+        yield order
 
 
 @contextmanager

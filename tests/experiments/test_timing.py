@@ -1,7 +1,7 @@
 import gc
 import time
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -67,18 +67,22 @@ def test_each_gets_its_own_time_and_as_many_runs_as_the_budget_allows():
     assert max(shares) - min(shares) <= 1
 
 
-def test_everyone_begins_and_follows_on_everyone_as_often():
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
+def test_everyone_comes_after_everyone_else_as_often(count):
     log = []
-    time_in_turns([Sampled(name, 1.0, log) for name in "abc"], budget_ms=60)
-    turns = ["".join(name for name, _ in log[i : i + 3]) for i in range(3, 3 + 3 * TURNS, 3)]
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
-    assert {turn[0] for turn in turns} == {"a", "b", "c"}
-    pairs = Counter(pair for turn in turns for pair in pairwise(turn))
-    assert len(pairs) == 6
-    assert len(set(pairs.values())) == 1
+    names = "abcdef"[:count]
+    time_in_turns([Sampled(name, 1.0, log) for name in names], budget_ms=60)
+    order = [name for name, _ in log[count:]]
+    turns = [order[i : i + count] for i in range(0, len(order), count)]
+    assert len(turns) == TURNS
+    assert all(sorted(turn) == list(names) for turn in turns)
+    pairs = Counter(pairwise(order))
+    found = [pairs[pair] for pair in permutations(names, 2)]
+    assert sum(found) == len(order) - 1  # nobody comes after himself
+    assert max(found) - min(found) <= 1
 
 
-def test_whoever_runs_seldom_takes_part_in_some_turns():
+def test_whoever_runs_seldom_takes_part_in_every_turn():
     log = []
     (timing,) = time_in_turns([Sampled("slow", 1000.0, log)], budget_ms=1)
     assert timing.runs == MIN_RUNS == sum(runs for _, runs in log[1:])
