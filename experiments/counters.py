@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -40,7 +40,8 @@ PARTS = {
     "L2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
 }
-OURS = "regex:(forward|gradient|row_terms|score_sums)_kernel$"  # the kernels of all backends
+# The kernels of all backends.
+OURS = "regex:(forward|gradient|row_terms|finish|score_sums|decode|merge)_kernel$"
 COUNTERS = (NANOSECONDS, *PARTS.values())
 RUN_PASSES = "import sys; from experiments import counters; counters.run_passes(*sys.argv[1:])"
 
@@ -49,14 +50,26 @@ def random_blocks(seq_len: int, side: int) -> Single:
     return Single("random 1/16", at_random(16, seq_len, side))
 
 
-# (heads, tokens, head dim, side of a block, mask)
+class Watched(NamedTuple):
+    """A problem. side: of its blocks; deterministic: whether gradients have a fixed order"""
+
+    heads: int
+    seq_len: int
+    head_dim: int
+    side: int
+    family: Single
+    deterministic: bool = True
+
+
 PROBLEMS = {
-    "full": (16, 8192, 128, BLOCK, FULL),
-    "causal": (16, 8192, 128, BLOCK, CAUSAL),
-    "random 1/16": (16, 16_384, 128, BLOCK, random_blocks(16_384, BLOCK)),
-    "random 1/16 in blocks of 64": (16, 16_384, 128, 64, random_blocks(16_384, 64)),
-    "full, 64 dims": (32, 8192, 64, BLOCK, FULL),
-    "causal, 64 dims": (32, 8192, 64, BLOCK, CAUSAL),
+    "full": Watched(16, 8192, 128, BLOCK, FULL),
+    "causal": Watched(16, 8192, 128, BLOCK, CAUSAL),
+    "random 1/16": Watched(16, 16_384, 128, BLOCK, random_blocks(16_384, BLOCK)),
+    "random 1/16 in blocks of 64": Watched(16, 16_384, 128, 64, random_blocks(16_384, 64)),
+    "full, 64 dims": Watched(32, 8192, 64, BLOCK, FULL),
+    "causal, 64 dims": Watched(32, 8192, 64, BLOCK, CAUSAL),
+    "full, in any order": Watched(16, 8192, 128, BLOCK, FULL, deterministic=False),
+    "full, 64 dims, in any order": Watched(32, 8192, 64, BLOCK, FULL, deterministic=False),
 }
 
 
@@ -94,12 +107,13 @@ def main(
 
 def run_passes(problem: str, backend: str) -> None:
     """One forward and one backward pass, which is what the profiler watches."""
-    heads, seq_len, head_dim, side, family = PROBLEMS[problem]
+    heads, seq_len, head_dim, side, family, deterministic = PROBLEMS[problem]
     shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
     (member,), _ = family.choose(shape.size(side), ())
     sizes = (4, shape.batch, heads, seq_len, head_dim)
     query, key, value, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
-    _, backward = bare_passes(query, key, value, grad_out, member.problem.mask, backend)
+    options = (member.problem.mask, backend, deterministic)
+    _, backward = bare_passes(query, key, value, grad_out, *options)
     backward()
     torch.cuda.synchronize()
 

@@ -116,10 +116,16 @@ def calls(
 
 
 def bare_passes(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mask: BlockMask, backend: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    mask: BlockMask,
+    backend: str,
+    deterministic: bool = True,
 ) -> tuple[Call, Call]:
     """The backend's forward and backward with all that a call prepares prepared."""
-    call = prepare(query, key, mask, backend=backend)
+    call = prepare(query, key, mask, backend=backend, deterministic=deterministic)
     saved = (query, key, value, *call.forward(query, key, value))
     return (
         lambda: call.forward(query, key, value),

@@ -110,8 +110,8 @@ def attention(
     precision: of float32 products: "ieee", or "tf32", which lets a backend round their operands to
         10 bits where the device multiplies those faster.
     deterministic: False lets a backend choose a faster backward pass that adds to the gradient of
-        query in no fixed order, so that its last bits differ from run to run; without effect under
-        torch.use_deterministic_algorithms.
+        query in no fixed order, so that its last bits differ from run to run, and that keeps one
+        in float32 meanwhile; without effect under torch.use_deterministic_algorithms.
     backend: "auto", or a name; a named backend never falls back.
 
     Returns out like query, and with return_lse the natural logsumexp of the masked scores, float32

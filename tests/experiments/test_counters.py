@@ -1,10 +1,13 @@
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from typer import BadParameter
 
+import sparseflash
 from experiments import counters
 
 PRINTED = """\
@@ -67,6 +70,14 @@ def test_says_what_the_profiler_said(monkeypatch, tmp_path):
     failing.write_text("#!/bin/sh\necho No kernels were profiled\n")
     with pytest.raises(RuntimeError, match="No kernels"):
         counters.profiled("full", "auto")
+
+
+def test_the_kernels_of_our_backends_are_watched():
+    files = [*Path(sparseflash.__file__).parent.glob("backends/*/*.py")]
+    named = re.findall(r"^def (\w+_kernel)\(", "".join(file.read_text() for file in files), re.M)
+    pattern = re.compile(counters.OURS.removeprefix("regex:"))
+    assert len(named) > 10
+    assert [name for name in named if not pattern.search(name)] == []
 
 
 @pytest.mark.gpu
