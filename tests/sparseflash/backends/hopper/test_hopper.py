@@ -147,6 +147,7 @@ def test_gradients_in_no_fixed_order_with_all_that_is_optional(dtype, head_dim):
     pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
     options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
     options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 32, "dtype": dtype}
+    options |= {"scale": 0.3}
     check(pattern, (500, 660), head_dim, deterministic=False, **options)
 
 
@@ -168,9 +169,11 @@ def test_padded_keys_may_hold_anything():
         assert gradient[padding.expand_as(gradient)].count_nonzero() == 0
 
 
+@pytest.mark.usefixtures("always_fused")
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("strides", STRIDES)
-def test_strides(strides):
-    check(PATTERNS["causal"], (500, 500), 128, strides=strides)
+def test_strides(strides, deterministic):
+    check(PATTERNS["causal"], (500, 500), 128, strides=strides, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)

@@ -6,6 +6,7 @@ The simulation has to find the bugs that are planted into the sources of the ker
 import math
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from sparseflash.autograd import run
 from sparseflash.backends import hopper
 from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
-from sparseflash.testing import check_attention, make_inputs, poisoned_empty
+from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
 MODULES = (
     *("device", "dropout", "launch", "row_terms", "query_gradient", "key_value_gradient"),
@@ -62,12 +63,14 @@ def check(
     block_size=128,
     kv_heads=1,
     dtype=torch.bfloat16,
+    strides="contiguous",
+    scale=None,
     key_lengths=None,
     dropout_p=0.0,
     deterministic=True,
 ):
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
-    kinds = {"kv_heads": kv_heads, "dtype": dtype}
+    kinds = {"kv_heads": kv_heads, "dtype": dtype, "strides": strides}
     query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)
     mask = pattern(lengths, block_size)
     options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
@@ -75,6 +78,8 @@ def check(
     seed = -(2**40) - 3
     if dropout_p:
         options |= {"dropout_p": dropout_p, "seed": seed}
+    if scale:
+        spec, options = replace(spec, scale=scale), options | {"scale": scale}
 
     def attention(*inputs):
         lengths = options.get("key_lengths")
@@ -153,9 +158,15 @@ def test_one_group_far_ahead_of_the_other(monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
-    options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3}
+    options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3, "scale": 0.3}
     with simulation():
         check(pattern, head_dim, deterministic=False, **options)
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_the_simulated_kernel_of_all_gradients_with_other_strides(strides):
+    with simulation():
+        check(PATTERNS["causal"], 128, lengths=(300, 300), strides=strides, deterministic=False)
 
 
 def test_simulated_kernels_of_the_widest_tiles():
