@@ -136,7 +136,6 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     """Computes dK and dV of one half of each tile, and half the dims of dQ of all queries."""
     DIMS: gl.constexpr = rings.key_ring.buffers.shape[4]
     GRAD: gl.constexpr = device.product_layout(DIMS)
-    offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
     # dV and dK leave by the buffer by which dQ did.
     leaving = reinterpreted(
         rings.sum_buffers.index(MEMBER), grad_keys.dtype, grad_keys.block_type.shape,
@@ -149,7 +148,7 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     while row >= 0:
         start = row * call.block + MEMBER * PART
         # The others are those of the next row before dK and dV of this one leave.
-        own_batch, own_head, length = batch, kv_head, walk.length
+        own_batch, own_head = batch, kv_head
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
         dv = gl.zeros([PART, DIMS], gl.float32, GRAD)
         for part in gl.static_range(2):
@@ -177,9 +176,6 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
         dk = dk * (call.scale2 * device.LN2)
         if call.dropout.threshold is not None:
             dv = dv * call.dropout.keep_scale
-        if call.key_lengths is not None:
-            inside = gl.expand_dims(start + offsets < length, 1)
-            dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
         leave(grad_values, leaving, dv, own_batch, own_head, start)
         leave(grad_keys, leaving, dk, own_batch, own_head, start)
     wait_for_stores(0)
@@ -266,7 +262,7 @@ def visit_tile(dk, dv, last_ds, last, last_sums, place, sums, rings, call, walk,
         )
     mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)
     mbarrier.wait(rings.query_ring.filled.index(stage), place.phase)
-    scores, minus_delta = read_terms(rings.term_buffers, call, stage, SCORES)
+    scores, minus_delta = read_terms(rings.term_buffers, call, stage, start, walk.length, SCORES)
     dp = minus_delta
     if call.dropout.threshold is not None:
         dp = gl.zeros([PART, PART], gl.float32, SCORES)
@@ -314,8 +310,9 @@ def visit_tile(dk, dv, last_ds, last, last_sums, place, sums, rings, call, walk,
 
 
 @gluon.jit
-def read_terms(term_buffers, call, stage, SCORES: gl.constexpr):
-    """(-LSE / scale, -delta) of the queries of each score, to begin S^T and dP^T with.
+def read_terms(term_buffers, call, stage, start, length, SCORES: gl.constexpr):
+    """(-LSE / scale, -delta) of the queries of each score, to begin S^T and dP^T with; -inf for
+    keys past the last one, whose weights might be inf otherwise, and dQ NaN.
 
     Before any product is begun: a load from shared memory would wait behind all that products
     read there, and the compiler lets none run while it sets what another is added to.
@@ -323,7 +320,9 @@ def read_terms(term_buffers, call, stage, SCORES: gl.constexpr):
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     lse2 = term_buffers.index(2 * stage).reshape([PART]).load(COLUMNS)
     minus_delta = term_buffers.index(2 * stage + 1).reshape([PART]).load(COLUMNS)
-    scores = gl.expand_dims(lse2 * (-1.0 / call.scale2), 0).broadcast_to([PART, PART])
+    keys = start + gl.arange(0, PART, layout=gl.SliceLayout(1, SCORES))
+    past = gl.where(keys < length, 0.0, device.NEG_INF)
+    scores = gl.expand_dims(lse2, 0) * (-1.0 / call.scale2) + gl.expand_dims(past, 1)
     return scores, gl.expand_dims(minus_delta, 0).broadcast_to([PART, PART])
 
 

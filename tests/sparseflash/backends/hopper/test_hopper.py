@@ -49,6 +49,9 @@ def check(
     kinds = {name: options.pop(name) for name in ("dtype", "strides") if name in options}
     kinds = {"dtype": torch.bfloat16, "device": DEVICE} | kinds
     inputs = make_inputs(batch, heads, *lengths, head_dim, kv_heads=kv_heads, **kinds)
+    if options.pop("far_below_zero", False):
+        inputs[0].abs_().mul_(6)
+        inputs[1].abs_().mul_(-6)
     mask = pattern(lengths, block_size, device=DEVICE)
     deterministic = options.pop("deterministic", True)
     if "key_lengths" in options:
@@ -167,6 +170,14 @@ def test_padded_keys_may_hold_anything():
         assert torch.equal(result, same)
     for gradient in results[3:]:
         assert gradient[padding.expand_as(gradient)].count_nonzero() == 0
+
+
+@pytest.mark.usefixtures("always_fused")
+@pytest.mark.parametrize("options", [{}, {"batch": 3, "key_lengths": [1, 130, 400]}])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_no_key_past_the_end_has_weight_where_all_scores_are_far_below(deterministic, options):
+    options = options | {"deterministic": deterministic, "far_below_zero": True}
+    check(masks.full(), (500, 400), 64, **options)
 
 
 @pytest.mark.usefixtures("always_fused")

@@ -65,6 +65,7 @@ def check(
     dtype=torch.bfloat16,
     strides="contiguous",
     scale=None,
+    far_below_zero=False,
     key_lengths=None,
     dropout_p=0.0,
     deterministic=True,
@@ -72,6 +73,8 @@ def check(
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
     kinds = {"kv_heads": kv_heads, "dtype": dtype, "strides": strides}
     query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)
+    if far_below_zero:
+        query, key = query.abs() * 6, -key.abs() * 6
     mask = pattern(lengths, block_size)
     options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
     spec = spec_of(query, key, mask, dropout_p, bool(options), deterministic)
@@ -161,6 +164,14 @@ def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional(head_di
     options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3, "scale": 0.3}
     with simulation():
         check(pattern, head_dim, deterministic=False, **options)
+
+
+@pytest.mark.parametrize("key_lengths", [None, [1, 130, 400]])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_no_key_past_the_end_has_weight_where_all_scores_are_far_below(deterministic, key_lengths):
+    options = {"key_lengths": key_lengths, "far_below_zero": True}
+    with simulation():
+        check(PATTERNS["full"], deterministic=deterministic, **options)
 
 
 @pytest.mark.parametrize("strides", STRIDES)
