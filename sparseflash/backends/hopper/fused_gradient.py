@@ -185,7 +185,7 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
 def leave(descriptor, buffer, matrix, batch, head, token):
     """Stores a matrix as soon as what is on its way from the buffer has left it."""
     wait_for_stores(0)
-    buffer.reshape([buffer.shape[2], buffer.shape[3]]).store(matrix.to(buffer.dtype))
+    device.as_matrix(buffer).store(matrix.to(buffer.dtype))
     fence_async_shared()
     store_tile(descriptor, [batch, head, token, 0], buffer)
 

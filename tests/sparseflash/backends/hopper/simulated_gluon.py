@@ -327,11 +327,9 @@ def _store(pointer, value, mask=True):
     pointer.entries[offset[mask]] = value.expand(offset.shape)[mask].to(pointer.entries.dtype)
 
 
-def _atomic_add(pointer, value, mask=True, sem=None):
-    mask = torch.as_tensor(mask).expand(torch.as_tensor(pointer.offset).shape)
-    offset = torch.as_tensor(pointer.offset)[mask]
+def _atomic_add(pointer, value, sem):
     old = pointer.entries[pointer.offset].clone()
-    pointer.entries[offset] += value[mask] if isinstance(value, Tensor) else value
+    pointer.entries[pointer.offset] += value
     return old
 
 
@@ -399,7 +397,6 @@ gl = SimpleNamespace(
     **{
         name: getattr(torch, name) for name in ("int32", "int64", "float32", "float16", "bfloat16")
     },
-    int1=torch.bool,
     **dict.fromkeys(("NVMMADistributedLayout", "SwizzledSharedLayout"), lambda *_: None),
     **dict.fromkeys(("SliceLayout", "BlockedLayout"), lambda *_: None),
     DotOperandLayout=lambda **_: None,
@@ -416,7 +413,7 @@ gl = SimpleNamespace(
     arange=lambda start, end, layout: torch.arange(start, end),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     zeros_like=torch.zeros_like,
-    full=lambda shape, value, dtype, layout: torch.as_tensor(value, dtype=dtype).expand(shape),
+    full=lambda shape, value, dtype, layout: torch.zeros(shape, dtype=dtype) + value,
     convert_layout=lambda tensor, layout, assert_trivial=False: tensor,
     expand_dims=Tensor.unsqueeze,
     maximum=_tensors(torch.maximum),
