@@ -21,10 +21,12 @@ CAPABILITY = (9, 0)
 # By the shorter side of the mask's blocks: the fill of TILEs from which on they take less time
 # than the blocks themselves do, elsewhere or as SMALL_TILEs here.
 LEAST_FILL = {16: 0.4, 32: 0.5, 64: 0.9}
-# By head dim: the blocks of a row of keys, on average, from which on one kernel of all gradients
-# takes less time than that of dQ and that of dK and dV: it did at 16, and did not at 8. Tiles of
-# 96 dims are those of 128.
-FUSED_BLOCKS = {64: 12, 96: 12, 128: 12}
+# The blocks of a row of keys, on average, from which on one kernel of all gradients takes less
+# time than that of dQ and that of dK and dV: it does at 8, and does not at 6.
+FUSED_BLOCKS = 7
+FUSED_HEAD_DIMS = (64, 96, 128)
+# With dropout: wider tiles leave no registers for it.
+FUSED_DROPOUT_HEAD_DIMS = (64,)
 
 
 def why_not(spec: AttentionSpec) -> list[str]:
@@ -81,10 +83,11 @@ def describe(
 
 def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
     """Whether all gradients are computed by one kernel, if all are wanted."""
-    if spec.deterministic or spec.head_dim not in FUSED_BLOCKS or table.block_size != TILE:
+    head_dims = FUSED_HEAD_DIMS if spec.dropout_p == 0 else FUSED_DROPOUT_HEAD_DIMS
+    if spec.deterministic or spec.head_dim not in head_dims or table.block_size != TILE:
         return False
     blocks = table.by_key.mean_count
-    return blocks is not None and blocks >= FUSED_BLOCKS[spec.head_dim]
+    return blocks is not None and blocks >= FUSED_BLOCKS
 
 
 def pass_over(spec: AttentionSpec) -> list[str]:

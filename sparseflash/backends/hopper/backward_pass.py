@@ -98,8 +98,8 @@ def _fused_gradients(
     sums = query_sums.zeros(query, table)
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     tensors = (query, grad_out, terms, key, value, sums, grad_key, grad_value)
-    halves = query_sums.halves(spec.head_dim)
-    read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, halves, PART_TILES, PART_TILES)
+    shares = query_sums.shares(spec)
+    read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, shares, PART_TILES, PART_TILES)
     stages = FUSED_STAGES[launch.width(spec.head_dim)]
     launch.launch_pass(
         fused_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages, by_key=True

@@ -2,9 +2,9 @@
 
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and of
 dK += dS^T Q, as in key_value_gradient. dS also goes through shared memory, where each group of
-warps finds the keys of the other: each computes half the dims of dS K and adds them to dQ in
-global memory, beside the programs of other keys. The order of those sums, and with it the last
-bits of dQ, differs from run to run.
+warps finds the keys of the other: each computes half of dS K (half the dims of every tile; all of
+them of every other tile at 64 dims) and adds it to dQ in global memory, beside the programs of
+other keys. The order of those sums, and with it the last bits of dQ, differs from run to run.
 
 dK and dQ of a tile are computed with the next one, beside S^T and dV: so no group waits for the
 other, and products run while the weights and dS are computed. Nothing may be in flight from one
@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """sum_buffers: for each group the half of dQ that it adds to global memory"""
+    """sum_buffers: for each group what it adds to dQ in global memory at a time"""
 
     query_ring: device.Ring
     grad_out_ring: device.Ring
@@ -133,8 +133,9 @@ def exchange_of(DTYPE: gl.constexpr):
 @gluon.jit
 def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl.constexpr,
             MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Computes dK and dV of one half of each tile, and half the dims of dQ of all queries."""
+    """Computes dK and dV of one half of each tile, and half of dQ of all queries."""
     DIMS: gl.constexpr = rings.key_ring.buffers.shape[4]
+    WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
     GRAD: gl.constexpr = device.product_layout(DIMS)
     # dV and dK leave by the buffer by which dQ did.
     leaving = reinterpreted(
@@ -154,17 +155,22 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
         for part in gl.static_range(2):
             mbarrier.wait(rings.key_ring.filled.index(part), key_phase)
         mbarrier.wait(rings.value_ring.filled.index(MEMBER), key_phase)
+        held = None, None
+        if WHOLE:
+            held = hold(rings.key_ring, MEMBER), hold(rings.value_ring, MEMBER)
+            # Those loads have to be done before the accelerator fills their buffers.
+            fence_async_shared()
         for member in range(GROUP):
             head = own_head * GROUP + member
             masked = walk.partials * PARTS
             if MASKED:
                 dk, dv, place = visit_tiles(
-                    dk, dv, place, sums, rings, call, walk, own_batch, head, start, 0, masked,
-                    MEMBER, True, STAGES, GRAD,
+                    dk, dv, place, held, sums, rings, call, walk, own_batch, head, start,
+                    0, masked, MEMBER, True, STAGES, GRAD,
                 )  # fmt: skip
             dk, dv, place = visit_tiles(
-                dk, dv, place, sums, rings, call, walk, own_batch, head, start, masked,
-                masked + walk.fulls * PARTS, MEMBER, False, STAGES, GRAD,
+                dk, dv, place, held, sums, rings, call, walk, own_batch, head, start,
+                masked, masked + walk.fulls * PARTS, MEMBER, False, STAGES, GRAD,
             )  # fmt: skip
             batch, kv_head, row, walk, row_stage, row_phase = device.hear(
                 call, row_stage, row_phase
@@ -181,6 +187,26 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
     wait_for_stores(0)
 
 
+@gluon.constexpr_function
+def adds_whole_tiles(sum_buffers, key_buffers):
+    """Whether a group adds all dims of every other tile of dQ, and not half of them of every tile.
+
+    Then it has the registers to hold its keys and values, too.
+    """
+    return query_sums.share(sum_buffers) == key_buffers.shape[4]
+
+
+@gluon.jit
+def hold(ring, MEMBER: gl.constexpr):
+    """This group's half of a tile as a left operand in registers: products that read it there
+    leave shared memory to others.
+    """
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=device.product_layout(PART), k_width=2
+    )
+    return device.matrix(ring, MEMBER).load(LAYOUT)
+
+
 @gluon.jit
 def leave(descriptor, buffer, matrix, batch, head, token):
     """Stores a matrix as soon as what is on its way from the buffer has left it."""
@@ -191,7 +217,7 @@ def leave(descriptor, buffer, matrix, batch, head, token):
 
 
 @gluon.jit
-def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begin, end,
+def visit_tiles(dk, dv, place, held, sums, rings, call, walk, batch, head, start, begin, end,
                 MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
                 GRAD: gl.constexpr):  # fmt: skip
     """Adds tiles `begin` to `end` of the listed blocks, all of partial ones or all of full ones.
@@ -200,34 +226,51 @@ def visit_tiles(dk, dv, place, sums, rings, call, walk, batch, head, start, begi
     """
     if begin < end:
         pair = batch * call.sizes.heads + head
-        first_sums = query_sums.first_tile(pair, call)
+        # Which tile of a block it is has to be known where a group adds dQ of one of them alone.
+        WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
+        STEP: gl.constexpr = PARTS if WHOLE else 1
+        first_tile = query_sums.first_tile(pair, call)
         blocks = call.table.full_index + walk.full_start
         if PARTIAL:
             blocks = call.table.partial_index + walk.partial_start
         block = gl.load(blocks)
         dk, dv, ds = visit_tile(
-            dk, dv, None, None, None, place, sums, rings, call, walk, pair, start, begin,
+            dk, dv, None, None, None, place, held, sums, rings, call, walk, pair, start, begin,
             MEMBER, PARTIAL, GRAD,
         )  # fmt: skip
-        for i in range(1, end - begin):
-            ahead = gl.load(blocks + i // PARTS)
+        for i in range(1, end - begin + 1 - STEP, STEP):
+            ahead = gl.load(blocks + (i + STEP - 1) // PARTS)
+            for part in gl.static_range(STEP):
+                tile = first_tile + block * PARTS + (i + part - 1) % PARTS
+                following = after(place, STAGES)
+                dk, dv, ds = visit_tile(
+                    dk, dv, ds, place, query_sums.added(tile, part, MEMBER, WHOLE), following,
+                    held, sums, rings, call, walk, pair, start, begin + i + part,
+                    MEMBER, PARTIAL, GRAD,
+                )  # fmt: skip
+                place = following
+            block = ahead
+        tile = first_tile + block * PARTS
+        last_tile = query_sums.added(tile + (PARTS - 1), PARTS - 1, MEMBER, WHOLE)
+        if WHOLE:
             following = after(place, STAGES)
-            last_sums = first_sums + block * PARTS + (i - 1) % PARTS
             dk, dv, ds = visit_tile(
-                dk, dv, ds, place, last_sums, following, sums, rings, call, walk, pair, start,
-                begin + i, MEMBER, PARTIAL, GRAD,
+                dk, dv, ds, place, query_sums.added(tile, 0, MEMBER, WHOLE), following,
+                held, sums, rings, call, walk, pair, start, end - 1, MEMBER, PARTIAL, GRAD,
             )  # fmt: skip
-            place, block = following, ahead
+            place = following
         dk = begin_key_gradient(dk, ds, rings, place)
-        dq = begin_query_gradient(rings, place, MEMBER)
-        wait_for_stores(0)
-        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+        if last_tile is None:
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+        else:
+            dq = begin_query_gradient(rings, place, MEMBER)
+            wait_for_stores(0)
+            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+            sum_buffer = rings.sum_buffers.index(MEMBER)
+            query_sums.fill(sum_buffer, dq)
+            fence_async_shared()
+            query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
         device.release(rings.query_ring, place.stage)
-        sum_buffer = rings.sum_buffers.index(MEMBER)
-        query_sums.fill(sum_buffer, dq)
-        fence_async_shared()
-        last_sums = first_sums + block * PARTS + (end - begin - 1) % PARTS
-        query_sums.add(sums, sum_buffer, last_sums, MEMBER)
         place = after(place, STAGES)
     return dk, dv, place
 
@@ -241,19 +284,23 @@ def after(place, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def visit_tile(dk, dv, last_ds, last, last_sums, place, sums, rings, call, walk, pair, start, i,
-               MEMBER: gl.constexpr, PARTIAL: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
+def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call, walk, pair,
+               start, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+               GRAD: gl.constexpr):  # fmt: skip
     """(dK, dV + P^T dO, dS^T) of the i-th tile of the listed blocks, which is at `place`.
 
-    dK and dQ gain what the tile before it gives. That was at `last`, and its sums of dQ are those
-    of number last_sums; all None at the first tile.
+    dK and dQ gain what the tile before it gives. That was at `last`, None at the first tile, and
+    is number last_tile of the sums of dQ, None where the other group adds it.
     pair: of batch and head; start: the first key
     """
     SCORES: gl.constexpr = device.product_layout(PART)
+    WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
     stage = place.stage
     # Found anew, since descriptors that live through the loop take registers.
-    own = opaque(stage * 0 + MEMBER)
-    key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
+    key, value = held
+    if key is None:
+        own = opaque(stage * 0 + MEMBER)
+        key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
     query = device.matrix(rings.query_ring, stage)
     grad_out = device.matrix(rings.grad_out_ring, stage)
     if PARTIAL:
@@ -274,7 +321,7 @@ def visit_tile(dk, dv, last_ds, last, last_sums, place, sums, rings, call, walk,
         token = device.listed_token(call, walk, i, PART)
         kept = dropout.kept_words(call.dropout, pair, token, start, PART, SCORES)
         kept = dropout.transposed(kept, SCORES)
-    if last is not None:
+    if last_tile is not None:
         wait_for_stores(0)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * call.scale2)
@@ -285,24 +332,25 @@ def visit_tile(dk, dv, last_ds, last, last_sums, place, sums, rings, call, walk,
     if call.dropout.threshold is not None:
         weights = gl.where(kept, p, 0.0)
     dv = warpgroup_mma(device.operand(weights, value.dtype, GRAD), grad_out, dv, is_async=True)
-    if last is not None:
+    if last_tile is not None:
         dq = begin_query_gradient(rings, last, MEMBER)
-    dp = warpgroup_mma_wait(1 if last is None else 3, deps=(dp,))
+    dp = warpgroup_mma_wait(1 if last_tile is None else 3, deps=(dp,))
     if call.dropout.threshold is not None:
         dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0) + minus_delta
     ds = (widened(p) * dp).to(value.dtype)
     entry = place.side * 2 + MEMBER
     rings.exchange.buffers.index(entry).store(ds)
     sum_buffer = rings.sum_buffers.index(MEMBER)
-    if last is None:
+    if last_tile is None:
         dv = warpgroup_mma_wait(0, deps=(dv,))
     else:
         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
         query_sums.fill(sum_buffer, dq)
     fence_async_shared()
     mbarrier.arrive(rings.exchange.filled.index(entry), count=1)
+    if last_tile is not None:
+        query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
     if last is not None:
-        query_sums.add(sums, sum_buffer, last_sums, MEMBER)
         device.release(rings.query_ring, last.stage)
     device.release(rings.grad_out_ring, stage)
     # While products run ptxas has no registers for it but those that it was computed in.
@@ -335,12 +383,13 @@ def begin_key_gradient(dk, ds, rings, place):
 
 @gluon.jit
 def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
-    """This group's dims of dS K, in flight: one product for the keys of each group, its own
+    """What this group adds of dS K, in flight: one product for the keys of each group, its own
     first.
     """
-    DIMS: gl.constexpr = rings.key_ring.buffers.shape[4] // 2
+    SHARE: gl.constexpr = query_sums.share(rings.sum_buffers)
+    WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
     exchange = rings.exchange
-    dq = gl.zeros([PART, DIMS], gl.float32, device.product_layout(DIMS))
+    dq = gl.zeros([PART, SHARE], gl.float32, device.product_layout(SHARE))
     for turn in gl.static_range(2):
         group = (MEMBER + turn) % 2
         entry = place.side * 2 + group
@@ -348,6 +397,7 @@ def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
             mbarrier.wait(exchange.filled.index(entry), place.side_phase)
         ds = exchange.buffers.index(entry).permute((1, 0))
         key = device.matrix(rings.key_ring, opaque(place.side * 0 + group))
-        key = key.slice(MEMBER * DIMS, DIMS, dim=1)
+        if not WHOLE:
+            key = key.slice(MEMBER * SHARE, SHARE, dim=1)
         dq = warpgroup_mma(ds, key, dq, use_acc=turn == 1, is_async=True)
     return dq

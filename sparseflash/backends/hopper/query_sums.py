@@ -23,13 +23,28 @@ from sparseflash.backends.hopper.gluon_shim import (
     wait_for_stores,
 )
 from sparseflash.backends.hopper.launch import OPTIONS, PART_TILES, Pieces, width
+from sparseflash.spec import AttentionSpec
 
 COLUMNS = gl.constexpr(256)  # of the matrix of all sums: what one side of a copy may have at most
 
 
-def halves(head_dim: int) -> Pieces:
-    """How kernels read the sums: half the dims of a tile at a time."""
-    return Pieces(COLUMNS.value, PART.value * width(head_dim) // (2 * COLUMNS.value))
+# The most dims of which a group of warps has the registers to add all, of every other tile; there
+# are none left for dropout.
+WHOLE_DIMS = 64
+
+
+def shares(spec: AttentionSpec) -> Pieces:
+    """How the kernel of all gradients reads the sums: what a group adds at a time."""
+    dims = width(spec.head_dim)
+    if dims > WHOLE_DIMS or spec.dropout_p > 0:
+        dims //= 2
+    return Pieces(COLUMNS.value, PART.value * dims // COLUMNS.value)
+
+
+@gluon.constexpr_function
+def share(sum_buffers):
+    """The dims of a tile that a group adds at a time, by the buffers that it adds from."""
+    return sum_buffers.shape[1] * sum_buffers.shape[2] // PART
 
 
 def zeros(query: Tensor, table: LookupTable) -> Tensor:
@@ -74,16 +89,27 @@ def first_tile(pair, call):
 
 @gluon.jit
 def fill(buffer, dq):
-    """Brings one half of the dims of a tile, a product in registers, into shared memory."""
+    """Brings what a group adds of a tile, a product in registers, into shared memory."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flat = as_flat(dq)
     reinterpreted(buffer, gl.float32, flat.shape, FLAT).store(flat)
 
 
 @gluon.jit
-def add(sums, buffer, tile, HALF: gl.constexpr):
-    """Adds one half of the dims of a tile, which the buffer holds."""
-    add_tile(sums, [(tile * 2 + HALF) * buffer.shape[0], 0], buffer)
+def added(tile, part, MEMBER: gl.constexpr, WHOLE: gl.constexpr):
+    """The tile, or None if it is the other group that adds that part of a block."""
+    if WHOLE and part != MEMBER:
+        tile = None
+    return tile
+
+
+@gluon.jit
+def add(sums, buffer, tile, MEMBER: gl.constexpr, WHOLE: gl.constexpr):
+    """Adds what the buffer holds: a tile, or this group's half of its dims."""
+    piece = tile
+    if not WHOLE:
+        piece = tile * 2 + MEMBER
+    add_tile(sums, [piece * buffer.shape[0], 0], buffer)
 
 
 @gluon.constexpr_function

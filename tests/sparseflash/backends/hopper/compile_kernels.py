@@ -88,7 +88,7 @@ def report_variants(head_dim: int, block: int):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block), head_dim, **options)
-        if head_dim in hopper.FUSED_BLOCKS and block == 128:
+        if head_dim in hopper.FUSED_HEAD_DIMS and block == 128:
             call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
@@ -157,6 +157,6 @@ if __name__ == "__main__":
     if what != "variants":
         count_instead_of_compiling()
     launch.multiprocessors = lambda device: 132
-    hopper.FUSED_BLOCKS = dict.fromkeys(hopper.FUSED_BLOCKS, 0)
+    hopper.FUSED_BLOCKS = 0
     for report in globals()[f"report_{what}"](*map(int, numbers)):
         print(json.dumps(report), flush=True)

@@ -132,25 +132,31 @@ def test_dropout_drops_the_pairs_that_the_triton_backend_drops(head_dim):
 
 @pytest.fixture
 def always_fused(monkeypatch):
-    monkeypatch.setattr(hopper, "FUSED_BLOCKS", dict.fromkeys(hopper.FUSED_BLOCKS, 0))
+    monkeypatch.setattr(hopper, "FUSED_BLOCKS", 0)
 
 
 @pytest.mark.usefixtures("always_fused")
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("head_dim", hopper.FUSED_BLOCKS)
+@pytest.mark.parametrize("head_dim", hopper.FUSED_HEAD_DIMS)
 def test_gradients_in_no_fixed_order(head_dim, name, lengths):
     check(PATTERNS[name], lengths, head_dim, deterministic=False)
 
 
+FUSED = [
+    *((head_dim, 0.0) for head_dim in hopper.FUSED_HEAD_DIMS),
+    *((head_dim, 0.5) for head_dim in hopper.FUSED_DROPOUT_HEAD_DIMS),
+]
+
+
 @pytest.mark.usefixtures("always_fused")
-@pytest.mark.parametrize("head_dim", hopper.FUSED_BLOCKS)
+@pytest.mark.parametrize(("head_dim", "dropout_p"), FUSED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_in_no_fixed_order_with_all_that_is_optional(dtype, head_dim):
+def test_gradients_in_no_fixed_order_with_all_that_is_optional(dtype, head_dim, dropout_p):
     pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
     options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
-    options |= {"dropout_p": 0.5, "seed": 2**62 + 5, "block_size": 32, "dtype": dtype}
-    options |= {"scale": 0.3}
+    options |= {"dropout_p": dropout_p, "block_size": 32, "dtype": dtype, "scale": 0.3}
+    options |= {"seed": 2**62 + 5} if dropout_p else {}
     check(pattern, (500, 660), head_dim, deterministic=False, **options)
 
 

@@ -93,14 +93,16 @@ def test_auto_passes_over_tiles_that_are_hardly_filled():
 def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     allowed = replace(SPEC, deterministic=False)
     assert hopper.pass_over(allowed) == []
-    many, few = (masks.full()(128 * blocks).table() for blocks in (12, 11))
+    many, few = (masks.full()(128 * blocks).table() for blocks in (7, 6))
     assert hopper.fuses(many, allowed)
     assert "no fixed order" in hopper.describe(*(torch.empty(0),) * 3, many, allowed)["backward"]
     assert not hopper.fuses(few, allowed)
-    assert not hopper.fuses(masks.full()(128 * 12, block_size=64).table(), allowed)
+    assert not hopper.fuses(masks.full()(128 * 7, block_size=64).table(), allowed)
     assert not hopper.fuses(many, SPEC)
     assert hopper.fuses(many, replace(allowed, head_dim=128))
     assert not hopper.fuses(many, replace(allowed, head_dim=256))
+    assert hopper.fuses(many, replace(allowed, dropout_p=0.1))
+    assert not hopper.fuses(many, replace(allowed, dropout_p=0.1, head_dim=128))
 
 
 def test_refuses_other_architectures(monkeypatch):
