@@ -245,6 +245,8 @@ def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
         else:
             query = device.matrix(query_ring, opaque(buffer))
         stage, phase = device.advance(stage, phase, STAGES)
+        if PARTIAL:
+            words = device.key_mask_words(call, walk, begin, MEMBER * PART, COLUMNS, SCORES)
         mbarrier.wait(key_ring.filled.index(stage), phase)
         key = device.matrix(key_ring, stage)
         zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
@@ -252,7 +254,6 @@ def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
         scores = warpgroup_mma_wait(0, deps=(scores,))
         device.release(key_ring, stage)
         if PARTIAL:
-            words = device.key_mask_words(call, walk, begin, MEMBER * PART, COLUMNS, SCORES)
             scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
         p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
         total = total * decay + gl.sum(p, axis=1)
