@@ -13,6 +13,7 @@ from sparseflash.testing import make_inputs
 
 HEADS, KV_HEADS = 4, 2
 LOCAL = masks.local(90, align="bottom-right")
+WIDE = masks.local(450)  # whose rows are long enough to sum all gradients in one kernel
 BEFORE = LOCAL & masks.causal(align="bottom-right")
 SCATTERED = masks.random(0.3, seed=0)
 UNEVEN = masks.global_tokens(1)  # whose rows programs take as they are done
@@ -59,10 +60,13 @@ def main(backend: str, head_dim: int) -> None:
     for block_size in (32, 64):
         passes(backend, SCATTERED, (200, 330), head_dim, block_size=block_size)
     passes(backend, UNEVEN, (200, 330), head_dim, block_size=64, dropout_p=0.1, seed=1)
-    passes(backend, masks.full(), (1600, 330), head_dim, deterministic=False)
+    for pattern in (masks.full(), masks.causal()):
+        for options in OPTIONS[backend]:
+            passes(backend, pattern, (1700, 1700), head_dim, deterministic=False, **options)
     if backend == "hopper":  # more rows than programs, in all passes: they take several each
         for block_size in (64, 128):
             passes(backend, LOCAL, (4300, 4300), head_dim, block_size=block_size)
+        passes(backend, WIDE, (4300, 4300), head_dim, deterministic=False)
     torch.cuda.synchronize()
     print("every kernel ran")
 
