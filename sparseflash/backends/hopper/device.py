@@ -13,7 +13,10 @@ from sparseflash.backends.hopper.gluon_shim import (
 
 PART = gl.constexpr(64)  # tokens of a block that a group of four warps owns
 AHEAD = gl.constexpr(4)  # how many rows are announced ahead
-FACTS = gl.constexpr(9)  # of a row that is announced
+FACTS = gl.constexpr(9)  # of a row that is announced:
+ROW, BATCH, HEAD, PARTIAL_START, PARTIALS, FULL_START, FULLS, LENGTH, CUTS = map(
+    gl.constexpr, range(FACTS.value)
+)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -167,16 +170,16 @@ def announce(call, batch, head, row, walk, stage, phase):
     wait at the beginning of every row.
     """
     begin_announcement(call, stage, phase)
-    tell(call, stage, 0, row)
-    tell(call, stage, 1, batch)
-    tell(call, stage, 2, head)
-    tell(call, stage, 3, walk.partial_start)
-    tell(call, stage, 4, walk.partials)
-    tell(call, stage, 5, walk.full_start)
-    tell(call, stage, 6, walk.fulls)
+    tell(call, stage, ROW, row)
+    tell(call, stage, BATCH, batch)
+    tell(call, stage, HEAD, head)
+    tell(call, stage, PARTIAL_START, walk.partial_start)
+    tell(call, stage, PARTIALS, walk.partials)
+    tell(call, stage, FULL_START, walk.full_start)
+    tell(call, stage, FULLS, walk.fulls)
     if call.key_lengths is not None:
-        tell(call, stage, 7, walk.length)
-        tell(call, stage, 8, walk.cuts)
+        tell(call, stage, LENGTH, walk.length)
+        tell(call, stage, CUTS, walk.cuts)
     end_announcement(call, stage)
     return advance(stage, phase, AHEAD)
 
@@ -185,7 +188,7 @@ def announce(call, batch, head, row, walk, stage, phase):
 def announce_end(call, stage, phase):
     """Tells all groups that no row follows."""
     begin_announcement(call, stage, phase)
-    tell(call, stage, 0, -1)
+    tell(call, stage, ROW, -1)
     end_announcement(call, stage)
 
 
@@ -210,12 +213,12 @@ def hear(call, stage, phase):
     # Twice, since racecheck takes no notice of a wait that had to try again.
     mbarrier.wait(filled, phase)
     mbarrier.wait(filled, phase)
-    row, batch, head = told(call, stage, 0), told(call, stage, 1), told(call, stage, 2)
-    partial_start, partials = told(call, stage, 3), told(call, stage, 4)
-    full_start, fulls = told(call, stage, 5), told(call, stage, 6)
+    row, batch, head = told(call, stage, ROW), told(call, stage, BATCH), told(call, stage, HEAD)
+    partial_start, partials = told(call, stage, PARTIAL_START), told(call, stage, PARTIALS)
+    full_start, fulls = told(call, stage, FULL_START), told(call, stage, FULLS)
     length, cuts = call.sizes.k_len, fulls * 0
     if call.key_lengths is not None:
-        length, cuts = told(call, stage, 7), told(call, stage, 8)
+        length, cuts = told(call, stage, LENGTH), told(call, stage, CUTS)
     release(call.announced, stage)
     stage, phase = advance(stage, phase, AHEAD)
     walk = Walk(length, partial_start, partials, cuts, full_start, fulls)

@@ -295,8 +295,8 @@ PLANTED = {
         "mbarrier.init(emptied.index(stage), count=CONSUMERS)",
         "mbarrier.init(emptied.index(stage), count=1)",
     ),
-    "a fact that is not told": ("device", "    tell(call, stage, 6, walk.fulls)\n", ""),
-    "an end that is not told": ("device", "    tell(call, stage, 0, -1)\n", ""),
+    "a fact that is not told": ("device", "    tell(call, stage, FULLS, walk.fulls)\n", ""),
+    "an end that is not told": ("device", "    tell(call, stage, ROW, -1)\n", ""),
     "no end": ("forward_pass", "    device.announce_end(call, row_stage, row_phase)\n", ""),
     "queries released before they are read": (
         "key_value_gradient",
