@@ -32,8 +32,8 @@ from sparseflash.backends.hopper.gluon_shim import (
 from sparseflash.backends.hopper.key_value_gradient import produce
 
 PARTS = gl.constexpr(2)  # tiles of PART queries in a block
-# Buffers of dS of each group. It hands over the next one after it has read the last one of both,
-# and writes the one after that when the other group has handed over the next.
+# Buffers of dS of each group. Where the other group reads it, a group writes one anew only after
+# it has found the next one of the other there, which had then read it.
 SIDES = gl.constexpr(2)
 
 
