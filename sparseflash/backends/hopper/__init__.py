@@ -24,9 +24,8 @@ LEAST_FILL = {16: 0.4, 32: 0.5, 64: 0.9}
 # The blocks of a row of keys, on average, from which on one kernel of all gradients takes less
 # time than that of dQ and that of dK and dV: it does at 8, and does not at 6.
 FUSED_BLOCKS = 7
-FUSED_HEAD_DIMS = (64, 96, 128)
-# With dropout: wider tiles leave no registers for it.
-FUSED_DROPOUT_HEAD_DIMS = (64,)
+# By whether there is dropout, for which wider tiles leave no registers.
+FUSED_HEAD_DIMS = {False: (64, 96, 128), True: (64,)}
 
 
 def why_not(spec: AttentionSpec) -> list[str]:
@@ -83,7 +82,7 @@ def describe(
 
 def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
     """Whether all gradients are computed by one kernel, if all are wanted."""
-    head_dims = FUSED_HEAD_DIMS if spec.dropout_p == 0 else FUSED_DROPOUT_HEAD_DIMS
+    head_dims = FUSED_HEAD_DIMS[spec.dropout_p > 0]
     if spec.deterministic or spec.head_dim not in head_dims or table.block_size != TILE:
         return False
     blocks = table.by_key.mean_count

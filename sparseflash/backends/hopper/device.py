@@ -328,11 +328,16 @@ def product_layout(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def operand_layout(product):
+    """The layout of the left operand of a product, of 16 bits in registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=product, k_width=2)
+
+
 @gluon.jit
 def operand(matrix, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """A product in registers as the left operand of another, of layout LAYOUT."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    return gl.convert_layout(matrix.to(DTYPE), OPERAND, assert_trivial=True)
+    return gl.convert_layout(matrix.to(DTYPE), operand_layout(LAYOUT), assert_trivial=True)
 
 
 @gluon.jit

@@ -238,10 +238,9 @@ def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     query_ring, key_ring, value_ring = rings
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     DIMS: gl.constexpr = key_ring.buffers.shape[4]
-    QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
     if begin < end:
         if DIMS <= WIDEST_QUERY:
-            query = device.matrix(query_ring, buffer).load(QUERY)
+            query = device.matrix(query_ring, buffer).load(device.operand_layout(SCORES))
         else:
             query = device.matrix(query_ring, opaque(buffer))
         stage, phase = device.advance(stage, phase, STAGES)

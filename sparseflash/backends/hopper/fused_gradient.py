@@ -201,10 +201,8 @@ def hold(ring, MEMBER: gl.constexpr):
     """This group's half of a tile as a left operand in registers: products that read it there
     leave shared memory to others.
     """
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(
-        operand_index=0, parent=device.product_layout(PART), k_width=2
-    )
-    return device.matrix(ring, MEMBER).load(LAYOUT)
+    PRODUCT: gl.constexpr = device.product_layout(PART)
+    return device.matrix(ring, MEMBER).load(device.operand_layout(PRODUCT))
 
 
 @gluon.jit
@@ -222,7 +220,7 @@ def visit_tiles(dk, dv, place, held, sums, rings, call, walk, batch, head, start
                 GRAD: gl.constexpr):  # fmt: skip
     """Adds tiles `begin` to `end` of the listed blocks, all of partial ones or all of full ones.
 
-    start: the first key
+    held: the keys and values of this group in registers, or None and None; start: the first key
     """
     if begin < end:
         pair = batch * call.sizes.heads + head
@@ -296,9 +294,9 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
     SCORES: gl.constexpr = device.product_layout(PART)
     WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
     stage = place.stage
-    # Found anew, since descriptors that live through the loop take registers.
     key, value = held
     if key is None:
+        # Found anew, since descriptors that live through the loop take registers.
         own = opaque(stage * 0 + MEMBER)
         key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
     query = device.matrix(rings.query_ring, stage)

@@ -26,8 +26,6 @@ from sparseflash.backends.hopper.launch import OPTIONS, PART_TILES, Pieces, widt
 from sparseflash.spec import AttentionSpec
 
 COLUMNS = gl.constexpr(256)  # of the matrix of all sums: what one side of a copy may have at most
-
-
 # The most dims of which a group of warps has the registers to add all, of every other tile; there
 # are none left for dropout.
 WHOLE_DIMS = 64

@@ -11,7 +11,7 @@ from sparseflash.backends.hopper.launch import PROGRAMS
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of tiles, block
 # Bytes per thread, without and with all options.
-STACK_LIMIT = {64: (48, 320), 128: (160, 720), 256: (560, 800)}
+STACK_LIMIT = {64: (48, 320), 128: (160, 544), 256: (560, 800)}
 KEYS = {64: 128, 128: 128, 256: 64}  # of a tile where rows are queries, if a block has as many
 RESERVED = 1024  # bytes of shared memory for each program, beside its own
 REGISTERS = 65536  # of a multiprocessor

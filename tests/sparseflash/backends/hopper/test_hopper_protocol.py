@@ -29,6 +29,7 @@ MODULES = (
     *("forward_pass", "backward_pass"),
 )
 PROGRAMS = 2
+FUSED = [(dropout, dim) for dropout, dims in hopper.FUSED_HEAD_DIMS.items() for dim in dims]
 
 
 @contextmanager
@@ -160,16 +161,10 @@ def test_one_group_far_ahead_of_the_other(head_dim, monkeypatch):
         check(PATTERNS["causal"], head_dim, deterministic=False)
 
 
-FUSED = [
-    *((head_dim, 0.0) for head_dim in hopper.FUSED_HEAD_DIMS),
-    *((head_dim, 0.3) for head_dim in hopper.FUSED_DROPOUT_HEAD_DIMS),
-]
-
-
-@pytest.mark.parametrize(("head_dim", "dropout_p"), FUSED)
-def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional(head_dim, dropout_p):
+@pytest.mark.parametrize(("dropout", "head_dim"), FUSED)
+def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional(dropout, head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
-    options = {"key_lengths": [0, 130, 400], "dropout_p": dropout_p, "scale": 0.3}
+    options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3 * dropout, "scale": 0.3}
     with simulation():
         check(pattern, head_dim, deterministic=False, **options)
 
