@@ -18,31 +18,37 @@ from sparseflash.backends.hopper import fuses, launch, query_sums, row_terms
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
-from sparseflash.backends.hopper.launch import PART_TILES, Pieces
+from sparseflash.backends.hopper.launch import PART_TILES, Pieces, Room
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
 from sparseflash.spec import AttentionSpec
 
 # By the side of blocks and the width of tiles: buffers of keys and values for dQ; those of queries
-# and dO, and of keys and values, for dK and dV. Two programs on blocks of 64 share the memory of a
-# multiprocessor.
-QUERY_STAGES = {
-    128: {64: {"STAGES": 4}, 128: {"STAGES": 2}, 256: {"STAGES": 1}},
-    64: {64: {"STAGES": 5}, 128: {"STAGES": 2}},
-}
-KEY_STAGES = {
+# and dO, and of keys and values, for dK and dV.
+QUERY_ROOMS = {
     128: {
-        64: {"STAGES": 6, "KEY_STAGES": 2},
-        128: {"STAGES": 3, "KEY_STAGES": 2},
-        256: {"STAGES": 1, "KEY_STAGES": 1},
+        64: Room(1, {"STAGES": 4}),
+        128: Room(1, {"STAGES": 2}),
+        256: Room(1, {"STAGES": 1}),
     },
     64: {
-        64: {"STAGES": 4, "KEY_STAGES": 2},
-        128: {"STAGES": 2, "KEY_STAGES": 1},
+        64: Room(3, {"STAGES": 3}),
+        128: Room(2, {"STAGES": 2}),
+    },
+}
+KEY_ROOMS = {
+    128: {
+        64: Room(1, {"STAGES": 6, "KEY_STAGES": 2}),
+        128: Room(1, {"STAGES": 3, "KEY_STAGES": 2}),
+        256: Room(1, {"STAGES": 1, "KEY_STAGES": 1}),
+    },
+    64: {
+        64: Room(2, {"STAGES": 4, "KEY_STAGES": 2}),
+        128: Room(2, {"STAGES": 2, "KEY_STAGES": 1}),
     },
 }
 TERMS = Pieces(PART.value)  # as queries come
 # By the width of tiles: buffers of queries and dO of the kernel of all gradients.
-FUSED_STAGES = {64: {"STAGES": 4}, 128: {"STAGES": 3}}
+FUSED_ROOMS = {64: Room(1, {"STAGES": 4}), 128: Room(1, {"STAGES": 3})}
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
 
@@ -100,9 +106,9 @@ def _fused_gradients(
     tensors = (query, grad_out, terms, key, value, sums, grad_key, grad_value)
     shares = query_sums.shares(spec)
     read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, shares, PART_TILES, PART_TILES)
-    stages = FUSED_STAGES[launch.width(spec.head_dim)]
+    room = FUSED_ROOMS[launch.width(spec.head_dim)]
     launch.launch_pass(
-        fused_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages, by_key=True
+        fused_gradient_kernel, tensors, read, table, key_lengths, seed, spec, room, by_key=True
     )
     query_sums.finish(sums, spec.scale, grad_query)
     return grad_query, grad_key, grad_value
@@ -117,10 +123,8 @@ def _query_gradient(
     keys = launch.key_tiles(block, spec.head_dim)
     tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, terms)
     read = (PART_TILES, PART_TILES, PART_TILES, keys, keys, PART_TILES, None, None, None)
-    stages = QUERY_STAGES[block][launch.width(spec.head_dim)]
-    launch.launch_pass(
-        query_gradient_kernel, tensors, read, table, key_lengths, seed, spec, stages
-    )
+    room = QUERY_ROOMS[block][launch.width(spec.head_dim)]
+    launch.launch_pass(query_gradient_kernel, tensors, read, table, key_lengths, seed, spec, room)
     return grad_query
 
 
@@ -141,7 +145,7 @@ def _key_value_gradient(
     grad_value = torch.empty_like(value) if with_value else None
     tensors = (query, grad_out, terms, key, value, grad_key, grad_value)
     read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, PART_TILES, PART_TILES)
-    stages = KEY_STAGES[table.block_size[0]][launch.width(spec.head_dim)]
+    room = KEY_ROOMS[table.block_size[0]][launch.width(spec.head_dim)]
     launch.launch_pass(
         key_value_gradient_kernel,
         tensors,
@@ -150,7 +154,7 @@ def _key_value_gradient(
         key_lengths,
         seed,
         spec,
-        stages,
+        room,
         by_key=True,
     )
     return grad_key, grad_value

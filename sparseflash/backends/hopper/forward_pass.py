@@ -32,20 +32,19 @@ from sparseflash.backends.hopper.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from sparseflash.backends.hopper.launch import PART_TILES
+from sparseflash.backends.hopper.launch import PART_TILES, Room
 from sparseflash.spec import AttentionSpec
 
-# By the side of blocks and the width of tiles: buffers of keys and values, and of queries. Two
-# programs on blocks of 64 share the memory of a multiprocessor.
-STAGES = {
+# By the side of blocks and the width of tiles: buffers of keys and values, and of queries.
+ROOMS = {
     128: {
-        64: {"STAGES": 4, "QUERY_STAGES": 3},
-        128: {"STAGES": 2, "QUERY_STAGES": 2},
-        256: {"STAGES": 2, "QUERY_STAGES": 1},
+        64: Room(1, {"STAGES": 4, "QUERY_STAGES": 3}),
+        128: Room(1, {"STAGES": 2, "QUERY_STAGES": 2}),
+        256: Room(1, {"STAGES": 2, "QUERY_STAGES": 1}),
     },
     64: {
-        64: {"STAGES": 5, "QUERY_STAGES": 2},
-        128: {"STAGES": 3, "QUERY_STAGES": 1},
+        64: Room(3, {"STAGES": 3, "QUERY_STAGES": 2}),
+        128: Room(2, {"STAGES": 3, "QUERY_STAGES": 1}),
     },
 }
 # Up to this width registers hold the queries of a row, which then leave shared memory once.
@@ -69,10 +68,10 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     block = table.block_size[0]
     keys = launch.key_tiles(block, spec.head_dim)
-    stages = STAGES[block][launch.width(spec.head_dim)]
+    room = ROOMS[block][launch.width(spec.head_dim)]
     tensors, read = (query, key, value, out, lse), (PART_TILES, keys, keys, PART_TILES, None)
     with on_device(query.device):
-        launch.launch_pass(forward_kernel, tensors, read, table, key_lengths, seed, spec, stages)
+        launch.launch_pass(forward_kernel, tensors, read, table, key_lengths, seed, spec, room)
     return out, lse
 
 
@@ -191,16 +190,12 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         if QUERY_STAGES == 1:
             hand_back(query_ring, previous, done > 0)
         mbarrier.wait(query_ring.filled.index(buffer), query_phase)
-        if MASKED:
-            acc, peak, total, stage, phase = attend_tiles(
+        if count > 0:
+            acc, peak, total, stage, phase = attend(
                 acc, peak, total, stage, phase, buffer, rings, previous, owed,
-                call, walk, pair, start, 0, masked, MEMBER, True, STAGES, SCORES, OUT,
+                call, walk, pair, start, masked, count, MEMBER, MASKED, STAGES, SCORES, OUT,
             )  # fmt: skip
-        acc, peak, total, stage, phase = attend_tiles(
-            acc, peak, total, stage, phase, buffer, rings, previous, owed & (masked == 0),
-            call, walk, pair, start, masked, count, MEMBER, False, STAGES, SCORES, OUT,
-        )  # fmt: skip
-        if count == 0:
+        else:
             hand_back(query_ring, previous, owed)
         empty = total == 0.0
         total = gl.where(empty, 1.0, total)
@@ -224,13 +219,10 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
 
 
 @gluon.jit
-def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
-                 call, walk, pair, start, begin, end, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
-                 STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
-    """Adds tiles `begin` to `end` of a row, which are all of partial blocks or all of full ones.
-
-    P does not go from one loop to another: there the compiler would take it apart, and put it
-    together again at every step.
+def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
+           call, walk, pair, start, masked, count, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+           STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Adds the tiles of a row, at least one.
 
     buffer: that of the queries; previous, owed: that of the row before, and whether it is to be
         handed back
@@ -238,57 +230,57 @@ def attend_tiles(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     query_ring, key_ring, value_ring = rings
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     DIMS: gl.constexpr = key_ring.buffers.shape[4]
-    if begin < end:
-        if DIMS <= WIDEST_QUERY:
-            query = device.matrix(query_ring, buffer).load(device.operand_layout(SCORES))
-        else:
-            query = device.matrix(query_ring, opaque(buffer))
-        stage, phase = device.advance(stage, phase, STAGES)
-        if PARTIAL:
-            words = device.key_mask_words(call, walk, begin, MEMBER * PART, COLUMNS, SCORES)
-        mbarrier.wait(key_ring.filled.index(stage), phase)
-        key = device.matrix(key_ring, stage)
-        zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
-        scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        device.release(key_ring, stage)
-        if PARTIAL:
-            scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
-        p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
-        total = total * decay + gl.sum(p, axis=1)
-        if call.dropout.threshold is not None:
-            token = device.listed_token(call, walk, begin, COLUMNS)
-            kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
-            p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
-        acc = scaled(acc, decay, OUT)
-        weights = device.operand(p, query.dtype, OUT)
-        hand_back(query_ring, previous, owed)
-        for i in range(begin + 1, end):
-            acc, peak, total, weights, stage, phase = step(
-                acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-                call, walk, pair, start, i, MEMBER, PARTIAL, STAGES, SCORES, OUT,
-            )  # fmt: skip
-        mbarrier.wait(value_ring.filled.index(stage), phase)
-        acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        device.release(value_ring, stage)
+    if DIMS <= WIDEST_QUERY:
+        query = device.matrix(query_ring, buffer).load(device.operand_layout(SCORES))
+    else:
+        query = device.matrix(query_ring, opaque(buffer))
+    stage, phase = device.advance(stage, phase, STAGES)
+    if MASKED:
+        words = words_of(call, walk, 0, masked, MEMBER, COLUMNS, SCORES)
+    mbarrier.wait(key_ring.filled.index(stage), phase)
+    key = device.matrix(key_ring, stage)
+    zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
+    scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    device.release(key_ring, stage)
+    if MASKED and masked > 0:
+        scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
+    p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
+    total = total * decay + gl.sum(p, axis=1)
+    if call.dropout.threshold is not None:
+        token = device.listed_token(call, walk, 0, COLUMNS)
+        kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
+        p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
+    acc = scaled(acc, decay, OUT)
+    weights = device.operand(p, query.dtype, OUT)
+    hand_back(query_ring, previous, owed)
+    for i in range(1, count):
+        acc, peak, total, weights, stage, phase = step(
+            acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
+            call, walk, pair, start, i, masked, MEMBER, MASKED, STAGES, SCORES, OUT,
+        )  # fmt: skip
+    mbarrier.wait(value_ring.filled.index(stage), phase)
+    acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    device.release(value_ring, stage)
     return acc, peak, total, stage, phase
 
 
 @gluon.jit
 def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-         call, walk, pair, start, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+         call, walk, pair, start, i, masked, MEMBER: gl.constexpr, MASKED: gl.constexpr,
          STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
     """Scores and softmax of tile i; O += P V of the tile before, which is at `stage`.
 
-    pair: of batch and head; start: the first query
+    pair: of batch and head; start: the first query; masked: how many tiles are of partial blocks,
+        which come first
     """
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     value = device.matrix(value_ring, stage)
     last, last_phase = stage, phase
     stage, phase = device.advance(stage, phase, STAGES)
-    if PARTIAL:
-        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
+    if MASKED:
+        words = words_of(call, walk, i, masked, MEMBER, COLUMNS, SCORES)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
@@ -304,9 +296,9 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
         kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     device.release(key_ring, stage)
-    if PARTIAL:
+    if MASKED and i < masked:
         scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
-    p, peak, decay = softmax(scores, peak, call.scale2, PARTIAL)
+    p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
     total = total * decay + gl.sum(p, axis=1)
     if call.dropout.threshold is not None:
         p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
@@ -315,6 +307,17 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     device.release(value_ring, last)
     acc = scaled(acc, decay, OUT)
     return acc, peak, total, device.operand(p, value.dtype, OUT), stage, phase
+
+
+@gluon.jit
+def words_of(call, walk, i, masked, MEMBER: gl.constexpr, COLUMNS: gl.constexpr,
+             SCORES: gl.constexpr):  # fmt: skip
+    """The bits of this group's rows of tile i if it is of a partial block."""
+    none = gl.zeros([PART], gl.int32, gl.SliceLayout(1, SCORES))
+    words = (none, none) if COLUMNS == 64 else (none, none, none, none)
+    if i < masked:
+        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
+    return words
 
 
 @gluon.jit

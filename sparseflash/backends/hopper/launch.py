@@ -50,6 +50,17 @@ PART_TILES = Tiles(PART.value)  # what a group of warps owns of a tensor
 Read = Tiles | Pieces | None  # how a kernel reads a tensor: by a descriptor, or by its address
 
 
+class Room(NamedTuple):
+    """What a program has of a multiprocessor.
+
+    programs:  how many share it
+    constants: of the kernel: the sizes of its rings, and what follows from them
+    """
+
+    programs: int
+    constants: dict[str, int]
+
+
 def launch_pass(
     kernel: gluon.jit,
     tensors: tuple[Tensor | None, ...],
@@ -58,13 +69,13 @@ def launch_pass(
     key_lengths: Tensor | None,
     seed: int,
     spec: AttentionSpec,
-    stages: dict[str, int],
+    room: Room,
     by_key: bool = False,
 ) -> None:
     """Launches a persistent kernel over the query rows of a table, or over its key rows.
 
     Its parameters are `tensors`, each as it is `read`; device.Table; key_lengths; the counter;
-    device.Sizes; scale2; device.Dropout; GROUP, MASKED, BLOCK; `stages`, the sizes of its rings.
+    device.Sizes; scale2; device.Dropout; GROUP, MASKED, BLOCK; the constants of `room`.
     """
     block = table.block_size[0]
     rows = table.by_key if by_key else table.by_query
@@ -74,7 +85,8 @@ def launch_pass(
     addresses = [None if x is None else x.data_ptr() for x in (*tensors, key_lengths, counter)]
     if again(table, kind, (*addresses, *seeds)):
         return
-    sizes, grid = schedule(spec, rows, spec.kv_heads if by_key else spec.heads, block)
+    heads = spec.kv_heads if by_key else spec.heads
+    sizes, grid = schedule(spec, rows, heads, room.programs)
     arguments = (
         *(_as_read(x, how) for x, how in zip(tensors, read, strict=True)),
         *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
@@ -85,8 +97,8 @@ def launch_pass(
     masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
     facts = (spec.device, spec.dtype, spec.head_dim, block, group, masked, spec.dropout_p > 0)
     variant = (*facts, *(x is None for x in (*tensors, key_lengths, counter)))
-    constants = {"GROUP": group, "MASKED": masked, "BLOCK": block} | stages
-    constants |= OPTIONS | REGISTERS[block]
+    constants = {"GROUP": group, "MASKED": masked, "BLOCK": block} | room.constants
+    constants |= OPTIONS | registers(room.programs)
     launched = launch(kernel, grid, arguments, variant, constants)
     if launched is not None:
         names = kernel.arg_names[: len(tensors)]
@@ -99,10 +111,14 @@ def _as_read(tensor: Tensor | None, how: Read) -> Tensor | TensorDescriptor | No
 
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-# By the side of blocks: how many programs share a multiprocessor, and the registers that each of
-# their threads starts with, before those that compute take more and the others keep fewer.
-PROGRAMS = {128: 1, 64: 2}
-REGISTERS = {128: {}, 64: {"maxnreg": 128}}
+REGISTERS = 65536  # of a multiprocessor
+
+
+def registers(programs: int) -> dict[str, int]:
+    """What each of the 256 threads of a program starts with where several share a multiprocessor,
+    before those that compute take more and the others keep fewer.
+    """
+    return {} if programs == 1 else {"maxnreg": REGISTERS // programs // 256 // 8 * 8}
 
 
 def addressable(tensor: Tensor) -> Tensor:
@@ -201,9 +217,10 @@ def counter_of(rows: BlockRows, device: torch.device) -> Tensor | None:
 
 
 def schedule(
-    spec: AttentionSpec, rows: BlockRows, heads: int, block: int
+    spec: AttentionSpec, rows: BlockRows, heads: int, programs: int
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """device.Sizes, and the grid: at most as many programs as run at a time.
+    """device.Sizes, and the grid: at most as many programs as run at a time, `programs` on each
+    multiprocessor.
 
     Heads follow one another, so that programs share keys and values in the cache. If some rows are
     very heavy, those of all heads come first: a program that took one of them last would keep all
@@ -214,7 +231,7 @@ def schedule(
     together = pairs if rows.unevenness > VERY_UNEVEN else 1
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.rows, tiles, together)
-    return sizes, (min(tiles, PROGRAMS[block] * multiprocessors(spec.device)), 1, 1)
+    return sizes, (min(tiles, programs * multiprocessors(spec.device)), 1, 1)
 
 
 @lru_cache(maxsize=64)

@@ -61,16 +61,24 @@ def test_strides_of_single_entries_do_not_matter():
 def test_uneven_rows_are_counted_out_and_very_heavy_ones_come_first(pattern, counted, together):
     table = pattern(1024, block_size=128).table()
     assert (launch.counter_of(table.by_query, SPEC.device) is not None) == counted
-    sizes, grid = launch.schedule(SPEC, table.by_query, SPEC.heads, 128)
+    sizes, grid = launch.schedule(SPEC, table.by_query, SPEC.heads, 1)
     assert sizes == (4, 1024, 1024, 1, 8, 3 * 4 * 8, together)
     assert grid == (10, 1, 1)
 
 
-@pytest.mark.parametrize(("tokens", "programs"), [(1024, 20), (64, 12)])
-def test_two_programs_on_blocks_of_64_share_a_multiprocessor(tokens, programs):
+@pytest.mark.parametrize(
+    ("tokens", "programs", "grid"), [(1024, 2, 20), (1024, 3, 30), (64, 2, 12)]
+)
+def test_programs_share_a_multiprocessor(tokens, programs, grid):
     rows = masks.full()(tokens, block_size=64).table().by_query
-    _, grid = launch.schedule(replace(SPEC, q_len=tokens), rows, SPEC.heads, 64)
-    assert grid == (programs, 1, 1)
+    spec = replace(SPEC, q_len=tokens)
+    assert launch.schedule(spec, rows, SPEC.heads, programs)[1] == (grid, 1, 1)
+
+
+@pytest.mark.parametrize(("programs", "registers"), [(2, 128), (3, 80), (4, 64)])
+def test_and_its_registers(programs, registers):
+    assert launch.registers(programs) == {"maxnreg": registers}
+    assert launch.registers(1) == {}
 
 
 def test_padded_keys_become_zero():

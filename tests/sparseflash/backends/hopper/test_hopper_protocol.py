@@ -261,8 +261,18 @@ PLANTED = {
     ),
     "the last values not waited for": (
         "forward_pass",
-        "        mbarrier.wait(value_ring.filled.index(stage), phase)\n        acc =",
-        "        acc =",
+        "    mbarrier.wait(value_ring.filled.index(stage), phase)\n    acc =",
+        "    acc =",
+    ),
+    "a first tile without its mask": (
+        "forward_pass",
+        "if MASKED and masked > 0:",
+        "if MASKED and masked > 1:",
+    ),
+    "a full tile with a mask": (
+        "forward_pass",
+        "if MASKED and i < masked:",
+        "if MASKED and i <= masked:",
     ),
     "a turn that is not passed": (
         "forward_pass",
@@ -333,7 +343,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_found(bug):
-    pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 300))
+    pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 450))
     with simulation(*PLANTED[bug]), pytest.raises((simulated_gluon.Failure, AssertionError)):
         check(pattern, 128, lengths=(600, 520), kv_heads=2)
 
