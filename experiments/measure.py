@@ -94,7 +94,7 @@ def measure(
     for contender in contenders:
         say(f"checking {contender} on {case}")
         with excuses.of(contender):
-            passes[contender] = _checked(contender, case, method, *problem)
+            passes[contender] = checked(contender, case, method, *problem)
     timings: dict[str, dict[str, Timing]] = {}
     for direction in case.directions(method):
         say(f"timing {case}, {direction}")
@@ -125,7 +125,7 @@ class Excuses:
             self.reasons[contender] = str(error).strip().splitlines()[0]
 
 
-def _checked(contender: str, case: Case, method: Method, inputs, grad_out) -> dict[str, Prepare]:
+def checked(contender: str, case: Case, method: Method, inputs, grad_out) -> dict[str, Prepare]:
     """Each pass of a contender whose results were right."""
     attend = contestant(contender, case.member.problem, method.backend)
     mask, directions = case.member.problem.mask, case.directions(method)

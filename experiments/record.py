@@ -17,6 +17,14 @@ def is_ours(contender: str) -> bool:
     return contender.split(":")[0] == OURS
 
 
+def useful_flops(
+    heads: int, lengths: tuple[int, int], head_dim: int, density: float, direction: str
+) -> float:
+    """4 head_dim per pair of a non-zero block, 2.5 times that backward."""
+    factor = BACKWARD_FLOPS if direction == "backward" else 1
+    return factor * 4 * head_dim * heads * density * lengths[0] * lengths[1]
+
+
 @dataclass(frozen=True)
 class Row:
     """One measurement.
@@ -53,11 +61,10 @@ class Row:
 
     @property
     def tflops(self) -> float:
-        """Useful TFLOP/s: 4 head_dim per pair of a non-zero block, 2.5 times that backward."""
-        queries = self.q_len or self.seq_len
-        pairs = self.batch * self.heads * self.density * queries * self.seq_len
-        factor = BACKWARD_FLOPS if self.direction == "backward" else 1
-        return factor * 4 * self.head_dim * pairs / (self.median_ms * 1e9)
+        """See useful_flops."""
+        lengths = (self.q_len or self.seq_len, self.seq_len)
+        sizes = (self.batch * self.heads, lengths, self.head_dim, self.density)
+        return useful_flops(*sizes, self.direction) / (self.median_ms * 1e9)
 
     @property
     def useful(self) -> tuple[float, str]:

@@ -1,0 +1,233 @@
+"""Whether power binds: what contenders draw, and the clock that this leaves them.
+
+    python -m experiments.power
+
+A GPU that would draw more power than it may lowers its clock; then a kernel gains by what spends
+less energy, and not by what fills gaps of time. Each pass of each contender is timed twice, as
+`experiments.bench` times it: rested, a few runs at a time with a pause before them, and sustained,
+without a pause for some seconds, while `nvidia-smi` (part of the driver) reads the clock, the
+power and whether power holds the clock down. The table goes to
+`experiments/results/power-<gpu>.json`, after every problem what is known so far.
+"""
+
+import re
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from experiments.cli import RESULTS, parse_peers, slug
+from experiments.environment import environment
+from experiments.families import FULL, Single
+from experiments.files import write_json
+from experiments.measure import DTYPES, Case, Excuses, Method, checked, random_problem
+from experiments.peers import ANY_ORDER, Peer
+from experiments.record import OURS, useful_flops
+from experiments.suites import BLOCK, TOKENS, Shape, at_random
+from experiments.timing import Clock, Sample, prepared
+
+HEADS, HEAD_DIM = 16, 128
+CONTENDER = f"{OURS}:auto{ANY_ORDER}"
+PEERS = (Peer.CUDNN, Peer.FLASH4)
+# Of rested runs: how many there are after each pause, so short that power has no time to bind.
+BURSTS, BURST_MS, PAUSE_SECONDS = 10, 3.0, 0.1
+SAMPLE_MILLISECONDS = 50
+WARM_UP = 1 / 3  # of the sustained runs, of which nothing is kept: the clock settles
+QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap"
+LINE = re.compile(r"([\d.]+), ([\d.]+), (Active|Not Active)\n")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass of a contender: milliseconds and useful TFLOP/s rested and sustained; medians of
+    the clock (MHz) and the power (W) of the sustained runs; the share of their samples in which
+    power held the clock down.
+    """
+
+    problem: str
+    seq_len: int
+    density: float
+    direction: str
+    contender: str
+    rested_ms: float
+    rested_tflops: float
+    sustained_ms: float
+    sustained_tflops: float
+    clock: float
+    power: float
+    capped: float
+
+
+@dataclass
+class Readings:
+    """What nvidia-smi has read: (clock, power, whether power holds the clock down)."""
+
+    samples: list[tuple[float, float, bool]] = field(default_factory=list)
+
+
+def main(
+    peers: Annotated[
+        tuple | None,
+        typer.Option(parser=parse_peers, metavar="PEER,PEER", help="Only these, or none."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Of sustained runs.")] = 2.0,
+    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+) -> None:
+    """Measures our kernels and peers rested and under sustained load."""
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        raise typer.BadParameter("needs a GPU, and nvidia-smi on the PATH")
+    cases = list(problems((CONTENDER, *(PEERS if peers is None else peers))))
+    path = output / f"power-{slug('cuda')}.json"
+    record = {"environment": environment(torch.device("cuda")), "limit_watts": limit_watts()}
+    rows: list[Row] = []
+    skipped: dict[str, str] = {}
+    for case in track(cases, description="problems"):
+        more, reasons = measure(case, seconds)
+        rows += more
+        skipped |= reasons
+        found = {"complete": case is cases[-1], "skipped": skipped}
+        write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
+    Console().print(table_of(rows))
+    for contender, reason in skipped.items():
+        Console().print(f"[yellow]{contender}: {reason}[/]")
+    Console().print(f"wrote {path}", highlight=False)
+
+
+def problems(contenders: tuple[str, ...]) -> Iterator[Case]:
+    """A dense peer takes part in the full mask alone."""
+    sparse = tuple(c for c in contenders if c in (CONTENDER, Peer.FLASH4, Peer.FLEX))
+    for seq_len, share in ((8192, 1), (16_384, 16), (32_768, 16), (32_768, 4)):
+        shape = Shape(TOKENS // seq_len, HEADS, seq_len, HEAD_DIM)
+        if share == 1:
+            yield shape.case("power", FULL, BLOCK, contenders)
+        else:
+            family = Single(f"random 1/{share}", at_random(share, seq_len, BLOCK))
+            yield shape.case("power", family, BLOCK, sparse)
+
+
+def measure(case: Case, seconds: float) -> tuple[list[Row], dict[str, str]]:
+    """The rows of all contenders, whose results are checked first, and why peers cannot run."""
+    method = Method("cuda", "bf16", "auto", ("forward", "backward"), Clock.GRAPH, 0.0, seed=0)
+    problem = random_problem(case, DTYPES[method.dtype], torch.device("cuda"), method.seed)
+    excuses = Excuses()
+    rows = []
+    for contender in case.contenders:
+        with excuses.of(contender):
+            passes = checked(contender, case, method, *problem)
+            for direction, prepare in passes.items():
+                with prepared(prepare, Clock.GRAPH) as sample:
+                    rows.append(row_of(case, contender, direction, sample, seconds))
+    return rows, excuses.reasons
+
+
+def row_of(case: Case, contender: str, direction: str, sample: Sample, seconds: float) -> Row:
+    rested_ms = rested(sample)
+    with readings() as read:
+        sustained_ms = sustained(sample, seconds)
+    settled = read.samples[int(len(read.samples) * WARM_UP) :]
+    clocks, powers, capped = zip(*settled, strict=True)
+    lengths = (case.seq_len, case.seq_len)
+    sizes = (case.batch * case.heads, lengths, case.head_dim, case.member.density)
+    teraflop = useful_flops(*sizes, direction) / 1e9
+    return Row(
+        problem=case.family,
+        seq_len=case.seq_len,
+        density=case.member.density,
+        direction=direction,
+        contender=contender,
+        rested_ms=rested_ms,
+        rested_tflops=teraflop / rested_ms,
+        sustained_ms=sustained_ms,
+        sustained_tflops=teraflop / sustained_ms,
+        clock=statistics.median(clocks),
+        power=statistics.median(powers),
+        capped=statistics.mean(capped),
+    )
+
+
+def rested(sample: Sample) -> float:
+    """The median of runs in short bursts; the first of each wakes the GPU up."""
+    (estimate,) = sample(1)
+    runs = max(2, round(BURST_MS / estimate))
+    milliseconds = []
+    for _ in range(BURSTS):
+        time.sleep(PAUSE_SECONDS)
+        milliseconds += sample(runs)[1:]
+    return statistics.median(milliseconds)
+
+
+def sustained(sample: Sample, seconds: float) -> float:
+    """The median of runs that follow one another for so long, after the clock has settled."""
+    (estimate,) = sample(1)
+    runs = max(1, round(20.0 / estimate))
+    milliseconds = []
+    begin = time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < seconds:
+        times = sample(runs)
+        milliseconds += times if elapsed > WARM_UP * seconds else []
+    return statistics.median(milliseconds)
+
+
+@contextmanager
+def readings() -> Iterator[Readings]:
+    """Reads the GPU while the block runs. Raises RuntimeError with what nvidia-smi said if it read
+    nothing."""
+    command = ["nvidia-smi", f"--id={identity()}", f"--query-gpu={QUERY}"]
+    command += ["--format=csv,noheader,nounits", f"--loop-ms={SAMPLE_MILLISECONDS}"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as reader:
+        found = Readings()
+        try:
+            yield found
+        finally:
+            reader.terminate()
+            printed, _ = reader.communicate()
+    found.samples += samples_of(printed)
+    if not found.samples:
+        raise RuntimeError(f"nvidia-smi read nothing:\n{printed}")
+
+
+def samples_of(printed: str) -> Iterator[tuple[float, float, bool]]:
+    """The whole lines of what nvidia-smi printed."""
+    for clock, power, capped in LINE.findall(printed):
+        yield float(clock), float(power), capped == "Active"
+
+
+def identity() -> str:
+    """Of torch's current GPU, whichever of the machine's it is."""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def limit_watts() -> float:
+    command = ["nvidia-smi", f"--id={identity()}", "--query-gpu=power.limit"]
+    command += ["--format=csv,noheader,nounits"]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title="useful TFLOP/s rested and under sustained load; its clock and its power")
+    for heading in ("problem", "N", "pass", "contender"):
+        table.add_column(heading)
+    for heading in ("rested", "sustained", "MHz", "W", "capped"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        figures = (row.rested_tflops, row.sustained_tflops, row.clock, row.power)
+        cells = (*(f"{figure:.0f}" for figure in figures), f"{row.capped:.0%}")
+        table.add_row(row.problem, str(row.seq_len), row.direction, row.contender, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,161 @@
+import json
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer import BadParameter
+
+from experiments import power, suites
+from experiments.peers import Peer
+
+PRINTED = """\
+1980, 120.50, Not Active
+1605, 699.00, Active
+[N/A], [N/A], Not Active
+1590, 701.00, Active
+15"""
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Masks are compiled for a machine that may have no GPU."""
+
+    def size(self, block_size):
+        return suites.Size(self.seq_len, block_size, torch.device("cpu"), self.q_len)
+
+    monkeypatch.setattr(suites.Shape, "size", size)
+
+
+@pytest.fixture
+def smi(monkeypatch, tmp_path):
+    """A nvidia-smi that prints what it is told to, and its arguments."""
+    script = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(power, "identity", lambda: "GPU-1")
+
+    def says(text: str) -> Path:
+        script.write_text(
+            f"#!/bin/sh\necho $@ > {tmp_path}/asked\nprintf '{text}'\nexec sleep 60\n"
+        )
+        script.chmod(0o755)
+        return tmp_path / "asked"
+
+    return says
+
+
+def wait_for(path: Path) -> None:
+    end = time.perf_counter() + 10
+    while not path.exists() and time.perf_counter() < end:
+        time.sleep(0.01)
+    time.sleep(0.2)  # until it has printed, too
+
+
+def test_samples_are_whole_lines_of_numbers():
+    found = [(1980.0, 120.5, False)]
+    lines = PRINTED.splitlines(keepends=True)
+    assert list(power.samples_of(lines[0] + lines[2] + lines[4])) == found
+    assert list(power.samples_of("1605, 699.00, Act")) == []
+
+
+def test_readings_are_those_of_the_gpu_that_is_used(smi):
+    asked = smi("1605, 699.00, Active\\n1590, 701.00, Active\\n")
+    with power.readings() as read:
+        wait_for(asked)
+    assert read.samples == [(1605.0, 699.0, True), (1590.0, 701.0, True)]
+    assert "--id=GPU-1" in asked.read_text()
+
+
+def test_says_what_nvidia_smi_said(smi):
+    asked = smi("no permission\\n")
+    with pytest.raises(RuntimeError, match="no permission"), power.readings():
+        wait_for(asked)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_row_leaves_out_the_first_samples(monkeypatch):
+    case = next(power.problems((power.CONTENDER,)))
+    samples = [(1980.0, 100.0, False)] * 3 + [(1600.0, 700.0, True)] * 4 + [(1500.0, 690.0, False)]
+
+    class Reading:
+        def __enter__(self):
+            return SimpleNamespace(samples=samples)
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(power, "readings", Reading)
+    monkeypatch.setattr(power, "rested", lambda sample: 2.0)
+    monkeypatch.setattr(power, "sustained", lambda sample, seconds: 4.0)
+    row = power.row_of(case, power.CONTENDER, "forward", lambda runs: [1.0] * runs, 1.0)
+    assert (row.clock, row.power) == (1600, 700)
+    assert row.capped == pytest.approx(4 / 6)  # two of eight are not kept
+    assert row.rested_tflops == pytest.approx(4 * 8192**2 * 128 * 64 / 2e9)
+    assert row.sustained_tflops == row.rested_tflops / 2
+
+
+def test_rested_runs_follow_a_pause_and_leave_out_the_first_of_each_burst(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert power.rested(lambda runs: [1.0] if runs == 1 else [9.0] + [1.0] * (runs - 1)) == 1.0
+    assert pauses == [power.PAUSE_SECONDS] * power.BURSTS
+
+
+def test_sustained_runs_leave_out_the_first(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = iter([20.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert power.sustained(lambda runs: [next(times)] * runs, 10.0) == 1.0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_dense_peers_take_part_in_the_full_mask_alone():
+    full, *sparse = power.problems((power.CONTENDER, Peer.CUDNN, Peer.FLASH4))
+    assert full.contenders == (power.CONTENDER, Peer.CUDNN, Peer.FLASH4)
+    assert {case.contenders for case in sparse} == {(power.CONTENDER, Peer.FLASH4)}
+    assert [round(1 / case.member.density) for case in sparse] == [14, 15, 4]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
+    measured = []
+
+    def measure(case, seconds):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(case)
+        figures = dict.fromkeys(power.Row.__dataclass_fields__, 1.0)
+        figures |= {"problem": "full", "direction": "forward", "contender": "ours"}
+        return [power.Row(**figures)], {"flash4": "is not installed"}
+
+    monkeypatch.setattr(power, "measure", measure)
+    monkeypatch.setattr(power, "slug", lambda device: "gpu")
+    monkeypatch.setattr(power, "environment", lambda device: {})
+    monkeypatch.setattr(power, "limit_watts", lambda: 700.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    with pytest.raises(KeyboardInterrupt):
+        power.main(output=tmp_path)
+    found = json.loads((tmp_path / "power-gpu.json").read_text())
+    assert [row["problem"] for row in found["rows"]] == ["full"]
+    assert found["skipped"] == {"flash4": "is not installed"}
+    assert not found["complete"]
+
+
+def test_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(BadParameter, match="nvidia-smi"):
+        power.main()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
+def test_a_gpu_is_read(tmp_path):
+    power.main(peers=(), seconds=0.5, output=tmp_path)
+    (path,) = tmp_path.glob("power-*.json")
+    found = json.loads(path.read_text())
+    assert found["complete"]
+    assert all(row["power"] > 0 and row["clock"] > 0 for row in found["rows"])
