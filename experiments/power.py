@@ -34,6 +34,7 @@ from experiments.files import write_json
 from experiments.measure import DTYPES, Case, Excuses, Method, checked, random_problem
 from experiments.peers import ANY_ORDER, Peer
 from experiments.record import OURS, useful_flops
+from experiments.report import TABLE_WIDTH
 from experiments.suites import BLOCK, TOKENS, Shape, at_random
 from experiments.timing import Clock, Sample, prepared
 
@@ -98,10 +99,12 @@ def main(
         skipped |= reasons
         found = {"complete": case is cases[-1], "skipped": skipped}
         write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
-    Console().print(table_of(rows))
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table_of(rows))
     for contender, reason in skipped.items():
-        Console().print(f"[yellow]{contender}: {reason}[/]")
-    Console().print(f"wrote {path}", highlight=False)
+        console.print(f"[yellow]{contender}: {reason}[/]")
+    console.print(f"wrote {path}", highlight=False)
 
 
 def problems(contenders: tuple[str, ...]) -> Iterator[Case]:
