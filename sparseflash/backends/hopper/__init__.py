@@ -16,7 +16,7 @@ from sparseflash.spec import TILE, AttentionSpec
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 SMALL_TILE = (64, 64)  # tokens, as TILE
-SMALL_HEAD_DIMS = (64, 96, 128)  # of which two programs fit on a multiprocessor
+SMALL_HEAD_DIMS = (64, 96, 128)  # of which several programs fit on a multiprocessor
 CAPABILITY = (9, 0)
 # By the shorter side of the mask's blocks: the fill of TILEs from which on they take less time
 # than the blocks themselves do, elsewhere or as SMALL_TILEs here.
@@ -72,7 +72,7 @@ def describe(
     found = {}
     tile = tiling(spec)
     if tile == SMALL_TILE:
-        found["tiles"] = f"{tile}, of which two programs share a multiprocessor"
+        found["tiles"] = f"{tile}, of which several programs share a multiprocessor"
     elif spec.block_size != tile and spec.fill is not None:
         found["tiles"] = f"{tile}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"
     if fuses(table, spec):

@@ -3,8 +3,8 @@
 One warp loads tiles of queries, keys and values, two groups of four warps compute: each owns 64 of
 the 128 queries of a block row. The groups begin products in turns, so that those of one run while
 the other computes its softmax; within a group, the softmax of a block overlaps O += P V of the
-block before. In blocks of 64 a program has one group, and the other is that of a second program on
-the same multiprocessor.
+block before. In blocks of 64 a program has one group, and other programs on the same
+multiprocessor have the others.
 
 Base-2 online softmax: `peak` is the running maximum of the raw scores, `total` the running sum of
 exp2(scale2 * (score - peak)), scale2 = scale * log2(e).

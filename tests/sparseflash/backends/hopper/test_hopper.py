@@ -8,7 +8,14 @@ import torch
 import masks
 import sparseflash
 from sparseflash.backends import compiled, hopper
-from sparseflash.backends.hopper import CAPABILITY, HEAD_DIMS, SMALL_HEAD_DIMS
+from sparseflash.backends.hopper import (
+    CAPABILITY,
+    HEAD_DIMS,
+    SMALL_HEAD_DIMS,
+    backward_pass,
+    forward_pass,
+    launch,
+)
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
@@ -198,11 +205,13 @@ def test_many_tiles_for_each_program(name, head_dim, block_size):
 
 
 @pytest.mark.parametrize("head_dim", SMALL_HEAD_DIMS)
-def test_two_programs_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
+def test_programs_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
     monkeypatch.setattr(compiled, "_COMPILED", {})
     check(PATTERNS["causal"], (300, 300), head_dim, block_size=64)
     kernels = [kernel for kernel, _ in compiled._COMPILED.values()]
-    assert [programs_at_a_time(kernel) for kernel in kernels] == [2, 2, 2]
+    rooms = (forward_pass.ROOMS, backward_pass.QUERY_ROOMS, backward_pass.KEY_ROOMS)
+    wanted = [room[64][launch.width(head_dim)].programs for room in rooms]
+    assert [programs_at_a_time(kernel) for kernel in kernels] == wanted
 
 
 def programs_at_a_time(kernel) -> int:
