@@ -162,11 +162,16 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
             fence_async_shared()
         for member in range(GROUP):
             head = own_head * GROUP + member
-            if walk.partials + walk.fulls > 0:
+            masked = walk.partials * PARTS
+            if MASKED:
                 dk, dv, place = visit_tiles(
                     dk, dv, place, held, sums, rings, call, walk, own_batch, head, start,
-                    MEMBER, MASKED, STAGES, GRAD,
+                    0, masked, MEMBER, True, STAGES, GRAD,
                 )  # fmt: skip
+            dk, dv, place = visit_tiles(
+                dk, dv, place, held, sums, rings, call, walk, own_batch, head, start,
+                masked, masked + walk.fulls * PARTS, MEMBER, False, STAGES, GRAD,
+            )  # fmt: skip
             batch, kv_head, row, walk, row_stage, row_phase = device.hear(
                 call, row_stage, row_phase
             )
@@ -210,57 +215,62 @@ def leave(descriptor, buffer, matrix, batch, head, token):
 
 
 @gluon.jit
-def visit_tiles(dk, dv, place, held, sums, rings, call, walk, batch, head, start,
-                MEMBER: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+def visit_tiles(dk, dv, place, held, sums, rings, call, walk, batch, head, start, begin, end,
+                MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
                 GRAD: gl.constexpr):  # fmt: skip
-    """Adds the tiles of the listed blocks, of at least one.
+    """Adds tiles `begin` to `end` of the listed blocks, all of partial ones or all of full ones.
 
     held: the keys and values of this group in registers, or None and None; start: the first key
     """
-    pair = batch * call.sizes.heads + head
-    # Which tile of a block it is has to be known where a group adds dQ of one of them alone.
-    WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
-    STEP: gl.constexpr = PARTS if WHOLE else 1
-    first_tile = query_sums.first_tile(pair, call)
-    count = (walk.partials + walk.fulls) * PARTS
-    block = device.listed_block(call, walk, 0)
-    dk, dv, ds = visit_tile(
-        dk, dv, None, None, None, place, held, sums, rings, call, walk, pair, start, 0,
-        MEMBER, MASKED, GRAD,
-    )  # fmt: skip
-    for i in range(1, count + 1 - STEP, STEP):
-        ahead = device.listed_block(call, walk, (i + STEP - 1) // PARTS)
-        for part in gl.static_range(STEP):
-            tile = first_tile + block * PARTS + (i + part - 1) % PARTS
+    if begin < end:
+        pair = batch * call.sizes.heads + head
+        # Which tile of a block it is has to be known where a group adds dQ of one of them alone.
+        WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
+        STEP: gl.constexpr = PARTS if WHOLE else 1
+        first_tile = query_sums.first_tile(pair, call)
+        blocks = call.table.full_index + walk.full_start
+        if PARTIAL:
+            blocks = call.table.partial_index + walk.partial_start
+        block = gl.load(blocks)
+        dk, dv, ds = visit_tile(
+            dk, dv, None, None, None, place, held, sums, rings, call, walk, pair, start, begin,
+            MEMBER, PARTIAL, GRAD,
+        )  # fmt: skip
+        for i in range(1, end - begin + 1 - STEP, STEP):
+            ahead = gl.load(blocks + (i + STEP - 1) // PARTS)
+            for part in gl.static_range(STEP):
+                tile = first_tile + block * PARTS + (i + part - 1) % PARTS
+                following = after(place, STAGES)
+                dk, dv, ds = visit_tile(
+                    dk, dv, ds, place, query_sums.added(tile, part, MEMBER, WHOLE), following,
+                    held, sums, rings, call, walk, pair, start, begin + i + part,
+                    MEMBER, PARTIAL, GRAD,
+                )  # fmt: skip
+                place = following
+            block = ahead
+        tile = first_tile + block * PARTS
+        last_tile = query_sums.added(tile + (PARTS - 1), PARTS - 1, MEMBER, WHOLE)
+        if WHOLE:
             following = after(place, STAGES)
             dk, dv, ds = visit_tile(
-                dk, dv, ds, place, query_sums.added(tile, part, MEMBER, WHOLE), following,
-                held, sums, rings, call, walk, pair, start, i + part, MEMBER, MASKED, GRAD,
+                dk, dv, ds, place, query_sums.added(tile, 0, MEMBER, WHOLE), following,
+                held, sums, rings, call, walk, pair, start, end - 1, MEMBER, PARTIAL, GRAD,
             )  # fmt: skip
             place = following
-        block = ahead
-    tile = first_tile + block * PARTS
-    last_tile = query_sums.added(tile + (PARTS - 1), PARTS - 1, MEMBER, WHOLE)
-    if WHOLE:
-        following = after(place, STAGES)
-        dk, dv, ds = visit_tile(
-            dk, dv, ds, place, query_sums.added(tile, 0, MEMBER, WHOLE), following,
-            held, sums, rings, call, walk, pair, start, count - 1, MEMBER, MASKED, GRAD,
-        )  # fmt: skip
-        place = following
-    dk = begin_key_gradient(dk, ds, rings, place)
-    if last_tile is None:
-        dk = warpgroup_mma_wait(0, deps=(dk,))
-    else:
-        dq = begin_query_gradient(rings, place, MEMBER)
-        wait_for_stores(0)
-        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
-        sum_buffer = rings.sum_buffers.index(MEMBER)
-        query_sums.fill(sum_buffer, dq)
-        fence_async_shared()
-        query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
-    device.release(rings.query_ring, place.stage)
-    return dk, dv, after(place, STAGES)
+        dk = begin_key_gradient(dk, ds, rings, place)
+        if last_tile is None:
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+        else:
+            dq = begin_query_gradient(rings, place, MEMBER)
+            wait_for_stores(0)
+            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+            sum_buffer = rings.sum_buffers.index(MEMBER)
+            query_sums.fill(sum_buffer, dq)
+            fence_async_shared()
+            query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
+        device.release(rings.query_ring, place.stage)
+        place = after(place, STAGES)
+    return dk, dv, place
 
 
 @gluon.jit
@@ -273,7 +283,7 @@ def after(place, STAGES: gl.constexpr):
 
 @gluon.jit
 def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call, walk, pair,
-               start, i, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+               start, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
                GRAD: gl.constexpr):  # fmt: skip
     """(dK, dV + P^T dO, dS^T) of the i-th tile of the listed blocks, which is at `place`.
 
@@ -291,9 +301,10 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
         key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
     query = device.matrix(rings.query_ring, stage)
     grad_out = device.matrix(rings.grad_out_ring, stage)
-    masked = walk.partials * PARTS
-    if MASKED:
-        words = device.query_words(call, walk, i, masked, MEMBER * PART, SCORES)
+    if PARTIAL:
+        words = device.mask_words(
+            call, walk.partial_start + i // PARTS, MEMBER * PART, i % PARTS * 2, PART, SCORES
+        )
     mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)
     mbarrier.wait(rings.query_ring.filled.index(stage), place.phase)
     scores, minus_delta = read_terms(rings.term_buffers, call, stage, start, walk.length, SCORES)
@@ -312,7 +323,7 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
         wait_for_stores(0)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * call.scale2)
-    if MASKED and i < masked:
+    if PARTIAL:
         p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
     p = p.to(value.dtype)  # which leaves registers for dQ
     weights = p

@@ -186,12 +186,21 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
             mbarrier.wait(value_ring.filled.index(buffer), key_phase)
         for member in range(GROUP):
             pair = own_batch * call.sizes.heads + own_head * GROUP + member
+            # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
+            # keys only in front of the first, which a row without partial blocks jumps over.
             for i in range(0, PARTS * (walk.partials + walk.fulls)):
-                dk, dv = step(
-                    dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
-                    stage, phase, call, walk, pair, start, MEMBER, MASKED,
-                    WITH_KEYS, WITH_VALUES, SCORES, GRAD,
-                )  # fmt: skip
+                if MASKED and i < PARTS * walk.partials:
+                    dk, dv = step(
+                        dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
+                        stage, phase, call, walk, pair, start, MEMBER, True,
+                        WITH_KEYS, WITH_VALUES, SCORES, GRAD,
+                    )  # fmt: skip
+                else:
+                    dk, dv = step(
+                        dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers,
+                        stage, phase, call, walk, pair, start, MEMBER, False,
+                        WITH_KEYS, WITH_VALUES, SCORES, GRAD,
+                    )  # fmt: skip
                 stage, phase = device.advance(stage, phase, STAGES)
             batch, kv_head, row, walk, row_stage, row_phase = device.hear(
                 call, row_stage, row_phase
@@ -223,7 +232,7 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
 
 @gluon.jit
 def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, phase,
-         call, walk, pair, start, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+         call, walk, pair, start, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
          WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr,
          SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
     """(dK + dS^T Q, dV + P^T dO) of the i-th tile of the listed blocks.
@@ -233,9 +242,9 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     PARTS: gl.constexpr = call.block // PART
     TOGETHER: gl.constexpr = WITH_KEYS and WITH_VALUES
-    masked = walk.partials * PARTS
-    if MASKED:
-        words = device.query_words(call, walk, i, masked, MEMBER * PART, SCORES)
+    if PARTIAL:
+        entry = walk.partial_start + i // PARTS
+        words = device.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
     query, grad_out = device.matrix(query_ring, stage), device.matrix(grad_out_ring, stage)
     zeros = gl.zeros([PART, PART], gl.float32, SCORES)
     dp = zeros
@@ -264,7 +273,7 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
         kept = dropout.transposed(kept, SCORES)
     scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
-    if MASKED and i < masked:
+    if PARTIAL:
         p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
     if WITH_VALUES:
         weights = p

@@ -140,11 +140,16 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
         )  # fmt: skip
         dq = gl.zeros([PART, DIMS], gl.float32, GRAD)
         mbarrier.wait(query_ring.filled.index(MEMBER), query_phase)
-        for i in range(0, count):
+        if MASKED:
+            for i in range(0, masked):
+                dq, stage, phase = step(
+                    dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, value_ring,
+                    call, walk, pair, start, MEMBER, True, STAGES, SCORES, GRAD,
+                )  # fmt: skip
+        for i in range(masked, count):
             dq, stage, phase = step(
-                dq, stage, phase, i, masked, lse2, minus_delta, query, grad_out,
-                key_ring, value_ring, call, walk, pair, start, MEMBER, MASKED, STAGES,
-                SCORES, GRAD,
+                dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, value_ring,
+                call, walk, pair, start, MEMBER, False, STAGES, SCORES, GRAD,
             )  # fmt: skip
         device.release(grad_out_ring, MEMBER)
         # The last product that reads the queries is done: their buffer holds dQ on its way out.
@@ -185,16 +190,14 @@ def begin(grad_queries, vectors, rings, call, pair, start, stage, phase, query_p
 
 
 @gluon.jit
-def step(dq, stage, phase, i, masked, lse2, minus_delta, query, grad_out, key_ring, value_ring,
-         call, walk, pair, start, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+def step(dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, value_ring,
+         call, walk, pair, start, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
          STAGES: gl.constexpr, SCORES: gl.constexpr, GRAD: gl.constexpr):  # fmt: skip
-    """dQ + dS K of tile i. pair: of batch and head; start: the first query; masked: how many tiles
-    are of partial blocks, which come first
-    """
+    """dQ + dS K of tile i. pair: of batch and head; start: the first query"""
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     stage, phase = device.advance(stage, phase, STAGES)
-    if MASKED:
-        words = device.key_words(call, walk, i, masked, MEMBER * PART, COLUMNS, SCORES)
+    if PARTIAL:
+        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
     key, value = device.matrix(key_ring, stage), device.matrix(value_ring, stage)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
@@ -206,7 +209,7 @@ def step(dq, stage, phase, i, masked, lse2, minus_delta, query, grad_out, key_ri
         kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 1))
-    if MASKED and i < masked:
+    if PARTIAL:
         p = gl.where(device.attended(words, COLUMNS, SCORES), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     device.release(value_ring, stage)

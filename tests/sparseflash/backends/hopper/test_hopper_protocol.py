@@ -243,7 +243,6 @@ LOADS_KEYS = """\
                 )  # fmt: skip
                 key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
 """
-MASKS = "if MASKED and i < masked:"
 PLANTED = {
     "values released before they are read": (
         "forward_pass",
@@ -270,9 +269,11 @@ PLANTED = {
         "if MASKED and masked > 0:",
         "if MASKED and masked > 1:",
     ),
-    "a full tile with a mask": ("forward_pass", MASKS, MASKS.replace("<", "<=")),
-    "a full tile of dQ with a mask": ("query_gradient", MASKS, MASKS.replace("<", "<=")),
-    "a full tile of dK, dV with a mask": ("key_value_gradient", MASKS, MASKS.replace("<", "<=")),
+    "a full tile with a mask": (
+        "forward_pass",
+        "if MASKED and i < masked:",
+        "if MASKED and i <= masked:",
+    ),
     "a turn that is not passed": (
         "forward_pass",
         "is_async=True)\n    if call.block > PART:\n        pass_turn(MEMBER)\n",
@@ -402,7 +403,6 @@ PLANTED_IN_THE_FUSED_KERNEL = {
         "        device.release(rings.query_ring, stage)\n    device",
     ),
     "keys released by one group alone": ("device.ring(keys, 2, 2)", "device.ring(keys, 2, 1)"),
-    "a full tile with a mask": (MASKS, MASKS.replace("<", "<=")),
 }
 
 
