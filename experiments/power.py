@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -41,8 +41,9 @@ from experiments.timing import Clock, Sample, prepared
 HEADS, HEAD_DIM = 16, 128
 CONTENDER = f"{OURS}:auto{ANY_ORDER}"
 PEERS = (Peer.CUDNN, Peer.FLASH4)
-# Of rested runs: how many there are after each pause, so short that power has no time to bind.
+# Rested runs come in bursts, each after a pause and so short that power has no time to bind.
 BURSTS, BURST_MS, PAUSE_SECONDS = 10, 3.0, 0.1
+ENQUEUED_MS = 20.0  # of sustained runs at a time
 SAMPLE_MILLISECONDS = 50
 WARM_UP = 1 / 3  # of the sustained runs, of which nothing is kept: the clock settles
 QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap"
@@ -70,11 +71,8 @@ class Row:
     capped: float
 
 
-@dataclass
-class Readings:
-    """What nvidia-smi has read: (clock, power, whether power holds the clock down)."""
-
-    samples: list[tuple[float, float, bool]] = field(default_factory=list)
+# What nvidia-smi reads at a time: the clock, the power, whether power holds the clock down.
+Reading = tuple[float, float, bool]
 
 
 def main(
@@ -138,8 +136,7 @@ def row_of(case: Case, contender: str, direction: str, sample: Sample, seconds: 
     rested_ms = rested(sample)
     with readings() as read:
         sustained_ms = sustained(sample, seconds)
-    settled = read.samples[int(len(read.samples) * WARM_UP) :]
-    clocks, powers, capped = zip(*settled, strict=True)
+    clocks, powers, capped = zip(*read[int(len(read) * WARM_UP) :], strict=True)
     lengths = (case.seq_len, case.seq_len)
     sizes = (case.batch * case.heads, lengths, case.head_dim, case.member.density)
     teraflop = useful_flops(*sizes, direction) / 1e9
@@ -173,7 +170,7 @@ def rested(sample: Sample) -> float:
 def sustained(sample: Sample, seconds: float) -> float:
     """The median of runs that follow one another for so long, after the clock has settled."""
     (estimate,) = sample(1)
-    runs = max(1, round(20.0 / estimate))
+    runs = max(1, round(ENQUEUED_MS / estimate))
     milliseconds = []
     begin = time.perf_counter()
     while (elapsed := time.perf_counter() - begin) < seconds:
@@ -183,26 +180,25 @@ def sustained(sample: Sample, seconds: float) -> float:
 
 
 @contextmanager
-def readings() -> Iterator[Readings]:
-    """Reads the GPU while the block runs. Raises RuntimeError with what nvidia-smi said if it read
-    nothing."""
-    command = ["nvidia-smi", f"--id={identity()}", f"--query-gpu={QUERY}"]
-    command += ["--format=csv,noheader,nounits", f"--loop-ms={SAMPLE_MILLISECONDS}"]
+def readings() -> Iterator[list[Reading]]:
+    """Reads the GPU while the block runs, after which the list is filled. Raises OSError with what
+    nvidia-smi said if it read nothing, which is no excuse of a peer."""
+    command = [*asking(QUERY), f"--loop-ms={SAMPLE_MILLISECONDS}"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as reader:
-        found = Readings()
+        found: list[Reading] = []
         try:
             yield found
         finally:
             reader.terminate()
             printed, _ = reader.communicate()
-    found.samples += samples_of(printed)
-    if not found.samples:
-        raise RuntimeError(f"nvidia-smi read nothing:\n{printed}")
+    found += samples_of(printed)
+    if not found:
+        raise OSError(f"nvidia-smi read nothing:\n{printed}")
 
 
-def samples_of(printed: str) -> Iterator[tuple[float, float, bool]]:
+def samples_of(printed: str) -> Iterator[Reading]:
     """The whole lines of what nvidia-smi printed."""
     for clock, power, capped in LINE.findall(printed):
         yield float(clock), float(power), capped == "Active"
@@ -213,9 +209,16 @@ def identity() -> str:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
+def asking(query: str) -> list[str]:
+    """The command that asks for facts of that GPU."""
+    return [
+        *("nvidia-smi", f"--id={identity()}", f"--query-gpu={query}"),
+        "--format=csv,noheader,nounits",
+    ]
+
+
 def limit_watts() -> float:
-    command = ["nvidia-smi", f"--id={identity()}", "--query-gpu=power.limit"]
-    command += ["--format=csv,noheader,nounits"]
+    command = asking("power.limit")
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 

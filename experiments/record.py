@@ -20,7 +20,7 @@ def is_ours(contender: str) -> bool:
 def useful_flops(
     heads: int, lengths: tuple[int, int], head_dim: int, density: float, direction: str
 ) -> float:
-    """4 head_dim per pair of a non-zero block, 2.5 times that backward."""
+    """4 head_dim per pair of a non-zero block, 2.5 times that backward; of the whole batch."""
     factor = BACKWARD_FLOPS if direction == "backward" else 1
     return factor * 4 * head_dim * heads * density * lengths[0] * lengths[1]
 

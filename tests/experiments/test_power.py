@@ -2,7 +2,6 @@ import json
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,13 +63,13 @@ def test_readings_are_those_of_the_gpu_that_is_used(smi):
     asked = smi("1605, 699.00, Active\\n1590, 701.00, Active\\n")
     with power.readings() as read:
         wait_for(asked)
-    assert read.samples == [(1605.0, 699.0, True), (1590.0, 701.0, True)]
+    assert read == [(1605.0, 699.0, True), (1590.0, 701.0, True)]
     assert "--id=GPU-1" in asked.read_text()
 
 
 def test_says_what_nvidia_smi_said(smi):
     asked = smi("no permission\\n")
-    with pytest.raises(RuntimeError, match="no permission"), power.readings():
+    with pytest.raises(OSError, match="no permission"), power.readings():
         wait_for(asked)
 
 
@@ -81,7 +80,7 @@ def test_a_row_leaves_out_the_first_samples(monkeypatch):
 
     class Reading:
         def __enter__(self):
-            return SimpleNamespace(samples=samples)
+            return samples
 
         def __exit__(self, *error):
             pass
@@ -99,7 +98,8 @@ def test_a_row_leaves_out_the_first_samples(monkeypatch):
 def test_rested_runs_follow_a_pause_and_leave_out_the_first_of_each_burst(monkeypatch):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    assert power.rested(lambda runs: [1.0] if runs == 1 else [9.0] + [1.0] * (runs - 1)) == 1.0
+    bursts = {1: [power.BURST_MS], 2: [9.0, 1.0]}
+    assert power.rested(lambda runs: bursts[runs]) == 1.0
     assert pauses == [power.PAUSE_SECONDS] * power.BURSTS
 
 

@@ -54,7 +54,7 @@ class Room(NamedTuple):
     """What a program has of a multiprocessor.
 
     programs:  how many share it
-    constants: of the kernel: the sizes of its rings, and what follows from them
+    constants: of the kernel: the sizes of its rings
     """
 
     programs: int

@@ -1,6 +1,7 @@
 """What the host makes of tensors and tables before a Hopper kernel starts."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,17 @@ def test_programs_share_a_multiprocessor(tokens, programs, grid):
 def test_and_its_registers(programs, registers):
     assert launch.registers(programs) == {"maxnreg": registers}
     assert launch.registers(1) == {}
+
+
+def test_a_pass_starts_as_many_programs_as_there_is_room_for(monkeypatch):
+    launched = []
+    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    table = masks.full()(1024, block_size=64).table()
+    kernel, room = SimpleNamespace(__name__="kernel"), launch.Room(3, {"STAGES": 2})
+    launch.launch_pass(kernel, (), (), table, None, 0, SPEC, room)
+    ((_, grid, _, _, constants),) = launched
+    assert grid == (30, 1, 1)
+    assert constants.items() >= {"STAGES": 2, "maxnreg": 80}.items()
 
 
 def test_padded_keys_become_zero():
