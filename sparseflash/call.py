@@ -13,7 +13,7 @@ from masks.kept import Kept
 from masks.lookup_table import LookupTable
 from sparseflash.arguments import AnyMask
 from sparseflash.backends import Backend, select
-from sparseflash.spec import TILE, AttentionSpec
+from sparseflash.spec import SMALL_TILE, TILE, AttentionSpec
 
 Shared = tuple[AttentionSpec, Backend, LookupTable]
 
@@ -156,8 +156,9 @@ def spec_of(
     tensors = (query.shape, key.shape, query.dtype, query.device)
     options = (has_key_lengths, scale, softcap, score, dropout_p, precision, deterministic, bias)
     differentiated = (differentiates_bias, differentiates_blocks)
-    masks = (mask.block_size, mask.num_batches, mask.num_heads, mask.fill(TILE))
-    return _spec(*tensors, *masks, *options, *differentiated)
+    masks = (mask.block_size, mask.num_batches, mask.num_heads)
+    fills = (mask.fill(TILE), mask.fill(SMALL_TILE))
+    return _spec(*tensors, *masks, *fills, *options, *differentiated)
 
 
 @lru_cache(maxsize=4096)
@@ -170,6 +171,7 @@ def _spec(
     mask_batch: int,
     mask_heads: int,
     fill: float | None,
+    small_fill: float | None,
     has_key_lengths: bool,
     scale: float | None,
     softcap: float,
@@ -206,6 +208,7 @@ def _spec(
         mask_batch=mask_batch,
         differentiates_blocks=differentiates_blocks,
         fill=fill,
+        small_fill=small_fill,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 TILE = (128, 128)  # tokens: the (queries, keys) that kernels of large tiles compute at a time
+SMALL_TILE = (64, 64)  # likewise those of small ones
 FEW_QUERIES = 16  # the least side of a block: so many queries are one row of blocks in any mask
 
 
@@ -21,8 +22,8 @@ class AttentionSpec:
     products. softcap is 0 for none; score names a ScoreFunction; bias says whether there is one,
     differentiates_bias whether its gradient may be wanted, differentiates_blocks whether that of
     the blocks of a DynamicMask may be. fill is the share that blocks of the mask cover of the
-    TILEs that they touch, None where only the device knows. deterministic says whether the same
-    inputs must give the same bits.
+    TILEs that they touch, None where only the device knows; small_fill likewise of SMALL_TILEs.
+    deterministic says whether the same inputs must give the same bits.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class AttentionSpec:
     mask_batch: int = 1
     differentiates_blocks: bool = False
     fill: float | None = 1.0
+    small_fill: float | None = 1.0
     deterministic: bool = True
     _hash: int = field(init=False, repr=False, compare=False)
 

@@ -118,15 +118,16 @@ def test_a_kind_that_was_checked_lets_nothing_else_pass(change, message):
 def test_a_spec_says_how_far_blocks_fill_tiles():
     tensors = torch.empty(2, 1, 1, 512, 16)
 
-    def fill(pattern, block_size):
+    def fills(pattern, block_size):
         mask = block_mask(pattern(512, block_size), *tensors)
-        return spec_of(*tensors, mask, False, None, 0.0, None, 0.0, "ieee").fill
+        spec = spec_of(*tensors, mask, False, None, 0.0, None, 0.0, "ieee")
+        return spec.fill, spec.small_fill
 
-    assert fill(masks.full(), 16) == 1.0
-    assert fill(masks.local(1), 256) == 1.0
-    assert fill(masks.local(1, align="top-left"), 32) < 0.8
+    assert fills(masks.full(), 16) == (1.0, 1.0)
+    assert fills(masks.local(1), 256) == (1.0, 1.0)
+    assert fills(masks.local(1, align="top-left"), 32)[0] < 0.8
     one_of_each_row = masks.pattern(lambda q, k: q // 32 == k // 32)
-    assert fill(one_of_each_row, 32) == 0.25
+    assert fills(one_of_each_row, 32) == (0.25, 0.5)
 
 
 class OnGpu(torch.Tensor):

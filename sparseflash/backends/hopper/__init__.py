@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.spec import TILE, AttentionSpec
+from sparseflash.spec import SMALL_TILE, TILE, AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
-SMALL_TILE = (64, 64)  # tokens, as TILE
-SMALL_HEAD_DIMS = (64, 96, 128)  # of which several programs fit on a multiprocessor
 CAPABILITY = (9, 0)
-# By the shorter side of the mask's blocks: the fill of TILEs from which on they take less time
-# than the blocks themselves do, elsewhere or as SMALL_TILEs here.
+# By head dim, where several programs on SMALL_TILEs fit on a multiprocessor: the fill of TILEs, as
+# a share of that of SMALL_TILEs, from which on TILEs take less time.
+TILE_PAYS = {64: 0.96, 96: 0.9, 128: 0.9}
+# By the shorter side of the mask's blocks: the fill of tiles from which on they take less time
+# than the blocks themselves do elsewhere. Of SMALL_TILEs by head dim as well: 96 dims take 128.
 LEAST_FILL = {16: 0.4, 32: 0.5, 64: 0.9}
+LEAST_SMALL_FILL = {
+    64: {16: 0.4, 32: 0.65},
+    96: {16: 0.35, 32: 0.52},
+    128: {16: 0.35, 32: 0.52},
+}
 # The blocks of a row of keys, on average, from which on one kernel of all gradients takes less
 # time than that of dQ and that of dK and dV: it does at 8, and does not at 6.
 FUSED_BLOCKS = 7
@@ -42,25 +48,31 @@ def why_not(spec: AttentionSpec) -> list[str]:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim is {spec.head_dim}, needs one of {HEAD_DIMS}")
-    if spec.fill is None:
+    if spec.fill is None and tiling(spec) != spec.block_size:
         reasons.append(
-            f"block_size is {spec.block_size}, needs {TILE} where the device chooses the blocks"
+            f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} for one of the head "
+            f"dims {tuple(TILE_PAYS)}, where the device chooses the blocks"
         )
     return reasons
 
 
 def tiling(spec: AttentionSpec) -> tuple[int, int]:
-    """The blocks of the table that the kernels read: TILEs, or SMALL_TILEs where blocks of 64
+    """The blocks of the table that the kernels read: TILEs, or SMALL_TILEs where smaller blocks
     leave more of a TILE empty than pays.
     """
-    if min(spec.block_size) != SMALL_TILE[0] or spec.head_dim not in SMALL_HEAD_DIMS:
+    if min(spec.block_size) >= min(TILE) or spec.head_dim not in TILE_PAYS:
         return TILE
-    return SMALL_TILE if _hardly_fills(spec) else TILE
+    if spec.fill is None or spec.small_fill is None:  # the device chooses the blocks
+        return SMALL_TILE
+    return SMALL_TILE if spec.fill < TILE_PAYS[spec.head_dim] * spec.small_fill else TILE
 
 
-def _hardly_fills(spec: AttentionSpec) -> bool:
-    """Whether the blocks of a mask leave more of TILEs empty than pays."""
-    return spec.fill is not None and spec.fill < LEAST_FILL.get(min(spec.block_size), 0.0)
+def _fill(spec: AttentionSpec) -> tuple[float | None, float]:
+    """The fill of the tiles that the kernels read, and the least that pays."""
+    side = min(spec.block_size)
+    if tiling(spec) == TILE:
+        return spec.fill, LEAST_FILL.get(side, 0.0)
+    return spec.small_fill, LEAST_SMALL_FILL[spec.head_dim].get(side, 0.0)
 
 
 def describe(
@@ -71,10 +83,12 @@ def describe(
     """
     found = {}
     tile = tiling(spec)
+    if spec.block_size != tile or tile == SMALL_TILE:
+        found["tiles"] = f"{tile}"
+    if spec.block_size != tile:
+        found["tiles"] += f", {_fill(spec)[0]:.0%} of them covered by blocks of {spec.block_size}"
     if tile == SMALL_TILE:
-        found["tiles"] = f"{tile}, of which several programs share a multiprocessor"
-    elif spec.block_size != tile and spec.fill is not None:
-        found["tiles"] = f"{tile}, {spec.fill:.0%} of them covered by blocks of {spec.block_size}"
+        found["tiles"] += ", of which several programs share a multiprocessor"
     if fuses(table, spec):
         found["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
     return found
@@ -92,10 +106,11 @@ def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
 def pass_over(spec: AttentionSpec) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
     reasons = []
-    if tiling(spec) == TILE and _hardly_fills(spec):
+    filled, least = _fill(spec)
+    if filled < least:
         reasons.append(
-            f"blocks of {spec.block_size} cover {spec.fill:.0%} of the {TILE} tiles that they "
-            f"touch, which pays from {LEAST_FILL[min(spec.block_size)]:.0%} on"
+            f"blocks of {spec.block_size} cover {filled:.0%} of the {tiling(spec)} tiles that "
+            f"they touch, which pays from {least:.0%} on"
         )
     if spec.few_queries:
         reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")

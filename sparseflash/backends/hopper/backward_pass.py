@@ -47,8 +47,11 @@ KEY_ROOMS = {
     },
 }
 TERMS = Pieces(PART.value)  # as queries come
-# By the width of tiles: buffers of queries and dO of the kernel of all gradients.
-FUSED_ROOMS = {64: Room(1, {"STAGES": 4}), 128: Room(1, {"STAGES": 3})}
+# By the width of tiles: buffers of the kernel of all gradients, likewise.
+FUSED_ROOMS = {
+    64: Room(1, {"STAGES": 4, "KEY_STAGES": 2}),
+    128: Room(1, {"STAGES": 3, "KEY_STAGES": 1}),
+}
 # Registers do not hold both dK and dV of tiles that are wider.
 WIDEST_TOGETHER = 128
 

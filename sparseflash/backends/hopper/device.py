@@ -415,16 +415,20 @@ def walk_queries(call, batch, head, row):
 @gluon.jit
 def listed_token(call, walk, i, TOKENS: gl.constexpr):
     """The first token of the i-th tile of TOKENS tokens of a walk."""
-    table = call.table
     PARTS: gl.constexpr = call.block // TOKENS
-    listed = i // PARTS
-    is_partial = listed < walk.partials
-    after = listed - walk.partials - walk.cuts
-    partial = table.partial_index + walk.partial_start + listed
+    return listed_block(call, walk, i // PARTS) * call.block + i % PARTS * TOKENS
+
+
+@gluon.jit
+def listed_block(call, walk, i):
+    """The i-th block of a walk."""
+    table = call.table
+    is_partial = i < walk.partials
+    after = i - walk.partials - walk.cuts
+    partial = table.partial_index + walk.partial_start + i
     full = table.full_index + walk.full_start + gl.where(after < 0, walk.fulls, after)
     block = gl.load(partial, mask=is_partial, other=0)
-    block += gl.load(full, mask=is_partial == 0, other=0)
-    return block * call.block + i % PARTS * TOKENS
+    return block + gl.load(full, mask=is_partial == 0, other=0)
 
 
 @gluon.jit
@@ -455,6 +459,30 @@ def mask_words(call, entry, first_row, first_word, COLUMNS: gl.constexpr,
     if COLUMNS == 128:
         loaded = (loaded[0], loaded[1], gl.load(words + 2), gl.load(words + 3))
     return loaded
+
+
+@gluon.jit
+def key_words(call, walk, i, masked, first_row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """key_mask_words of the i-th tile of a row of queries if that is one of the first `masked`."""
+    none = gl.zeros([PART], gl.int32, gl.SliceLayout(1, LAYOUT))
+    words = (none, none) if COLUMNS == 64 else (none, none, none, none)
+    if i < masked:
+        words = key_mask_words(call, walk, i, first_row, COLUMNS, LAYOUT)
+    return words
+
+
+@gluon.jit
+def query_words(call, walk, i, masked, first_row, LAYOUT: gl.constexpr):
+    """mask_words of the i-th tile of PART queries of a row of keys if that is one of the first
+    `masked`.
+    """
+    PARTS: gl.constexpr = call.block // PART
+    none = gl.zeros([PART], gl.int32, gl.SliceLayout(1, LAYOUT))
+    words = none, none
+    if i < masked:
+        entry, first_word = walk.partial_start + i // PARTS, i % PARTS * (PART // 32)
+        words = mask_words(call, entry, first_row, first_word, PART, LAYOUT)
+    return words
 
 
 @gluon.jit

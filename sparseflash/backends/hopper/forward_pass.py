@@ -236,7 +236,7 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
         query = device.matrix(query_ring, opaque(buffer))
     stage, phase = device.advance(stage, phase, STAGES)
     if MASKED:
-        words = words_of(call, walk, 0, masked, MEMBER, COLUMNS, SCORES)
+        words = device.key_words(call, walk, 0, masked, MEMBER * PART, COLUMNS, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
@@ -280,7 +280,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     last, last_phase = stage, phase
     stage, phase = device.advance(stage, phase, STAGES)
     if MASKED:
-        words = words_of(call, walk, i, masked, MEMBER, COLUMNS, SCORES)
+        words = device.key_words(call, walk, i, masked, MEMBER * PART, COLUMNS, SCORES)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
@@ -307,17 +307,6 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     device.release(value_ring, last)
     acc = scaled(acc, decay, OUT)
     return acc, peak, total, device.operand(p, value.dtype, OUT), stage, phase
-
-
-@gluon.jit
-def words_of(call, walk, i, masked, MEMBER: gl.constexpr, COLUMNS: gl.constexpr,
-             SCORES: gl.constexpr):  # fmt: skip
-    """The bits of this group's rows of tile i if it is of a partial block."""
-    none = gl.zeros([PART], gl.int32, gl.SliceLayout(1, SCORES))
-    words = (none, none) if COLUMNS == 64 else (none, none, none, none)
-    if i < masked:
-        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
-    return words
 
 
 @gluon.jit

@@ -57,12 +57,15 @@ class Rings(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The buffers of a tile: in the rings of queries, and its side of the exchange."""
+    """The buffers of a tile: in the rings of queries, its side of the exchange, and the first one
+    of the keys and values of its row.
+    """
 
     stage: gl.tensor
     phase: gl.tensor
     side: gl.tensor
     side_phase: gl.tensor
+    own: gl.tensor
 
 
 @gluon.jit(**device.unspecialized("key_lengths", "counter"))
@@ -71,7 +74,8 @@ def fused_gradient_kernel(
     bounds, full_index, partial_index, partial_tile, order, bank, head_layer, key_lengths, counter,
     heads, q_len, k_len, mask_heads, rows, tiles, together, scale2,
     seed_low, seed_high, threshold, keep_scale,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
@@ -79,8 +83,8 @@ def fused_gradient_kernel(
     rings = Rings(
         device.ring(queries, STAGES, 2),
         device.ring(grad_outs, STAGES, 2),
-        device.ring(keys, 2, 2),
-        device.ring(values, 2, 1),
+        device.ring(keys, 2 * KEY_STAGES, 2),
+        device.ring(values, 2 * KEY_STAGES, 1),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout),
         exchange_of(queries.dtype),
         gl.allocate_shared_memory(gl.float32, sum_shape, sums.layout),
@@ -98,21 +102,23 @@ def fused_gradient_kernel(
     specialize(
         queries, grad_outs, terms, keys, values, sums, grad_keys, grad_values, rings, loaded,
         device.Call(BLOCK, table, sizes, key_lengths, counter, announced, scale2, drop),
-        GROUP, MASKED, STAGES,
+        GROUP, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def specialize(queries, grad_outs, terms, keys, values, sums, grad_keys, grad_values, rings,
                loaded, call, GROUP: gl.constexpr, MASKED: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
+               STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
     """Starts `consume` in each group of warps and `produce` in one warp."""
     gl.warp_specialize(
         [
-            (consume, (sums, grad_keys, grad_values, rings, call, 0, GROUP, MASKED, STAGES)),
-            (consume, (sums, grad_keys, grad_values, rings, call, 1, GROUP, MASKED, STAGES)),
+            (consume, (sums, grad_keys, grad_values, rings, call, 0, GROUP, MASKED,
+                       STAGES, KEY_STAGES)),
+            (consume, (sums, grad_keys, grad_values, rings, call, 1, GROUP, MASKED,
+                       STAGES, KEY_STAGES)),
             (produce, (queries, grad_outs, terms, keys, values, grad_keys, loaded, call,
-                       GROUP, STAGES, 1)),
+                       GROUP, STAGES, KEY_STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -132,7 +138,8 @@ def exchange_of(DTYPE: gl.constexpr):
 
 @gluon.jit
 def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl.constexpr,
-            MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+            MASKED: gl.constexpr, STAGES: gl.constexpr,
+            KEY_STAGES: gl.constexpr):  # fmt: skip
     """Computes dK and dV of one half of each tile, and half of dQ of all queries."""
     DIMS: gl.constexpr = rings.key_ring.buffers.shape[4]
     WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
@@ -142,8 +149,8 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
         rings.sum_buffers.index(MEMBER), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
     )  # fmt: skip
-    place = Place(0, 0, 0, 0)
-    key_phase = 0
+    place = Place(0, 0, 0, 0, 0)
+    key_stage, key_phase = 0, 0
     row_stage, row_phase = 0, 0
     batch, kv_head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
@@ -152,33 +159,30 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
         own_batch, own_head = batch, kv_head
         dk = gl.zeros([PART, DIMS], gl.float32, GRAD)
         dv = gl.zeros([PART, DIMS], gl.float32, GRAD)
+        own = key_stage * 2
+        place = Place(place.stage, place.phase, place.side, place.side_phase, own)
         for part in gl.static_range(2):
-            mbarrier.wait(rings.key_ring.filled.index(part), key_phase)
-        mbarrier.wait(rings.value_ring.filled.index(MEMBER), key_phase)
+            mbarrier.wait(rings.key_ring.filled.index(own + part), key_phase)
+        mbarrier.wait(rings.value_ring.filled.index(own + MEMBER), key_phase)
         held = None, None
         if WHOLE:
-            held = hold(rings.key_ring, MEMBER), hold(rings.value_ring, MEMBER)
+            held = hold(rings.key_ring, own + MEMBER), hold(rings.value_ring, own + MEMBER)
             # Those loads have to be done before the accelerator fills their buffers.
             fence_async_shared()
         for member in range(GROUP):
             head = own_head * GROUP + member
-            masked = walk.partials * PARTS
-            if MASKED:
+            if walk.partials + walk.fulls > 0:
                 dk, dv, place = visit_tiles(
                     dk, dv, place, held, sums, rings, call, walk, own_batch, head, start,
-                    0, masked, MEMBER, True, STAGES, GRAD,
+                    MEMBER, MASKED, STAGES, GRAD,
                 )  # fmt: skip
-            dk, dv, place = visit_tiles(
-                dk, dv, place, held, sums, rings, call, walk, own_batch, head, start,
-                masked, masked + walk.fulls * PARTS, MEMBER, False, STAGES, GRAD,
-            )  # fmt: skip
             batch, kv_head, row, walk, row_stage, row_phase = device.hear(
                 call, row_stage, row_phase
             )
         for part in gl.static_range(2):
-            device.release(rings.key_ring, part)
-        device.release(rings.value_ring, MEMBER)
-        key_phase = key_phase ^ 1
+            device.release(rings.key_ring, own + part)
+        device.release(rings.value_ring, own + MEMBER)
+        key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
         dk = dk * (call.scale2 * device.LN2)
         if call.dropout.threshold is not None:
             dv = dv * call.dropout.keep_scale
@@ -197,12 +201,12 @@ def adds_whole_tiles(sum_buffers, key_buffers):
 
 
 @gluon.jit
-def hold(ring, MEMBER: gl.constexpr):
+def hold(ring, buffer):
     """This group's half of a tile as a left operand in registers: products that read it there
     leave shared memory to others.
     """
     PRODUCT: gl.constexpr = device.product_layout(PART)
-    return device.matrix(ring, MEMBER).load(device.operand_layout(PRODUCT))
+    return device.matrix(ring, buffer).load(device.operand_layout(PRODUCT))
 
 
 @gluon.jit
@@ -215,62 +219,57 @@ def leave(descriptor, buffer, matrix, batch, head, token):
 
 
 @gluon.jit
-def visit_tiles(dk, dv, place, held, sums, rings, call, walk, batch, head, start, begin, end,
-                MEMBER: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
+def visit_tiles(dk, dv, place, held, sums, rings, call, walk, batch, head, start,
+                MEMBER: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
                 GRAD: gl.constexpr):  # fmt: skip
-    """Adds tiles `begin` to `end` of the listed blocks, all of partial ones or all of full ones.
+    """Adds the tiles of the listed blocks, of at least one.
 
     held: the keys and values of this group in registers, or None and None; start: the first key
     """
-    if begin < end:
-        pair = batch * call.sizes.heads + head
-        # Which tile of a block it is has to be known where a group adds dQ of one of them alone.
-        WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
-        STEP: gl.constexpr = PARTS if WHOLE else 1
-        first_tile = query_sums.first_tile(pair, call)
-        blocks = call.table.full_index + walk.full_start
-        if PARTIAL:
-            blocks = call.table.partial_index + walk.partial_start
-        block = gl.load(blocks)
-        dk, dv, ds = visit_tile(
-            dk, dv, None, None, None, place, held, sums, rings, call, walk, pair, start, begin,
-            MEMBER, PARTIAL, GRAD,
-        )  # fmt: skip
-        for i in range(1, end - begin + 1 - STEP, STEP):
-            ahead = gl.load(blocks + (i + STEP - 1) // PARTS)
-            for part in gl.static_range(STEP):
-                tile = first_tile + block * PARTS + (i + part - 1) % PARTS
-                following = after(place, STAGES)
-                dk, dv, ds = visit_tile(
-                    dk, dv, ds, place, query_sums.added(tile, part, MEMBER, WHOLE), following,
-                    held, sums, rings, call, walk, pair, start, begin + i + part,
-                    MEMBER, PARTIAL, GRAD,
-                )  # fmt: skip
-                place = following
-            block = ahead
-        tile = first_tile + block * PARTS
-        last_tile = query_sums.added(tile + (PARTS - 1), PARTS - 1, MEMBER, WHOLE)
-        if WHOLE:
+    pair = batch * call.sizes.heads + head
+    # Which tile of a block it is has to be known where a group adds dQ of one of them alone.
+    WHOLE: gl.constexpr = adds_whole_tiles(rings.sum_buffers, rings.key_ring.buffers)
+    STEP: gl.constexpr = PARTS if WHOLE else 1
+    first_tile = query_sums.first_tile(pair, call)
+    count = (walk.partials + walk.fulls) * PARTS
+    block = device.listed_block(call, walk, 0)
+    dk, dv, ds = visit_tile(
+        dk, dv, None, None, None, place, held, sums, rings, call, walk, pair, start, 0,
+        MEMBER, MASKED, GRAD,
+    )  # fmt: skip
+    for i in range(1, count + 1 - STEP, STEP):
+        ahead = device.listed_block(call, walk, (i + STEP - 1) // PARTS)
+        for part in gl.static_range(STEP):
+            tile = first_tile + block * PARTS + (i + part - 1) % PARTS
             following = after(place, STAGES)
             dk, dv, ds = visit_tile(
-                dk, dv, ds, place, query_sums.added(tile, 0, MEMBER, WHOLE), following,
-                held, sums, rings, call, walk, pair, start, end - 1, MEMBER, PARTIAL, GRAD,
+                dk, dv, ds, place, query_sums.added(tile, part, MEMBER, WHOLE), following,
+                held, sums, rings, call, walk, pair, start, i + part, MEMBER, MASKED, GRAD,
             )  # fmt: skip
             place = following
-        dk = begin_key_gradient(dk, ds, rings, place)
-        if last_tile is None:
-            dk = warpgroup_mma_wait(0, deps=(dk,))
-        else:
-            dq = begin_query_gradient(rings, place, MEMBER)
-            wait_for_stores(0)
-            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
-            sum_buffer = rings.sum_buffers.index(MEMBER)
-            query_sums.fill(sum_buffer, dq)
-            fence_async_shared()
-            query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
-        device.release(rings.query_ring, place.stage)
-        place = after(place, STAGES)
-    return dk, dv, place
+        block = ahead
+    tile = first_tile + block * PARTS
+    last_tile = query_sums.added(tile + (PARTS - 1), PARTS - 1, MEMBER, WHOLE)
+    if WHOLE:
+        following = after(place, STAGES)
+        dk, dv, ds = visit_tile(
+            dk, dv, ds, place, query_sums.added(tile, 0, MEMBER, WHOLE), following,
+            held, sums, rings, call, walk, pair, start, count - 1, MEMBER, MASKED, GRAD,
+        )  # fmt: skip
+        place = following
+    dk = begin_key_gradient(dk, ds, rings, place)
+    if last_tile is None:
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+    else:
+        dq = begin_query_gradient(rings, place, MEMBER)
+        wait_for_stores(0)
+        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+        sum_buffer = rings.sum_buffers.index(MEMBER)
+        query_sums.fill(sum_buffer, dq)
+        fence_async_shared()
+        query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
+    device.release(rings.query_ring, place.stage)
+    return dk, dv, after(place, STAGES)
 
 
 @gluon.jit
@@ -278,12 +277,12 @@ def after(place, STAGES: gl.constexpr):
     """The place of the next tile."""
     stage, phase = device.advance(place.stage, place.phase, STAGES)
     side, side_phase = device.advance(place.side, place.side_phase, SIDES)
-    return Place(stage, phase, side, side_phase)
+    return Place(stage, phase, side, side_phase, place.own)
 
 
 @gluon.jit
 def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call, walk, pair,
-               start, i, MEMBER: gl.constexpr, PARTIAL: gl.constexpr,
+               start, i, MEMBER: gl.constexpr, MASKED: gl.constexpr,
                GRAD: gl.constexpr):  # fmt: skip
     """(dK, dV + P^T dO, dS^T) of the i-th tile of the listed blocks, which is at `place`.
 
@@ -297,14 +296,13 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
     key, value = held
     if key is None:
         # Found anew, since descriptors that live through the loop take registers.
-        own = opaque(stage * 0 + MEMBER)
+        own = opaque(place.own + MEMBER)
         key, value = device.matrix(rings.key_ring, own), device.matrix(rings.value_ring, own)
     query = device.matrix(rings.query_ring, stage)
     grad_out = device.matrix(rings.grad_out_ring, stage)
-    if PARTIAL:
-        words = device.mask_words(
-            call, walk.partial_start + i // PARTS, MEMBER * PART, i % PARTS * 2, PART, SCORES
-        )
+    masked = walk.partials * PARTS
+    if MASKED:
+        words = device.query_words(call, walk, i, masked, MEMBER * PART, SCORES)
     mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)
     mbarrier.wait(rings.query_ring.filled.index(stage), place.phase)
     scores, minus_delta = read_terms(rings.term_buffers, call, stage, start, walk.length, SCORES)
@@ -323,7 +321,7 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
         wait_for_stores(0)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * call.scale2)
-    if PARTIAL:
+    if MASKED and i < masked:
         p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
     p = p.to(value.dtype)  # which leaves registers for dQ
     weights = p
@@ -394,7 +392,7 @@ def begin_query_gradient(rings, place, MEMBER: gl.constexpr):
         if turn == 1:
             mbarrier.wait(exchange.filled.index(entry), place.side_phase)
         ds = exchange.buffers.index(entry).permute((1, 0))
-        key = device.matrix(rings.key_ring, opaque(place.side * 0 + group))
+        key = device.matrix(rings.key_ring, opaque(place.own + group))
         if not WHOLE:
             key = key.slice(MEMBER * SHARE, SHARE, dim=1)
         dq = warpgroup_mma(ds, key, dq, use_acc=turn == 1, is_async=True)

@@ -11,7 +11,7 @@ from sparseflash.backends import compiled, hopper
 from sparseflash.backends.hopper import (
     CAPABILITY,
     HEAD_DIMS,
-    SMALL_HEAD_DIMS,
+    TILE_PAYS,
     backward_pass,
     forward_pass,
     launch,
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0"),
 ]
 DEVICE = torch.device("cuda", 0)
-SIZES = [(dim, 128) for dim in HEAD_DIMS] + [(dim, 64) for dim in SMALL_HEAD_DIMS]
+SIZES = [(dim, 128) for dim in HEAD_DIMS] + [(dim, 64) for dim in TILE_PAYS]
 
 PATTERNS = {
     "full": masks.full(),
@@ -42,7 +42,7 @@ PATTERNS = {
 
 @pytest.fixture(autouse=True)
 def read_blocks_of_64_however_full_tiles_are(monkeypatch):
-    monkeypatch.setitem(hopper.LEAST_FILL, 64, 2.0)
+    monkeypatch.setattr(hopper, "TILE_PAYS", dict.fromkeys(TILE_PAYS, 2.0))
 
 
 def attend(query, key, value, mask, **options):
@@ -78,10 +78,25 @@ def test_patterns(name, lengths, head_dim, block_size):
     check(PATTERNS[name], lengths, head_dim, block_size=block_size)
 
 
+@pytest.mark.parametrize("tile_pays", [0.0, 2.0])  # whatever there is, or never
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256, (128, 64), (32, 256)])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_blocks_of_other_sizes(name, block_size):
+def test_blocks_of_other_sizes(name, block_size, tile_pays, monkeypatch):
+    monkeypatch.setitem(hopper.TILE_PAYS, 128, tile_pays)
     check(PATTERNS[name], (700, 460), 128, kv_heads=1, block_size=block_size)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
+@pytest.mark.parametrize("name", ["full", "causal", "empty rows"])
+def test_blocks_that_the_device_chooses(name, head_dim, block_size):
+    generator = torch.Generator().manual_seed(0)
+
+    def pattern(lengths, block_size, device):
+        within = PATTERNS[name](lengths, block_size, device=device)
+        chances = torch.rand(2, within.grid.nq, within.grid.nk, generator=generator)
+        return within.keep(chances.to(device) < 0.6)
+
+    check(pattern, (700, 460), head_dim, block_size=block_size, key_lengths=[460, 130])
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
@@ -204,7 +219,7 @@ def test_many_tiles_for_each_program(name, head_dim, block_size):
     check(PATTERNS[name], (1500, 1500), head_dim, **sizes)
 
 
-@pytest.mark.parametrize("head_dim", SMALL_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", TILE_PAYS)
 def test_programs_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
     monkeypatch.setattr(compiled, "_COMPILED", {})
     check(PATTERNS["causal"], (300, 300), head_dim, block_size=64)

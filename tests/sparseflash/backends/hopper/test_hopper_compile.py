@@ -12,7 +12,7 @@ from sparseflash.backends.hopper.launch import REGISTERS
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of tiles, block
 # Bytes per thread, without and with all options.
-STACK_LIMIT = {64: (48, 320), 128: (160, 544), 256: (560, 800)}
+STACK_LIMIT = {64: (56, 320), 128: (160, 544), 256: (560, 800)}
 KEYS = {64: 128, 128: 128, 256: 64}  # of a tile where rows are queries, if a block has as many
 RESERVED = 1024  # bytes of shared memory for each program, beside its own
 ROOMS = {"forward": forward_pass.ROOMS, "dq": backward_pass.QUERY_ROOMS}
@@ -39,7 +39,8 @@ def check_memory(report: dict) -> None:
 
 
 def check_products(report: dict) -> None:
-    """A product (64, n) of depth k is k / 16 instructions.
+    """A product (64, n) of depth k is k / 16 instructions. Partial and full tiles share them in
+    the forward kernel and in that of all gradients.
 
     Where the compiler cannot let products run on beside other code, it waits for each of them.
     """
@@ -52,23 +53,24 @@ def check_products(report: dict) -> None:
         "dkdv": (loops * (2 * depth + 2 * 4), loops * 4),
         "dk": (loops * (2 * depth + 4), loops * 3),
         "dv": (loops * (depth + 4), loops * 2),
-        "fused": fused_products(report, loops),
+        "fused": fused_products(report),
     }[report["which"]]
     assert report["products"] == groups * products, report
-    # The first tile of one group may wait for S^T before it begins dP^T.
-    found = report["waits"] - groups * waits
-    assert found == 0 or (report["which"], found) == ("fused", 1), report
+    # The first tile of a row may wait for S^T before it begins dP^T, in one group or in both.
+    assert report["waits"] - groups * waits in range(3 if report["which"] == "fused" else 1), (
+        report
+    )
 
 
-def fused_products(report: dict, loops: int) -> tuple[int, int]:
+def fused_products(report: dict) -> tuple[int, int]:
     """(products, waits) of a group, which begins the first tile before the loop and ends the last
     one after it. Where it adds every other tile of dQ, the loop has two tiles, and one more
     follows.
     """
     tile, dq = 2 * (report["head_dim"] // 16) + 2 * 4, 2 * 4
     if report["head_dim"] == 64 and "options" not in report["mask"]:
-        return loops * 2 * (2 * tile + dq), loops * 13
-    return loops * 2 * (tile + dq), loops * 7
+        return 2 * (2 * tile + dq), 13
+    return 2 * (tile + dq), 7
 
 
 def check_barriers(report: dict) -> None:
