@@ -1,11 +1,11 @@
 """What binds the kernels: how busy they keep the parts of a GPU, by its hardware counters.
 
-    python -m experiments.counters
+    python -m experiments.counters --peers cudnn,flash4
 
 runs the forward and the backward pass of a few problems under Nsight Compute (`ncu`, part of
 CUDA), prints a table and writes `experiments/results/counters-<gpu>.json`, after every problem
 what is known so far. A share is that of the most that a part can do in the time of the kernel. The
-clock is left as it is.
+clock is left as it is: cycles are what contenders can be compared by, whatever it was.
 """
 
 import csv
@@ -23,14 +23,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from experiments.cli import RESULTS, slug
+from experiments.cli import RESULTS, parse_peers, slug
 from experiments.environment import ROOT, environment
 from experiments.families import CAUSAL, FULL, Single
 from experiments.files import write_json
-from experiments.overhead import bare_passes
+from experiments.measure import contestant
+from experiments.peers import ANY_ORDER, Peer
+from experiments.record import OURS, is_ours
+from experiments.report import TABLE_WIDTH
 from experiments.suites import BLOCK, TOKENS, Shape, at_random
 
-NANOSECONDS = "gpu__time_duration.sum"
+NANOSECONDS, CYCLES = "gpu__time_duration.sum", "sm__cycles_elapsed.max"
 # The name of a part, and the counter that says how busy it was.
 PARTS = {
     "matrix units": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -41,8 +44,9 @@ PARTS = {
     "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
 }
 # The kernels of all backends.
-OURS = "regex:(forward|gradient|row_terms|finish|score_sums|decode|merge)_kernel$"
-COUNTERS = (NANOSECONDS, *PARTS.values())
+OUR_KERNELS = "regex:(forward|gradient|row_terms|finish|score_sums|decode|merge)_kernel$"
+COUNTERS = (NANOSECONDS, CYCLES, *PARTS.values())
+NAME_WIDTH = 80  # of kernels of peers, whose names tell the types of all their arguments
 RUN_PASSES = "import sys; from experiments import counters; counters.run_passes(*sys.argv[1:])"
 
 
@@ -65,6 +69,7 @@ PROBLEMS = {
     "full": Watched(16, 8192, 128, BLOCK, FULL),
     "causal": Watched(16, 8192, 128, BLOCK, CAUSAL),
     "random 1/16": Watched(16, 16_384, 128, BLOCK, random_blocks(16_384, BLOCK)),
+    "random 1/16 of 32,768": Watched(16, 32_768, 128, BLOCK, random_blocks(32_768, BLOCK)),
     "random 1/16 in blocks of 64": Watched(16, 16_384, 128, 64, random_blocks(16_384, 64)),
     "full, 64 dims": Watched(32, 8192, 64, BLOCK, FULL),
     "causal, 64 dims": Watched(32, 8192, 64, BLOCK, CAUSAL),
@@ -75,17 +80,23 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of a problem: its milliseconds, and the percentages by PARTS."""
+    """One kernel of a contender: its milliseconds, its cycles, and the percentages by PARTS."""
 
     problem: str
+    contender: str
     kernel: str
     milliseconds: float
+    cycles: float
     percent: dict[str, float]
 
 
 def main(
     only: Annotated[str, typer.Option(help=f"One of: {', '.join(PROBLEMS)}.")] = "",
     backend: Annotated[str, typer.Option()] = "auto",
+    peers: Annotated[
+        tuple | None,
+        typer.Option(parser=parse_peers, metavar="PEER,PEER", help="Beside our kernels."),
+    ] = None,
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
     """Reads the hardware counters of the kernels."""
@@ -95,62 +106,93 @@ def main(
         raise typer.BadParameter("needs a GPU, and ncu (Nsight Compute) on the PATH")
     chosen = [only] if only else list(PROBLEMS)
     path = output / f"counters-{slug('cuda')}.json"
-    record = {"environment": environment(torch.device("cuda")), "backend": backend}
+    record = {"environment": environment(torch.device("cuda")), "counters": PARTS}
     rows: list[Row] = []
+    skipped: dict[str, dict[str, str]] = {}
     for name in track(chosen, description="problems"):
-        rows += profiled(name, backend)
-        found = {"complete": name == chosen[-1], "rows": [asdict(row) for row in rows]}
-        write_json(path, record | {"counters": PARTS} | found)
-    Console().print(table_of(rows))
-    Console().print(f"wrote {path}", highlight=False)
+        for contender in contenders(PROBLEMS[name], backend, peers or ()):
+            try:
+                rows += profiled(name, contender)
+            except RuntimeError as error:
+                if is_ours(contender):
+                    raise
+                skipped.setdefault(name, {})[contender] = str(error).strip().splitlines()[-1]
+        found = {"complete": name == chosen[-1], "skipped": skipped}
+        write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table_of(rows))
+    for name, reasons in skipped.items():
+        for contender, reason in reasons.items():
+            console.print(f"[yellow]{contender} on {name}: {reason}[/]")
+    console.print(f"wrote {path}", highlight=False)
 
 
-def run_passes(problem: str, backend: str) -> None:
-    """One forward and one backward pass, which is what the profiler watches."""
-    heads, seq_len, head_dim, side, family, deterministic = PROBLEMS[problem]
+def contenders(problem: Watched, backend: str, peers: tuple[str, ...]) -> Iterator[str]:
+    """Peers know one order of gradients, and dense ones no sparse masks."""
+    yield f"{OURS}:{backend}{'' if problem.deterministic else ANY_ORDER}"
+    for peer in peers if problem.deterministic else ():
+        if problem.family.dense or peer in (Peer.FLASH4, Peer.FLEX):
+            yield peer
+
+
+def run_passes(name: str, contender: str) -> None:
+    """One forward and one backward pass, which the profiler watches, after one that it does not:
+    a first call may compile or try kernels.
+    """
+    heads, seq_len, head_dim, side, family, _ = PROBLEMS[name]
     shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
     (member,), _ = family.choose(shape.size(side), ())
+    attend = contestant(contender, member.problem, "auto")
     sizes = (4, shape.batch, heads, seq_len, head_dim)
-    query, key, value, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
-    options = (member.problem.mask, backend, deterministic)
-    _, backward = bare_passes(query, key, value, grad_out, *options)
-    backward()
+    *leaves, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    for watched in (False, True):
+        torch.cuda.synchronize()
+        if watched:
+            torch.cuda.profiler.start()
+        torch.autograd.grad(attend(*leaves), leaves, grad_out)
     torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
-def profiled(problem: str, backend: str) -> list[Row]:
-    """The kernels of a problem; RuntimeError with what the profiler said if it counted none."""
+def profiled(problem: str, contender: str) -> list[Row]:
+    """The kernels of a contender; RuntimeError with what the profiler said if it counted none."""
     metrics = ",".join(COUNTERS)
-    profiler = ["ncu", "--clock-control", "none", "--kernel-name", OURS]
+    profiler = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
+    profiler += ["--kernel-name", OUR_KERNELS] if is_ours(contender) else []
     profiler += ["--metrics", metrics, "--page", "raw", "--csv", "--print-units", "base"]
-    watched = [sys.executable, "-c", RUN_PASSES, problem, backend]
+    watched = [sys.executable, "-c", RUN_PASSES, problem, contender]
     done = subprocess.run([*profiler, *watched], cwd=ROOT, capture_output=True, text=True)
-    rows = list(rows_of(problem, done.stdout))
+    rows = list(rows_of(problem, contender, done.stdout))
     if done.returncode or not rows:
         raise RuntimeError(f"ncu counted no kernels:\n{done.stdout}{done.stderr}")
     return rows
 
 
-def rows_of(problem: str, printed: str) -> Iterator[Row]:
+def rows_of(problem: str, contender: str, printed: str) -> Iterator[Row]:
     """The kernels in what the profiler printed: lines of CSV among others."""
     lines = [line for line in printed.splitlines() if line.startswith('"')]
     for entry in csv.DictReader(lines):
         if entry["ID"]:  # which the line of units has not
             numbers = {name: float(entry[name].replace(",", "")) for name in COUNTERS}
             percent = {part: numbers[counter] for part, counter in PARTS.items()}
-            kernel = entry["Kernel Name"].removesuffix("_kernel")
-            yield Row(problem, kernel, numbers[NANOSECONDS] / 1e6, percent)
+            kernel = entry["Kernel Name"].removesuffix("_kernel")[:NAME_WIDTH]
+            milliseconds = numbers[NANOSECONDS] / 1e6
+            yield Row(problem, contender, kernel, milliseconds, numbers[CYCLES], percent)
 
 
 def table_of(rows: list[Row]) -> Table:
     table = Table(title="how busy the parts of the GPU are, in % of what they can do")
-    for heading in ("problem", "kernel"):
+    for heading in ("problem", "contender"):
         table.add_column(heading)
-    for heading in ("ms", *PARTS):
+    table.add_column("kernel", max_width=24, no_wrap=True)
+    for heading in ("ms", "1000 cycles", *PARTS):
         table.add_column(heading, justify="right")
     for row in rows:
         shares = (f"{row.percent[part]:.0f}" for part in PARTS)
-        table.add_row(row.problem, row.kernel, f"{row.milliseconds:.3f}", *shares)
+        spent = (f"{row.milliseconds:.3f}", f"{row.cycles / 1000:,.0f}")
+        table.add_row(row.problem, row.contender, row.kernel, *spent, *shares)
     return table
 
 

@@ -122,10 +122,9 @@ def bare_passes(
     grad_out: Tensor,
     mask: BlockMask,
     backend: str,
-    deterministic: bool = True,
 ) -> tuple[Call, Call]:
     """The backend's forward and backward with all that a call prepares prepared."""
-    call = prepare(query, key, mask, backend=backend, deterministic=deterministic)
+    call = prepare(query, key, mask, backend=backend)
     saved = (query, key, value, *call.forward(query, key, value))
     return (
         lambda: call.forward(query, key, value),

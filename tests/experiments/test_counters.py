@@ -13,17 +13,18 @@ from experiments import counters
 PRINTED = """\
 ==PROF== Connected to process 1
 "ID","Kernel Name","Block Size","{names}"
-"","","","ns","%","%","%","%","%","%"
-"0","forward_kernel","(384, 1, 1)","1,234,000","70.5","40","30","20","50.25","10"
-"1","query_gradient_kernel","(384, 1, 1)","2000000","75","41","31","21","51","11"
+"","","","ns","cycle","%","%","%","%","%","%"
+"0","forward_kernel","(384, 1, 1)","1,234,000","2,100,000","70.5","40","30","20","50.25","10"
+"1","query_gradient_kernel","(384, 1, 1)","2000000","3300000","75","41","31","21","51","11"
 ==PROF== Disconnected
 """
 
 
 def test_rows_are_those_of_the_profiler():
     printed = PRINTED.format(names='","'.join(counters.COUNTERS))
-    forward, backward = counters.rows_of("full", printed)
+    forward, backward = counters.rows_of("full", "sparseflash:auto", printed)
     assert (forward.kernel, forward.milliseconds) == ("forward", 1.234)
+    assert (forward.contender, forward.cycles) == ("sparseflash:auto", 2_100_000)
     assert (forward.percent["matrix units"], forward.percent["L2"]) == (70.5, 50.25)
     assert (backward.kernel, backward.percent["exponentials"]) == ("query_gradient", 41)
 
@@ -31,11 +32,12 @@ def test_rows_are_those_of_the_profiler():
 def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
     written = []
 
-    def profiled(problem, backend):
+    def profiled(problem, contender):
         if written:
             raise KeyboardInterrupt
         written.append(problem)
-        return counters.rows_of(problem, PRINTED.format(names='","'.join(counters.COUNTERS)))
+        names = '","'.join(counters.COUNTERS)
+        return counters.rows_of(problem, contender, PRINTED.format(names=names))
 
     monkeypatch.setattr(counters, "profiled", profiled)
     monkeypatch.setattr(counters, "slug", lambda device: "gpu")
@@ -52,6 +54,41 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "counters-gpu.json").read_text())["complete"]
 
 
+@pytest.mark.parametrize(
+    ("problem", "names"),
+    [
+        ("full", ["sparseflash:auto", "cudnn", "flash4"]),
+        ("random 1/16", ["sparseflash:auto", "flash4"]),
+        ("full, in any order", ["sparseflash:auto/any-order"]),
+    ],
+)
+def test_peers_are_watched_on_masks_that_they_know(problem, names):
+    found = counters.contenders(counters.PROBLEMS[problem], "auto", ("cudnn", "flash4"))
+    assert list(found) == names
+
+
+def test_a_peer_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
+    failing = ["flash4"]
+
+    def profiled(problem, contender):
+        if contender in failing:
+            raise RuntimeError(f"ncu counted no kernels:\nTraceback\n{contender} is missing")
+        return []
+
+    monkeypatch.setattr(counters, "profiled", profiled)
+    monkeypatch.setattr(counters, "slug", lambda device: "gpu")
+    monkeypatch.setattr(counters, "environment", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    counters.main(only="full", peers=("flash4",), output=tmp_path)
+    found = json.loads((tmp_path / "counters-gpu.json").read_text())
+    assert found["skipped"] == {"full": {"flash4": "flash4 is missing"}}
+    assert "flash4 on full: flash4 is missing" in capsys.readouterr().out
+    failing.append("sparseflash:auto")
+    with pytest.raises(RuntimeError, match="sparseflash:auto is missing"):
+        counters.main(only="full", output=tmp_path)
+
+
 def test_says_what_it_needs(monkeypatch):
     with pytest.raises(BadParameter, match="random 1/16 in blocks of 64"):
         counters.main(only="nothing")
@@ -66,16 +103,16 @@ def test_says_what_the_profiler_said(monkeypatch, tmp_path):
     failing.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(RuntimeError, match="no permission"):
-        counters.profiled("full", "auto")
+        counters.profiled("full", "sparseflash:auto")
     failing.write_text("#!/bin/sh\necho No kernels were profiled\n")
     with pytest.raises(RuntimeError, match="No kernels"):
-        counters.profiled("full", "auto")
+        counters.profiled("full", "sparseflash:auto")
 
 
 def test_the_kernels_of_our_backends_are_watched():
     files = [*Path(sparseflash.__file__).parent.glob("backends/*/*.py")]
     named = re.findall(r"^def (\w+_kernel)\(", "".join(file.read_text() for file in files), re.M)
-    pattern = re.compile(counters.OURS.removeprefix("regex:"))
+    pattern = re.compile(counters.OUR_KERNELS.removeprefix("regex:"))
     assert len(named) > 10
     assert [name for name in named if not pattern.search(name)] == []
 
