@@ -63,7 +63,8 @@ def check(inputs, dense, block_size, **options):
     mask = BlockMask.from_dense(dense if len(dense) > 1 else dense[0], block_size)
     attention = partial(block_sparse, mask=mask, **options)
     dense = dense.to(query.device)
-    return check_attention(attention, query, key, value, dense, grad_out=grad_out, **options)
+    with poisoned_empty():  # in the backward pass too
+        return check_attention(attention, query, key, value, dense, grad_out=grad_out, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
