@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
 
 from experiments import memory
 from experiments.check import CheckError
@@ -20,7 +19,7 @@ from experiments.measure import DTYPES, Case, Method, run
 from experiments.peers import Peer
 from experiments.plots import draw
 from experiments.record import Record
-from experiments.report import TABLE_WIDTH, load, show
+from experiments.report import load, show, wide_console
 from experiments.roofs import measure_roofs
 from sparseflash import BackendError
 
@@ -125,8 +124,7 @@ def carry_out(
     roofs: bool = False,
 ) -> None:
     """Measures, and whatever comes of it is kept in `path`; then prints and draws it."""
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
+    console = wide_console()
     _make_folder(path.parent)  # an error comes before all is measured
     record = open_record(method, path, resume)
     if roofs and not record.roofs:

@@ -19,7 +19,6 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -27,10 +26,10 @@ from experiments.cli import RESULTS, parse_peers, slug
 from experiments.environment import ROOT, environment
 from experiments.families import CAUSAL, FULL, Single
 from experiments.files import write_json
-from experiments.measure import contestant
+from experiments.measure import Excuses, contestant
 from experiments.peers import ANY_ORDER, Peer
 from experiments.record import OURS, is_ours
-from experiments.report import TABLE_WIDTH
+from experiments.report import wide_console
 from experiments.suites import BLOCK, TOKENS, Shape, at_random
 
 NANOSECONDS, CYCLES = "gpu__time_duration.sum", "sm__cycles_elapsed.max"
@@ -110,17 +109,15 @@ def main(
     rows: list[Row] = []
     skipped: dict[str, dict[str, str]] = {}
     for name in track(chosen, description="problems"):
+        excuses = Excuses()
         for contender in contenders(PROBLEMS[name], backend, peers or ()):
-            try:
+            with excuses.of(contender):
                 rows += profiled(name, contender)
-            except RuntimeError as error:
-                if is_ours(contender):
-                    raise
-                skipped.setdefault(name, {})[contender] = str(error).strip().splitlines()[-1]
+        if excuses.reasons:
+            skipped[name] = excuses.reasons
         found = {"complete": name == chosen[-1], "skipped": skipped}
         write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
+    console = wide_console()
     console.print(table_of(rows))
     for name, reasons in skipped.items():
         for contender, reason in reasons.items():
@@ -166,7 +163,8 @@ def profiled(problem: str, contender: str) -> list[Row]:
     done = subprocess.run([*profiler, *watched], cwd=ROOT, capture_output=True, text=True)
     rows = list(rows_of(problem, contender, done.stdout))
     if done.returncode or not rows:
-        raise RuntimeError(f"ncu counted no kernels:\n{done.stdout}{done.stderr}")
+        lines = f"{done.stdout}{done.stderr}".strip().splitlines() or ["it printed nothing"]
+        raise RuntimeError("\n".join((f"ncu counted no kernels: {lines[-1]}", *lines)))
     return rows
 
 

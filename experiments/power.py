@@ -23,7 +23,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -34,7 +33,7 @@ from experiments.files import write_json
 from experiments.measure import DTYPES, Case, Excuses, Method, checked, random_problem
 from experiments.peers import ANY_ORDER, Peer
 from experiments.record import OURS, useful_flops
-from experiments.report import TABLE_WIDTH
+from experiments.report import wide_console
 from experiments.suites import BLOCK, TOKENS, Shape, at_random
 from experiments.timing import Clock, Sample, prepared
 
@@ -97,8 +96,7 @@ def main(
         skipped |= reasons
         found = {"complete": case is cases[-1], "skipped": skipped}
         write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
+    console = wide_console()
     console.print(table_of(rows))
     for contender, reason in skipped.items():
         console.print(f"[yellow]{contender}: {reason}[/]")

@@ -32,12 +32,18 @@ def main(
     path: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A record, JSON.")],
 ) -> None:
     """Prints the tables of a record and draws its pictures."""
-    record, console = load(path), Console()
-    console.width = max(console.width, TABLE_WIDTH)
+    record, console = load(path), wide_console()
     show(record, console)
     for written in draw(record, path.with_suffix("")):
         console.print(f"wrote {written}", highlight=False)
     print(markdown(record))
+
+
+def wide_console() -> Console:
+    """A console with room for tables, however narrow the terminal is."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    return console
 
 
 def load(path: Path) -> Record:

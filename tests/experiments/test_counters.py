@@ -72,7 +72,7 @@ def test_a_peer_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
 
     def profiled(problem, contender):
         if contender in failing:
-            raise RuntimeError(f"ncu counted no kernels:\nTraceback\n{contender} is missing")
+            raise RuntimeError(f"{contender} is missing\nTraceback")
         return []
 
     monkeypatch.setattr(counters, "profiled", profiled)
@@ -107,6 +107,12 @@ def test_says_what_the_profiler_said(monkeypatch, tmp_path):
     failing.write_text("#!/bin/sh\necho No kernels were profiled\n")
     with pytest.raises(RuntimeError, match="No kernels"):
         counters.profiled("full", "sparseflash:auto")
+    failing.write_text("#!/bin/sh\necho Traceback\necho ValueError: blocks\nexit 1\n")
+    with pytest.raises(RuntimeError, match=r"\Ancu counted no kernels: ValueError: blocks\n"):
+        counters.profiled("full", "flash4")
+    failing.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(RuntimeError, match="printed nothing"):
+        counters.profiled("full", "flash4")
 
 
 def test_the_kernels_of_our_backends_are_watched():
