@@ -37,7 +37,7 @@ QUERY_ROOMS = {
 }
 KEY_ROOMS = {
     128: {
-        64: Room(1, {"STAGES": 6, "KEY_STAGES": 2}),
+        64: Room(1, {"STAGES": 4, "KEY_STAGES": 2}),
         128: Room(1, {"STAGES": 3, "KEY_STAGES": 2}),
         256: Room(1, {"STAGES": 1, "KEY_STAGES": 1}),
     },

@@ -3,6 +3,8 @@
 from typing import NamedTuple
 
 from sparseflash.backends.hopper.gluon_shim import (
+    arrive,
+    await_arrivals,
     gather_lanes,
     gl,
     gluon,
@@ -58,6 +60,20 @@ class Ring(NamedTuple):
     buffers: gl.shared_memory_descriptor
     filled: gl.shared_memory_descriptor
     emptied: gl.shared_memory_descriptor
+
+
+class GroupRing(NamedTuple):
+    """A Ring that groups of warps empty, each warp for itself, while at a barrier in shared memory
+    the group would gather first.
+
+    first: the number of the first of its barriers in hardware; threads: those that meet there, of
+        all groups and of the warp that fills the buffers
+    """
+
+    buffers: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor
+    first: gl.tensor
+    threads: gl.tensor
 
 
 class Dropout(NamedTuple):
@@ -121,10 +137,23 @@ def unspecialized(*pointers: str) -> dict[str, list[str]]:
 @gluon.jit
 def ring(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """STAGES buffers for the tiles of a descriptor, each emptied by CONSUMERS partitions."""
+    filled, emptied = barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
+    return Ring(tile_buffers(descriptor, STAGES), filled, emptied)
+
+
+@gluon.jit
+def group_ring(descriptor, FIRST: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """STAGES buffers for the tiles of a descriptor, emptied by all groups, each of which begins
+    with `hand_over`.
+    """
+    threads: gl.constexpr = 128 * GROUPS + 32
+    return GroupRing(tile_buffers(descriptor, STAGES), barriers(STAGES, 1), FIRST, threads)
+
+
+@gluon.jit
+def tile_buffers(descriptor, STAGES: gl.constexpr):
     shape: gl.constexpr = [STAGES] + descriptor.block_type.shape  # noqa: RUF005 (no star in Gluon)
-    buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
-    filled, emptied = barriers(STAGES, CONSUMERS)
-    return Ring(buffers, filled, emptied)
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
 
 
 @gluon.jit
@@ -133,19 +162,17 @@ def row_ring(CONSUMERS: gl.constexpr):
     buffers = gl.allocate_shared_memory(
         gl.int32, [AHEAD * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    filled, emptied = barriers(AHEAD, CONSUMERS)
+    filled, emptied = barriers(AHEAD, 1), barriers(AHEAD, CONSUMERS)
     return Ring(buffers, filled, emptied)
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """For each buffer of a ring one that says it is filled, and one that says it is emptied."""
-    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """One for each buffer of a ring, at which COUNT arrive."""
+    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(filled.index(stage), count=1)
-        mbarrier.init(emptied.index(stage), count=CONSUMERS)
-    return filled, emptied
+        mbarrier.init(made.index(stage), count=COUNT)
+    return made
 
 
 @gluon.jit
@@ -253,17 +280,49 @@ def fill(ring, descriptor, batch, head, token, stage, phase):
 
     What lies past the sequence becomes zero.
     """
-    filled = ring.filled.index(stage)
     mbarrier.wait(ring.emptied.index(stage), phase)
+    load(ring, descriptor, batch, head, token, stage)
+
+
+@gluon.jit
+def load(ring, descriptor, batch, head, token, stage):
+    """Loads a tile into a buffer that is empty."""
+    filled = ring.filled.index(stage)
     mbarrier.expect(filled, descriptor.block_type.nbytes)
     load_tile(descriptor, [batch, head, token, 0], filled, tile_buffer(ring, stage, descriptor))
 
 
 @gluon.jit
-def skip(ring, stage, phase):
-    """Hands on a buffer as it is as soon as it is empty."""
-    mbarrier.wait(ring.emptied.index(stage), phase)
+def refill(ring, descriptor, batch, head, token, stage):
+    """`fill` of a GroupRing."""
+    await_empty(ring, stage)
+    load(ring, descriptor, batch, head, token, stage)
+
+
+@gluon.jit
+def skip(ring, stage):
+    """Hands on a buffer of a GroupRing as it is as soon as it is empty."""
+    await_empty(ring, stage)
     mbarrier.arrive(ring.filled.index(stage), count=1)
+
+
+@gluon.jit
+def await_empty(ring, stage):
+    """Waits until all groups have handed a buffer of a GroupRing back."""
+    await_arrivals(ring.first + stage, ring.threads)
+
+
+@gluon.jit
+def hand_over(ring, STAGES: gl.constexpr):
+    """Begins a GroupRing: all of its buffers are empty."""
+    for stage in gl.static_range(STAGES):
+        leave(ring, stage)
+
+
+@gluon.jit
+def leave(ring, stage):
+    """`release` of a GroupRing."""
+    arrive(ring.first + stage, ring.threads)
 
 
 @gluon.jit
@@ -315,8 +374,8 @@ def load_blocks(keys, values, key_ring, value_ring, call, batch, head, index, st
         ahead = gl.load(index + i + 1)
         for part in gl.static_range(call.block // COLUMNS):
             token = block * call.block + part * COLUMNS
-            fill(key_ring, keys, batch, head, token, stage, phase)
-            fill(value_ring, values, batch, head, token, stage, phase)
+            refill(key_ring, keys, batch, head, token, stage)
+            refill(value_ring, values, batch, head, token, stage)
             stage, phase = advance(stage, phase, STAGES)
         block = ahead
     return stage, phase

@@ -88,8 +88,8 @@ def forward_kernel(
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
     GROUPS: gl.constexpr = BLOCK // PART
     query_ring = device.ring(queries, GROUPS * QUERY_STAGES, 1)
-    key_ring = device.ring(keys, STAGES, GROUPS)
-    value_ring = device.ring(values, STAGES, GROUPS)
+    key_ring = device.group_ring(keys, 0, STAGES, GROUPS)
+    value_ring = device.group_ring(values, STAGES, STAGES, GROUPS)
     announced = device.row_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
@@ -159,7 +159,7 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
 def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes this group's rows of each tile. `stage` is that of the block last consumed."""
-    query_ring, key_ring, _ = rings
+    query_ring, key_ring, value_ring = rings
     GROUPS: gl.constexpr = call.block // PART
     DIMS: gl.constexpr = outs.block_type.shape[3]
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
@@ -173,6 +173,8 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     buffer = MEMBER
     done = 0
     row_stage, row_phase = 0, 0
+    device.hand_over(key_ring, STAGES)
+    device.hand_over(value_ring, STAGES)
     if MEMBER == 1:
         pass_turn(MEMBER)
     batch, head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
@@ -242,7 +244,7 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    device.release(key_ring, stage)
+    device.leave(key_ring, stage)
     if MASKED and masked > 0:
         scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
@@ -262,7 +264,7 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     mbarrier.wait(value_ring.filled.index(stage), phase)
     acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    device.release(value_ring, stage)
+    device.leave(value_ring, stage)
     return acc, peak, total, stage, phase
 
 
@@ -295,7 +297,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
         token = device.listed_token(call, walk, i, COLUMNS)
         kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    device.release(key_ring, stage)
+    device.leave(key_ring, stage)
     if MASKED and i < masked:
         scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
@@ -304,7 +306,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
         p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
     # The compiler moves this wait up to the first exponentials and what follows in between them.
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    device.release(value_ring, last)
+    device.leave(value_ring, last)
     acc = scaled(acc, decay, OUT)
     return acc, peak, total, device.operand(p, value.dtype, OUT), stage, phase
 

@@ -81,8 +81,8 @@ def fused_gradient_kernel(
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
     sum_shape: gl.constexpr = [2] + sums.block_type.shape  # noqa: RUF005 (no star in Gluon)
     rings = Rings(
-        device.ring(queries, STAGES, 2),
-        device.ring(grad_outs, STAGES, 2),
+        device.group_ring(queries, 0, STAGES, 2),
+        device.group_ring(grad_outs, STAGES, STAGES, 2),
         device.ring(keys, 2 * KEY_STAGES, 2),
         device.ring(values, 2 * KEY_STAGES, 1),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PART], terms.layout),
@@ -149,6 +149,8 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
         rings.sum_buffers.index(MEMBER), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
     )  # fmt: skip
+    device.hand_over(rings.query_ring, STAGES)
+    device.hand_over(rings.grad_out_ring, STAGES)
     place = Place(0, 0, 0, 0, 0)
     key_stage, key_phase = 0, 0
     row_stage, row_phase = 0, 0
@@ -268,7 +270,7 @@ def visit_tiles(dk, dv, place, held, sums, rings, call, walk, batch, head, start
         query_sums.fill(sum_buffer, dq)
         fence_async_shared()
         query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
-    device.release(rings.query_ring, place.stage)
+    device.leave(rings.query_ring, place.stage)
     return dk, dv, after(place, STAGES)
 
 
@@ -347,8 +349,8 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
     if last_tile is not None:
         query_sums.add(sums, sum_buffer, last_tile, MEMBER, WHOLE)
     if last is not None:
-        device.release(rings.query_ring, last.stage)
-    device.release(rings.grad_out_ring, stage)
+        device.leave(rings.query_ring, last.stage)
+    device.leave(rings.grad_out_ring, stage)
     # While products run ptxas has no registers for it but those that it was computed in.
     return dk, dv, device.operand(copied(ds), value.dtype, GRAD)
 

@@ -19,6 +19,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "add_tile",
+    "arrive",
+    "await_arrivals",
     "await_turn",
     "copied",
     "fence_async_shared",
@@ -108,11 +110,11 @@ def _widening(dtype):
     )
 
 
+# Of a program's sixteen hardware barriers Triton takes one, and one for each partition, from 0 on.
+# A global number would be no part of the key by which it finds what it has compiled.
 @gluon.constexpr_function
 def _hardware_barrier(what, number, threads):
-    # Of a program's sixteen Triton takes one, and one for each partition, from 0 on. A global
-    # number would be no part of the key by which it finds what it has compiled.
-    return f"bar.{what} {9 + number}, {threads}; mov.b32 $0, $1;"
+    return f"bar.{what} {4 + number}, {threads}; mov.b32 $0, $1;"
 
 
 @gluon.jit
@@ -135,6 +137,30 @@ def gather_lanes():
     together anyway; racecheck of compute-sanitizer cannot know that.
     """
     _run(_hardware_barrier("sync", 2, 32))
+
+
+@gluon.jit
+def arrive(number, threads):
+    """Tells the warp that awaits it that this group has got so far, and waits for nobody: at an
+    mbarrier Triton would gather the group first.
+
+    number: from 0 to 8; threads: of all groups that arrive, and of the warp
+    """
+    _numbered_barrier("bar.arrive", number, threads)
+
+
+@gluon.jit
+def await_arrivals(number, threads):
+    """Lets one warp wait until all groups have arrived, once each."""
+    _numbered_barrier("bar.sync", number, threads)
+
+
+@gluon.jit
+def _numbered_barrier(WHAT: gl.constexpr, number, threads):
+    ASM: gl.constexpr = WHAT + " $1, $2; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(
+        ASM, "=r,r,r", [number + 7, threads], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -32,8 +32,8 @@ def key_value_gradient_kernel(
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
     GROUPS: gl.constexpr = BLOCK // PART
-    query_ring = device.ring(queries, STAGES, GROUPS)
-    grad_out_ring = device.ring(grad_outs, STAGES, GROUPS)
+    query_ring = device.group_ring(queries, 0, STAGES, GROUPS)
+    grad_out_ring = device.group_ring(grad_outs, STAGES, STAGES, GROUPS)
     key_ring = device.ring(keys, GROUPS * KEY_STAGES, 1)
     value_ring = key_ring  # dV alone needs no values, and leaves by the buffers of keys
     if grad_keys is not None:
@@ -144,12 +144,12 @@ def load_queries(queries, grad_outs, terms, query_ring, grad_out_ring, term_buff
         for part in gl.static_range(call.block // PART):
             token = block * call.block + part * PART
             filled = query_ring.filled.index(stage)
-            mbarrier.wait(query_ring.emptied.index(stage), phase)
+            device.await_empty(query_ring, stage)
             mbarrier.expect(filled, queries.block_type.nbytes + 2 * terms.block_type.nbytes)
             load_tile(queries, [batch, head, token, 0], filled, query_ring.buffers.index(stage))
             load_tile(terms, [terms_row, token], filled, term_buffers.index(2 * stage))
             load_tile(terms, [terms_row + 1, token], filled, term_buffers.index(2 * stage + 1))
-            device.fill(grad_out_ring, grad_outs, batch, head, token, stage, phase)
+            device.refill(grad_out_ring, grad_outs, batch, head, token, stage)
             stage, phase = device.advance(stage, phase, STAGES)
         block = ahead
     return stage, phase
@@ -169,6 +169,8 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
     SCORES: gl.constexpr = device.product_layout(PART)
     GRAD: gl.constexpr = device.product_layout(DIMS)
     offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
+    device.hand_over(query_ring, STAGES)
+    device.hand_over(grad_out_ring, STAGES)
     stage, phase = 0, 0
     key_stage, key_phase = 0, 0
     row_stage, row_phase = 0, 0
@@ -291,8 +293,8 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
         dk = warpgroup_mma(ds, query, dk, is_async=True)
     if WITH_VALUES:
         dv = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(dv,))
-    device.release(grad_out_ring, stage)
+    device.leave(grad_out_ring, stage)
     if WITH_KEYS:
         dk = warpgroup_mma_wait(0, deps=(dk,))
-    device.release(query_ring, stage)
+    device.leave(query_ring, stage)
     return dk, dv

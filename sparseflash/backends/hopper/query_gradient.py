@@ -36,8 +36,8 @@ def query_gradient_kernel(
     rings = (
         device.ring(queries, GROUPS, 1),
         device.ring(grad_outs, GROUPS, 1),
-        device.ring(keys, STAGES, GROUPS),
-        device.ring(values, STAGES, GROUPS),
+        device.group_ring(keys, 0, STAGES, GROUPS),
+        device.group_ring(values, STAGES, STAGES, GROUPS),
     )
     announced = device.row_ring(GROUPS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
@@ -90,11 +90,12 @@ def produce(queries, grad_outs, outs, keys, values, rings, call, GROUP: gl.const
         batch, head, row = device.locate(call, tile, 1)
         walk = device.walk_keys(call, batch, head, row)
         row_stage, row_phase = device.announce(call, batch, head, row, walk, row_stage, row_phase)
-        device.fill(key_ring, outs, batch, head, row * call.block, stage, phase)
+        start = row * call.block
+        device.refill(key_ring, outs, batch, head, start, stage)
         if GROUPS == 1:
-            device.skip(value_ring, stage, phase)
+            device.skip(value_ring, stage)
         else:
-            device.fill(value_ring, outs, batch, head, row * call.block + PART, stage, phase)
+            device.refill(value_ring, outs, batch, head, start + PART, stage)
         stage, phase = device.advance(stage, phase, STAGES)
         # In the order in which the tile before lets go of its buffers.
         for part in gl.static_range(GROUPS):
@@ -124,6 +125,8 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
     GRAD: gl.constexpr = device.product_layout(DIMS)
     query = device.matrix(query_ring, MEMBER)
     grad_out = device.matrix(grad_out_ring, MEMBER)
+    device.hand_over(key_ring, STAGES)
+    device.hand_over(value_ring, STAGES)
     stage, phase = STAGES - 1, 1
     query_phase = 0
     row_stage, row_phase = 0, 0
@@ -183,8 +186,8 @@ def begin(grad_queries, vectors, rings, call, pair, start, stage, phase, query_p
     row_terms.write(vectors, lse2, minus_delta, pair, tokens, call.sizes.rows * call.block)
     # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
     fence_async_shared()
-    device.release(value_ring, stage)
-    device.release(key_ring, stage)
+    device.leave(value_ring, stage)
+    device.leave(key_ring, stage)
     lse2 = gl.convert_layout(lse2, OWN, assert_trivial=True)
     return lse2, gl.convert_layout(minus_delta, OWN, assert_trivial=True)
 
@@ -212,12 +215,12 @@ def step(dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, valu
     if PARTIAL:
         p = gl.where(device.attended(words, COLUMNS, SCORES), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    device.release(value_ring, stage)
+    device.leave(value_ring, stage)
     if call.dropout.threshold is not None:
         kept = device.attended(kept, COLUMNS, SCORES)
         dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
     ds = device.operand(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, GRAD)
     dq = warpgroup_mma(ds, key, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    device.release(key_ring, stage)
+    device.leave(key_ring, stage)
     return dq, stage, phase

@@ -2,7 +2,7 @@
 
 It is unkind where the hardware may be, and the same at every run. The partitions of a program
 take turns: who has to wait for a barrier, or arrives at one, lets all others go first that can; or
-with HURRY the first of those that can go on does, so that it gets as far ahead as it may. A
+with HURRY the last of those that can go on does, so that it gets as far ahead as it may. A
 copy into shared memory destroys what was there at once and lands when somebody waits for it; a
 product reads its operands when it is waited for, and a store its buffer. So a buffer that is
 handed on too early, or read before it is filled, gives wrong numbers, and a barrier that is missed
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 HURRY = False
+RING_BARRIERS = 9  # in hardware, beside those for turns and those of Triton
 _partition = threading.local()
 _program = SimpleNamespace()
 
@@ -72,11 +73,11 @@ class Partitions:
 
     def pass_on(self):
         """The turn goes to the next partition that can go on, round and round unless HURRY."""
-        last = -1 if HURRY else _partition.number
+        last = _partition.number
         following = sorted(self.waits, key=lambda number: (number <= last, number))
         able = [number for number in following if self.waits[number][0]()]
         if able:
-            self.running = able[0]
+            self.running = max(able) if HURRY else able[0]
         elif self.waits and not self.failure:
             what = {number: what for number, (_, what) in self.waits.items()}
             self.failure = Failure(f"deadlock, partitions wait for {what}")
@@ -260,6 +261,35 @@ def pass_turn(member):
         raise Failure("a turn is passed to a group that has not taken the last one")
 
 
+def arrive(number, threads):
+    arrived = _program.arrived[hardware_barrier(number)]
+    if _partition.number in arrived:
+        raise Failure(f"a group arrives at barrier {int(number)} again before it is awaited")
+    arrived.add(_partition.number)
+    if len(arrived) > groups_of(threads):
+        raise Failure("more arrivals at a barrier than it counts")
+    _program.partitions.wait(lambda: True, "its turn")
+
+
+def await_arrivals(number, threads):
+    arrived = _program.arrived[hardware_barrier(number)]
+    _program.partitions.wait(
+        lambda: len(arrived) == groups_of(threads), f"arrivals at {int(number)}"
+    )
+    arrived.clear()
+
+
+def groups_of(threads):
+    """How many groups of four warps meet one warp."""
+    return (threads - 32) // 128
+
+
+def hardware_barrier(number):
+    if not 0 <= number < len(_program.arrived):
+        raise Failure(f"there is no barrier {int(number)}")
+    return int(number)
+
+
 def load_tile(descriptor, start, barrier, buffer):
     buffer.tensor.fill_(torch.nan)
 
@@ -335,6 +365,7 @@ def _atomic_add(pointer, value, sem):
 
 def _warp_specialize(partitions, warps, registers):
     _program.partitions, _program.turns = Partitions(partitions), [0, 0]
+    _program.arrived = [set() for _ in range(RING_BARRIERS)]
     _program.partitions.join()
 
 

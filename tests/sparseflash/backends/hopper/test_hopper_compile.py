@@ -7,7 +7,7 @@ from compile_only import SHARED_MEMORY, finish, start
 from operands import unset_operands
 
 from sparseflash.backends.hopper import backward_pass, forward_pass
-from sparseflash.backends.hopper.launch import REGISTERS
+from sparseflash.backends.hopper.launch import REGISTERS, Room
 
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of tiles, block
@@ -29,13 +29,19 @@ def test_kernels_that_ship(head_dim, block):
 
 
 def check_memory(report: dict) -> None:
-    rooms = ROOMS.get(report["which"], backward_pass.KEY_ROOMS)
-    programs = rooms[report["block"]][report["head_dim"]].programs
+    programs = room_of(report).programs
     memory = (SHARED_MEMORY[90] + RESERVED) // programs - RESERVED
     assert report["shared"] <= memory, report
     assert report["registers"] <= REGISTERS // programs, report
     limit = STACK_LIMIT[report["head_dim"]]["options" in report["mask"]]
     assert report["stack"] <= limit, report
+
+
+def room_of(report: dict) -> Room:
+    if report["which"] == "fused":
+        return backward_pass.FUSED_ROOMS[report["head_dim"]]
+    rooms = ROOMS.get(report["which"], backward_pass.KEY_ROOMS)
+    return rooms[report["block"]][report["head_dim"]]
 
 
 def check_products(report: dict) -> None:
@@ -74,11 +80,19 @@ def fused_products(report: dict) -> tuple[int, int]:
 
 
 def check_barriers(report: dict) -> None:
-    """Two of all 256 threads that compute, one of the warp that loads, none of Triton's."""
-    numbers = {barrier: int(barrier.split(",")[0], 16) for barrier in report["barriers"]}
-    taken = {barrier for barrier, number in numbers.items() if number >= 9}
+    """In turns all 256 threads that compute; those of the warp that loads; two rings, at which the
+    groups arrive and that warp waits; none of Triton's.
+    """
+    threads = f"{128 * (report['block'] // 64) + 32:#x}"
+    taken = {b for b in report["barriers"] if b.startswith("0x") and int(b.split(",")[0], 16) > 3}
     in_turns = report["which"] == "forward" and report["block"] == 128
-    assert taken == {"0xb, 0x20"} | ({"0x9, 0x100", "0xa, 0x100"} if in_turns else set()), report
+    rings = range(7, 7 + 2 * room_of(report).constants["STAGES"])
+    wanted = {"0x6, 0x20"} | ({"0x4, 0x100", "0x5, 0x100"} if in_turns else set())
+    wanted |= {f"{number:#x}, {threads}" for number in rings}
+    assert taken == wanted, report
+    assert max(rings) < 16, report
+    at_run_time = {b.split(", ")[1] for b in report["barriers"] if b.startswith("R")}
+    assert at_run_time <= {threads}, report
     assert "0x0, 0x80" in report["barriers"], report
 
 

@@ -228,7 +228,7 @@ NEEDS_O = """\
     # O was loaded by threads: those loads have to be done before the accelerator fills its buffer.
     fence_async_shared()
 """
-RELEASES_O = "    device.release(value_ring, stage)\n    device.release(key_ring, stage)\n"
+RELEASES_O = "    device.leave(value_ring, stage)\n    device.leave(key_ring, stage)\n"
 ANNOUNCES = """\
             row_stage, row_phase = device.announce(
                 call, batch, kv_head, row, walk, row_stage, row_phase
@@ -246,13 +246,13 @@ MASKS = "if MASKED and i < masked:"
 PLANTED = {
     "values released before they are read": (
         "forward_pass",
-        "    acc = warpgroup_mma_wait(0, deps=(acc,))\n    device.release(value_ring, last)\n",
-        "    device.release(value_ring, last)\n    acc = warpgroup_mma_wait(0, deps=(acc,))\n",
+        "    acc = warpgroup_mma_wait(0, deps=(acc,))\n    device.leave(value_ring, last)\n",
+        "    device.leave(value_ring, last)\n    acc = warpgroup_mma_wait(0, deps=(acc,))\n",
     ),
     "values of the next block released": (
         "forward_pass",
-        "device.release(value_ring, last)",
-        "device.release(value_ring, stage)",
+        "device.leave(value_ring, last)",
+        "device.leave(value_ring, stage)",
     ),
     "values not waited for": (
         "forward_pass",
@@ -293,16 +293,31 @@ PLANTED = {
     "a phase that does not turn": ("device", "phase = phase ^ 1", "phase = phase"),
     "a ring emptied by one group alone": (
         "device",
-        "mbarrier.init(emptied.index(stage), count=CONSUMERS)",
-        "mbarrier.init(emptied.index(stage), count=1)",
+        "128 * GROUPS + 32",
+        "128 + 32",
+    ),
+    "rings that share barriers": (
+        "forward_pass",
+        "device.group_ring(values, STAGES, STAGES, GROUPS)",
+        "device.group_ring(values, 0, STAGES, GROUPS)",
+    ),
+    "a ring that is not handed over": (
+        "query_gradient",
+        "    device.hand_over(value_ring, STAGES)\n",
+        "",
+    ),
+    "a buffer filled before it is empty": (
+        "device",
+        "    await_empty(ring, stage)\n    load",
+        "    load",
     ),
     "a fact that is not told": ("device", "    tell(call, stage, FULLS, walk.fulls)\n", ""),
     "an end that is not told": ("device", "    tell(call, stage, ROW, -1)\n", ""),
     "no end": ("forward_pass", "    device.announce_end(call, row_stage, row_phase)\n", ""),
     "queries released before they are read": (
         "key_value_gradient",
-        "    dk = warpgroup_mma_wait(0, deps=(dk,))\n    device.release(query_ring, stage)\n",
-        "    device.release(query_ring, stage)\n    dk = warpgroup_mma_wait(0, deps=(dk,))\n",
+        "    dk = warpgroup_mma_wait(0, deps=(dk,))\n    device.leave(query_ring, stage)\n",
+        "    device.leave(query_ring, stage)\n    dk = warpgroup_mma_wait(0, deps=(dk,))\n",
     ),
     "row terms not counted": (
         "key_value_gradient",
@@ -347,13 +362,13 @@ def test_planted_bugs_are_found(bug):
 PLANTED_FOR_ONE_GROUP = {
     "values not handed on while O is loaded": (
         "query_gradient",
-        "            device.skip(value_ring, stage, phase)\n",
+        "            device.skip(value_ring, stage)\n",
         "            pass\n",
     ),
     "a ring that waits for a second group": (
         "key_value_gradient",
-        "device.ring(queries, STAGES, GROUPS)",
-        "device.ring(queries, STAGES, 2)",
+        "device.group_ring(queries, 0, STAGES, GROUPS)",
+        "device.group_ring(queries, 0, STAGES, 2)",
     ),
     "the only buffer of queries handed back before O has left": (
         "forward_pass",
@@ -395,8 +410,8 @@ PLANTED_IN_THE_FUSED_KERNEL = {
         "PARTS + (i + part) % PARTS",
     ),
     "queries released before dK has read them": (
-        "        device.release(rings.query_ring, last.stage)\n    device",
-        "        device.release(rings.query_ring, stage)\n    device",
+        "        device.leave(rings.query_ring, last.stage)\n    device",
+        "        device.leave(rings.query_ring, stage)\n    device",
     ),
     "keys released by one group alone": (
         "device.ring(keys, 2 * KEY_STAGES, 2)",
