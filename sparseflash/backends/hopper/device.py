@@ -67,7 +67,7 @@ class GroupRing(NamedTuple):
     the group would gather first.
 
     first: the number of the first of its barriers in hardware; threads: those that meet there, of
-        all groups and of the warp that fills the buffers
+        all groups, of a warp that relays, and of the warp that fills the buffers
     """
 
     buffers: gl.shared_memory_descriptor
@@ -142,11 +142,12 @@ def ring(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def group_ring(descriptor, FIRST: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """STAGES buffers for the tiles of a descriptor, emptied by all groups, each of which begins
-    with `hand_over`.
+def group_ring(descriptor, FIRST: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+               RELAYS: gl.constexpr = 0):  # fmt: skip
+    """STAGES buffers for the tiles of a descriptor, emptied by all groups and RELAYS warps. Each
+    of them begins with `hand_over`.
     """
-    threads: gl.constexpr = 128 * GROUPS + 32
+    threads: gl.constexpr = 128 * GROUPS + 32 * (1 + RELAYS)
     return GroupRing(tile_buffers(descriptor, STAGES), barriers(STAGES, 1), FIRST, threads)
 
 
@@ -223,13 +224,13 @@ def announce_end(call, stage, phase):
 def begin_announcement(call, stage, phase):
     """Waits until all groups have heard what the buffer held."""
     mbarrier.wait(call.announced.emptied.index(stage), phase)
-    gather_lanes()
+    gather_lanes(0)
 
 
 @gluon.jit
 def end_announcement(call, stage):
     """Hands what was told to all groups."""
-    gather_lanes()
+    gather_lanes(0)
     mbarrier.arrive(call.announced.filled.index(stage), count=1)
 
 
@@ -246,6 +247,8 @@ def hear(call, stage, phase):
     length, cuts = call.sizes.k_len, fulls * 0
     if call.key_lengths is not None:
         length, cuts = told(call, stage, LENGTH), told(call, stage, CUTS)
+    if gl.num_warps() == 1:
+        gather_lanes(1)
     release(call.announced, stage)
     stage, phase = advance(stage, phase, AHEAD)
     walk = Walk(length, partial_start, partials, cuts, full_start, fulls)
@@ -261,7 +264,7 @@ def tell(call, stage, FACT: gl.constexpr, number):
 @gluon.jit
 def told(call, stage, FACT: gl.constexpr):
     number = call.announced.buffers.index(stage * FACTS + FACT)
-    return gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    return gl.max(number.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
 
 
 @gluon.jit

@@ -3,8 +3,9 @@
 One warp loads tiles of queries, keys and values, two groups of four warps compute: each owns 64 of
 the 128 queries of a block row. The groups begin products in turns, so that those of one run while
 the other computes its softmax; within a group, the softmax of a block overlaps O += P V of the
-block before. In blocks of 64 a program has one group, and other programs on the same
-multiprocessor have the others.
+block before. Where that pays a further warp waits for the tiles, and a group for its turn alone.
+In blocks of 64 a program has one group, and other programs on the same multiprocessor have the
+others.
 
 Base-2 online softmax: `peak` is the running maximum of the raw scores, `total` the running sum of
 exp2(scale2 * (score - peak)), scale2 = scale * log2(e).
@@ -22,8 +23,10 @@ from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     await_turn,
     fence_async_shared,
+    gather,
     gl,
     gluon,
+    let_in,
     mbarrier,
     opaque,
     pass_turn,
@@ -87,24 +90,31 @@ def forward_kernel(
     table = device.Table(bounds, full_index, partial_index, partial_tile, order, bank, head_layer)
     sizes = device.Sizes(heads, q_len, k_len, mask_heads, rows, tiles, together)
     GROUPS: gl.constexpr = BLOCK // PART
+    RELAYS: gl.constexpr = relays(BLOCK, queries.block_type.shape[3], MASKED)
     query_ring = device.ring(queries, GROUPS * QUERY_STAGES, 1)
-    key_ring = device.group_ring(keys, 0, STAGES, GROUPS)
-    value_ring = device.group_ring(values, STAGES, STAGES, GROUPS)
-    announced = device.row_ring(GROUPS)
+    key_ring = device.group_ring(keys, 0, STAGES, GROUPS, RELAYS)
+    value_ring = device.group_ring(values, STAGES, STAGES, GROUPS, RELAYS)
+    announced = device.row_ring(GROUPS + RELAYS)
     drop = device.Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize(
         queries, keys, values, outs, lse, (query_ring, key_ring, value_ring),
         device.Call(BLOCK, table, sizes, key_lengths, counter, announced, scale2, drop),
-        GROUP, MASKED, STAGES, QUERY_STAGES,
+        RELAYS, GROUP, MASKED, STAGES, QUERY_STAGES,
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def relays(block, dims, masked):
+    """How many warps wait for tiles in place of the groups: 1 or 0."""
+    return int(block > PART.value and (dims == 128 or (dims == 64 and masked)))
+
+
 @gluon.jit
-def specialize(queries, keys, values, outs, lse, rings, call,
+def specialize(queries, keys, values, outs, lse, rings, call, RELAYS: gl.constexpr,
                GROUP: gl.constexpr, MASKED: gl.constexpr,
                STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
-    """Starts `consume` in each group of warps and `produce` in one warp."""
+    """Starts `consume` in each group of warps, and `produce` and `relay` in a warp each."""
     if call.block == PART:
         gl.warp_specialize(
             [
@@ -120,9 +130,10 @@ def specialize(queries, keys, values, outs, lse, rings, call,
                 (consume, (outs, lse, rings, call, 0, MASKED, STAGES, QUERY_STAGES)),
                 (consume, (outs, lse, rings, call, 1, MASKED, STAGES, QUERY_STAGES)),
                 (produce, (queries, keys, values, rings, call, GROUP, STAGES, QUERY_STAGES)),
+                (relay, (rings, call, RELAYS, STAGES)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 1, 1],
+            [240, 24, 24],
         )  # fmt: skip
 
 
@@ -156,6 +167,34 @@ def produce(queries, keys, values, rings, call, GROUP: gl.constexpr, STAGES: gl.
 
 
 @gluon.jit
+def relay(rings, call, RELAYS: gl.constexpr, STAGES: gl.constexpr):
+    """Waits for tiles in place of both groups, and lets each take its next turn once the tiles
+    of it are there: at an mbarrier Triton would gather a group first.
+
+    It hands tiles back like a group, for it may not miss one.
+    """
+    _, key_ring, value_ring = rings
+    PARTS: gl.constexpr = call.block // key_ring.buffers.shape[3]
+    if RELAYS > 0:
+        stage, phase = 0, 0
+        row_stage, row_phase = 0, 0
+        device.hand_over(key_ring, STAGES)
+        device.hand_over(value_ring, STAGES)
+        _, _, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
+        while row >= 0:
+            for i in range((walk.partials + walk.cuts + walk.fulls) * PARTS):
+                mbarrier.wait(key_ring.filled.index(stage), phase)
+                device.leave(key_ring, stage)
+                if i > 0:
+                    let_in(0, RELAYS)
+                    let_in(1, RELAYS)
+                mbarrier.wait(value_ring.filled.index(stage), phase)
+                device.leave(value_ring, stage)
+                stage, phase = device.advance(stage, phase, STAGES)
+            _, _, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
+
+
+@gluon.jit
 def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes this group's rows of each tile. `stage` is that of the block last consumed."""
@@ -164,6 +203,7 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     DIMS: gl.constexpr = outs.block_type.shape[3]
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     PARTS: gl.constexpr = call.block // COLUMNS
+    RELAYS: gl.constexpr = relays(call.block, DIMS, MASKED)
     SCORES: gl.constexpr = device.product_layout(COLUMNS)
     OUT: gl.constexpr = device.product_layout(DIMS)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -176,7 +216,7 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     device.hand_over(key_ring, STAGES)
     device.hand_over(value_ring, STAGES)
     if MEMBER == 1:
-        pass_turn(MEMBER)
+        pass_turn(MEMBER, RELAYS)
     batch, head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
     while row >= 0:
         masked = (walk.partials + walk.cuts) * PARTS
@@ -195,7 +235,8 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
         if count > 0:
             acc, peak, total, stage, phase = attend(
                 acc, peak, total, stage, phase, buffer, rings, previous, owed,
-                call, walk, pair, start, masked, count, MEMBER, MASKED, STAGES, SCORES, OUT,
+                call, walk, pair, start, masked, count,
+                MEMBER, RELAYS, MASKED, STAGES, SCORES, OUT,
             )  # fmt: skip
         else:
             hand_back(query_ring, previous, owed)
@@ -222,7 +263,8 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
-           call, walk, pair, start, masked, count, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+           call, walk, pair, start, masked, count,
+           MEMBER: gl.constexpr, RELAYS: gl.constexpr, MASKED: gl.constexpr,
            STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
     """Adds the tiles of a row, at least one.
 
@@ -256,10 +298,12 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     acc = scaled(acc, decay, OUT)
     weights = device.operand(p, query.dtype, OUT)
     hand_back(query_ring, previous, owed)
+    if RELAYS > 0:
+        gather()  # else Triton would let the group gather in every step
     for i in range(1, count):
         acc, peak, total, weights, stage, phase = step(
             acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-            call, walk, pair, start, i, masked, MEMBER, MASKED, STAGES, SCORES, OUT,
+            call, walk, pair, start, i, masked, MEMBER, RELAYS, MASKED, STAGES, SCORES, OUT,
         )  # fmt: skip
     mbarrier.wait(value_ring.filled.index(stage), phase)
     acc = warpgroup_mma(weights, device.matrix(value_ring, stage), acc, is_async=True)
@@ -270,7 +314,8 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
 
 @gluon.jit
 def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
-         call, walk, pair, start, i, masked, MEMBER: gl.constexpr, MASKED: gl.constexpr,
+         call, walk, pair, start, i, masked,
+         MEMBER: gl.constexpr, RELAYS: gl.constexpr, MASKED: gl.constexpr,
          STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
     """Scores and softmax of tile i; O += P V of the tile before, which is at `stage`.
 
@@ -284,15 +329,17 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     if MASKED:
         words = device.key_words(call, walk, i, masked, MEMBER * PART, COLUMNS, SCORES)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
-    mbarrier.wait(key_ring.filled.index(stage), phase)
+    if RELAYS == 0:
+        mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
     if call.block > PART:
-        await_turn(MEMBER)
+        await_turn(MEMBER, RELAYS)
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(value_ring.filled.index(last), last_phase)
+    if RELAYS == 0:
+        mbarrier.wait(value_ring.filled.index(last), last_phase)
     acc = warpgroup_mma(weights, value, acc, is_async=True)
     if call.block > PART:
-        pass_turn(MEMBER)
+        pass_turn(MEMBER, RELAYS)
     if call.dropout.threshold is not None:
         token = device.listed_token(call, walk, i, COLUMNS)
         kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
@@ -304,7 +351,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     total = total * decay + gl.sum(p, axis=1)
     if call.dropout.threshold is not None:
         p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
-    # The compiler moves this wait up to the first exponentials and what follows in between them.
+    # The compiler moves this wait up, at most to the first maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     device.leave(value_ring, last)
     acc = scaled(acc, decay, OUT)

@@ -24,9 +24,11 @@ __all__ = [
     "await_turn",
     "copied",
     "fence_async_shared",
+    "gather",
     "gather_lanes",
     "gl",
     "gluon",
+    "let_in",
     "load_tile",
     "mbarrier",
     "opaque",
@@ -43,6 +45,7 @@ __all__ = [
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+gather = getattr(gl, "barrier", None) or gl.thread_barrier  # lets a partition gather
 
 
 @builtin
@@ -118,25 +121,40 @@ def _hardware_barrier(what, number, threads):
 
 
 @gluon.jit
-def await_turn(MEMBER: gl.constexpr):
-    """Waits until the other of two groups of four warps has passed its turn to this one."""
-    _run(_hardware_barrier("sync", MEMBER, 256))
+def await_turn(MEMBER: gl.constexpr, RELAYS: gl.constexpr):
+    """Waits until the other of two groups of four warps has passed its turn to this one, and each
+    of RELAYS warps has let it in.
+    """
+    _run(_turn("sync", MEMBER, RELAYS))
 
 
 @gluon.jit
-def pass_turn(MEMBER: gl.constexpr):
+def pass_turn(MEMBER: gl.constexpr, RELAYS: gl.constexpr):
     """Passes the turn to the other of two groups of four warps, and does not wait."""
-    _run(_hardware_barrier("arrive", 1 - MEMBER, 256))
+    _run(_turn("arrive", 1 - MEMBER, RELAYS))
 
 
 @gluon.jit
-def gather_lanes():
+def let_in(MEMBER: gl.constexpr, RELAYS: gl.constexpr):
+    """Lets a group take its next turn, and waits until it does."""
+    _run(_turn("sync", MEMBER, RELAYS))
+
+
+@gluon.constexpr_function
+def _turn(what, member, relays):
+    return _hardware_barrier(what, member, 2 * 128 + 32 * relays)
+
+
+@gluon.jit
+def gather_lanes(WARP: gl.constexpr):
     """Lets all threads of a partition of one warp do what comes before, and then what follows.
+
+    WARP: 0 for the one that loads, 1 for one that relays
 
     Triton's own barrier of a warp leaves nothing in the machine code, since the threads are
     together anyway; racecheck of compute-sanitizer cannot know that.
     """
-    _run(_hardware_barrier("sync", 2, 32))
+    _run(_hardware_barrier("sync", (2, 11)[WARP], 32))
 
 
 @gluon.jit
@@ -144,7 +162,7 @@ def arrive(number, threads):
     """Tells the warp that awaits it that this group has got so far, and waits for nobody: at an
     mbarrier Triton would gather the group first.
 
-    number: from 0 to 8; threads: of all groups that arrive, and of the warp
+    number: from 0 to 8; threads: of all that arrive, and of the warp
     """
     _numbered_barrier("bar.arrive", number, threads)
 

@@ -2,7 +2,7 @@
 
 It is unkind where the hardware may be, and the same at every run. The partitions of a program
 take turns: who has to wait for a barrier, or arrives at one, lets all others go first that can; or
-with HURRY the last of those that can go on does, so that it gets as far ahead as it may. A
+with HURRY the first or the last of those that can go on does and gets as far ahead as it may. A
 copy into shared memory destroys what was there at once and lands when somebody waits for it; a
 product reads its operands when it is waited for, and a store its buffer. So a buffer that is
 handed on too early, or read before it is filled, gives wrong numbers, and a barrier that is missed
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-HURRY = False
+HURRY = None  # or min, or max
 RING_BARRIERS = 9  # in hardware, beside those for turns and those of Triton
 _partition = threading.local()
 _program = SimpleNamespace()
@@ -77,7 +77,7 @@ class Partitions:
         following = sorted(self.waits, key=lambda number: (number <= last, number))
         able = [number for number in following if self.waits[number][0]()]
         if able:
-            self.running = max(able) if HURRY else able[0]
+            self.running = HURRY(able) if HURRY else able[0]
         elif self.waits and not self.failure:
             what = {number: what for number, (_, what) in self.waits.items()}
             self.failure = Failure(f"deadlock, partitions wait for {what}")
@@ -246,16 +246,31 @@ def widened(matrix):
     return matrix.float()
 
 
-def gather_lanes():
+def gather_lanes(warp):
     """A partition is one thread here."""
 
 
-def await_turn(member):
-    _program.partitions.wait(lambda: _program.turns[member] > 0, f"the turn of group {member}")
-    _program.turns[member] -= 1
+def gather():
+    """A partition is one thread here."""
 
 
-def pass_turn(member):
+def await_turn(member, relays):
+    turns, let_in = _program.turns, _program.let_in
+    _program.partitions.wait(
+        lambda: turns[member] and let_in[member] >= relays, f"the turn of group {member}"
+    )
+    turns[member] -= 1
+    let_in[member] = 0
+
+
+def let_in(member, relays):
+    _program.let_in[member] += 1
+    _program.partitions.wait(
+        lambda: not _program.let_in[member], f"group {member} to take its turn"
+    )
+
+
+def pass_turn(member, relays):
     _program.turns[1 - member] += 1
     if _program.turns[1 - member] > 1:
         raise Failure("a turn is passed to a group that has not taken the last one")
@@ -280,8 +295,8 @@ def await_arrivals(number, threads):
 
 
 def groups_of(threads):
-    """How many groups of four warps meet one warp."""
-    return (threads - 32) // 128
+    """How many partitions, of four warps or of one, meet the one that waits."""
+    return threads // 128 + threads % 128 // 32 - 1
 
 
 def hardware_barrier(number):
@@ -364,7 +379,8 @@ def _atomic_add(pointer, value, sem):
 
 
 def _warp_specialize(partitions, warps, registers):
-    _program.partitions, _program.turns = Partitions(partitions), [0, 0]
+    _program.partitions = Partitions(partitions)
+    _program.turns, _program.let_in = [0, 0], [0, 0]
     _program.arrived = [set() for _ in range(RING_BARRIERS)]
     _program.partitions.join()
 
@@ -434,6 +450,7 @@ gl = SimpleNamespace(
     DistributedLinearLayout=lambda *_: None,
     NVMMASharedLayout=SharedLayout,
     program_id=lambda axis: torch.tensor(_program.number),
+    num_warps=lambda: 4,
     num_programs=lambda axis: _program.programs,
     static_range=range,
     warp_specialize=_warp_specialize,

@@ -80,17 +80,24 @@ def fused_products(report: dict) -> tuple[int, int]:
 
 
 def check_barriers(report: dict) -> None:
-    """In turns all 256 threads that compute; those of the warp that loads; two rings, at which the
-    groups arrive and that warp waits; none of Triton's.
+    """In turns all 256 threads that compute, and a warp that relays if there is one; those of the
+    warp that loads, and of the other; two rings, at which the groups and the other arrive and that
+    warp waits; none of Triton's.
     """
-    threads = f"{128 * (report['block'] // 64) + 32:#x}"
+    relays = 0
+    if report["which"] == "forward":
+        is_masked = report["mask"] != "full"
+        relays = forward_pass.relays(report["block"], report["head_dim"], is_masked)
+    threads = f"{128 * (report['block'] // 64) + 32 * (1 + relays):#x}"
     taken = {b for b in report["barriers"] if b.startswith("0x") and int(b.split(",")[0], 16) > 3}
     in_turns = report["which"] == "forward" and report["block"] == 128
     rings = range(7, 7 + 2 * room_of(report).constants["STAGES"])
-    wanted = {"0x6, 0x20"} | ({"0x4, 0x100", "0x5, 0x100"} if in_turns else set())
+    wanted = {"0x6, 0x20"} | ({"0xf, 0x20"} if relays else set())
+    turn = f"{256 + 32 * relays:#x}"
+    wanted |= {f"0x4, {turn}", f"0x5, {turn}"} if in_turns else set()
     wanted |= {f"{number:#x}, {threads}" for number in rings}
     assert taken == wanted, report
-    assert max(rings) < 16, report
+    assert max(rings) < 16 - relays, report
     at_run_time = {b.split(", ")[1] for b in report["barriers"] if b.startswith("R")}
     assert at_run_time <= {threads}, report
     assert "0x0, 0x80" in report["barriers"], report

@@ -134,7 +134,7 @@ def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
 
 
 def test_a_group_alone_far_behind_what_is_loaded(monkeypatch):
-    monkeypatch.setattr(simulated_gluon, "HURRY", True)
+    monkeypatch.setattr(simulated_gluon, "HURRY", max)
     with simulation():
         check(PATTERNS["causal"], 128, lengths=(300, 260), block_size=64)
 
@@ -155,7 +155,7 @@ def test_the_simulated_kernel_of_all_gradients(name, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_one_group_far_ahead_of_the_other(head_dim, monkeypatch):
-    monkeypatch.setattr(simulated_gluon, "HURRY", True)
+    monkeypatch.setattr(simulated_gluon, "HURRY", max)
     with simulation():
         check(PATTERNS["causal"], head_dim, deterministic=False)
 
@@ -243,6 +243,18 @@ LOADS_KEYS = """\
                 key_stage, key_phase = device.advance(key_stage, key_phase, KEY_STAGES)
 """
 MASKS = "if MASKED and i < masked:"
+AWAITS = "    if call.block > PART:\n        await_turn(MEMBER, RELAYS)\n"
+PASSES = "    if call.block > PART:\n        pass_turn(MEMBER, RELAYS)\n"
+KEYS_ARRIVE = """\
+                mbarrier.wait(key_ring.filled.index(stage), phase)
+                device.leave(key_ring, stage)
+"""
+LETS_IN = """\
+                if i > 0:
+                    let_in(0, RELAYS)
+                    let_in(1, RELAYS)
+"""
+VALUES_ARRIVE = "                mbarrier.wait(value_ring.filled.index(stage), phase)\n"
 PLANTED = {
     "values released before they are read": (
         "forward_pass",
@@ -253,11 +265,6 @@ PLANTED = {
         "forward_pass",
         "device.leave(value_ring, last)",
         "device.leave(value_ring, stage)",
-    ),
-    "values not waited for": (
-        "forward_pass",
-        "    mbarrier.wait(value_ring.filled.index(last), last_phase)\n    acc =",
-        "    acc =",
     ),
     "the last values not waited for": (
         "forward_pass",
@@ -270,20 +277,34 @@ PLANTED = {
         "if MASKED and masked > 1:",
     ),
     "a full tile with a mask": ("forward_pass", MASKS, MASKS.replace("<", "<=")),
-    "a turn that is not passed": (
+    "a turn that is not passed": ("forward_pass", f"is_async=True)\n{PASSES}", "is_async=True)\n"),
+    "a turn that is not awaited": ("forward_pass", AWAITS, ""),
+    "no first turn": ("forward_pass", PASSES.replace("call.block > PART", "MEMBER == 1"), ""),
+    "a group that is not let in": (
         "forward_pass",
-        "is_async=True)\n    if call.block > PART:\n        pass_turn(MEMBER)\n",
-        "is_async=True)\n",
-    ),
-    "a turn that is not awaited": (
-        "forward_pass",
-        "    if call.block > PART:\n        await_turn(MEMBER)\n",
+        "                    let_in(1, RELAYS)\n",
         "",
     ),
-    "no first turn": (
+    "a group let in before the keys are there": (
         "forward_pass",
-        "    if MEMBER == 1:\n        pass_turn(MEMBER)\n",
-        "",
+        KEYS_ARRIVE + LETS_IN,
+        LETS_IN + KEYS_ARRIVE,
+    ),
+    "values that nobody waits for": ("forward_pass", VALUES_ARRIVE, ""),
+    "values that the relay keeps": (
+        "forward_pass",
+        f"{VALUES_ARRIVE}                device.leave(value_ring, stage)\n",
+        VALUES_ARRIVE,
+    ),
+    "a relay that misses tiles": (
+        "device",
+        "threads: gl.constexpr = 128 * GROUPS + 32 * (1 + RELAYS)",
+        "threads: gl.constexpr = 128 * GROUPS + 32",
+    ),
+    "rows that the relay may not hear": (
+        "forward_pass",
+        "device.row_ring(GROUPS + RELAYS)",
+        "device.row_ring(GROUPS)",
     ),
     "queries handed back before O has left": (
         "forward_pass",
@@ -293,13 +314,13 @@ PLANTED = {
     "a phase that does not turn": ("device", "phase = phase ^ 1", "phase = phase"),
     "a ring emptied by one group alone": (
         "device",
-        "128 * GROUPS + 32",
-        "128 + 32",
+        "threads: gl.constexpr = 128 * GROUPS",
+        "threads: gl.constexpr = 128",
     ),
     "rings that share barriers": (
         "forward_pass",
-        "device.group_ring(values, STAGES, STAGES, GROUPS)",
-        "device.group_ring(values, 0, STAGES, GROUPS)",
+        "device.group_ring(values, STAGES, STAGES,",
+        "device.group_ring(values, 0, STAGES,",
     ),
     "a ring that is not handed over": (
         "query_gradient",
@@ -354,9 +375,38 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_found(bug):
+    with simulation(*PLANTED[bug]):
+        look_for_a_bug(128)
+
+
+PLANTED_WITHOUT_A_RELAY = {
+    "keys not waited for": (
+        "        mbarrier.wait(key_ring.filled.index(stage), phase)\n    key =",
+        "        pass\n    key =",
+    ),
+    "values not waited for": (
+        "        mbarrier.wait(value_ring.filled.index(last), last_phase)\n    acc =",
+        "        pass\n    acc =",
+    ),
+    "a turn that is not passed": PLANTED["a turn that is not passed"][1:],
+    "no first turn": PLANTED["no first turn"][1:],
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_WITHOUT_A_RELAY)
+def test_planted_bugs_are_found_where_groups_wait_for_tiles(bug):
+    with simulation("forward_pass", *PLANTED_WITHOUT_A_RELAY[bug]):
+        look_for_a_bug(256)
+
+
+def look_for_a_bug(head_dim):
+    """Finds one in one order of the partitions or another, in one program with all rows."""
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 450))
-    with simulation(*PLANTED[bug]), pytest.raises((simulated_gluon.Failure, AssertionError)):
-        check(pattern, 128, lengths=(600, 520), kv_heads=2)
+    found = pytest.raises((simulated_gluon.Failure, AssertionError))
+    with found, patch.dict(globals(), PROGRAMS=1):
+        for hurry in (None, min, max):
+            with patch.object(simulated_gluon, "HURRY", hurry):
+                check(pattern, head_dim, lengths=(600, 520), kv_heads=2)
 
 
 PLANTED_FOR_ONE_GROUP = {
@@ -431,7 +481,7 @@ AT_64_ALONE = ("keys of the row before",)  # at 128 dims there is room for those
     + [(bug, 128) for bug in PLANTED_IN_THE_FUSED_KERNEL if bug not in AT_64_ALONE],
 )
 def test_bugs_planted_in_the_kernel_of_all_gradients_are_found(bug, head_dim, monkeypatch):
-    monkeypatch.setattr(simulated_gluon, "HURRY", True)
+    monkeypatch.setattr(simulated_gluon, "HURRY", max)
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 300))
     code = PLANTED_IN_THE_FUSED_KERNEL[bug]
     found = pytest.raises((simulated_gluon.Failure, AssertionError))
