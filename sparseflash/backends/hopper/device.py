@@ -240,19 +240,27 @@ def hear(call, stage, phase):
     filled = call.announced.filled.index(stage)
     # Twice, since racecheck takes no notice of a wait that had to try again.
     mbarrier.wait(filled, phase)
+    gather_alone()
     mbarrier.wait(filled, phase)
+    gather_alone()
     row, batch, head = told(call, stage, ROW), told(call, stage, BATCH), told(call, stage, HEAD)
     partial_start, partials = told(call, stage, PARTIAL_START), told(call, stage, PARTIALS)
     full_start, fulls = told(call, stage, FULL_START), told(call, stage, FULLS)
     length, cuts = call.sizes.k_len, fulls * 0
     if call.key_lengths is not None:
         length, cuts = told(call, stage, LENGTH), told(call, stage, CUTS)
-    if gl.num_warps() == 1:
-        gather_lanes(1)
+    gather_alone()
     release(call.announced, stage)
     stage, phase = advance(stage, phase, AHEAD)
     walk = Walk(length, partial_start, partials, cuts, full_start, fulls)
     return batch, head, row, walk, stage, phase
+
+
+@gluon.jit
+def gather_alone():
+    """gather_lanes of a warp that hears alone; Triton lets groups gather."""
+    if gl.num_warps() == 1:
+        gather_lanes(1)
 
 
 @gluon.jit
