@@ -106,7 +106,7 @@ def forward_kernel(
 
 @gluon.constexpr_function
 def relays(block, dims, masked):
-    """How many warps wait for tiles in place of the groups: 1 or 0."""
+    """How many warps wait for tiles in place of the groups: 1 where that is faster, else 0."""
     return int(block > PART.value and (dims == 128 or (dims == 64 and masked)))
 
 
