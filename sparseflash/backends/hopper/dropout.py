@@ -24,8 +24,8 @@ def pieces_layout():
 
 @gluon.jit
 def kept_words(drop, pair, query, key, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The bits of pairs that are kept, like device.mask_words: for each of PART queries from
-    `query` on, the words of COLUMNS keys from `key` on.
+    """The bits of pairs that are kept, like those of element_masks.mask_words: for each of PART
+    queries from `query` on, the words of COLUMNS keys from `key` on.
 
     drop: a device.Dropout; pair: batch index * heads + head
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.hopper import device, dropout, launch
+from sparseflash.backends.hopper import device, dropout, element_masks, launch
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     await_turn,
@@ -118,7 +118,7 @@ def specialize(queries, keys, values, outs, lse, rings, call, RELAYS: gl.constex
     if call.block == PART:
         gl.warp_specialize(
             [
-                (consume, (outs, lse, rings, call, 0, MASKED, STAGES, QUERY_STAGES)),
+                (consume, (outs, lse, rings, call, 0, RELAYS, MASKED, STAGES, QUERY_STAGES)),
                 (produce, (queries, keys, values, rings, call, GROUP, STAGES, QUERY_STAGES)),
             ],
             [1],
@@ -127,8 +127,8 @@ def specialize(queries, keys, values, outs, lse, rings, call, RELAYS: gl.constex
     else:
         gl.warp_specialize(
             [
-                (consume, (outs, lse, rings, call, 0, MASKED, STAGES, QUERY_STAGES)),
-                (consume, (outs, lse, rings, call, 1, MASKED, STAGES, QUERY_STAGES)),
+                (consume, (outs, lse, rings, call, 0, RELAYS, MASKED, STAGES, QUERY_STAGES)),
+                (consume, (outs, lse, rings, call, 1, RELAYS, MASKED, STAGES, QUERY_STAGES)),
                 (produce, (queries, keys, values, rings, call, GROUP, STAGES, QUERY_STAGES)),
                 (relay, (rings, call, RELAYS, STAGES)),
             ],
@@ -178,8 +178,8 @@ def relay(rings, call, RELAYS: gl.constexpr, STAGES: gl.constexpr):
     if RELAYS > 0:
         stage, phase = 0, 0
         row_stage, row_phase = 0, 0
-        device.hand_over(key_ring, STAGES)
-        device.hand_over(value_ring, STAGES)
+        device.hand_over(key_ring)
+        device.hand_over(value_ring)
         _, _, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
         while row >= 0:
             for i in range((walk.partials + walk.cuts + walk.fulls) * PARTS):
@@ -195,15 +195,14 @@ def relay(rings, call, RELAYS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
-            STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
+def consume(outs, lse, rings, call, MEMBER: gl.constexpr, RELAYS: gl.constexpr,
+            MASKED: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes this group's rows of each tile. `stage` is that of the block last consumed."""
     query_ring, key_ring, value_ring = rings
     GROUPS: gl.constexpr = call.block // PART
     DIMS: gl.constexpr = outs.block_type.shape[3]
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     PARTS: gl.constexpr = call.block // COLUMNS
-    RELAYS: gl.constexpr = relays(call.block, DIMS, MASKED)
     SCORES: gl.constexpr = device.product_layout(COLUMNS)
     OUT: gl.constexpr = device.product_layout(DIMS)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -213,8 +212,8 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, MASKED: gl.constexpr,
     buffer = MEMBER
     done = 0
     row_stage, row_phase = 0, 0
-    device.hand_over(key_ring, STAGES)
-    device.hand_over(value_ring, STAGES)
+    device.hand_over(key_ring)
+    device.hand_over(value_ring)
     if MEMBER == 1:
         pass_turn(MEMBER, RELAYS)
     batch, head, row, walk, row_stage, row_phase = device.hear(call, row_stage, row_phase)
@@ -280,7 +279,7 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
         query = device.matrix(query_ring, opaque(buffer))
     stage, phase = device.advance(stage, phase, STAGES)
     if MASKED:
-        words = device.key_words(call, walk, 0, masked, MEMBER * PART, COLUMNS, SCORES)
+        words = element_masks.key_words(call, walk, 0, masked, MEMBER * PART, COLUMNS, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
     key = device.matrix(key_ring, stage)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
@@ -288,13 +287,13 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     scores = warpgroup_mma_wait(0, deps=(scores,))
     device.leave(key_ring, stage)
     if MASKED and masked > 0:
-        scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
+        scores = gl.where(element_masks.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
     total = total * decay + gl.sum(p, axis=1)
     if call.dropout.threshold is not None:
         token = device.listed_token(call, walk, 0, COLUMNS)
         kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
-        p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
+        p = gl.where(element_masks.attended(kept, COLUMNS, SCORES), p, 0.0)
     acc = scaled(acc, decay, OUT)
     weights = device.operand(p, query.dtype, OUT)
     hand_back(query_ring, previous, owed)
@@ -327,7 +326,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     last, last_phase = stage, phase
     stage, phase = device.advance(stage, phase, STAGES)
     if MASKED:
-        words = device.key_words(call, walk, i, masked, MEMBER * PART, COLUMNS, SCORES)
+        words = element_masks.key_words(call, walk, i, masked, MEMBER * PART, COLUMNS, SCORES)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     if RELAYS == 0:
         mbarrier.wait(key_ring.filled.index(stage), phase)
@@ -346,12 +345,12 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     scores = warpgroup_mma_wait(1, deps=(scores,))
     device.leave(key_ring, stage)
     if MASKED and i < masked:
-        scores = gl.where(device.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
+        scores = gl.where(element_masks.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
     total = total * decay + gl.sum(p, axis=1)
     if call.dropout.threshold is not None:
-        p = gl.where(device.attended(kept, COLUMNS, SCORES), p, 0.0)
-    # The compiler moves this wait up, at most to the first maxima.
+        p = gl.where(element_masks.attended(kept, COLUMNS, SCORES), p, 0.0)
+    # The compiler moves this wait up, behind some of the exponentials or before the maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     device.leave(value_ring, last)
     acc = scaled(acc, decay, OUT)

@@ -13,7 +13,7 @@ round of the loop to the next: ptxas would then wait for every product.
 
 from typing import NamedTuple
 
-from sparseflash.backends.hopper import device, dropout, query_sums
+from sparseflash.backends.hopper import device, dropout, element_masks, query_sums
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     copied,
@@ -149,8 +149,8 @@ def consume(sums, grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GRO
         rings.sum_buffers.index(MEMBER), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
     )  # fmt: skip
-    device.hand_over(rings.query_ring, STAGES)
-    device.hand_over(rings.grad_out_ring, STAGES)
+    device.hand_over(rings.query_ring)
+    device.hand_over(rings.grad_out_ring)
     place = Place(0, 0, 0, 0, 0)
     key_stage, key_phase = 0, 0
     row_stage, row_phase = 0, 0
@@ -304,7 +304,7 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
     grad_out = device.matrix(rings.grad_out_ring, stage)
     masked = walk.partials * PARTS
     if MASKED:
-        words = device.query_words(call, walk, i, masked, MEMBER * PART, SCORES)
+        words = element_masks.query_words(call, walk, i, masked, MEMBER * PART, SCORES)
     mbarrier.wait(rings.grad_out_ring.filled.index(stage), place.phase)
     mbarrier.wait(rings.query_ring.filled.index(stage), place.phase)
     scores, minus_delta = read_terms(rings.term_buffers, call, stage, start, walk.length, SCORES)
@@ -324,7 +324,7 @@ def visit_tile(dk, dv, last_ds, last, last_tile, place, held, sums, rings, call,
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * call.scale2)
     if MASKED and i < masked:
-        p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
+        p = gl.where(element_masks.attended(words, PART, SCORES), p, 0.0)
     p = p.to(value.dtype)  # which leaves registers for dQ
     weights = p
     if call.dropout.threshold is not None:

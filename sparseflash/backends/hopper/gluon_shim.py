@@ -113,8 +113,9 @@ def _widening(dtype):
     )
 
 
-# Of a program's sixteen hardware barriers Triton takes one, and one for each partition, from 0 on.
-# A global number would be no part of the key by which it finds what it has compiled.
+# Of a program's sixteen hardware barriers Triton takes up to four, from 0 on: two, and one for
+# each further partition of several warps. A global number would be no part of the key by which it
+# finds what it has compiled.
 @gluon.constexpr_function
 def _hardware_barrier(what, number, threads):
     return f"bar.{what} {4 + number}, {threads}; mov.b32 $0, $1;"

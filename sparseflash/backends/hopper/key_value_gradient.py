@@ -5,7 +5,7 @@ dV += P^T dO and dK += dS^T Q. Tiles of 64 queries leave registers for both sums
 for more the kernel runs once for each of them, with None for the other.
 """
 
-from sparseflash.backends.hopper import device, dropout
+from sparseflash.backends.hopper import device, dropout, element_masks
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
@@ -169,8 +169,8 @@ def consume(grad_keys, grad_values, rings, call, MEMBER: gl.constexpr, GROUP: gl
     SCORES: gl.constexpr = device.product_layout(PART)
     GRAD: gl.constexpr = device.product_layout(DIMS)
     offsets = gl.arange(0, PART, layout=gl.SliceLayout(1, GRAD))
-    device.hand_over(query_ring, STAGES)
-    device.hand_over(grad_out_ring, STAGES)
+    device.hand_over(query_ring)
+    device.hand_over(grad_out_ring)
     stage, phase = 0, 0
     key_stage, key_phase = 0, 0
     row_stage, row_phase = 0, 0
@@ -246,7 +246,7 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
     TOGETHER: gl.constexpr = WITH_KEYS and WITH_VALUES
     if PARTIAL:
         entry = walk.partial_start + i // PARTS
-        words = device.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
+        words = element_masks.mask_words(call, entry, MEMBER * PART, i % PARTS * 2, PART, SCORES)
     query, grad_out = device.matrix(query_ring, stage), device.matrix(grad_out_ring, stage)
     zeros = gl.zeros([PART, PART], gl.float32, SCORES)
     dp = zeros
@@ -276,7 +276,7 @@ def step(dk, dv, i, key, value, query_ring, grad_out_ring, term_buffers, stage, 
     scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 0))
     if PARTIAL:
-        p = gl.where(device.attended(words, PART, SCORES), p, 0.0)
+        p = gl.where(element_masks.attended(words, PART, SCORES), p, 0.0)
     if WITH_VALUES:
         weights = p
         if call.dropout.threshold is not None:

@@ -8,7 +8,7 @@ rings of keys and values ahead of the first block, so that it is there when dO i
 first group through that of keys, the part of the second, if there is one, through that of values.
 """
 
-from sparseflash.backends.hopper import device, dropout, row_terms
+from sparseflash.backends.hopper import device, dropout, element_masks, row_terms
 from sparseflash.backends.hopper.device import PART
 from sparseflash.backends.hopper.gluon_shim import (
     fence_async_shared,
@@ -125,8 +125,8 @@ def consume(grad_queries, vectors, rings, call, MEMBER: gl.constexpr, MASKED: gl
     GRAD: gl.constexpr = device.product_layout(DIMS)
     query = device.matrix(query_ring, MEMBER)
     grad_out = device.matrix(grad_out_ring, MEMBER)
-    device.hand_over(key_ring, STAGES)
-    device.hand_over(value_ring, STAGES)
+    device.hand_over(key_ring)
+    device.hand_over(value_ring)
     stage, phase = STAGES - 1, 1
     query_phase = 0
     row_stage, row_phase = 0, 0
@@ -200,7 +200,7 @@ def step(dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, valu
     COLUMNS: gl.constexpr = key_ring.buffers.shape[3]
     stage, phase = device.advance(stage, phase, STAGES)
     if PARTIAL:
-        words = device.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
+        words = element_masks.key_mask_words(call, walk, i, MEMBER * PART, COLUMNS, SCORES)
     key, value = device.matrix(key_ring, stage), device.matrix(value_ring, stage)
     zeros = gl.zeros([PART, COLUMNS], gl.float32, SCORES)
     mbarrier.wait(key_ring.filled.index(stage), phase)
@@ -213,11 +213,11 @@ def step(dq, stage, phase, i, lse2, minus_delta, query, grad_out, key_ring, valu
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = gl.exp2(scores * call.scale2 - gl.expand_dims(lse2, 1))
     if PARTIAL:
-        p = gl.where(device.attended(words, COLUMNS, SCORES), p, 0.0)
+        p = gl.where(element_masks.attended(words, COLUMNS, SCORES), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     device.leave(value_ring, stage)
     if call.dropout.threshold is not None:
-        kept = device.attended(kept, COLUMNS, SCORES)
+        kept = element_masks.attended(kept, COLUMNS, SCORES)
         dp = gl.where(kept, dp * call.dropout.keep_scale, 0.0)
     ds = device.operand(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, GRAD)
     dq = warpgroup_mma(ds, key, dq, is_async=True)

@@ -279,9 +279,9 @@ def pass_turn(member, relays):
 def arrive(number, threads):
     arrived = _program.arrived[hardware_barrier(number)]
     if _partition.number in arrived:
-        raise Failure(f"a group arrives at barrier {int(number)} again before it is awaited")
+        raise Failure(f"a partition arrives at barrier {int(number)} again before it is awaited")
     arrived.add(_partition.number)
-    if len(arrived) > groups_of(threads):
+    if len(arrived) > arrivals_of(threads):
         raise Failure("more arrivals at a barrier than it counts")
     _program.partitions.wait(lambda: True, "its turn")
 
@@ -289,12 +289,12 @@ def arrive(number, threads):
 def await_arrivals(number, threads):
     arrived = _program.arrived[hardware_barrier(number)]
     _program.partitions.wait(
-        lambda: len(arrived) == groups_of(threads), f"arrivals at {int(number)}"
+        lambda: len(arrived) == arrivals_of(threads), f"arrivals at {int(number)}"
     )
     arrived.clear()
 
 
-def groups_of(threads):
+def arrivals_of(threads):
     """How many partitions, of four warps or of one, meet the one that waits."""
     return threads // 128 + threads % 128 // 32 - 1
 

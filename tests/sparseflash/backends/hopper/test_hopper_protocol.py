@@ -24,7 +24,8 @@ from sparseflash.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
 MODULES = (
-    *("device", "dropout", "launch", "row_terms", "query_gradient", "key_value_gradient"),
+    *("device", "element_masks", "dropout", "launch"),
+    *("row_terms", "query_gradient", "key_value_gradient"),
     *("query_sums", "fused_gradient"),
     *("forward_pass", "backward_pass"),
 )
@@ -324,7 +325,7 @@ PLANTED = {
     ),
     "a ring that is not handed over": (
         "query_gradient",
-        "    device.hand_over(value_ring, STAGES)\n",
+        "    device.hand_over(value_ring)\n",
         "",
     ),
     "a buffer filled before it is empty": (
@@ -430,7 +431,7 @@ PLANTED_FOR_ONE_GROUP = {
         ANNOUNCES + LOADS_KEYS,
         LOADS_KEYS + ANNOUNCES,
     ),
-    "a bank of tiles of 128": ("device", "call.block // 32", "128 // 32"),
+    "a bank of tiles of 128": ("element_masks", "call.block // 32", "128 // 32"),
 }
 
 
