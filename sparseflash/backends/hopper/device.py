@@ -14,6 +14,7 @@ from sparseflash.backends.hopper.gluon_shim import (
 )
 
 PART = gl.constexpr(64)  # tokens of a block that a group of four warps owns
+THREADS = gl.constexpr(4)  # that share a row of a product
 AHEAD = gl.constexpr(4)  # how many rows are announced ahead
 FACTS = gl.constexpr(9)  # of a row that is announced:
 ROW, BATCH, HEAD, PARTIAL_START, PARTIALS, FULL_START, FULLS, LENGTH, CUTS = map(
@@ -397,6 +398,13 @@ def load_blocks(keys, values, key_ring, value_ring, call, batch, head, index, st
 def product_layout(columns):
     """The layout of a product (PART, columns) of four warps."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def shares_layout():
+    """The layout of (PART, THREADS): what each thread has for its share of a product's row."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.constexpr_function

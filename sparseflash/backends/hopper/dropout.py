@@ -4,22 +4,14 @@ One Philox call serves four neighbouring keys of a query. In the layout of a pro
 share a row: each draws the bits of a quarter of its keys, and then they exchange them.
 """
 
-from sparseflash.backends.hopper.device import PART
+from sparseflash.backends.hopper.device import PART, THREADS, shares_layout
 from sparseflash.backends.hopper.gluon_shim import gl, gluon
 
-THREADS = gl.constexpr(4)  # that share a row of a product
 ROUNDS = gl.constexpr(10)
 # Words of 32 bits, signed as all integers of the kernels.
 MULTIPLIER_0, MULTIPLIER_1 = gl.constexpr(0xD2511F53 - 2**32), gl.constexpr(0xCD9E8D57 - 2**32)
 WEYL_0, WEYL_1 = gl.constexpr(0x9E3779B9 - 2**32), gl.constexpr(0xBB67AE85 - 2**32)
 SIGN = gl.constexpr(-(2**31))
-
-
-@gluon.constexpr_function
-def pieces_layout():
-    """Quarters of the rows of a product of four warps, each where the product has its row."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
@@ -29,15 +21,15 @@ def kept_words(drop, pair, query, key, COLUMNS: gl.constexpr, LAYOUT: gl.constex
 
     drop: a device.Dropout; pair: batch index * heads + head
     """
-    PIECES: gl.constexpr = pieces_layout()
+    SHARES: gl.constexpr = shares_layout()
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     QUADS: gl.constexpr = COLUMNS // (4 * THREADS)  # of each thread
     PER_WORD: gl.constexpr = 8 // QUADS  # threads that share a word
-    threads = gl.arange(0, THREADS, layout=gl.SliceLayout(0, PIECES)).to(gl.int32)
-    queries = query + gl.arange(0, PART, layout=gl.SliceLayout(1, PIECES))
+    threads = gl.arange(0, THREADS, layout=gl.SliceLayout(0, SHARES)).to(gl.int32)
+    queries = query + gl.arange(0, PART, layout=gl.SliceLayout(1, SHARES))
     queries = gl.expand_dims(queries.to(gl.int32), 1)
     quads = gl.expand_dims(key // 4 + threads * QUADS, 0)
-    bits = gl.zeros([PART, THREADS], gl.int32, PIECES)
+    bits = gl.zeros([PART, THREADS], gl.int32, SHARES)
     for i in gl.static_range(QUADS):
         words = philox(drop, (quads + i).to(gl.int32), queries, pair.to(gl.int32))
         for k in gl.static_range(4):

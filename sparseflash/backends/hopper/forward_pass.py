@@ -19,7 +19,7 @@ from torch import Tensor
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import device, dropout, element_masks, launch
-from sparseflash.backends.hopper.device import PART
+from sparseflash.backends.hopper.device import PART, THREADS
 from sparseflash.backends.hopper.gluon_shim import (
     await_turn,
     fence_async_shared,
@@ -225,7 +225,7 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, RELAYS: gl.constexpr,
         pair = batch * call.sizes.heads + head
         start = row * call.block + MEMBER * PART
         peak = gl.full([PART], device.NEG_INF, gl.float32, ROWS)
-        total = gl.zeros([PART], gl.float32, ROWS)
+        total = gl.zeros([PART, THREADS], gl.float32, device.shares_layout())
         acc = gl.zeros([PART, DIMS], gl.float32, OUT)
         owed = (done > 0) & (QUERY_STAGES > 1)
         if QUERY_STAGES == 1:
@@ -239,6 +239,7 @@ def consume(outs, lse, rings, call, MEMBER: gl.constexpr, RELAYS: gl.constexpr,
             )  # fmt: skip
         else:
             hand_back(query_ring, previous, owed)
+        total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
         empty = total == 0.0
         total = gl.where(empty, 1.0, total)
         row_lse = gl.where(
@@ -289,7 +290,7 @@ def attend(acc, peak, total, stage, phase, buffer, rings, previous, owed,
     if MASKED and masked > 0:
         scores = gl.where(element_masks.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
-    total = total * decay + gl.sum(p, axis=1)
+    total = grown(total, decay, p, call.dropout.threshold is not None)
     if call.dropout.threshold is not None:
         token = device.listed_token(call, walk, 0, COLUMNS)
         kept = dropout.kept_words(call.dropout, pair, start, token, COLUMNS, SCORES)
@@ -347,7 +348,7 @@ def step(acc, peak, total, weights, stage, phase, query, key_ring, value_ring,
     if MASKED and i < masked:
         scores = gl.where(element_masks.attended(words, COLUMNS, SCORES), scores, device.NEG_INF)
     p, peak, decay = softmax(scores, peak, call.scale2, MASKED)
-    total = total * decay + gl.sum(p, axis=1)
+    total = grown(total, decay, p, call.dropout.threshold is not None)
     if call.dropout.threshold is not None:
         p = gl.where(element_masks.attended(kept, COLUMNS, SCORES), p, 0.0)
     # The compiler moves this wait up, behind some of the exponentials or before the maxima.
@@ -362,6 +363,22 @@ def scaled(acc, factor, OUT: gl.constexpr):
     """The rows of `acc` times their factors."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT), assert_trivial=True)
     return acc * gl.expand_dims(factor, 1)
+
+
+@gluon.jit
+def grown(total, decay, p, DROPOUT: gl.constexpr):
+    """(PART, THREADS): `total * decay` and the sums of rows of `p`, each thread's share of them.
+
+    A row is added up at its end, so no thread waits for others meanwhile. With dropout one thread
+    has all of it: ptxas of CUDA 13 would run short of registers, and wait for every product.
+    """
+    SHARES: gl.constexpr = device.shares_layout()
+    sums = gl.sum(p.reshape([PART, p.shape[1] // (2 * THREADS), THREADS, 2]), axis=3)
+    sums = gl.convert_layout(gl.sum(sums, axis=1), SHARES, assert_trivial=True)
+    if DROPOUT:
+        threads = gl.expand_dims(gl.arange(0, THREADS, layout=gl.SliceLayout(0, SHARES)), 0)
+        sums = gl.where(threads == 0, gl.expand_dims(gl.sum(sums, axis=1), 1), 0.0)
+    return scaled(total, decay, SHARES) + sums
 
 
 @gluon.jit
