@@ -8,7 +8,7 @@ In blocks of 64 a program has one group, and other programs on the same multipro
 others.
 
 Base-2 online softmax: `peak` is the running maximum of the raw scores, `total` the running sum of
-exp2(scale2 * (score - peak)), scale2 = scale * log2(e).
+exp2(scale2 * (score - peak)), in parts that add up to it, scale2 = scale * log2(e).
 
 Source: Shah et al., "FlashAttention-3", 2024, for the schedule.
 """
