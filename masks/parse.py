@@ -28,8 +28,8 @@ def parse(text: str) -> Pattern:
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a string, got {type(text).__name__}")
-    path, _, name = text.partition(".py:")
-    if name:
+    path, _, name = text.rpartition(".py:")
+    if path and name.isidentifier():
         return _from_file(Path(f"{path}.py"), name)
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
@@ -46,6 +46,11 @@ def as_pattern(pattern: Pattern | str) -> Pattern:
     return pattern
 
 
+def optional_pattern(pattern: Pattern | str | None) -> Pattern | None:
+    """See as_pattern; None stays None."""
+    return None if pattern is None else as_pattern(pattern)
+
+
 def _evaluate(node: ast.expr) -> Pattern:
     match node:
         case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
@@ -53,10 +58,10 @@ def _evaluate(node: ast.expr) -> Pattern:
         case ast.UnaryOp(ast.Invert(), operand):
             return ~_evaluate(operand)
         case ast.Name(name):
-            return _builtin(name)()
+            return call_builtin(name)
         case ast.Call(ast.Name(name), args, keywords):
-            return _builtin(name)(
-                *map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords}
+            return call_builtin(
+                name, *map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords}
             )
     raise ValueError(
         f"pattern {ast.unparse(node)!r} must be built of {sorted(BUILTIN)} with & | ^ - ~"
@@ -72,10 +77,25 @@ def _literal(node: ast.expr):
         ) from None
 
 
-def _builtin(name: str):
-    if name not in BUILTIN:
-        raise ValueError(f"unknown pattern {name!r}; known: {sorted(BUILTIN)}")
-    return BUILTIN[name]
+def call_builtin(maker: str, /, *args: Any, **kwargs: Any) -> Pattern:
+    """The built-in pattern `maker` with arguments that were read from a text or a file.
+
+    Such arguments are data: one that names a Python file would run it in the process of whoever
+    reads the text, so it is refused. Raises ValueError for that, and for an unknown maker.
+    """
+    if maker not in BUILTIN:
+        raise ValueError(f"unknown pattern {maker!r}; known: {sorted(BUILTIN)}")
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, str) and _names_file(value):
+            raise ValueError(
+                f"arguments of {maker} must not name a Python file, got {value!r}: reading a "
+                "pattern runs no code"
+            )
+    return BUILTIN[maker](*args, **kwargs)
+
+
+def _names_file(text: str) -> bool:
+    return ".py:" in text
 
 
 def defined_in(path: Path, name: str) -> Any:

@@ -114,21 +114,34 @@ class Recipe(NamedTuple):
 BUILTIN: dict[str, Callable[..., Pattern]] = {}
 
 
-def builtin(make: Callable[P, Pattern]) -> Callable[P, Pattern]:
+def builtin(
+    **resolve: Callable[[Any], Any],
+) -> Callable[[Callable[P, Pattern]], Callable[P, Pattern]]:
     """Decorator of a function that makes patterns: `parse` knows it by its name, and what it makes
     can be saved.
+
+    Args:
+        resolve: For arguments that may name something else, a function that finds it. It is called
+            once, before the argument is used and recorded.
     """
-    signature = inspect.signature(make)
 
-    @wraps(make)
-    def recorded(*args: P.args, **kwargs: P.kwargs) -> Pattern:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = {name: plain(value) for name, value in given.arguments.items()}
-        return replace(make(*args, **kwargs), recipe=Recipe(make.__name__, arguments))
+    def decorate(make: Callable[P, Pattern]) -> Callable[P, Pattern]:
+        signature = inspect.signature(make)
 
-    BUILTIN[make.__name__] = recorded
-    return recorded
+        @wraps(make)
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> Pattern:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            for name, find in resolve.items():
+                given.arguments[name] = find(given.arguments[name])
+            arguments = {name: plain(value) for name, value in given.arguments.items()}
+            made = make(*given.args, **given.kwargs)
+            return replace(made, recipe=Recipe(make.__name__, arguments))
+
+        BUILTIN[make.__name__] = recorded
+        return recorded
+
+    return decorate
 
 
 def pattern(attends: Callable) -> Pattern:

@@ -20,7 +20,8 @@ from masks import tiles
 from masks.block_mask import BlockMask, assemble
 from masks.grid import Grid
 from masks.intervals import Runs
-from masks.pattern import BUILTIN, Pattern, stack
+from masks.parse import call_builtin
+from masks.pattern import Pattern, stack
 
 VERSION = 1
 HEADER = "masks"  # the key of the safetensors metadata
@@ -124,9 +125,7 @@ def _read(value: Any) -> Any:
     arguments = {name: _read(argument) for name, argument in written.items()}
     if maker in _MAKERS:
         return _MAKERS[maker](*arguments.values())
-    if maker not in BUILTIN:
-        raise ValueError(f"unknown pattern {maker!r}; known: {sorted(BUILTIN)}")
-    return BUILTIN[maker](**arguments)
+    return call_builtin(maker, **arguments)
 
 
 def _read_header(text: str | None, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from masks.grid import Grid
 from masks.pattern import Pattern, builtin
 
 
-@builtin
+@builtin()
 def butterfly(max_stride: int | None = None) -> Pattern:
     """Fixed flat block butterfly: block i attends itself and the blocks i xor m for m = 1, 2, 4,
     ..., max_stride / 2.

@@ -7,7 +7,7 @@ from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
-@builtin
+@builtin()
 def causal(*, align: str | None = None) -> Pattern:
     """Query q attends the keys k <= q + offset.
 

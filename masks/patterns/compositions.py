@@ -12,7 +12,7 @@ from masks.patterns.local import local
 from masks.patterns.random import random_blocks
 
 
-@builtin
+@builtin()
 def longformer(window: int, num_global: int) -> Pattern:
     """local(window) | global_tokens(num_global): |q - k| <= window, or q or k among the first
     tokens; in tokens.
@@ -25,7 +25,7 @@ def longformer(window: int, num_global: int) -> Pattern:
     return Pattern(f"longformer({window}, {num_global})", both.build)
 
 
-@builtin
+@builtin()
 def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int = 0) -> Pattern:
     """Full blocks: a window of `window` blocks around the diagonal, `num_global` first rows and
     columns of blocks, and `num_random` blocks drawn in every row (they may fall on the others).

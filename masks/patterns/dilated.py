@@ -4,7 +4,7 @@ from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
-@builtin
+@builtin()
 def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
     """Dilated sliding window: query q attends k = q + m * dilation for |m| <= window.
 

@@ -10,12 +10,12 @@ from masks.block_mask import BlockMask
 from masks.build import from_intervals
 from masks.grid import Grid
 from masks.intervals import empty
-from masks.parse import as_pattern
+from masks.parse import optional_pattern
 from masks.pattern import Pattern, builtin
 from masks.place import place
 
 
-@builtin
+@builtin(pattern=optional_pattern)
 def documents(
     lengths: Sequence[int],
     k_lengths: Sequence[int] | None = None,
@@ -25,12 +25,15 @@ def documents(
 
     lengths: tokens of each document, summing to q_len; k_lengths: the same for the keys when they
         differ.
-    pattern: which of those keys: this pattern, or the one that this text names, at the document's
-        own lengths, its blocks counted from the document's first token; by default all.
+    pattern: which of those keys: this Pattern, or the one that a text names, at the document's own
+        lengths, its blocks counted from the document's first token; by default all. A text is
+        resolved when `documents` is called, once: a file that it names is run then and never by a
+        reader of what was saved.
     Raises ValueError for no lengths or some below 0, for lists of different lengths, and for sums
     other than the sequence length; TypeError for lengths that are no integers and a pattern of
     another type.
     """
+    assert not isinstance(pattern, str), "the decorator has resolved it"
     q_lengths = wholes("lengths", lengths, least=0)
     k_lengths = q_lengths if k_lengths is None else wholes("k_lengths", k_lengths, least=0)
     if not q_lengths or len(q_lengths) != len(k_lengths):
@@ -38,7 +41,6 @@ def documents(
             f"lengths must be at least one and as many as k_lengths, got {q_lengths} and "
             f"{k_lengths}"
         )
-    own = None if pattern is None else as_pattern(pattern)
 
     def build(grid: Grid) -> BlockMask:
         if (sum(q_lengths), sum(k_lengths)) != grid.seq_len:
@@ -46,11 +48,11 @@ def documents(
                 f"lengths must sum to seq_len {grid.seq_len}, got "
                 f"{(sum(q_lengths), sum(k_lengths))}"
             )
-        if own is None:
+        if pattern is None:
             return _all_keys(grid, q_lengths, k_lengths)
-        return _own_pattern(grid, q_lengths, k_lengths, own)
+        return _own_pattern(grid, q_lengths, k_lengths, pattern)
 
-    shown = "" if own is None else f", {own.name}"
+    shown = "" if pattern is None else f", {pattern.name}"
     span = f"{len(q_lengths)} of {min(q_lengths)} to {max(q_lengths)}"
     return Pattern(f"documents({span}{shown})", build)
 

@@ -10,7 +10,7 @@ from masks.grid import Grid
 from masks.pattern import Pattern, builtin
 
 
-@builtin
+@builtin()
 def global_tokens(tokens: int | Sequence[int]) -> Pattern:
     """Chosen tokens attend every key and are attended by every query: q in tokens or k in tokens.
 

@@ -8,7 +8,7 @@ from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
-@builtin
+@builtin()
 def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern:
     """Sliding window: query q attends the keys with |q - k| <= window, in tokens.
 

@@ -7,7 +7,7 @@ from masks.grid import Grid
 from masks.pattern import Pattern, builtin
 
 
-@builtin
+@builtin()
 def neighborhood2d(columns: int, radius: int) -> Pattern:
     """Blocks as points of a plane: block i attends j where both their rows and their columns are
     at most `radius` apart.

@@ -10,7 +10,7 @@ from masks.grid import Grid
 from masks.pattern import Pattern, builtin
 
 
-@builtin
+@builtin()
 def random(density: float, seed: int = 0) -> Pattern:
     """Every block row holds exactly max(1, round(density * nk)) full blocks, uniformly without
     replacement.

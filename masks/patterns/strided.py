@@ -8,7 +8,7 @@ from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
-@builtin
+@builtin()
 def strided(stride: int, *, window: int = 0, align: str | None = None) -> Pattern:
     """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window; stride and window in
     blocks.

@@ -10,7 +10,7 @@ from masks.pattern import Pattern, builtin
 from masks.place import place
 
 
-@builtin
+@builtin()
 def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
     """A token tree over a cached prefix: node q attends the prefix, its ancestors and itself.
 

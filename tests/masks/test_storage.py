@@ -168,3 +168,52 @@ def test_a_mask_comes_to_a_device_and_nothing_else_is_saved(tmp_path):
     with pytest.raises(TypeError, match="mask must be a Pattern or a BlockMask, got DynamicMask"):
         masks.save(masks.BlockMask.from_blocks(torch.ones(2, 2) > 0), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """(the name of a pattern in a file that leaves a trace when it is run, the trace)"""
+    trace = tmp_path / "ran"
+    file = tmp_path / "hostile.py"
+    file.write_text(f"import masks\nopen({str(trace)!r}, 'w').close()\nfound = masks.local(3)\n")
+    return f"{file}:found", trace
+
+
+def _documents(pattern: str) -> str:
+    arguments = {"lengths": [4], "k_lengths": None, "pattern": pattern}
+    return json.dumps({"version": 1, "pattern": {"documents": arguments}})
+
+
+def test_reading_runs_no_file(hostile, tmp_path):
+    name, trace = hostile
+    hidden = f"documents([4], pattern={name[:-8]!r} {name[-8:]!r})"
+    for text in (name, hidden):
+        written = _documents(text)
+        save_file({}, tmp_path / "pattern", metadata={"masks": written})
+        for read in (
+            lambda written=written: masks.from_json(written),
+            lambda: masks.load(tmp_path / "pattern"),
+            lambda text=text: masks.parse(f"documents([4], pattern={text!r})"),
+        ):
+            with pytest.raises(ValueError, match="must not name a Python file"):
+                read()
+    assert not trace.exists()
+
+
+def test_a_text_in_documents_is_resolved_once(hostile):
+    name, trace = hostile
+    pattern = masks.documents([4], pattern=name)
+    assert trace.exists()
+    trace.unlink()
+    assert pattern == masks.documents([4], pattern=masks.local(3))
+    assert masks.from_json(masks.to_json(pattern)) == pattern
+    assert masks.from_json(_documents("local(3)")) == pattern
+    assert not trace.exists()
+
+
+def test_documents_of_a_function_in_a_file_are_not_saved(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import masks\n@masks.pattern\ndef near(q, k):\n    return q - k < 2\n"
+    )
+    with pytest.raises(ValueError, match="near is made of a function"):
+        masks.to_json(masks.documents([4], pattern=f"{tmp_path / 'own.py'}:near"))
