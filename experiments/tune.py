@@ -6,7 +6,7 @@ times every configuration that fits the device for the forward pass, dQ, dK with
 decoding, on a full mask and on a random one of density 1/16, and prints the fastest by their
 geometric mean. A result is compared with that of the configuration in use before it is timed. All
 times go to a JSON file, `experiments/results/tune-<gpu>.json`, into which later runs with other
-settings merge. The configurations in `sparseflash/backends/portable/configs.py` are written by
+settings merge. The configurations in `sparseflash/backends/triton/configs.py` are written by
 hand from it.
 """
 
@@ -35,8 +35,8 @@ from experiments.files import write_json
 from experiments.measure import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
-from sparseflash.backends.portable import configs, launch
-from sparseflash.backends.portable.configs import Config
+from sparseflash.backends.triton import configs, launch
+from sparseflash.backends.triton.configs import Config
 from sparseflash.call import prepare
 
 NEEDS = {"dq": (True, False, False, False, False), "dkdv": (False, True, True, False, False)}

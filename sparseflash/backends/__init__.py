@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sparseflash.backends import cpu, hopper, portable
+from sparseflash.backends import cpu, hopper, triton
 from sparseflash.spec import EVERY_EXTRA, AttentionSpec
 
 
@@ -69,11 +69,11 @@ BACKENDS = (
     ),
     Backend(
         "triton",
-        portable.why_not,
-        portable.forward,
-        portable.backward,
-        portable.describe,
-        portable.tiling,
+        triton.why_not,
+        triton.forward,
+        triton.backward,
+        triton.describe,
+        triton.tiling,
         extras=EVERY_EXTRA,
     ),
 )

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from experiments import tune
 from experiments.tune import Problem, agree, fastest, fitting, save
-from sparseflash.backends.portable import configs
-from sparseflash.backends.portable.configs import Config
+from sparseflash.backends.triton import configs
+from sparseflash.backends.triton.configs import Config
 
 PROBLEM = Problem("bf16", head_dim=128, block_size=128, batch=1, heads=2, seq_len=256)
 PROBLEMS = [(which, 0) for which in configs.PASSES] + [("decode", n) for n in tune.PACKED]

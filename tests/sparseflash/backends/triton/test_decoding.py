@@ -7,14 +7,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_portable import DEVICE, DTYPES, block_sparse, check, mixed_mask
+from test_triton import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 import masks
 import sparseflash
 from masks.block_mask import BlockMask
-from sparseflash.backends import portable
+from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.hopper import pass_over
-from sparseflash.backends.portable import decoding, forward_pass
+from sparseflash.backends.triton import decoding, forward_pass
 from sparseflash.reference import standard_attention
 from sparseflash.spec import FEW_QUERIES, AttentionSpec
 from sparseflash.testing import (
@@ -185,7 +185,7 @@ def test_few_queries_are_decoded_and_more_are_not(monkeypatch):
             *(1, 1, 1, q_len, 64, 16, key.dtype, DEVICE, (16, 16), 1, 1.0, 0.0, False)
         )
         table = masks.full()((q_len, 64), 16, DEVICE).table()
-        portable.forward(key[:, :, :q_len], key, key, table, None, 0, spec)
+        triton_backend.forward(key[:, :, :q_len], key, key, table, None, 0, spec)
         assert bool(pass_over(replace(spec, head_dim=128))) == (q_len == FEW_QUERIES)
     assert taken == [decoding, forward_pass]
 

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.portable import tiles
-from sparseflash.backends.portable.row_terms import row_terms
+from sparseflash.backends.triton import tiles
+from sparseflash.backends.triton.row_terms import row_terms
 
 
 @triton.jit(

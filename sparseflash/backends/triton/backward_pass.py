@@ -14,12 +14,12 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.portable.configs import padded_dims
-from sparseflash.backends.portable.key_value_gradient import key_value_gradient_kernel
-from sparseflash.backends.portable.launch import launch_pass, launch_with_layout
-from sparseflash.backends.portable.query_gradient import query_gradient_kernel
-from sparseflash.backends.portable.row_terms import row_terms_kernel
-from sparseflash.backends.portable.score_sums import score_sums
+from sparseflash.backends.triton.configs import padded_dims
+from sparseflash.backends.triton.key_value_gradient import key_value_gradient_kernel
+from sparseflash.backends.triton.launch import launch_pass, launch_with_layout
+from sparseflash.backends.triton.query_gradient import query_gradient_kernel
+from sparseflash.backends.triton.row_terms import row_terms_kernel
+from sparseflash.backends.triton.score_sums import score_sums
 from sparseflash.spec import AttentionSpec
 
 

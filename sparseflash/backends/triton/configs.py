@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from sparseflash.backends.portable import tiles
+from sparseflash.backends.triton import tiles
 from sparseflash.score import named
 
 

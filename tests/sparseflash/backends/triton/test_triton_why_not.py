@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparseflash.backends import portable
-from sparseflash.backends.portable import configs
+from sparseflash.backends import triton as triton_backend
+from sparseflash.backends.triton import configs
 from sparseflash.spec import AttentionSpec
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -19,7 +19,7 @@ SPEC = AttentionSpec(
 
 
 def test_serves_a_plain_call():
-    assert portable.why_not(SPEC) == []
+    assert triton_backend.why_not(SPEC) == []
 
 
 @pytest.mark.parametrize(
@@ -35,26 +35,26 @@ def test_serves_a_plain_call():
     ],
 )
 def test_says_what_came_and_what_is_allowed(change, words):
-    (reason,) = portable.why_not(replace(SPEC, **change))
+    (reason,) = triton_backend.why_not(replace(SPEC, **change))
     assert all(word in reason for word in words)
 
 
 @pytest.mark.interpret
 def test_interpreter_refuses_bfloat16():
-    (reason,) = portable.why_not(replace(SPEC, dtype=torch.bfloat16))
+    (reason,) = triton_backend.why_not(replace(SPEC, dtype=torch.bfloat16))
     assert "bfloat16" in reason
 
 
 def test_refuses_devices_that_are_too_old(monkeypatch):
     monkeypatch.setattr(configs, "limits", lambda device: (75, 65536))
-    (reason,) = portable.why_not(SPEC)
+    (reason,) = triton_backend.why_not(SPEC)
     assert "7.5" in reason
     assert "8.0" in reason
 
 
 def test_refuses_calls_that_fit_no_configuration(monkeypatch):
     monkeypatch.setattr(configs, "limits", lambda device: (80, 20000))
-    reasons = portable.why_not(replace(SPEC, head_dim=256, block_size=(16, 16)))
+    reasons = triton_backend.why_not(replace(SPEC, head_dim=256, block_size=(16, 16)))
     assert [reason.split()[0] for reason in reasons] == list(configs.PASSES)
     assert all("20000" in reason for reason in reasons)
 
@@ -91,11 +91,11 @@ def test_plain_calls_in_small_blocks_take_several_at_a_time(monkeypatch, which, 
 
 def test_small_blocks_that_fill_large_tiles_are_put_together():
     spec = replace(SPEC, device=torch.device("cuda"), block_size=(16, 32))
-    sides = {fill: portable.tiling(replace(spec, fill=fill)) for fill in (0.1, 0.95, None)}
+    sides = {fill: triton_backend.tiling(replace(spec, fill=fill)) for fill in (0.1, 0.95, None)}
     assert sides == {0.1: (16, 32), 0.95: (64, 64), None: (16, 32)}
-    assert portable.tiling(replace(spec, q_len=1)) == (16, 32)
-    assert portable.tiling(replace(spec, block_size=(128, 32), fill=0.95)) == (128, 64)
-    assert portable.tiling(replace(spec, block_size=(64, 64), fill=0.95)) == (64, 64)
+    assert triton_backend.tiling(replace(spec, q_len=1)) == (16, 32)
+    assert triton_backend.tiling(replace(spec, block_size=(128, 32), fill=0.95)) == (128, 64)
+    assert triton_backend.tiling(replace(spec, block_size=(64, 64), fill=0.95)) == (64, 64)
 
 
 def test_imports_without_triton():
@@ -103,10 +103,10 @@ def test_imports_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from sparseflash.backends import portable
+from sparseflash.backends import triton as triton_backend
 from sparseflash.spec import AttentionSpec
 device = torch.device("cuda")
 spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 0.0, False)
-assert portable.why_not(spec) == ["triton is not installed"]
+assert triton_backend.why_not(spec) == ["triton is not installed"]
 """
     subprocess.run([sys.executable, "-c", program], check=True)

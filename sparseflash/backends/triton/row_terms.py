@@ -10,7 +10,7 @@ bounds, whatever the length of the sequence.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.portable import tiles
+from sparseflash.backends.triton import tiles
 
 
 @triton.jit(**tiles.unspecialized("out", "grad_out", "grad_lse"))

@@ -15,15 +15,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from masks.lookup_table import BlockRows, LookupTable
 from sparseflash import dropout
 from sparseflash.backends.compiled import launch
-from sparseflash.backends.portable.configs import (
+from sparseflash.backends.relaunch import again, remember
+from sparseflash.backends.triton.configs import (
     FORCED,
     Config,
     Plan,
     plan,
     programs_at_once,
 )
-from sparseflash.backends.portable.tiles import LOG2E
-from sparseflash.backends.relaunch import again, remember
+from sparseflash.backends.triton.tiles import LOG2E
 from sparseflash.spec import AttentionSpec
 
 VECTOR_BYTES = 16  # widest load of a thread, and the alignment of the tensor memory accelerator

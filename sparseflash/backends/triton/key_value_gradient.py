@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.portable import tiles
-from sparseflash.backends.portable.row_terms import term_rows
+from sparseflash.backends.triton import tiles
+from sparseflash.backends.triton.row_terms import term_rows
 
 
 @triton.jit(**tiles.unspecialized("query", "key", "value", "grad_out", "grad_key", "grad_value"))

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.portable import configs, tiles
-from sparseflash.backends.portable.forward_pass import attend, finished
-from sparseflash.backends.portable.launch import (
+from sparseflash.backends.triton import configs, tiles
+from sparseflash.backends.triton.forward_pass import attend, finished
+from sparseflash.backends.triton.launch import (
     Prepared,
     launch_prepared,
     launch_with_layout,

@@ -24,7 +24,7 @@ from compile_only import (
 )
 
 from masks import BlockMask, DynamicMask
-from sparseflash.backends.portable import (
+from sparseflash.backends.triton import (
     backward_pass,
     configs,
     decoding,

@@ -13,7 +13,7 @@ import masks
 import sparseflash
 from masks.block_mask import BlockMask
 from sparseflash.autograd import run
-from sparseflash.backends import portable
+from sparseflash.backends import triton as triton_backend
 from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
@@ -51,9 +51,9 @@ def block_sparse(query, key, value, mask, *, scale=None, dropout_p=0.0, key_leng
         *(query.dtype, query.device, mask.block_size, mask.num_heads),
         *(scale or 1 / math.sqrt(query.shape[3]), dropout_p, key_lengths is not None),
     )
-    assert portable.why_not(spec) == []
+    assert triton_backend.why_not(spec) == []
     with poisoned_empty():
-        call = Call(spec, portable, mask.table(query.device), key_lengths, seed)
+        call = Call(spec, triton_backend, mask.table(query.device), key_lengths, seed)
         return run(call, query, key, value)
 
 
@@ -143,7 +143,7 @@ def test_dropout(seed):
 
 @pytest.mark.parametrize(("bm", "bn"), [(16, 16), (32, 16), (16, 32), (32, 32)])
 def test_dropout_does_not_depend_on_tiles(bm, bn):
-    from sparseflash.backends.portable import configs, launch
+    from sparseflash.backends.triton import configs, launch
 
     inputs = make_inputs(1, 2, 64, 64, 16, device=DEVICE)
     with launch.forced(configs.Config(bm, bn, 4, 2), *configs.PASSES):
@@ -152,7 +152,7 @@ def test_dropout_does_not_depend_on_tiles(bm, bn):
 
 @contextmanager
 def several_blocks_in_a_tile(block_size, flipped):
-    from sparseflash.backends.portable import configs, launch
+    from sparseflash.backends.triton import configs, launch
 
     bq, bk = block_size
     by_query = configs.Config(bq, max(64, 2 * bk), 4, 2, flipped=flipped)

@@ -1,4 +1,4 @@
-"""The backend "triton": portable kernels, on any GPU that Triton compiles for.
+"""The backend "triton": kernels in Triton, on any GPU that Triton compiles for.
 
 `why_not`, `forward` and `backward` make a sparseflash.backends.Backend. Triton is imported by the
 first call that needs it, so this package can be imported where Triton is not installed.
@@ -35,7 +35,7 @@ def why_not(spec: AttentionSpec) -> list[str]:
 
 
 def _why_not_call(spec: AttentionSpec) -> list[str]:
-    from sparseflash.backends.portable import configs, launch
+    from sparseflash.backends.triton import configs, launch
 
     interpreted = configs.interpreted()
     reasons = []
@@ -58,7 +58,7 @@ def _why_not_call(spec: AttentionSpec) -> list[str]:
 
 
 def _why_not_device(spec: AttentionSpec) -> list[str]:
-    from sparseflash.backends.portable import configs
+    from sparseflash.backends.triton import configs
 
     architecture, memory = configs.limits(spec.device)
     if architecture < ARCHITECTURE:
@@ -102,7 +102,7 @@ def describe(
     """The configuration of each pass, and the tiles that small blocks are put together into; see
     sparseflash.backends.Backend.
     """
-    from sparseflash.backends.portable import decoding, launch
+    from sparseflash.backends.triton import decoding, launch
 
     tiles = {}
     if table.block_size != spec.block_size:
@@ -162,6 +162,6 @@ def backward(
 @lru_cache(maxsize=1)
 def _passes():
     """(decoding, forward_pass, backward_pass), imported once: in every call it would take time."""
-    from sparseflash.backends.portable import backward_pass, decoding, forward_pass
+    from sparseflash.backends.triton import backward_pass, decoding, forward_pass
 
     return decoding, forward_pass, backward_pass

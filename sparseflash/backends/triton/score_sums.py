@@ -11,10 +11,10 @@ from einops import reduce
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.backends.portable import tiles
-from sparseflash.backends.portable.launch import launch_prepared, prepare
-from sparseflash.backends.portable.query_gradient import score_gradients
-from sparseflash.backends.portable.row_terms import term_rows
+from sparseflash.backends.triton import tiles
+from sparseflash.backends.triton.launch import launch_prepared, prepare
+from sparseflash.backends.triton.query_gradient import score_gradients
+from sparseflash.backends.triton.row_terms import term_rows
 from sparseflash.spec import AttentionSpec
 
 # Programs of all heads where each has sums over distances of its own, which take the memory of

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.portable import tiles
-from sparseflash.backends.portable.launch import launch_pass
+from sparseflash.backends.triton import tiles
+from sparseflash.backends.triton.launch import launch_pass
 from sparseflash.spec import AttentionSpec
 
 
