@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from test_record import ENVIRONMENT, FULL, PEER
 from typer.testing import CliRunner
 
 from experiments import bench, suites
@@ -15,6 +14,7 @@ from experiments.families import FULL as FULL_MASK
 from experiments.measure import Method, measure
 from experiments.record import Record
 from experiments.suites import SUITES, Shape, of_full_blocks
+from tests.helpers.records import ENVIRONMENT, FULL, PEER
 
 app = typer.Typer()
 app.command()(main)

@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 
 import pytest
 import typer
-from test_record import FULL
 
 from experiments import cli
 from experiments.check import CheckError
 from experiments.measure import Method
 from experiments.record import Record
+from tests.helpers.records import FULL
 
 METHOD = Method("cpu", "fp32", "auto", ("forward",), "cpu", 1.0, 0)
 HERE = {

@@ -5,10 +5,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from test_record import EIGHTH, FULL, HALF, PEER, record
 
 from experiments import report
 from experiments.record import Record
+from tests.helpers.records import EIGHTH, FULL, HALF, PEER, record
 
 
 def shown(found: Record) -> str:

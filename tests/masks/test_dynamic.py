@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import decode
 
 import masks
 from masks import BlockMask, dynamic
 from masks.lookup_table import PREFETCH
+from tests.helpers.tables import decode
 
 SEQ_LEN, BLOCKS = (70, 101), (16, 32)
 NQ, NK = 5, 4

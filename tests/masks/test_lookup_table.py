@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tables import decode
 
 import masks
 from masks import tiles
 from masks.lookup_table import PREFETCH
+from tests.helpers.tables import decode
 
 PATTERNS = {
     "full": masks.full(),

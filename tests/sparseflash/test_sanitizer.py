@@ -20,7 +20,7 @@ import torch
 
 from sparseflash.backends import hopper
 
-SCRIPT = Path(__file__).parent / "every_kernel.py"
+ROOT = Path(__file__).parents[2]
 KERNELS = Path(hopper.__file__).parent
 FOUND = 9  # the exit code of a sanitizer that found something
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -68,9 +68,10 @@ def test_every_kernel_is_clean(tool, head_dim, backend):
     # Every tensor an allocation of its own, so that its neighbours are out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
+    python = [sys.executable, "-X", "faulthandler"]
     watched = subprocess.run(
-        [*command, sys.executable, "-X", "faulthandler", str(SCRIPT), backend, str(head_dim)],
-        env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
+        [*command, *python, "-m", "tests.helpers.every_kernel", backend, str(head_dim)],
+        env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

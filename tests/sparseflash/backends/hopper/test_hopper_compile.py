@@ -1,15 +1,13 @@
 """All Hopper kernels that ship, compiled on a machine that may have no GPU."""
 
-from pathlib import Path
-
 import pytest
-from compile_only import SHARED_MEMORY, finish, start
-from operands import unset_operands
 
 from sparseflash.backends.hopper import backward_pass, forward_pass
 from sparseflash.backends.hopper.launch import REGISTERS, Room
+from tests.helpers.compile_only import SHARED_MEMORY, finish, start
+from tests.helpers.operands import unset_operands
 
-SCRIPT = Path(__file__).parent / "compile_kernels.py"
+SCRIPT = "compile_hopper"
 SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of tiles, block
 # Bytes per thread, without and with all options.
 STACK_LIMIT = {64: (56, 320), 128: (160, 544), 256: (560, 800)}

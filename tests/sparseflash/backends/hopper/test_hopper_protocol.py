@@ -12,7 +12,6 @@ from types import ModuleType
 from unittest.mock import patch
 
 import pytest
-import simulated_gluon
 import torch
 
 import masks
@@ -22,6 +21,7 @@ from sparseflash.backends import hopper
 from sparseflash.call import Call
 from sparseflash.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+from tests.helpers import simulated_gluon
 
 MODULES = (
     *("device", "element_masks", "dropout", "launch"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_triton import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 import masks
 import sparseflash
@@ -24,6 +23,7 @@ from sparseflash.testing import (
     make_inputs,
     poisoned_empty,
 )
+from tests.helpers.triton_calls import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 
 def rows_of(q_len, k_len, block_size, layers=1):

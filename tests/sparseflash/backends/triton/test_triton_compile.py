@@ -3,12 +3,11 @@
 With --every-kernel all of them, which takes minutes.
 """
 
-from pathlib import Path
-
 import pytest
-from compile_only import finish, start
 
-SCRIPT = Path(__file__).parent / "compile_kernels.py"
+from tests.helpers.compile_only import finish, start
+
+SCRIPT = "compile_triton"
 ARCHITECTURES = (80, 90)
 STACK_LIMIT = 512  # bytes per thread
 

@@ -1,11 +1,11 @@
 """Compiles the Triton kernels for a GPU that need not be there, and prints JSON lines about them.
 
-A script for compile_only.start:
-    python compile_kernels.py variants ARCHITECTURE    what the compiler made of the first choices
-    python compile_kernels.py every ARCHITECTURE       the same of all that ships
-    python compile_kernels.py calls ARCHITECTURE       kernels compiled by calls of many lengths
-    python compile_kernels.py products ARCHITECTURE    whether float32 products are in TF32
-    python compile_kernels.py layouts ARCHITECTURE     kernels compiled for tensors of many strides
+What `compile_only.start` may ask of it:
+    variants ARCHITECTURE    what the compiler made of the first choices
+    every ARCHITECTURE       the same of all that ships
+    calls ARCHITECTURE       kernels compiled by calls of many lengths
+    products ARCHITECTURE    whether float32 products are in TF32
+    layouts ARCHITECTURE     kernels compiled for tensors of many strides
 """
 
 import itertools
@@ -15,13 +15,6 @@ import sys
 
 import torch
 import triton
-from compile_only import (
-    SHARED_MEMORY,
-    compile_instead_of_launching,
-    compiled,
-    count_instead_of_compiling,
-    stack_bytes,
-)
 
 from masks import BlockMask, DynamicMask
 from sparseflash.backends.triton import (
@@ -34,6 +27,13 @@ from sparseflash.backends.triton import (
 )
 from sparseflash.score import ScoreFunction
 from sparseflash.spec import AttentionSpec
+from tests.helpers.compile_only import (
+    SHARED_MEMORY,
+    compile_instead_of_launching,
+    compiled,
+    count_instead_of_compiling,
+    stack_bytes,
+)
 
 KERNELS = {
     "forward": forward_pass.forward_kernel,

@@ -1,6 +1,6 @@
-"""Launches every kernel of a backend on small inputs; a script for a sanitizer to watch.
+"""Launches every kernel of a backend on small inputs; a program for a sanitizer to watch.
 
-python every_kernel.py BACKEND HEAD_DIM
+python -m tests.helpers.every_kernel BACKEND HEAD_DIM
 """
 
 import sys

@@ -1,7 +1,8 @@
 """Kernels compiled for a GPU that need not be there, and what the compiler made of them.
 
-Scripts that compile run with TRITON_INTERPRET unset, so in a process of their own: `start` and
-`finish` run one that prints JSON lines. Inside it, `compile_instead_of_launching`.
+Programs that compile run with TRITON_INTERPRET unset, so in a process of their own: `start` and
+`finish` run a module of tests.helpers that prints JSON lines, which calls
+`compile_instead_of_launching`.
 """
 
 import json
@@ -21,15 +22,19 @@ from sparseflash.backends import compiled as launches
 from sparseflash.backends import relaunch
 
 SHARED_MEMORY = {80: 166912, 90: 232448}
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
-def start(script: Path, *arguments: str | int) -> subprocess.Popen:
+def start(module: str, *arguments: str | int) -> subprocess.Popen:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{TESTS.parent}{os.pathsep}{TESTS}"
-    command = [sys.executable, "-W", "ignore", str(script), *map(str, arguments)]
+    environment["PYTHONPATH"] = str(ROOT)
+    python = [sys.executable, "-W", "ignore", "-m", f"tests.helpers.{module}"]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*python, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

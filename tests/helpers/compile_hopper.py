@@ -1,9 +1,9 @@
 """Compiles the Hopper kernels without a GPU, and prints JSON lines about them.
 
-A script for compile_only.start:
-    python compile_kernels.py variants HEAD_DIM BLOCK    what the compiler made of all that ships
-    python compile_kernels.py calls HEAD_DIM       kernels compiled by calls of many lengths
-    python compile_kernels.py layouts HEAD_DIM     kernels compiled for tensors of many strides
+What `compile_only.start` may ask of it:
+    variants HEAD_DIM BLOCK    what the compiler made of all that ships
+    calls HEAD_DIM             kernels compiled by calls of many lengths
+    layouts HEAD_DIM           kernels compiled for tensors of many strides
 """
 
 import json
@@ -11,15 +11,6 @@ import re
 import sys
 
 import torch
-from compile_only import (
-    compile_instead_of_launching,
-    compiled,
-    count_instead_of_compiling,
-    machine_code,
-    registers_per_thread,
-    stack_bytes,
-)
-from operands import unset_operands
 
 import masks
 from masks import BlockMask
@@ -32,6 +23,15 @@ from sparseflash.backends.hopper import (
     query_gradient,
 )
 from sparseflash.spec import AttentionSpec
+from tests.helpers.compile_only import (
+    compile_instead_of_launching,
+    compiled,
+    count_instead_of_compiling,
+    machine_code,
+    registers_per_thread,
+    stack_bytes,
+)
+from tests.helpers.operands import unset_operands
 
 KERNELS = {
     "forward": forward_pass.forward_kernel,

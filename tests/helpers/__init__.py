@@ -1,0 +1,1 @@
+"""What tests share. Every module stands alone: a test imports `tests.helpers.NAME`."""
