@@ -32,7 +32,7 @@ from experiments.cli import RESULTS, slug
 from experiments.environment import environment
 from experiments.files import write_json
 from masks import BlockMask
-from sparseflash.call import prepare
+from sparseflash.dispatch.call import prepare
 
 LIMIT_US = 60
 RUNS = 500

@@ -37,7 +37,7 @@ from experiments.timing import Clock, time_call
 from masks import BlockMask
 from sparseflash.backends.triton import configs, launch
 from sparseflash.backends.triton.configs import Config
-from sparseflash.call import prepare
+from sparseflash.dispatch.call import prepare
 
 NEEDS = {"dq": (True, False, False, False, False), "dkdv": (False, True, True, False, False)}
 SIDES = (16, 32, 64, 128)

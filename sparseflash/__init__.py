@@ -1,16 +1,18 @@
 """Exact block-sparse attention for any sparsity pattern that you can write in Python."""
 
+from importlib import import_module
+
 from sparseflash import nn
 from sparseflash.attention import attention
 from sparseflash.backends import BackendError
 from sparseflash.bias import alibi, relative_bias
-from sparseflash.conformance import selfcheck
-from sparseflash.explanation import explain
-from sparseflash.mass import block_mass
+from sparseflash.block_mass import block_mass
+from sparseflash.explain import explain
 from sparseflash.merge import merge_attention
 from sparseflash.score import ScoreFunction
 from sparseflash.varlen import attention_varlen
 
+__version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "ScoreFunction",
@@ -24,3 +26,23 @@ __all__ = [
     "relative_bias",
     "selfcheck",
 ]
+
+# Imported at their first use, for they need libraries that take long to import.
+_ON_DEMAND = {
+    "huggingface": ("sparseflash.integrations.huggingface", None),
+    "reference": ("sparseflash.reference", None),
+    "selfcheck": ("sparseflash.testing.selfcheck", "selfcheck"),
+    "testing": ("sparseflash.testing", None),
+}
+
+
+def __getattr__(name: str):
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
+    module, attribute = _ON_DEMAND[name]
+    found = import_module(module)
+    return found if attribute is None else getattr(found, attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sparseflash.conformance import selfcheck
+from sparseflash.testing.selfcheck import selfcheck
 
 # Each needs about a gigabyte, on a GPU as well.
 PROCESSES = max(1, min(16, (os.cpu_count() or 1) - 2))

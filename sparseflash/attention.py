@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from masks import Pattern
-from sparseflash import operators
 from sparseflash.arguments import (
     AnyMask,
     autocast,
@@ -19,8 +18,9 @@ from sparseflash.arguments import (
     checked_options,
     checked_seed,
 )
-from sparseflash.autograd import run
-from sparseflash.call import call_of, kind_of, known, prepare
+from sparseflash.dispatch import operators
+from sparseflash.dispatch.autograd import run
+from sparseflash.dispatch.call import call_of, kind_of, known, prepare
 from sparseflash.merge import with_sinks
 from sparseflash.score import ScoreFunction
 

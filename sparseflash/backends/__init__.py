@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sparseflash.backends import cpu, hopper, triton
-from sparseflash.spec import EVERY_EXTRA, AttentionSpec
+from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Modules: attention with a sparsity pattern as a layer of a model."""
 
 from sparseflash.nn.attention import SparseAttention
-from sparseflash.nn.cache import KeyValueCache
 from sparseflash.nn.encoder import SparseEncoderLayer
+from sparseflash.nn.kv_cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
 
 __all__ = ["KeyValueCache", "Rotary", "SparseAttention", "SparseEncoderLayer"]

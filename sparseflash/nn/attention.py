@@ -11,10 +11,10 @@ import masks
 from masks import Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
-from sparseflash.nn.cache import KeyValueCache
+from sparseflash.dispatch.spec import FEW_QUERIES
+from sparseflash.nn.decode_masks import rows_of, shared_length
+from sparseflash.nn.kv_cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
-from sparseflash.spec import FEW_QUERIES
-from sparseflash.step import rows_of, shared_length
 
 
 class SparseAttention(nn.Module):

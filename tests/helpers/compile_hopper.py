@@ -22,7 +22,7 @@ from sparseflash.backends.hopper import (
     launch,
     query_gradient,
 )
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 from tests.helpers.compile_only import (
     compile_instead_of_launching,
     compiled,

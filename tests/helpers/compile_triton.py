@@ -25,8 +25,8 @@ from sparseflash.backends.triton import (
     launch,
     score_sums,
 )
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import ScoreFunction
-from sparseflash.spec import AttentionSpec
 from tests.helpers.compile_only import (
     SHARED_MEMORY,
     compile_instead_of_launching,

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 
 from masks.block_mask import BlockMask
-from sparseflash.autograd import run
 from sparseflash.backends import triton as triton_backend
-from sparseflash.call import Call
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.autograd import run
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import check_attention, poisoned_empty
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

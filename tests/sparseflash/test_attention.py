@@ -6,7 +6,7 @@ import torch
 import masks
 import sparseflash
 from sparseflash.arguments import checked_options
-from sparseflash.call import _compiled
+from sparseflash.dispatch.call import _compiled
 from sparseflash.reference import memory_efficient_attention, standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 

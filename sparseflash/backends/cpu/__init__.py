@@ -3,7 +3,7 @@
 import torch
 
 from sparseflash.backends.cpu.passes import backward, forward
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 __all__ = ["backward", "forward", "why_not"]
 

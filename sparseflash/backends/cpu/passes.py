@@ -25,7 +25,7 @@ from torch import Tensor
 from masks.lookup_table import LookupTable
 from sparseflash.backends.cpu.problem import LOG2E, problems
 from sparseflash.backends.cpu.workspace import workspace
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 
 @torch.autocast("cpu", enabled=False)  # the dtype of products is chosen here

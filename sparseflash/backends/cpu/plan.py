@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 # Two sizes in floats, the best of 2^18 ... 2^21 on two cores over full, causal, butterfly and
 # random masks. The scores of one problem: longer rows are cut into parts.

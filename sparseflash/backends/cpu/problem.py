@@ -15,9 +15,9 @@ from sparseflash.backends.cpu.plan import (
     queries_at_once,
 )
 from sparseflash.backends.cpu.workspace import workspace
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.dropout import keep_mask_of_quads
 from sparseflash.score import named
-from sparseflash.spec import AttentionSpec
 
 LOG2E = math.log2(math.e)
 # (256, 8): the bias of the eight keys whose bits a byte holds, 0 where set and -inf elsewhere.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.spec import SMALL_TILE, TILE, AttentionSpec
+from sparseflash.dispatch.spec import SMALL_TILE, TILE, AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 96, 128, 192, 256)

@@ -20,7 +20,7 @@ from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
 from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
 from sparseflash.backends.hopper.launch import PART_TILES, Pieces, Room
 from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 # By the side of blocks and the width of tiles: buffers of keys and values for dQ; those of queries
 # and dO, and of keys and values, for dK and dV.

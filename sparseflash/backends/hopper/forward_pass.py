@@ -36,7 +36,7 @@ from sparseflash.backends.hopper.gluon_shim import (
     warpgroup_mma_wait,
 )
 from sparseflash.backends.hopper.launch import PART_TILES, Room
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 # By the side of blocks and the width of tiles: buffers of keys and values, and of queries.
 ROOMS = {

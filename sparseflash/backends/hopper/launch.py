@@ -12,7 +12,7 @@ from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper.device import LOG2E, PART
 from sparseflash.backends.hopper.gluon_shim import TensorDescriptor, gl, gluon
 from sparseflash.backends.relaunch import again, remember
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 ALIGNMENT = 16  # bytes that the tensor memory accelerator wants addresses and strides to divide by
 # How many times the mean the heaviest row of a mask holds: from the first on programs take tiles

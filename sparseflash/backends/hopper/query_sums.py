@@ -23,7 +23,7 @@ from sparseflash.backends.hopper.gluon_shim import (
     wait_for_stores,
 )
 from sparseflash.backends.hopper.launch import OPTIONS, PART_TILES, Pieces, width
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 COLUMNS = gl.constexpr(256)  # of the matrix of all sums: what one side of a copy may have at most
 # The most dims of which a group of warps has the registers to add all, of every other tile; there

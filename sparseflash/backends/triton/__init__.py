@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import named
-from sparseflash.spec import AttentionSpec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)

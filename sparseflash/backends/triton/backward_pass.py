@@ -20,7 +20,7 @@ from sparseflash.backends.triton.launch import launch_pass, launch_with_layout
 from sparseflash.backends.triton.query_gradient import query_gradient_kernel
 from sparseflash.backends.triton.row_terms import row_terms_kernel
 from sparseflash.backends.triton.score_sums import score_sums
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 
 def backward(

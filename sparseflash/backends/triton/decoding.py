@@ -25,7 +25,7 @@ from sparseflash.backends.triton.launch import (
     launch_with_layout,
     prepare,
 )
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 MOST_SPLITS = 128
 # What a program takes besides its keys, and what merging takes, as the time of so many keys.

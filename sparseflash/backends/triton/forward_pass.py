@@ -13,7 +13,7 @@ from masks.lookup_table import LookupTable
 from sparseflash.backends.compiled import on_device
 from sparseflash.backends.triton import tiles
 from sparseflash.backends.triton.launch import launch_pass
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 
 def forward(

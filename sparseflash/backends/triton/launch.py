@@ -24,7 +24,7 @@ from sparseflash.backends.triton.configs import (
     programs_at_once,
 )
 from sparseflash.backends.triton.tiles import LOG2E
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 VECTOR_BYTES = 16  # widest load of a thread, and the alignment of the tensor memory accelerator
 WIDEST_TILE = 256

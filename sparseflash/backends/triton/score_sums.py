@@ -15,7 +15,7 @@ from sparseflash.backends.triton import tiles
 from sparseflash.backends.triton.launch import launch_prepared, prepare
 from sparseflash.backends.triton.query_gradient import score_gradients
 from sparseflash.backends.triton.row_terms import term_rows
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 # Programs of all heads where each has sums over distances of its own, which take the memory of
 # this many rows of a bias.

@@ -4,11 +4,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from masks import BlockMask
-from sparseflash.autograd import run
 from sparseflash.backends import cpu, select
 from sparseflash.backends.cpu import plan
-from sparseflash.call import Call
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.autograd import run
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

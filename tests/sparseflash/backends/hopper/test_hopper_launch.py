@@ -8,7 +8,7 @@ import torch
 
 import masks
 from sparseflash.backends.hopper import launch
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import STRIDES, make_inputs
 
 SPEC = AttentionSpec(

@@ -16,10 +16,10 @@ import torch
 
 import masks
 import sparseflash.backends.compiled  # noqa: F401 (imports Triton once, before the simulations)
-from sparseflash.autograd import run
 from sparseflash.backends import hopper
-from sparseflash.call import Call
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.autograd import run
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
 

@@ -9,7 +9,7 @@ import torch
 
 import masks
 from sparseflash.backends import BACKENDS, hopper, select
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 SPEC = AttentionSpec(
     *(1, 2, 2, 256, 256, 64, torch.bfloat16, torch.device("cuda", 0)),
@@ -156,7 +156,7 @@ sys.modules["triton"] = None
 import torch
 import masks
 from sparseflash.backends import BACKENDS, hopper, select
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 device = torch.device("cuda")
 spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 0.0, False)
 assert hopper.why_not(spec) == ["triton is not installed"]

@@ -14,8 +14,8 @@ from masks.block_mask import BlockMask
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.hopper import pass_over
 from sparseflash.backends.triton import decoding, forward_pass
+from sparseflash.dispatch.spec import FEW_QUERIES, AttentionSpec
 from sparseflash.reference import standard_attention
-from sparseflash.spec import FEW_QUERIES, AttentionSpec
 from sparseflash.testing import (
     STRIDES,
     assert_close_to_reference,

@@ -10,7 +10,7 @@ import torch
 
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.triton import configs
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPEC = AttentionSpec(
@@ -104,7 +104,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from sparseflash.backends import triton as triton_backend
-from sparseflash.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec
 device = torch.device("cuda")
 spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 0.0, False)
 assert triton_backend.why_not(spec) == ["triton is not installed"]

@@ -8,7 +8,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import sparseflash
-from sparseflash import __main__, backends, conformance
+from sparseflash import __main__, backends
+from sparseflash.testing import selfcheck as conformance
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_every_check_is_made_once(monkeypatch):
 def test_a_wrong_backend_fails(monkeypatch):
     wrong = replace(backends.BACKENDS[0], forward=lambda *a: [1.01 * x for x in cpu.forward(*a)])
     cpu = backends.BACKENDS[0]
-    monkeypatch.setattr("sparseflash.call.select", lambda name, spec: wrong)
+    monkeypatch.setattr("sparseflash.dispatch.call.select", lambda name, spec: wrong)
     result = CliRunner().invoke(__main__.app, ["selfcheck"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "error" in result.output

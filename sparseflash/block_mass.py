@@ -7,7 +7,7 @@ from torch import Tensor
 from masks import BlockMask, DynamicMask, Pattern
 from sparseflash.arguments import checked_bias, checked_mask, checked_tensors
 from sparseflash.attention import attention
-from sparseflash.call import block_mask, in_range
+from sparseflash.dispatch.call import block_mask, in_range
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import masks
-from sparseflash.step import rows_of, shared_length
+from sparseflash.nn.decode_masks import rows_of, shared_length
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sparseflash.reference import standard_attention
+from sparseflash.testing.reference import standard_attention
 
 STRIDES = ("contiguous", "bshd", "sliced", "expanded", "strided_last")
 

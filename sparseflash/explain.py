@@ -20,9 +20,9 @@ from sparseflash.arguments import (
 )
 from sparseflash.attention import attention
 from sparseflash.backends import BACKENDS, BackendError, select
-from sparseflash.call import block_mask, spec_of
+from sparseflash.dispatch.call import block_mask, spec_of
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import ScoreFunction
-from sparseflash.spec import AttentionSpec
 
 SECONDS = 0.2  # of measurement for each time
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sparseflash.call import Call
+from sparseflash.dispatch.call import Call
 
 
 def run(

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from masks import DynamicMask
 from masks.handle import find
 from sparseflash.arguments import AnyMask
-from sparseflash.autograd import refuse_second_derivative
-from sparseflash.call import Call, prepare
+from sparseflash.dispatch.autograd import refuse_second_derivative
+from sparseflash.dispatch.call import Call, prepare
 
 
 def mask_arguments(mask: AnyMask) -> tuple[Tensor | None, str]:

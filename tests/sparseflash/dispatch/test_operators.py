@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 import masks
 import sparseflash
 from masks import BlockMask
-from sparseflash import operators
+from sparseflash.dispatch import operators
 from sparseflash.reference import standard_attention
 from sparseflash.testing import make_inputs
 

@@ -19,7 +19,7 @@ import masks
 from masks import BlockMask, Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
-from sparseflash.step import rows_of, shared_length
+from sparseflash.nn.decode_masks import rows_of, shared_length
 
 # What makes masks reads numbers back and keeps what it made; a graph finds it done.
 outside_of_graphs = torch.compiler.disable(reason="masks are made outside of graphs")

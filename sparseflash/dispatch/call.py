@@ -13,7 +13,7 @@ from masks.kept import Kept
 from masks.lookup_table import LookupTable
 from sparseflash.arguments import AnyMask
 from sparseflash.backends import Backend, select
-from sparseflash.spec import SMALL_TILE, TILE, AttentionSpec
+from sparseflash.dispatch.spec import SMALL_TILE, TILE, AttentionSpec
 
 Shared = tuple[AttentionSpec, Backend, LookupTable]
 

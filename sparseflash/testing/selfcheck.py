@@ -16,8 +16,8 @@ from rich.table import Table
 import masks
 from sparseflash.attention import attention
 from sparseflash.backends import BACKENDS
-from sparseflash.call import block_mask, spec_of
-from sparseflash.testing import check_attention, make_inputs
+from sparseflash.dispatch.call import block_mask, spec_of
+from sparseflash.testing.error_budget import check_attention, make_inputs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (32, 64, 80, 128, 256)

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import masks
 import sparseflash
 from masks.lookup_table import LookupTable
-from sparseflash import explanation
 from sparseflash.backends import BACKENDS, select
-from sparseflash.call import _compiled, block_mask, prepare, spec_of
+from sparseflash.dispatch.call import _compiled, block_mask, prepare, spec_of
+from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.nn import SparseAttention
-from sparseflash.spec import AttentionSpec
+
+explanation = sys.modules["sparseflash.explain"]
 
 
 def forget_calls():

@@ -1,0 +1,1 @@
+"""Other libraries that attend with sparseflash."""
