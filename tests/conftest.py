@@ -1,11 +1,13 @@
 """Fixtures of every test, and the rules that say which tests run on this machine."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+RECORDS = Path(__file__).parent / "records"
 HAS_GPU = torch.cuda.is_available()
 
 # Triton reads this when it is first imported; without a GPU its kernels run in the interpreter.
@@ -29,8 +31,11 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(items):
     for item in items:
+        if RECORDS in item.path.parents:
+            item.add_marker(pytest.mark.records)
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("interpret") and HAS_GPU:

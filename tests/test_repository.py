@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.record import Record
-from experiments.report import markdown
-
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 README = ROOT / "README.md"
@@ -65,9 +62,3 @@ def test_ci_runs_the_test_command_of_the_readme():
     script = (ROOT / ".ci/run").read_text()
     command = script.strip().splitlines()[-1]
     assert any(command in block for block in readme_code("bash"))
-
-
-@pytest.mark.parametrize("name", ["speedup-nvidia-h200", "bench-sparse-nvidia-h200"])
-def test_the_tables_of_the_readme_are_those_of_the_records(name):
-    record = Record.load(ROOT / f"experiments/results/{name}.json")
-    assert markdown(record) in README.read_text()

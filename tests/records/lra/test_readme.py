@@ -1,4 +1,4 @@
-"""The figures of the room's page are those of the records."""
+"""The figures of the page of Long Range Arena are those of the records."""
 
 import json
 import re
@@ -9,14 +9,6 @@ import pytest
 from experiments.lra import floors, results, speed
 
 PAGE = (Path(speed.__file__).parent / "README.md").read_text().splitlines()
-MEANS = {
-    attention: mean
-    for record in ("arena", "reformer")
-    for attention, mean in json.loads(
-        (speed.RESULTS / f"lra-{record}-nvidia-h200.json").read_text()
-    )["geometric_mean_speedup"]["graph"].items()
-}
-FLOORS = json.loads(floors.RESULTS.read_text())["floors"]
 
 
 def row(name: str) -> list[str]:
@@ -24,15 +16,19 @@ def row(name: str) -> list[str]:
     return [cell.strip() for cell in found.split("|")[2:-1]]
 
 
-@pytest.mark.parametrize("attention", [name for name in MEANS if name != "standard"])
-def test_speed_ups(attention):
-    assert row(f"{attention} |")[-2] == f"{MEANS[attention]:.2f}"
+@pytest.mark.parametrize("record", ["arena", "reformer"])
+def test_speed_ups(record):
+    measured = json.loads((speed.RESULTS / f"lra-{record}-nvidia-h200.json").read_text())
+    for attention, mean in measured["geometric_mean_speedup"]["graph"].items():
+        if attention != "standard":
+            assert row(f"{attention} |")[-2] == f"{mean:.2f}"
 
 
 def test_floors():
-    assert row("root operator only")[0] == f"{100 * FLOORS['listops']['root operator only']:.1f}"
+    recorded = json.loads(floors.RESULTS.read_text())["floors"]
+    assert row("root operator only")[0] == f"{100 * recorded['listops']['root operator only']:.1f}"
     for name in ("distance of the discs", "coordinates of the discs"):
-        measured = [FLOORS[f"pathfinder{side}-hard"][name] for side in floors.SIDES]
+        measured = [recorded[f"pathfinder{side}-hard"][name] for side in floors.SIDES]
         assert row(name)[1:] == [f"{100 * value:.1f}" for value in measured]
 
 
