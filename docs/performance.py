@@ -1,0 +1,342 @@
+"""Writes docs/performance.md, and the table of the README, from the records of measurements.
+
+    python docs/performance.py
+
+A section whose record is absent is left out. `--check` only says whether both files are current.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments/results"
+PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
+TABLE = re.compile(r"(?<=<!-- speed -->\n).*?(?=\n<!-- /speed -->)", re.DOTALL)
+# Implementations as a reader knows them.
+NAMES = {
+    "sparseflash": "sparseflash",
+    "sparseflash:auto": "sparseflash",
+    "sparseflash:hopper": "sparseflash, `hopper`",
+    "sparseflash:triton": "sparseflash, `triton`",
+    "sparseflash:hopper/any-order": "sparseflash, `deterministic=False`",
+    "sparseflash:auto/any-order": "sparseflash, `deterministic=False`",
+    "flash4": "FlashAttention-4",
+    "flash": "FlashAttention-2 (torch)",
+    "cudnn": "cuDNN",
+    "flex": "FlexAttention",
+    "standard": "materialised",
+    "sdpa": "torch's choice",
+}
+ANY_ORDER = "/any-order"  # of implementations whose forward pass is that of the one without it
+RENAMED = {"contender": "implementation"}  # keys of older records
+SHOWN = ("sparseflash", "flash4", "flex")  # in the table of the README
+DIRECTIONS = ("forward", "backward")
+Rows = list[dict]
+
+
+def load(name: str) -> dict | None:
+    """A record, its rows with the present names of their keys; None where there is none."""
+    path = RESULTS / f"{name}-nvidia-h200.json"
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    record["rows"] = [
+        {RENAMED.get(key, key): value for key, value in row.items()} for row in record["rows"]
+    ]
+    return record
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A table of Markdown."""
+    head = list(head)
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def size_of(row: dict) -> tuple:
+    """What rows of one table share."""
+    names = ("batch", "heads", "kv_heads", "q_len", "seq_len", "head_dim", "block_size")
+    return tuple((name, row.get(name)) for name in names)
+
+
+def words(size: tuple) -> str:
+    """The size of a problem in words."""
+    of = dict(size)
+    heads = f"{of['heads']} heads of {of['head_dim']}"
+    if of["kv_heads"]:
+        heads += f" on {of['kv_heads']} heads of keys and values"
+    queries = f"{of['q_len']} queries, {of['seq_len']:,} keys" if of["q_len"] else ""
+    tokens = queries or f"{of['seq_len']:,} tokens"
+    return f"{tokens}, batch {of['batch']}, {heads}, blocks of {of['block_size']}"
+
+
+def by_size(rows: Rows, cell: Callable[[dict], str]) -> str:
+    """For every size a table: a line for each mask, a column for each pass and implementation."""
+    parts = []
+    for size in dict.fromkeys(map(size_of, rows)):
+        of_size = [row for row in rows if size_of(row) == size]
+        parts += [f"**{words(size)}**", columns_of(of_size, cell)]
+    return "\n\n".join(parts)
+
+
+def columns_of(rows: Rows, cell: Callable[[dict], str]) -> str:
+    """One table of by_size."""
+    columns = [
+        (direction, name)
+        for direction in DIRECTIONS
+        for name in dict.fromkeys(r["implementation"] for r in rows if r["direction"] == direction)
+        if direction == "backward" or not name.endswith(ANY_ORDER)
+    ]
+    lines = []
+    for pattern in dict.fromkeys(row["pattern"] for row in rows):
+        found = {(r["direction"], r["implementation"]): r for r in rows if r["pattern"] == pattern}
+        density = next(iter(found.values()))["density"]
+        cells = [cell(found[column]) if column in found else "" for column in columns]
+        lines.append([pattern, f"{density:.3g}", *cells])
+    head = [f"{direction}: {NAMES[name]}" for direction, name in columns]
+    return table(["mask", "density s", *head], lines)
+
+
+def tflops(row: dict) -> str:
+    return f"{row['tflops']:.0f}"
+
+
+def terabytes(row: dict) -> str:
+    return f"{row['terabytes_per_second']:.2f}"
+
+
+def milliseconds(row: dict) -> str:
+    return f"{row['median_ms']:#.3g}".rstrip(".")
+
+
+def mebibytes(row: dict) -> str:
+    return f"{row['peak_bytes'] / 2**20:,.0f}"
+
+
+def suite(cell: Callable[[dict], str]) -> Callable[[dict], str]:
+    """A section of all sizes of a record."""
+    return lambda record: by_size(record["rows"], cell)
+
+
+def speedup(record: dict) -> str:
+    """Times of every density at the longest sequences, with speed-up and its ideal."""
+    rows = [r for r in record["rows"] if r.get("suite", r.get("sweep")) == "density"]
+    longest = max(r["seq_len"] for r in rows)
+    rows = [r for r in rows if r["seq_len"] == longest]
+    ours = [r for r in rows if r["implementation"] == "sparseflash"]
+    lines = []
+    for pattern in dict.fromkeys(r["pattern"] for r in ours):
+        line = [f"`{pattern}`"]
+        for direction in DIRECTIONS:
+            own = find(rows, pattern, direction, "sparseflash")
+            flex = find(rows, pattern, direction, "flex")
+            if own is None:
+                break
+            if direction == "forward":
+                line += [f"{own['density']:.4g}", f"{1 / own['density']:.1f}x"]
+            ratio = f"{flex['median_ms'] / own['median_ms']:.2f}x" if flex else ""
+            line += [milliseconds(own), f"{own['speedup']:.2f}x", ratio]
+        lines.append(line)
+    head = ["mask", "density s", "ideal 1 / s"]
+    for direction in DIRECTIONS:
+        head += [f"{direction}, ms", "against full mask", "against FlexAttention"]
+    return f"**{words(size_of(ours[0]))}**\n\n{table(head, lines)}"
+
+
+def find(rows: Rows, pattern: str, direction: str, name: str) -> dict | None:
+    """The row of a mask, a pass and an implementation."""
+    wanted = (pattern, direction, name)
+    same = (r for r in rows if (r["pattern"], r["direction"], r["implementation"]) == wanted)
+    return next(same, None)
+
+
+def overhead(record: dict) -> str:
+    """Host time of calls."""
+    lines = [
+        [r["call"], f"{r['total_us']:.0f}", f"{r['kernels_us']:.0f}", f"{r['overhead_us']:.0f}"]
+        for r in record["rows"]
+    ]
+    head = ["call", "time a call, us", "of it kernels, us", "host time beyond, us"]
+    shape = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in record["shape"].items())
+    return f"**{shape}**\n\n{table(head, lines)}"
+
+
+def counters(record: dict) -> str:
+    """How busy the parts of the device are."""
+    units = list(record["rows"][0]["percent"])
+    lines = [
+        [
+            row["problem"],
+            NAMES.get(row["implementation"], row["implementation"]),
+            f"`{row['kernel']}`",
+            f"{row['cycles']:,.0f}",
+            *(f"{row['percent'][unit]:.0f}" for unit in units),
+        ]
+        for row in record["rows"]
+    ]
+    return table(
+        ["mask", "implementation", "kernel", "cycles", *(f"{u}, %" for u in units)], lines
+    )
+
+
+def power(record: dict) -> str:
+    """Rates after a pause and under continuous load."""
+    lines = [
+        [
+            row["problem"],
+            row["direction"],
+            NAMES.get(row["implementation"], row["implementation"]),
+            f"{row['rested_tflops']:.0f}",
+            f"{row['sustained_tflops']:.0f}",
+            f"{row['clock'] / 1000:.2f}",
+        ]
+        for row in record["rows"]
+    ]
+    return table(["mask", "pass", "implementation", "rested", "sustained", "clock, GHz"], lines)
+
+
+TFLOPS = "Useful TFLOP/s: those of non-zero blocks only. More is better."
+SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
+    (
+        "speedup",
+        "Speed-up against density",
+        "The same kernels on a sparse and on the full mask. The ideal speed-up is 1 / s. "
+        "FlexAttention computes the same masks in the same run.",
+        speedup,
+    ),
+    (
+        "bench-sparse",
+        "Block-sparse masks",
+        f"{TFLOPS} Masks of full blocks, which every implementation here can skip. "
+        "`deterministic=False` (whose forward pass is the same) and FlashAttention-4 add to dQ in "
+        "any order; the other columns give the same bits every time.",
+        suite(tflops),
+    ),
+    ("bench-dense", "Full and causal masks", TFLOPS, suite(tflops)),
+    (
+        "bench-small-blocks",
+        "Blocks below 128",
+        f"{TFLOPS} The smaller the scattered block, the more L2 bandwidth binds.",
+        suite(tflops),
+    ),
+    (
+        "bench-decode",
+        "Decoding",
+        "TB/s of keys and values in non-zero blocks. More is better; a plain copy reaches 4.24.",
+        suite(terabytes),
+    ),
+    (
+        "bench-lra",
+        "The sizes of Long Range Arena",
+        "Milliseconds. Less is better. Training on these tasks: "
+        "[Long Range Arena](../experiments/lra/README.md).",
+        suite(milliseconds),
+    ),
+    (
+        "bench-memory",
+        "Memory",
+        "Most MiB alive during a pass beyond its inputs; a backward pass with its forward. "
+        "Growth is linear in the length; materialised attention is quadratic.",
+        suite(mebibytes),
+    ),
+    (
+        "overhead",
+        "Host time of a call",
+        "A small call, so that the host is what takes time. The backward pass includes torch's "
+        "autograd engine.",
+        overhead,
+    ),
+    (
+        "counters",
+        "How busy the device is",
+        "Percent of the cycles in which a unit is busy, from hardware counters. Cycles do not "
+        "depend on the clock.",
+        counters,
+    ),
+    (
+        "power",
+        "Rested and sustained",
+        "Useful TFLOP/s after a pause and under continuous load, where the power limit lowers the "
+        "clock.",
+        power,
+    ),
+    (
+        "triton/speedup",
+        "The backend `triton` alone",
+        "The portable kernels on the same device.",
+        speedup,
+    ),
+)
+INTRODUCTION = """# Performance
+
+<!-- Generated by `python docs/performance.py`. Do not edit. -->
+
+Every figure here comes from a record in `experiments/results/` that names its command, device,
+versions and commit. A result is checked before it is timed. Implementations are timed in
+alternation, each after each other one as often, with a flushed cache. Measure your own device with
+`python -m experiments.speedup` (a minute with `--quick`) and `python -m experiments.bench`.
+
+**Density s** is the share of blocks that are not empty. **Useful FLOPs** are those of non-zero
+blocks: forward 4 · head dim · pairs, backward 2.5 times as many. What was tried and did not pay is
+in the [notebook](notebook/2026-11.md).
+"""
+
+
+def measured(record: dict) -> str:
+    """Where and how a record was measured."""
+    found = record["environment"]
+    versions = found["versions"]
+    commit = (found["git"]["commit"] or "unknown")[:7]
+    return (
+        f"*{found['device']}, torch {versions['torch']}, triton {versions['triton']}, commit "
+        f"{commit}, {found['date'][:10]}: `{found['command'].split(' --output')[0]}`*"
+    )
+
+
+def page() -> str:
+    """docs/performance.md."""
+    parts = [INTRODUCTION]
+    for name, title, text, show in SECTIONS:
+        if (record := load(name)) is not None:
+            parts.append(f"## {title}\n\n{text}\n\n{show(record)}\n\n{measured(record)}\n")
+    return "\n".join(parts)
+
+
+def readme_table() -> str:
+    """Milliseconds of both passes on masks of full blocks, 16,384 tokens."""
+    record = load("bench-sparse")
+    assert record is not None, "the table of the README needs the record bench-sparse"
+    size = size_of(record["rows"][0])
+    rows = [r for r in record["rows"] if size_of(r) == size and r["implementation"] in SHOWN]
+    lines = []
+    for pattern in dict.fromkeys(r["pattern"] for r in rows):
+        cells = [
+            milliseconds(row)
+            for direction in DIRECTIONS
+            for name in SHOWN
+            if (row := find(rows, pattern, direction, name))
+        ]
+        density = next(r["density"] for r in rows if r["pattern"] == pattern)
+        lines.append([pattern, f"{density:.1%}", *cells])
+    head = ["mask", "blocks computed"]
+    head += [f"{direction}: {NAMES[name]}" for direction in DIRECTIONS for name in SHOWN]
+    return table(head, lines)
+
+
+def main() -> int:
+    wanted = {PAGE: page(), README: TABLE.sub(readme_table(), README.read_text())}
+    if "--check" in sys.argv:
+        old = [path.name for path, text in wanted.items() if path.read_text() != text]
+        print(f"not current: {', '.join(old)}" if old else "current")
+        return len(old)
+    for path, text in wanted.items():
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
