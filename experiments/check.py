@@ -64,16 +64,16 @@ def dense_rows(mask: BlockMask, rows: Tensor) -> Tensor:
     bits = torch.arange(bk, device=rows.device)
     by_query = table.by_query
     allowed = torch.zeros(
-        table.head_layer.numel(), len(rows), columns, bk, dtype=torch.bool, device=rows.device
+        table.head_to_mask.numel(), len(rows), columns, bk, dtype=torch.bool, device=rows.device
     )
-    for head, layer in enumerate(table.head_layer.flatten().tolist()):
-        bounds = by_query.bounds[layer, rows // bq].tolist()
+    for head, layer in enumerate(table.head_to_mask.flatten().tolist()):
+        bounds = by_query.row_ptr[layer, rows // bq].tolist()
         for n, (row, (full, fulls, partial, partials)) in enumerate(
             zip(rows.tolist(), bounds, strict=True)
         ):
             allowed[head, n, by_query.full_index[full : full + fulls].long()] = True
-            tile = by_query.partial_tile[partial : partial + partials].long()
-            words = table.bank[tile, row % bq][:, bits // 32]
+            tile = by_query.partial_bit_tile[partial : partial + partials].long()
+            words = table.bit_tiles[tile, row % bq][:, bits // 32]
             column = by_query.partial_index[partial : partial + partials].long()
             allowed[head, n, column] = (words >> (bits % 32)) & 1 == 1
     return allowed.flatten(2)[..., :k_len]

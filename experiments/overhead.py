@@ -97,7 +97,7 @@ def calls(
     forward, backward = bare_passes(query, key, value, grad_out, mask, backend)
     attention = partial(sparseflash.attention, mask=mask, backend=backend)
     out = attention(q, k, v)
-    last, last_row = query[:, :, -1:].clone(), mask.rows(seq_len - 1, seq_len)
+    last, last_row = query[:, :, -1:].clone(), mask.slice_queries(seq_len - 1, seq_len)
     step = prepare(last, key, last_row, backend=backend)
     return [
         ("forward", lambda: attention(query, key, value), forward),

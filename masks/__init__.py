@@ -3,7 +3,7 @@
 from masks import interop
 from masks.block_mask import BlockMask
 from masks.dynamic import DynamicMask
-from masks.lookup_table import BlockRows, LookupTable
+from masks.lookup_table import BlockLists, LookupTable
 from masks.parse import parse
 from masks.pattern import Pattern, block_pattern, pattern, stack
 from masks.patterns import (
@@ -24,8 +24,8 @@ from masks.patterns import (
 from masks.storage import from_json, load, save, to_json
 
 __all__ = [
+    "BlockLists",
     "BlockMask",
-    "BlockRows",
     "DynamicMask",
     "LookupTable",
     "Pattern",

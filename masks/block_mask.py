@@ -30,23 +30,23 @@ class BlockMask(OnGrid, Handled):
     empty.
 
     grid:         the sequence length, block size and device
-    head_layer:   the layer that each head reads; heads with the same mask share a layer
+    head_to_mask:   the layer that each head reads; heads with the same mask share a layer
     full:         numbers (see Grid) of the blocks whose pairs inside the sequence are all set, as
         runs
     partial:      int64 (p,) numbers of the other non-zero blocks, ascending
-    partial_tile: int64 (p,) which tile of the bank each one has
-    bank:         int32 (tiles, bq, words), distinct, bits outside the sequence 0
+    partial_bit_tile: int64 (p,) which of the bit tiles each one has
+    bit_tiles:         int32 (tiles, bq, words), distinct, bits outside the sequence 0
 
     Lengths and block sizes are in tokens. Immutable; `&`, `|`, `-`, `^`, `~` and `==` act on
     elements.
     """
 
     grid: Grid
-    head_layer: tuple[int, ...]
+    head_to_mask: tuple[int, ...]
     full: Runs
     partial: Tensor
-    partial_tile: Tensor
-    bank: Tensor
+    partial_bit_tile: Tensor
+    bit_tiles: Tensor
     _made: dict = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -62,7 +62,7 @@ class BlockMask(OnGrid, Handled):
         it does not need exactly nq by nk blocks. Like from_topk and from_threshold it never waits
         for the device.
         """
-        return _every_block("blocks", blocks, block_size, seq_len).keep(blocks)
+        return _every_block("blocks", blocks, block_size, seq_len).select(blocks)
 
     @staticmethod
     def from_topk(
@@ -71,10 +71,10 @@ class BlockMask(OnGrid, Handled):
         block_size: int | tuple[int, int] = 128,
         seq_len: int | tuple[int, int] | None = None,
     ) -> "DynamicMask":
-        """The mask of the k blocks of the highest scores in every row; see keep_topk, and
+        """The mask of the k blocks of the highest scores in every row; see select_topk, and
         from_blocks for the rest.
         """
-        return _every_block("scores", scores, block_size, seq_len).keep_topk(scores, k)
+        return _every_block("scores", scores, block_size, seq_len).select_topk(scores, k)
 
     @staticmethod
     def from_threshold(
@@ -83,10 +83,12 @@ class BlockMask(OnGrid, Handled):
         block_size: int | tuple[int, int] = 128,
         seq_len: int | tuple[int, int] | None = None,
     ) -> "DynamicMask":
-        """The mask of the blocks whose scores are above the threshold; see keep_above, and
+        """The mask of the blocks whose scores are above the threshold; see select_threshold, and
         from_blocks for the rest.
         """
-        return _every_block("scores", scores, block_size, seq_len).keep_above(scores, threshold)
+        return _every_block("scores", scores, block_size, seq_len).select_threshold(
+            scores, threshold
+        )
 
     @staticmethod
     def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
@@ -107,16 +109,18 @@ class BlockMask(OnGrid, Handled):
         return from_scipy(matrix, block_size)
 
     @classmethod
-    def of_full(cls, grid: Grid, full: Runs, head_layer: tuple[int, ...] = (0,)) -> "BlockMask":
+    def of_full(cls, grid: Grid, full: Runs, head_to_mask: tuple[int, ...] = (0,)) -> "BlockMask":
         """The mask whose non-zero blocks are all full."""
         nothing = torch.empty(0, dtype=torch.int64, device=grid.device)
-        bank = torch.empty(0, grid.bq, tiles.words(grid.bk), dtype=torch.int32, device=grid.device)
-        return cls(grid, head_layer, full, nothing, nothing, bank)
+        bit_tiles = torch.empty(
+            0, grid.bq, tiles.words(grid.bk), dtype=torch.int32, device=grid.device
+        )
+        return cls(grid, head_to_mask, full, nothing, nothing, bit_tiles)
 
     @property
     def num_heads(self) -> int:
         """Heads with a mask of their own; 1 serves any number of heads."""
-        return len(self.head_layer)
+        return len(self.head_to_mask)
 
     @property
     def num_batches(self) -> int:
@@ -129,9 +133,9 @@ class BlockMask(OnGrid, Handled):
         return self.seq_len if self.num_heads == 1 else (self.num_heads, *self.seq_len)
 
     @property
-    def num_layers(self) -> int:
+    def num_masks(self) -> int:
         """Distinct masks stored."""
-        return max(self.head_layer) + 1
+        return max(self.head_to_mask) + 1
 
     @cached_property
     def nnz_blocks(self) -> int:
@@ -155,33 +159,34 @@ class BlockMask(OnGrid, Handled):
         return self._per_layer(full + self._count(self.partial))
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(self.num_layers * self.grid.nq, dtype=torch.int64, device=self.device)
+        return torch.zeros(self.num_masks * self.grid.nq, dtype=torch.int64, device=self.device)
 
     def _count(self, number: Tensor) -> Tensor:
         row = number // self.grid.line
         return self._zeros().index_add_(0, row, torch.ones_like(row))
 
     def _per_layer(self, rows: Tensor) -> Tensor:
-        return rows.view(self.num_layers, self.grid.nq)[list(self.head_layer)]
+        return rows.view(self.num_masks, self.grid.nq)[list(self.head_to_mask)]
 
     def tile_of_block(self) -> Tensor:
-        """int64 (num_heads, nq, nk): the tile of each block in bank_with_cuts, or FULL or EMPTY.
+        """int64 (num_heads, nq, nk): the tile of each block in bit_tiles_with_clipped, or FULL,
+        or EMPTY.
 
         Blocks that the end of the sequence cuts have a tile. Never waits for the device.
         """
         g = self.grid
-        row = torch.arange(self.num_layers * g.nq, device=self.device).unsqueeze(1)
+        row = torch.arange(self.num_masks * g.nq, device=self.device).unsqueeze(1)
         number = g.number(row, torch.arange(g.nk, device=self.device))
         cut = g.cut(number)
-        inside = torch.where(cut == 0, FULL, len(self.bank) + cut - 1)
+        inside = torch.where(cut == 0, FULL, len(self.bit_tiles) + cut - 1)
         tile = torch.where(self.full.contains(number), inside, EMPTY)
-        tile[g.split(self.partial)] = self.partial_tile
-        layers = tile.view(self.num_layers, g.nq, g.nk).unbind()
-        return torch.stack([layers[layer] for layer in self.head_layer])
+        tile[g.split(self.partial)] = self.partial_bit_tile
+        layers = tile.view(self.num_masks, g.nq, g.nk).unbind()
+        return torch.stack([layers[layer] for layer in self.head_to_mask])
 
-    def bank_with_cuts(self) -> Tensor:
-        """The bank, then the tiles of blocks that the end of the sequence cuts."""
-        return torch.cat([self.bank, self.grid.cut_tiles()[1:]])
+    def bit_tiles_with_clipped(self) -> Tensor:
+        """The bit tiles, then the tiles of blocks that the end of the sequence cuts."""
+        return torch.cat([self.bit_tiles, self.grid.cut_tiles()[1:]])
 
     def to_blocks(self) -> Tensor:
         """bool (nq, nk), or (num_heads, nq, nk): the non-zero blocks."""
@@ -191,19 +196,23 @@ class BlockMask(OnGrid, Handled):
         """bool `shape`: every pair. Takes q_len * k_len bytes per head."""
         g = self.grid
         blocks = self._layer_blocks().repeat_interleave(g.bq, 1).repeat_interleave(g.bk, 2)
-        view = blocks.view(self.num_layers * g.nq, g.bq, g.nk, g.bk)
+        view = blocks.view(self.num_masks * g.nq, g.bq, g.nk, g.bk)
         row, column = g.split(self.partial)
-        view[row, :, column] = tiles.unpack(self.bank, g.bk)[self.partial_tile]
+        view[row, :, column] = tiles.unpack(self.bit_tiles, g.bk)[self.partial_bit_tile]
         return self._heads(blocks[:, : g.q_len, : g.k_len])
 
     def _layer_blocks(self) -> Tensor:
         g = self.grid
-        blocks = torch.zeros(self.num_layers * g.nq, g.nk, dtype=torch.bool, device=self.device)
+        blocks = torch.zeros(self.num_masks * g.nq, g.nk, dtype=torch.bool, device=self.device)
         blocks[g.split(torch.cat([self.full.expand(), self.partial]))] = True
-        return blocks.view(self.num_layers, g.nq, g.nk)
+        return blocks.view(self.num_masks, g.nq, g.nk)
 
     def _heads(self, layers: Tensor) -> Tensor:
-        return layers[self.head_layer[0]] if self.num_heads == 1 else layers[list(self.head_layer)]
+        return (
+            layers[self.head_to_mask[0]]
+            if self.num_heads == 1
+            else layers[list(self.head_to_mask)]
+        )
 
     def to_scipy(self) -> scipy.sparse.bsr_array:
         """A bool bsr_array (nq * bq, nk * bk): whole blocks, indices ascending. Raises ValueError
@@ -217,7 +226,7 @@ class BlockMask(OnGrid, Handled):
         """The mask of one head. Raises IndexError for one that there is not."""
         if not -self.num_heads <= index < self.num_heads:
             raise IndexError(f"index must be that of one of {self.num_heads} heads, got {index}")
-        return self._select([self.head_layer[index]])
+        return self._select([self.head_to_mask[index]])
 
     def to(self, device) -> "BlockMask":
         device = definite(device)
@@ -228,8 +237,8 @@ class BlockMask(OnGrid, Handled):
             grid=replace(self.grid, device=device),
             full=Runs(*(t.to(device) for t in self.full)),
             partial=self.partial.to(device),
-            partial_tile=self.partial_tile.to(device),
-            bank=self.bank.to(device),
+            partial_bit_tile=self.partial_bit_tile.to(device),
+            bit_tiles=self.bit_tiles.to(device),
             _made={},
         )
 
@@ -245,16 +254,16 @@ class BlockMask(OnGrid, Handled):
             self._made[device, block_size] = compile_table(self.reblock(block_size)).to(device)
         return self._made[device, block_size]
 
-    def fill(self, block_size: tuple[int, int]) -> float:
+    def coverage(self, block_size: tuple[int, int]) -> float:
         """The share of blocks of `block_size` (tokens) that this mask's blocks cover, over those
         that they touch: 1 for a mask whose own are no smaller. Computed once per block size.
         """
         if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
             return 1.0
         if block_size not in self._made:
-            from masks.reblock import fill
+            from masks.reblock import coverage
 
-            self._made[block_size] = fill(self, block_size)
+            self._made[block_size] = coverage(self, block_size)
         return self._made[block_size]
 
     @property
@@ -262,10 +271,10 @@ class BlockMask(OnGrid, Handled):
         """The transpose: keys as queries."""
         g = self.grid
         number, order = transpose_points(self.partial, g).sort()
-        pairs = tiles.unpack(self.bank, g.bk).transpose(1, 2)
+        pairs = tiles.unpack(self.bit_tiles, g.bk).transpose(1, 2)
         full = transpose_runs(self.full, g)
         return BlockMask(
-            g.T, self.head_layer, full, number, self.partial_tile[order], tiles.pack(pairs)
+            g.T, self.head_to_mask, full, number, self.partial_bit_tile[order], tiles.pack(pairs)
         )
 
     def crop(self, q_len: int, k_len: int) -> "BlockMask":
@@ -274,17 +283,17 @@ class BlockMask(OnGrid, Handled):
 
         return crop(self, q_len, k_len)
 
-    def rows(self, begin: int, end: int) -> "BlockMask":
+    def slice_queries(self, begin: int, end: int) -> "BlockMask":
         """The mask of the queries from `begin` to `end` (tokens), which a step of decoding needs.
 
         O(blocks of the row) where they lie in one row of blocks. Otherwise a `begin` within a
         block takes a look at all (end - begin) * k_len pairs of every distinct mask.
         """
-        from masks.cut import rows
+        from masks.cut import slice_queries
 
-        return rows(self, begin, end)
+        return slice_queries(self, begin, end)
 
-    def keep(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
+    def select(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
         """The blocks of this mask where `blocks` is true, whatever it holds when a kernel runs.
 
         blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk), on the mask's device,
@@ -297,19 +306,19 @@ class BlockMask(OnGrid, Handled):
 
         return DynamicMask.of(self, blocks, scores)
 
-    def keep_topk(self, scores: Tensor, k: int) -> "DynamicMask":
+    def select_topk(self, scores: Tensor, k: int) -> "DynamicMask":
         """In every row the k blocks of this mask that have the highest scores; fewer where fewer
         scores are above -inf.
 
-        scores: as in keep. Raises ValueError for k below 1.
+        scores: as in select. Raises ValueError for k below 1.
         """
         from masks.dynamic import DynamicMask
 
         return DynamicMask.of_topk(self, scores, k)
 
-    def keep_above(self, scores: Tensor, threshold: float | Tensor) -> "DynamicMask":
-        """The blocks of this mask whose scores, as in keep, are above the threshold, a number or a
-        tensor that broadcasts to them.
+    def select_threshold(self, scores: Tensor, threshold: float | Tensor) -> "DynamicMask":
+        """The blocks of this mask whose scores, as in select, are above the threshold, a number
+        or a tensor that broadcasts to them.
         """
         from masks.dynamic import DynamicMask
 
@@ -351,7 +360,8 @@ class BlockMask(OnGrid, Handled):
         return (
             f"BlockMask(shape={self.shape}, block_size={self.block_size}, "
             f"density={self.density:.4g}, "
-            f"partial_blocks={self.partial_blocks}, tiles={len(self.bank)}, device={self.device})"
+            f"partial_blocks={self.partial_blocks}, tiles={len(self.bit_tiles)}, "
+            f"device={self.device})"
         )
 
     def _binary(self, other: "BlockMask", rule: Callable[[Tensor, Tensor], Tensor]) -> "BlockMask":
@@ -367,7 +377,7 @@ class BlockMask(OnGrid, Handled):
             )
         heads = max(self.num_heads, other.num_heads)
         pairs = [
-            (self.head_layer[h % self.num_heads], other.head_layer[h % other.num_heads])
+            (self.head_to_mask[h % self.num_heads], other.head_to_mask[h % other.num_heads])
             for h in range(heads)
         ]
         layer = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
@@ -378,40 +388,42 @@ class BlockMask(OnGrid, Handled):
         full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(points))
         tile_a, tile_b = a._tile_at(points), b._tile_at(points)
         met, inverse = torch.unique(torch.stack([tile_a, tile_b]), dim=1, return_inverse=True)
-        mixed = rule(a.extended_bank()[met[0]], b.extended_bank()[met[1]])
-        head_layer = tuple(layer[pair] for pair in pairs)
-        return assemble(self.grid, head_layer, full, points, mixed, inverse)
+        mixed = rule(a.extended_bit_tiles()[met[0]], b.extended_bit_tiles()[met[1]])
+        head_to_mask = tuple(layer[pair] for pair in pairs)
+        return assemble(self.grid, head_to_mask, full, points, mixed, inverse)
 
     def _select(self, layers: list[int]) -> "BlockMask":
         """A mask with one head for each of `layers`, in storage of its own."""
-        if layers == list(range(self.num_layers)):
-            return replace(self, head_layer=tuple(layers), _made={})
+        if layers == list(range(self.num_masks)):
+            return replace(self, head_to_mask=tuple(layers), _made={})
         size = self.grid.layer
         runs, points, which = [], [], []
         for new, old in enumerate(layers):
             runs.append(self.full.between(old * size, (old + 1) * size).shift((new - old) * size))
             inside = (self.partial >= old * size) & (self.partial < (old + 1) * size)
             points.append(self.partial[inside] + (new - old) * size)
-            which.append(self.partial_tile[inside])
+            which.append(self.partial_bit_tile[inside])
         return replace(
             self,
-            head_layer=tuple(range(len(layers))),
+            head_to_mask=tuple(range(len(layers))),
             full=concatenate(runs),
             partial=torch.cat(points),
-            partial_tile=torch.cat(which),
+            partial_bit_tile=torch.cat(which),
             _made={},
         )
 
     def _tile_at(self, points: Tensor) -> Tensor:
-        """For each block its tile in the extended bank: partial, full or empty."""
-        code = len(self.bank) + (~self.full.contains(points)).long()
-        code[torch.searchsorted(points, self.partial)] = self.partial_tile
+        """For each block its tile in the extended bit_tiles: partial, full or empty."""
+        code = len(self.bit_tiles) + (~self.full.contains(points)).long()
+        code[torch.searchsorted(points, self.partial)] = self.partial_bit_tile
         return code
 
-    def extended_bank(self) -> Tensor:
-        """The bank, then a tile of ones, then a tile of zeros."""
+    def extended_bit_tiles(self) -> Tensor:
+        """The bit tiles, then a tile of ones, then a tile of zeros."""
         ends = torch.tensor([-1, 0], dtype=torch.int32, device=self.device)
-        return torch.cat([self.bank, ends[:, None, None].expand(2, *self.bank.shape[1:])])
+        return torch.cat(
+            [self.bit_tiles, ends[:, None, None].expand(2, *self.bit_tiles.shape[1:])]
+        )
 
 
 def stack(masks: Sequence[BlockMask]) -> BlockMask:
@@ -425,34 +437,39 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask:
                 f"stacked masks must have one head and agree, got {masks[0]} and {mask}"
             )
     layer: dict[BlockMask, int] = {}
-    head_layer = tuple(layer.setdefault(mask, len(layer)) for mask in masks)
-    parts = [mask._select([mask.head_layer[0]]) for mask in layer]
+    head_to_mask = tuple(layer.setdefault(mask, len(layer)) for mask in masks)
+    parts = [mask._select([mask.head_to_mask[0]]) for mask in layer]
     grid = masks[0].grid
-    bank_start = np.cumsum([0, *(len(part.bank) for part in parts)]).tolist()
+    bank_start = np.cumsum([0, *(len(part.bit_tiles) for part in parts)]).tolist()
     return assemble(
         grid,
-        head_layer,
+        head_to_mask,
         concatenate([part.full.shift(i * grid.layer) for i, part in enumerate(parts)]),
         torch.cat([part.partial + i * grid.layer for i, part in enumerate(parts)]),
-        torch.cat([part.bank for part in parts]),
+        torch.cat([part.bit_tiles for part in parts]),
         torch.cat(
-            [part.partial_tile + start for part, start in zip(parts, bank_start, strict=False)]
+            [part.partial_bit_tile + start for part, start in zip(parts, bank_start, strict=False)]
         ),
     )
 
 
 def assemble(
-    grid: Grid, head_layer: tuple[int, ...], full: Runs, number: Tensor, bank: Tensor, tile: Tensor
+    grid: Grid,
+    head_to_mask: tuple[int, ...],
+    full: Runs,
+    number: Tensor,
+    bit_tiles: Tensor,
+    tile: Tensor,
 ) -> BlockMask:
     """A canonical mask from its full blocks and candidates for partial ones.
 
     number: int64 (p,) ascending numbers of the candidates, none of them in `full`; candidate i has
-    the pairs bank[tile[i]], whatever their bits outside the sequence. Candidates that turn out
-    full or empty become so.
+    the pairs bit_tiles[tile[i]], whatever their bits outside the sequence. Candidates that turn
+    out full or empty become so.
     """
     met, inverse = torch.unique(tile * 4 + grid.cut(number), return_inverse=True)
     whole = grid.whole[met % 4]
-    pairs = bank[met // 4] & whole
+    pairs = bit_tiles[met // 4] & whole
     is_full = (pairs == whole).flatten(1).all(1)
     is_partial = (pairs != 0).flatten(1).any(1) & ~is_full
     kept, position = tiles.distinct(pairs[is_partial])
@@ -461,14 +478,14 @@ def assemble(
     grown = from_points(number[is_full[inverse]])
     full = combine(torch.bitwise_or, full, grown) if len(grown.begin) else full
     keep = is_partial[inverse]
-    return BlockMask(grid, head_layer, full, number[keep], where[inverse[keep]], kept)
+    return BlockMask(grid, head_to_mask, full, number[keep], where[inverse[keep]], kept)
 
 
 def of_blocks(grid: Grid, blocks: Tensor) -> BlockMask:
     """The mask whose blocks are full where `blocks`, bool (heads, nq, nk), is true."""
-    head_layer, kept = distinct_layers(blocks)
+    head_to_mask, kept = distinct_layers(blocks)
     row, column = blocks[kept].flatten(0, 1).nonzero(as_tuple=True)
-    return BlockMask.of_full(grid, from_points(grid.number(row, column)), head_layer)
+    return BlockMask.of_full(grid, from_points(grid.number(row, column)), head_to_mask)
 
 
 def _every_block(
@@ -492,10 +509,10 @@ def _every_block(
 def distinct_layers(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
     """(layer of each head, the first head of each layer): heads that are equal share a layer."""
     kept: list[int] = []
-    head_layer = []
+    head_to_mask = []
     for h in range(len(heads)):
         layer = next((i for i, k in enumerate(kept) if torch.equal(heads[k], heads[h])), len(kept))
         if layer == len(kept):
             kept.append(h)
-        head_layer.append(layer)
-    return tuple(head_layer), kept
+        head_to_mask.append(layer)
+    return tuple(head_to_mask), kept

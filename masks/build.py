@@ -36,11 +36,11 @@ def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
     ends = torch.stack([low.clamp(0, grid.bk), high.clamp(0, grid.bk)], dim=2).int()
     met, tile = tiles.distinct(ends)
     key = torch.arange(grid.bk, device=grid.device)
-    bank = torch.cat(
+    bit_tiles = torch.cat(
         [tiles.pack((key >= part[..., :1]) & (key < part[..., 1:])) for part in met.split(1024)]
         or [grid.whole[:0]]
     )
-    return assemble(grid, (0,), inner, candidates, bank, tile)
+    return assemble(grid, (0,), inner, candidates, bit_tiles, tile)
 
 
 def _block_runs(grid: Grid, low: Tensor, high: Tensor, everybody: bool) -> Runs:
@@ -79,9 +79,9 @@ def from_offsets(
         torch.arange(grid.bk, device=grid.device)
         - torch.arange(grid.bq, device=grid.device)[:, None]
     )
-    bank = torch.stack([tiles.pack(attends(inner + start)) for start in offset.tolist()])
+    bit_tiles = torch.stack([tiles.pack(attends(inner + start)) for start in offset.tolist()])
     nothing = Runs(number[:0], number[:0])
-    return assemble(grid, (0,), nothing, number, bank, tile)
+    return assemble(grid, (0,), nothing, number, bit_tiles, tile)
 
 
 def from_coordinates(grid: Grid, row: Tensor, column: Tensor) -> BlockMask:

@@ -28,7 +28,9 @@ def crop(mask: BlockMask, q_len: int, k_len: int) -> BlockMask:
     row = _renumber(row, g.nq, cropped.nq)
     keep = (row >= 0) & (column < cropped.nk)
     number = cropped.number(row[keep], column[keep])
-    return assemble(cropped, mask.head_layer, runs, number, mask.bank, mask.partial_tile[keep])
+    return assemble(
+        cropped, mask.head_to_mask, runs, number, mask.bit_tiles, mask.partial_bit_tile[keep]
+    )
 
 
 def _renumber(row: Tensor, old: int, new: int) -> Tensor:
@@ -39,12 +41,12 @@ def _renumber(row: Tensor, old: int, new: int) -> Tensor:
     return torch.where(inside < new, layer * new + inside, -1)
 
 
-def rows(mask: BlockMask, begin: int, end: int) -> BlockMask:
-    """See BlockMask.rows."""
+def slice_queries(mask: BlockMask, begin: int, end: int) -> BlockMask:
+    """See BlockMask.slice_queries."""
     g = mask.grid
     begin, end = whole("begin", begin), whole("end", end)
     if not 0 <= begin < end <= g.q_len:
-        raise ValueError(f"rows must lie within {g.q_len} queries, got {begin} to {end}")
+        raise ValueError(f"slice_queries must lie within {g.q_len} queries, got {begin} to {end}")
     if begin // g.bq == (end - 1) // g.bq:
         return _within_row(mask, begin, end)
     if begin % g.bq == 0:
@@ -53,7 +55,7 @@ def rows(mask: BlockMask, begin: int, end: int) -> BlockMask:
     def strip(layer: int, queries: slice) -> Tensor:
         return _pairs(mask, layer, begin + queries.start, begin + queries.stop)
 
-    return from_strips(replace(g, q_len=end - begin), strip, mask.head_layer)
+    return from_strips(replace(g, q_len=end - begin), strip, mask.head_to_mask)
 
 
 def _within_row(mask: BlockMask, begin: int, end: int) -> BlockMask:
@@ -61,17 +63,17 @@ def _within_row(mask: BlockMask, begin: int, end: int) -> BlockMask:
     g = mask.grid
     rest = replace(g, q_len=end - begin)
     runs, points, which = [], [], []
-    for layer in range(mask.num_layers):
+    for layer in range(mask.num_masks):
         low = (layer * g.nq + begin // g.bq) * g.line
         distance = layer * rest.layer - low
         runs.append(mask.full.between(low, low + g.line).shift(distance))
         edges = torch.tensor([low, low + g.line], device=mask.device)
         first, last = torch.searchsorted(mask.partial, edges).tolist()
         points.append(mask.partial[first:last] + distance)
-        which.append(mask.partial_tile[first:last])
+        which.append(mask.partial_bit_tile[first:last])
     met, tile = torch.unique(torch.cat(which), return_inverse=True)
-    bank = mask.bank[met].roll(-(begin % g.bq), dims=1)
-    return assemble(rest, mask.head_layer, concatenate(runs), torch.cat(points), bank, tile)
+    bit_tiles = mask.bit_tiles[met].roll(-(begin % g.bq), dims=1)
+    return assemble(rest, mask.head_to_mask, concatenate(runs), torch.cat(points), bit_tiles, tile)
 
 
 def _from_row(mask: BlockMask, first: int) -> BlockMask:
@@ -88,8 +90,8 @@ def _from_row(mask: BlockMask, first: int) -> BlockMask:
     length = (mask.full.end - mask.full.begin)[keep]
     full = Runs(begin[keep], begin[keep] + length)
     number, keep = renumbered(mask.partial)
-    tile = mask.partial_tile[keep]
-    return assemble(rest, mask.head_layer, full, number[keep], mask.bank, tile)
+    tile = mask.partial_bit_tile[keep]
+    return assemble(rest, mask.head_to_mask, full, number[keep], mask.bit_tiles, tile)
 
 
 def _pairs(mask: BlockMask, layer: int, begin: int, end: int) -> Tensor:
@@ -102,6 +104,6 @@ def _pairs(mask: BlockMask, layer: int, begin: int, end: int) -> Tensor:
     view[row, :, column] = True
     near = (mask.partial >= low) & (mask.partial < high)
     row, column = g.split(mask.partial[near] - low)
-    view[row, :, column] = tiles.unpack(mask.bank[mask.partial_tile[near]], g.bk)
+    view[row, :, column] = tiles.unpack(mask.bit_tiles[mask.partial_bit_tile[near]], g.bk)
     dense = view.view(-1, g.nk * g.bk)
     return dense[begin - first * g.bq : end - first * g.bq, : g.k_len]

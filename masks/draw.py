@@ -25,12 +25,12 @@ def figures(mask: BlockMask) -> dict[str, str]:
         "non-zero blocks": f"{mask.nnz_blocks:,}",
         "blocks per row": f"{low} min, {middle} median, {high} max",
         "partial blocks": f"{mask.partial_blocks:,}",
-        "distinct tiles": f"{len(mask.bank):,}",
+        "distinct tiles": f"{len(mask.bit_tiles):,}",
         "lookup table": f"{mask.table().nbytes / 1024:.1f} KiB",
     }
 
 
-def coverage(mask: BlockMask, most: int) -> Tensor:
+def cell_density(mask: BlockMask, most: int) -> Tensor:
     """float32 (rows, columns), each at most `most`: the fraction of pairs set in each cell of the
     first head.
     """
@@ -39,8 +39,8 @@ def coverage(mask: BlockMask, most: int) -> Tensor:
     fill = torch.zeros(g.nq, g.nk, device=mask.device)
     fill[g.split(one.full.expand())] = 1.0
     if len(one.partial):
-        set_pairs = tiles.unpack(one.bank, g.bk).float().mean((1, 2))
-        fill[g.split(one.partial)] = set_pairs[one.partial_tile]
+        set_pairs = tiles.unpack(one.bit_tiles, g.bk).float().mean((1, 2))
+        fill[g.split(one.partial)] = set_pairs[one.partial_bit_tile]
     step_q, step_k = (math.ceil(n / most) for n in fill.shape)
     return torch.nn.functional.avg_pool2d(fill[None], (step_q, step_k), ceil_mode=True)[0]
 
@@ -49,7 +49,7 @@ def text(mask: BlockMask, most: int = 48) -> str:
     """The mask in block characters, darker where more pairs are set; queries go down, keys to the
     right.
     """
-    cells = (coverage(mask, most) * (len(_SHADES) - 1)).ceil().int()
+    cells = (cell_density(mask, most) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(_SHADES[c] * 2 for c in row) for row in cells.tolist())
 
 
@@ -62,7 +62,7 @@ def save(mask: BlockMask, path: Path, title: str) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
     extent = (0, mask.seq_len[1], mask.seq_len[0], 0)
-    cells = coverage(mask, 1024).numpy()
+    cells = cell_density(mask, 1024).numpy()
     axes.imshow(cells, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
     axes.set(
         title=f"{title}, density {mask.density:.3g}",

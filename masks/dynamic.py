@@ -10,7 +10,7 @@ from torch import Tensor
 from masks.arguments import check_floating, whole
 from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
 from masks.grid import Grid, OnGrid, definite
-from masks.lookup_table import PREFETCH, BlockRows, LookupTable
+from masks.lookup_table import PREFETCH, BlockLists, LookupTable
 
 MOST_BLOCKS = 2**31 - 1 - PREFETCH  # tables number their entries in 32 bits
 
@@ -20,14 +20,14 @@ class DynamicMask(OnGrid):
     """The blocks of a BlockMask that a tensor chooses, for each batch element and head.
 
     grid:   the sequence length, block size and device
-    within: the mask whose blocks are chosen from
+    support: the mask whose blocks are chosen from
     blocks: bool (batch or 1, heads or 1, nq, nk)
     scores: floating-point, of the same shape, or None
 
     Making one and attending with it takes operations of the device only, of fixed sizes: nothing
     waits, and a CUDA graph may hold it all, from the scores to the gradients; a graph of
-    torch.compile too, if `within` was made outside. Its table has room for every block. What is
-    read from it on the host waits for the device: density, to_blocks, to_dense, read.
+    torch.compile too, if `support` was made outside. Its table has room for every block. What is
+    read from it on the host waits for the device: density, to_blocks, to_dense, to_block_mask.
 
     Where scores require a gradient, attention gives them the straight-through one: what a gate g
     of each chosen block would get, at g = 1, in
@@ -43,14 +43,14 @@ class DynamicMask(OnGrid):
     """
 
     grid: Grid
-    within: BlockMask
+    support: BlockMask
     blocks: Tensor
     scores: Tensor | None
     _table: LookupTable | None
 
     @classmethod
-    def of(cls, within: BlockMask, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
-        """See BlockMask.keep."""
+    def of(cls, support: BlockMask, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
+        """See BlockMask.select."""
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
             got = getattr(blocks, "dtype", type(blocks).__name__)
             raise TypeError(f"blocks must be a bool tensor, got {got}")
@@ -61,32 +61,32 @@ class DynamicMask(OnGrid):
                 f"scores must have the shape of blocks, {tuple(blocks.shape)}, got "
                 f"{tuple(scores.shape)}"
             )
-        blocks = _of_heads("blocks", blocks, within)
-        scores = None if scores is None else _of_heads("scores", scores, within)
+        blocks = _of_heads("blocks", blocks, support)
+        scores = None if scores is None else _of_heads("scores", scores, support)
         # A graph takes the blocks, and what runs in it makes a table of them.
-        table = None if torch.compiler.is_compiling() else _table_of(within, blocks)
-        return cls(within.grid, within, blocks, scores, table)
+        table = None if torch.compiler.is_compiling() else _table_of(support, blocks)
+        return cls(support.grid, support, blocks, scores, table)
 
     @classmethod
-    def of_topk(cls, within: BlockMask, scores: Tensor, k: int) -> "DynamicMask":
-        """See BlockMask.keep_topk."""
+    def of_topk(cls, support: BlockMask, scores: Tensor, k: int) -> "DynamicMask":
+        """See BlockMask.select_topk."""
         k = whole("k", k, least=1)
         check_floating("scores", scores)
-        scores = _of_heads("scores", scores, within)
-        eligible = scores.detach().masked_fill(within.tile_of_block() == EMPTY, -torch.inf)
+        scores = _of_heads("scores", scores, support)
+        eligible = scores.detach().masked_fill(support.tile_of_block() == EMPTY, -torch.inf)
         best, column = eligible.topk(min(k, eligible.shape[-1]), dim=-1)
         blocks = torch.zeros_like(eligible, dtype=torch.bool)
-        return cls.of(within, blocks.scatter_(-1, column, best > -torch.inf), scores)
+        return cls.of(support, blocks.scatter_(-1, column, best > -torch.inf), scores)
 
     @classmethod
     def of_threshold(
-        cls, within: BlockMask, scores: Tensor, threshold: float | Tensor
+        cls, support: BlockMask, scores: Tensor, threshold: float | Tensor
     ) -> "DynamicMask":
-        """See BlockMask.keep_above."""
+        """See BlockMask.select_threshold."""
         check_floating("scores", scores)
         if not isinstance(threshold, (Real, Tensor)):
             raise TypeError(f"threshold must be a number or a tensor, got {threshold!r}")
-        return cls.of(within, scores.detach() > threshold, scores)
+        return cls.of(support, scores.detach() > threshold, scores)
 
     @property
     def num_batches(self) -> int:
@@ -106,10 +106,10 @@ class DynamicMask(OnGrid):
             raise ValueError(f"mask must be on {device}, got {self.device}: it cannot be moved")
         if block_size not in (None, self.block_size):
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
-        return _table_of(self.within, self.blocks) if self._table is None else self._table
+        return _table_of(self.support, self.blocks) if self._table is None else self._table
 
-    def fill(self, block_size: tuple[int, int]) -> float | None:
-        """See BlockMask.fill; None for blocks of another size, of which only the device knows."""
+    def coverage(self, block_size: tuple[int, int]) -> float | None:
+        """See BlockMask.coverage; None for blocks of another size: only the device knows."""
         return 1.0 if block_size == self.block_size else None
 
     @cached_property
@@ -119,28 +119,28 @@ class DynamicMask(OnGrid):
 
     def to_blocks(self) -> Tensor:
         """bool (batch or 1, heads or 1, nq, nk): the non-zero blocks."""
-        return self.blocks & (self.within.tile_of_block() != EMPTY)
+        return self.blocks & (self.support.tile_of_block() != EMPTY)
 
     def to_dense(self) -> Tensor:
         """bool (batch or 1, heads or 1, q_len, k_len): every pair."""
         g = self.grid
         pairs = self.blocks.repeat_interleave(g.bq, 2).repeat_interleave(g.bk, 3)
-        return pairs[..., : g.q_len, : g.k_len] & self.within.to_dense()
+        return pairs[..., : g.q_len, : g.k_len] & self.support.to_dense()
 
-    def read(self, batch_index: int = 0) -> BlockMask:
+    def to_block_mask(self, batch_index: int = 0) -> BlockMask:
         """The mask of a batch element as it is now."""
-        return of_blocks(self.grid, self.blocks[batch_index]) & self.within
+        return of_blocks(self.grid, self.blocks[batch_index]) & self.support
 
     def __repr__(self) -> str:
         return (
             f"DynamicMask(num_batches={self.num_batches}, num_heads={self.num_heads}, "
-            f"within={self.within})"
+            f"support={self.support})"
         )
 
 
-def _of_heads(name: str, blocks: Tensor, within: BlockMask) -> Tensor:
+def _of_heads(name: str, blocks: Tensor, support: BlockMask) -> Tensor:
     """A tensor of blocks with all four dimensions, and the heads of the mask."""
-    g, heads = within.grid, within.num_heads
+    g, heads = support.grid, support.num_heads
     shape = (1,) * (4 - blocks.ndim) + tuple(blocks.shape)
     if not 2 <= blocks.ndim <= 4 or 0 in shape or shape[2:] != (g.nq, g.nk):
         raise ValueError(
@@ -150,32 +150,32 @@ def _of_heads(name: str, blocks: Tensor, within: BlockMask) -> Tensor:
         )
     if heads > 1 and shape[1] not in (1, heads):
         raise ValueError(f"{name} must be of 1 or {heads} heads, got {shape[1]}")
-    if blocks.device != within.device:
-        raise ValueError(f"{name} must be on {within.device} like the mask, got {blocks.device}")
+    if blocks.device != support.device:
+        raise ValueError(f"{name} must be on {support.device} like the mask, got {blocks.device}")
     return blocks.view(shape).expand(-1, max(heads, shape[1]), -1, -1)
 
 
-def _table_of(within: BlockMask, blocks: Tensor) -> LookupTable:
+def _table_of(support: BlockMask, blocks: Tensor) -> LookupTable:
     """A table with room for all blocks; every tensor has a size that the host knows."""
-    tile = torch.where(blocks, within.tile_of_block(), EMPTY)
+    tile = torch.where(blocks, support.tile_of_block(), EMPTY)
     if tile.numel() > MOST_BLOCKS:
         raise ValueError(f"blocks must be at most {MOST_BLOCKS}, got {tile.numel()}")
     batch, heads = tile.shape[:2]
     # A block that only the queries cut is full by query, and one that only the keys cut by key.
-    cut_keys, cut_queries = len(within.bank), len(within.bank) + 1
-    layers = torch.arange(batch * heads, dtype=torch.int32, device=within.device)
+    cut_keys, cut_queries = len(support.bit_tiles), len(support.bit_tiles) + 1
+    layers = torch.arange(batch * heads, dtype=torch.int32, device=support.device)
     tile = tile.flatten(0, 1)
     return LookupTable(
-        by_query=_block_rows(tile.masked_fill(tile == cut_queries, FULL)),
-        by_key=_block_rows(tile.masked_fill(tile == cut_keys, FULL).mT),
-        bank=within.bank_with_cuts(),
-        head_layer=layers.view(batch, heads),
-        seq_len=within.seq_len,
-        block_size=within.block_size,
+        by_query=_block_lists(tile.masked_fill(tile == cut_queries, FULL)),
+        by_key=_block_lists(tile.masked_fill(tile == cut_keys, FULL).mT),
+        bit_tiles=support.bit_tiles_with_clipped(),
+        head_to_mask=layers.view(batch, heads),
+        seq_len=support.seq_len,
+        block_size=support.block_size,
     )
 
 
-def _block_rows(tile: Tensor) -> BlockRows:
+def _block_lists(tile: Tensor) -> BlockLists:
     """Lists of the blocks of (layers, rows, columns) tiles: each row has room for all its columns
     and holds the full ones, then the partial ones.
     """
@@ -187,14 +187,14 @@ def _block_rows(tile: Tensor) -> BlockRows:
     place = place.masked_fill(~(full | partial), columns)
     start = torch.arange(layers * rows, device=tile.device).view(layers, rows) * columns
     index = _listed(torch.arange(columns, device=tile.device).expand_as(tile), place)
-    return BlockRows(
-        bounds=torch.stack([start, fulls, start + fulls, partials], dim=-1).int(),
+    return BlockLists(
+        row_ptr=torch.stack([start, fulls, start + fulls, partials], dim=-1).int(),
         full_index=index,
         partial_index=index,
-        partial_tile=_listed(tile.clamp(min=0), place),
-        order=torch.argsort(fulls + partials, dim=1, descending=True, stable=True).int(),
-        max_count=None,
-        total=None,
+        partial_bit_tile=_listed(tile.clamp(min=0), place),
+        schedule=torch.argsort(fulls + partials, dim=1, descending=True, stable=True).int(),
+        max_blocks=None,
+        total_blocks=None,
     )
 
 

@@ -19,9 +19,9 @@ def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockM
     """See BlockMask.from_dense."""
     dense = _checked(dense)
     grid = Grid.of(tuple(dense.shape[1:]), block_size, dense.device)
-    head_layer, kept = distinct_layers(dense)
+    head_to_mask, kept = distinct_layers(dense)
     rows = dense[kept]
-    return from_strips(grid, lambda layer, q: rows[layer, q], head_layer)
+    return from_strips(grid, lambda layer, q: rows[layer, q], head_to_mask)
 
 
 def _checked(dense: Tensor) -> Tensor:
@@ -37,26 +37,26 @@ def _checked(dense: Tensor) -> Tensor:
     return dense if dense.ndim == 3 else dense[None]
 
 
-def from_strips(grid: Grid, pairs: Callable[[int, slice], Tensor], head_layer=(0,)) -> BlockMask:
+def from_strips(grid: Grid, pairs: Callable[[int, slice], Tensor], head_to_mask=(0,)) -> BlockMask:
     """The mask read strip by strip: pairs(layer, slice of queries) is bool (queries, k_len)."""
     rows = max(1, STRIP // (grid.bq * grid.k_len))
     found_full, found_number, found_bank, found_tile = [], [], [], []
     tiles_so_far = 0
-    for layer in range(max(head_layer) + 1):
+    for layer in range(max(head_to_mask) + 1):
         for row in range(0, grid.nq, rows):
             strip = pairs(layer, slice(row * grid.bq, min((row + rows) * grid.bq, grid.q_len)))
             number, words = _strip_blocks(grid, strip, layer * grid.nq + row)
             is_full = (words == grid.whole[grid.cut(number)]).flatten(1).all(1)
-            bank, tile = tiles.distinct(words[~is_full])
+            bit_tiles, tile = tiles.distinct(words[~is_full])
             found_full.append(number[is_full])
             found_number.append(number[~is_full])
-            found_bank.append(bank)
+            found_bank.append(bit_tiles)
             found_tile.append(tile + tiles_so_far)
-            tiles_so_far += len(bank)
+            tiles_so_far += len(bit_tiles)
     full = from_points(torch.cat(found_full))
     return assemble(
         grid,
-        head_layer,
+        head_to_mask,
         full,
         torch.cat(found_number),
         torch.cat(found_bank),
@@ -113,7 +113,7 @@ def to_scipy(mask: BlockMask) -> scipy.sparse.bsr_array:
     g = mask.grid
     number, order = torch.cat([mask.full.expand(), mask.partial]).sort()
     inside = g.whole[g.cut(mask.full.expand())]
-    pairs = tiles.unpack(torch.cat([inside, mask.bank[mask.partial_tile]])[order], g.bk)
+    pairs = tiles.unpack(torch.cat([inside, mask.bit_tiles[mask.partial_bit_tile]])[order], g.bk)
     row, column = g.split(number)
     indptr = torch.searchsorted(row, torch.arange(g.nq + 1, device=mask.device))
     parts = (t.cpu().numpy() for t in (pairs, column, indptr))

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from masks import tiles
 from masks.arguments import whole
+from masks.cache import Cache
 from masks.intervals import Runs
-from masks.kept import Kept
 
 BLOCK_SIDES = (16, 32, 64, 128, 256)
 
@@ -122,9 +122,9 @@ class OnGrid:
     grid: Grid
 
     @cached_property
-    def kept(self) -> Kept:
+    def cache(self) -> Cache:
         """What its users keep for as long as it lives."""
-        return Kept()
+        return Cache()
 
     @property
     def seq_len(self) -> tuple[int, int]:

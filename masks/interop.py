@@ -19,7 +19,7 @@ from masks.intervals import from_points
 from masks.pattern import Pattern
 
 
-class BlockLists(NamedTuple):
+class BlockSparseTensors(NamedTuple):
     """FlashAttention-4's lists of blocks: its BlockSparseTensorsTorch takes them by name.
 
     Partial (mask_) and full blocks of every block row: int32 counts (1, heads, rows) and ascending
@@ -63,11 +63,13 @@ def from_flex(mask: flex_attention.BlockMask) -> BlockMask:
     if full_count is None or full_index is None:
         full_count, full_index = torch.zeros_like(mask.kv_num_blocks), mask.kv_indices
     (bq, bk), (q_len, k_len), mask_mod = mask.BLOCK_SIZE, mask.seq_lengths, mask.mask_mod
-    lists = BlockLists(mask.kv_num_blocks, mask.kv_indices, full_count, full_index, (bq, bk))
+    lists = BlockSparseTensors(
+        mask.kv_num_blocks, mask.kv_indices, full_count, full_index, (bq, bk)
+    )
     return _from_lists(lists, (q_len, k_len), lambda h, q, k: mask_mod(_ZERO, h, q, k))
 
 
-def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockLists:
+def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockSparseTensors:
     """FlashAttention-4's lists of a mask: rows of queries for the forward pass, `by_key` rows of
     keys for the backward.
 
@@ -75,7 +77,7 @@ def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockLists:
     kernel's own mask_mod.
     """
     rows = mask.T if by_key else mask
-    return BlockLists(
+    return BlockSparseTensors(
         *_padded_lists(rows, rows.partial),
         *_padded_lists(rows, rows.full.expand()),
         block_size=mask.block_size,
@@ -83,7 +85,7 @@ def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockLists:
 
 
 def from_block_lists(
-    lists: BlockLists, seq_len: int | tuple[int, int], pattern: Pattern | None = None
+    lists: BlockSparseTensors, seq_len: int | tuple[int, int], pattern: Pattern | None = None
 ) -> BlockMask:
     """The mask of FlashAttention-4's forward lists.
 
@@ -158,17 +160,17 @@ _ZERO = torch.tensor(0, device="cpu")
 
 
 def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    g, bank = mask.grid, mask.extended_bank()
-    tile = torch.full((mask.num_layers * g.nq, g.nk), len(bank) - 1, device=mask.device)
-    tile[g.split(mask.full.expand())] = len(bank) - 2
-    tile[g.split(mask.partial)] = mask.partial_tile
+    g, bit_tiles = mask.grid, mask.extended_bit_tiles()
+    tile = torch.full((mask.num_masks * g.nq, g.nk), len(bit_tiles) - 1, device=mask.device)
+    tile[g.split(mask.full.expand())] = len(bit_tiles) - 2
+    tile[g.split(mask.partial)] = mask.partial_bit_tile
     tile = tile.int()
-    first_row = torch.tensor(mask.head_layer, dtype=torch.int32, device=mask.device) * g.nq
+    first_row = torch.tensor(mask.head_to_mask, dtype=torch.int32, device=mask.device) * g.nq
     one_head = mask.num_heads == 1
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         row = q // g.bq if one_head else first_row[h] + q // g.bq
-        word = bank[tile[row, k // g.bk], q % g.bq, k % g.bk // tiles.WORD]
+        word = bit_tiles[tile[row, k // g.bk], q % g.bq, k % g.bk // tiles.WORD]
         return ((word >> (k % g.bk % tiles.WORD)) & 1) != 0
 
     return mask_mod
@@ -178,17 +180,17 @@ def _padded_lists(mask: BlockMask, number: Tensor) -> tuple[Tensor, Tensor]:
     """(counts, columns) of the blocks with these ascending numbers, for every head."""
     g = mask.grid
     row, column = g.split(number)
-    count = torch.bincount(row, minlength=mask.num_layers * g.nq)
+    count = torch.bincount(row, minlength=mask.num_masks * g.nq)
     slot = torch.arange(len(row), device=mask.device) - (count.cumsum(0) - count)[row]
     columns = torch.zeros(len(count), g.nk, dtype=torch.int32, device=mask.device)
     columns[row, slot] = column.int()
-    heads = list(mask.head_layer)
+    heads = list(mask.head_to_mask)
     count = count.int().view(1, -1, g.nq)[:, heads]
     return count, columns.view(1, -1, g.nq, g.nk)[:, heads]
 
 
 def _from_lists(
-    lists: BlockLists,
+    lists: BlockSparseTensors,
     seq_len: int | tuple[int, int],
     attends: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
 ) -> BlockMask:
@@ -206,10 +208,10 @@ def _from_lists(
         full = _numbers(grid, lists.full_block_cnt[0, head], lists.full_block_idx[0, head])
         partial = _numbers(grid, lists.mask_block_cnt[0, head], lists.mask_block_idx[0, head])
         if attends is None:
-            bank, tile = grid.whole[:1], torch.zeros_like(partial)
+            bit_tiles, tile = grid.whole[:1], torch.zeros_like(partial)
         else:
-            bank, tile = _evaluated(grid, partial, head, attends)
-        heads.append(assemble(grid, (0,), from_points(full), partial, bank, tile))
+            bit_tiles, tile = _evaluated(grid, partial, head, attends)
+        heads.append(assemble(grid, (0,), from_points(full), partial, bit_tiles, tile))
     return stack(heads)
 
 
@@ -223,7 +225,7 @@ def _numbers(grid: Grid, count: Tensor, index: Tensor) -> Tensor:
 def _evaluated(
     grid: Grid, number: Tensor, head: int, attends: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(bank, tile) of the elements of these blocks for which attends(head, q, k) holds."""
+    """(bit_tiles, tile) of the elements of these blocks for which attends(head, q, k) holds."""
     by_key = torch.vmap(attends, in_dims=(None, None, 0))
     by_query = torch.vmap(by_key, in_dims=(None, 0, None))
     by_block = torch.vmap(by_query, in_dims=(None, 0, 0))

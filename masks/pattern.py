@@ -26,7 +26,7 @@ class Pattern(Handled):
 
     recipe says how it was made, where that can be told: the pattern can be saved then, and equals
     every pattern made the same way. block_size is the one it is compiled with unless another is
-    asked for; see in_blocks.
+    asked for; see with_block_size.
 
     `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
     """
@@ -51,12 +51,12 @@ class Pattern(Handled):
         size = self.block_size if block_size is None else block_size
         return self.build(Grid.of(seq_len, size, device))
 
-    def in_blocks(self, block_size: int | tuple[int, int]) -> "Pattern":
+    def with_block_size(self, block_size: int | tuple[int, int]) -> "Pattern":
         """The same pattern, compiled in blocks of `block_size` tokens where nothing else is said:
         by attention, and in modules.
         """
         size = Grid.of(1, block_size).block_size
-        recipe = Recipe("in_blocks", {"pattern": self, "block_size": size})
+        recipe = Recipe("with_block_size", {"pattern": self, "block_size": size})
         return replace(self, recipe=recipe, block_size=size)
 
     def __and__(self, other: "Pattern") -> "Pattern":

@@ -21,7 +21,7 @@ class _Moved(NamedTuple):
     full: Runs
     number: Tensor
     tile: Tensor
-    bank: Tensor
+    bit_tiles: Tensor
 
 
 def place(grid: Grid, parts: Sequence[tuple[BlockMask, int, int]]) -> BlockMask:
@@ -41,8 +41,8 @@ def _move(grid: Grid, mask: BlockMask, query: int, key: int) -> _Moved:
     With query = down * bq + dq, its row r is row bq + r - dq of those two; likewise for columns.
     """
     (down, dq), (right, dk) = divmod(query, grid.bq), divmod(key, grid.bk)
-    lists, bank = without_cut_blocks(mask)
-    uncut = BlockMask(mask.grid, (0,), lists.full, lists.partial, lists.tile, bank)
+    lists, bit_tiles = without_cut_blocks(mask)
+    uncut = BlockMask(mask.grid, (0,), lists.full, lists.partial, lists.tile, bit_tiles)
     row, begin = mask.grid.split(lists.full.begin)
     length = lists.full.end - lists.full.begin
     start = grid.number(row, begin)
@@ -79,12 +79,12 @@ def _sources(grid: Grid, source: Grid, number: Tensor, down: int, right: int) ->
 
 
 def _joined(moved: list[_Moved]) -> tuple[Tensor, Tensor, Tensor]:
-    """(number, bank, tile) of all candidates, those of several masks at one place made one.
+    """(number, bit_tiles, tile) of all candidates, those of several masks at one place made one.
 
     No two masks have a pair in common, so the words of their tiles add up to those of the union.
     """
-    first = accumulate((len(part.bank) for part in moved), initial=0)
-    bank = torch.cat([part.bank for part in moved])
+    first = accumulate((len(part.bit_tiles) for part in moved), initial=0)
+    bit_tiles = torch.cat([part.bit_tiles for part in moved])
     tile = torch.cat([part.tile + start for part, start in zip(moved, first, strict=False)])
     number, order = torch.cat([part.number for part in moved]).sort()
     tile = tile[order]
@@ -94,8 +94,8 @@ def _joined(moved: list[_Moved]) -> tuple[Tensor, Tensor, Tensor]:
     shared = count > 1
     several = shared[place]
     slot = torch.cumsum(shared, 0) - 1
-    sums = bank.new_zeros(int(shared.sum()), *bank.shape[1:])
-    sums.index_add_(0, slot[place[several]], bank[tile[several]])
+    sums = bit_tiles.new_zeros(int(shared.sum()), *bit_tiles.shape[1:])
+    sums.index_add_(0, slot[place[several]], bit_tiles[tile[several]])
     joined = tile[torch.cumsum(count, 0) - count]
-    joined[shared] = len(bank) + slot[shared]
-    return number, torch.cat([bank, sums]), joined
+    joined[shared] = len(bit_tiles) + slot[shared]
+    return number, torch.cat([bit_tiles, sums]), joined

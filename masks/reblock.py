@@ -16,7 +16,7 @@ def reblock(mask: BlockMask, block_size) -> BlockMask:
     return _merge(_cut_for(mask, target), target)
 
 
-def fill(mask: BlockMask, block_size) -> float:
+def coverage(mask: BlockMask, block_size) -> float:
     """The share of the blocks of `block_size` (tokens) with pairs that finer ones of `mask` cover.
 
     1 for a mask without pairs.
@@ -50,18 +50,20 @@ def _split(mask: BlockMask, fine: Grid) -> BlockMask:
     order = first[inside].argsort()
     full = Runs(first[inside][order], last[inside][order])
 
-    pairs = tiles.unpack(mask.bank, g.bk).view(-1, rq, fine.bq, rk, fine.bk).transpose(2, 3)
-    bank = tiles.pack(pairs).flatten(0, 2)
+    pairs = tiles.unpack(mask.bit_tiles, g.bk).view(-1, rq, fine.bq, rk, fine.bk).transpose(2, 3)
+    bit_tiles = tiles.pack(pairs).flatten(0, 2)
     row, column = g.split(mask.partial)
     child = _children(row, g.nq, rq)[:, :, None]
     part_row = (child // (g.nq * rq)) * fine.nq + child % (g.nq * rq)
     part_column = (column[:, None] * rk + _count(rk, g))[:, None, :]
     tile = (
-        mask.partial_tile[:, None, None] * (rq * rk) + _count(rq, g)[:, None] * rk + _count(rk, g)
+        mask.partial_bit_tile[:, None, None] * (rq * rk)
+        + _count(rq, g)[:, None] * rk
+        + _count(rk, g)
     )
     keep = (child % (g.nq * rq) < fine.nq) & (part_column < fine.nk)
     number, order = fine.number(part_row, part_column)[keep].sort()
-    return assemble(fine, mask.head_layer, full, number, bank, tile[keep][order])
+    return assemble(fine, mask.head_to_mask, full, number, bit_tiles, tile[keep][order])
 
 
 def _children(row: Tensor, rows: int, ratio: int) -> Tensor:
@@ -94,7 +96,7 @@ def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
         Runs(coarse.number(up, -(-begin // rk))[own], coarse.number(up, inner_end)[own]).nonempty()
         for own in ((row % g.nq) % rq == part for part in range(rq))
     ]
-    missing = _rows_without_part(coarse, g, mask.num_layers, rq)
+    missing = _rows_without_part(coarse, g, mask.num_masks, rq)
     full = combine(
         lambda *inside: torch.stack(
             [a | b for a, b in zip(inside[:rq], inside[rq:], strict=True)]
@@ -104,8 +106,8 @@ def _merge(mask: BlockMask, coarse: Grid) -> BlockMask:
     )
     touched, points = _coarse_runs(mask, coarse), from_points(_coarse_points(mask, coarse))
     candidates = combine(lambda t, p, f: (t | p) & ~f, touched, points, full).expand()
-    bank, tile = _gather(mask, coarse, candidates, rq, rk)
-    return assemble(coarse, mask.head_layer, full, candidates, bank, tile)
+    bit_tiles, tile = _gather(mask, coarse, candidates, rq, rk)
+    return assemble(coarse, mask.head_to_mask, full, candidates, bit_tiles, tile)
 
 
 def _coarse_runs(mask: BlockMask, coarse: Grid) -> Runs:

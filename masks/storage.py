@@ -32,7 +32,8 @@ _MAKERS = {
     "^": operator.xor,
     "~": operator.invert,
     "stack": stack,
-    "in_blocks": Pattern.in_blocks,
+    "with_block_size": Pattern.with_block_size,
+    "in_blocks": Pattern.with_block_size,  # its name in files of version 1 until 2026-11
 }
 
 
@@ -145,7 +146,7 @@ def _header(mask: BlockMask) -> dict[str, Any]:
     return {
         "seq_len": mask.seq_len,
         "block_size": mask.block_size,
-        "head_layer": mask.head_layer,
+        "head_layer": mask.head_to_mask,
     }
 
 
@@ -154,33 +155,33 @@ def _tensors(mask: BlockMask) -> dict[str, Tensor]:
         "full_begin": mask.full.begin,
         "full_end": mask.full.end,
         "partial": mask.partial,
-        "partial_tile": mask.partial_tile,
-        "bank": mask.bank,
+        "partial_tile": mask.partial_bit_tile,
+        "bank": mask.bit_tiles,
     }
 
 
 def _mask(header: dict[str, Any], tensors: dict[str, Tensor]) -> BlockMask:
     try:
         grid = Grid.of(tuple(header["seq_len"]), tuple(header["block_size"]))
-        head_layer = tuple(header["head_layer"])
+        head_to_mask = tuple(header["head_layer"])
         full = Runs(tensors["full_begin"], tensors["full_end"])
-        partial, tile, bank = tensors["partial"], tensors["partial_tile"], tensors["bank"]
+        partial, tile, bit_tiles = tensors["partial"], tensors["partial_tile"], tensors["bank"]
     except KeyError as error:
         raise ValueError(f"{error.args[0]} of the saved mask is missing") from None
-    for name, is_sound in _checks(grid, head_layer, full, partial, tile, bank):
+    for name, is_sound in _checks(grid, head_to_mask, full, partial, tile, bit_tiles):
         if not is_sound:
             raise ValueError(f"{name} of the saved mask makes no sense")
-    return assemble(grid, head_layer, full, partial, bank, tile)
+    return assemble(grid, head_to_mask, full, partial, bit_tiles, tile)
 
 
 def _checks(
-    grid: Grid, head_layer, full: Runs, partial: Tensor, tile: Tensor, bank: Tensor
+    grid: Grid, head_to_mask, full: Runs, partial: Tensor, tile: Tensor, bit_tiles: Tensor
 ) -> Iterator[tuple[str, bool]]:
-    """Kernels trust a table: what it is made of must lie within the grid and the bank. Each check
-    relies on those before it.
+    """Kernels trust a table: what it is made of must lie within the grid and the bit tiles. Each
+    check relies on those before it.
     """
-    layers = max(head_layer, default=-1) + 1
-    yield "head_layer", sorted(set(head_layer)) == list(range(layers)) and layers > 0
+    layers = max(head_to_mask, default=-1) + 1
+    yield "head_layer", sorted(set(head_to_mask)) == list(range(layers)) and layers > 0
     yield "full", _alike(*full)
     yield "full", _ascends(torch.stack(tuple(full), dim=1).flatten(), grid.layer * layers)
     _, column = grid.split(full.begin)
@@ -188,9 +189,12 @@ def _checks(
     yield "partial", _alike(partial) and _ascends(partial, grid.layer * layers)
     yield "partial", bool((grid.split(partial)[1] < grid.nk).all())
     yield "partial", not bool(full.contains(partial).any())
-    yield "bank", bank.dtype == torch.int32 and bank.shape[1:] == (grid.bq, tiles.words(grid.bk))
+    yield (
+        "bank",
+        bit_tiles.dtype == torch.int32 and bit_tiles.shape[1:] == (grid.bq, tiles.words(grid.bk)),
+    )
     yield "partial_tile", _alike(tile, partial)
-    yield "partial_tile", bool(((tile >= 0) & (tile < len(bank))).all())
+    yield "partial_tile", bool(((tile >= 0) & (tile < len(bit_tiles))).all())
 
 
 def _alike(*columns: Tensor) -> bool:

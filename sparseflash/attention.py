@@ -130,7 +130,7 @@ def attention(
     block_scores = checked_block_scores(mask)
     options = (scale, softcap, score, dropout_p, precision, deterministic)
     traced = operators.is_traced(query)
-    kept = None if traced or bias is not None or isinstance(mask, Pattern) else mask.kept
+    kept = None if traced or bias is not None or isinstance(mask, Pattern) else mask.cache
     shared, kind = None, ()
     if kept is not None:
         given = (key_lengths is not None, _wants_gradient(block_scores))

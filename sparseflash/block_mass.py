@@ -52,7 +52,9 @@ def block_mass(
             query,
             key[:, :, start:end],
             _block_of_key(end - start, bk, head_dim, key),
-            found if (start, end) == (0, k_len) else found.crop(q_len, end).T.rows(start, end).T,
+            found
+            if (start, end) == (0, k_len)
+            else found.crop(q_len, end).T.slice_queries(start, end).T,
             scale=scale,
             softcap=softcap,
             bias=None if bias is None else bias[:, start : start + q_len + end - start - 1],

@@ -36,7 +36,7 @@ def attend_by(expression: str | Sequence[str], block_size: int = 128) -> Attend:
 
 
 def by_pattern(pattern: masks.Pattern, block_size: int) -> Attend:
-    pattern = pattern.in_blocks(block_size)
+    pattern = pattern.with_block_size(block_size)
 
     def attend(query, key, value, lengths, dropout_p):
         return sparseflash.attention(

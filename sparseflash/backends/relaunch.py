@@ -40,7 +40,7 @@ def again(table: LookupTable, kind: tuple, changed: Changed) -> bool:
 
     Launches with a table that are of one kind differ in nothing but the numbers in `changed`.
     """
-    known = table.kept.get(kind)
+    known = table.cache.get(kind)
     return bool(known) and known(changed)
 
 
@@ -49,10 +49,10 @@ def remember(table: LookupTable, kind: tuple, launched: Launched, changing: Sequ
 
     changing: the names of those arguments whose values `again` is given, in its order.
     """
-    if kind not in table.kept:
-        table.kept[kind] = None
-    elif table.kept[kind] is None:
-        table.kept[kind] = relaunch(launched, changing) or False  # not to be tried again
+    if kind not in table.cache:
+        table.cache[kind] = None
+    elif table.cache[kind] is None:
+        table.cache[kind] = relaunch(launched, changing) or False  # not to be tried again
 
 
 class Relaunch:

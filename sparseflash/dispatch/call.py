@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern
-from masks.kept import Kept
+from masks.cache import Cache
 from masks.lookup_table import LookupTable
 from sparseflash.arguments import AnyMask
 from sparseflash.backends import Backend, select
@@ -91,9 +91,9 @@ def prepare(
     differentiated = (differentiates_bias, differentiates_blocks)
     facts = (key_lengths is not None, *options, *differentiated)
     kind = (query.shape, key.shape, query.dtype, query.device, *facts, backend)
-    shared = mask.kept.get(kind)
+    shared = mask.cache.get(kind)
     if shared is None:
-        shared = mask.kept[kind] = _shared(query, key, mask, facts, backend)
+        shared = mask.cache[kind] = _shared(query, key, mask, facts, backend)
     return call_of(shared, key, key_lengths, seed, bias)
 
 
@@ -109,10 +109,10 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *facts: Hashable) -> tupl
     )
 
 
-def known(kept: Kept, kind: tuple) -> Shared | None:
-    """What calls of a kind share, if one of them was checked before; kept: what a mask keeps."""
+def known(cache: Cache, kind: tuple) -> Shared | None:
+    """What calls of a kind share, if one of them was checked before; cache: that of the mask."""
     try:
-        return kept.get(kind)
+        return cache.get(kind)
     except TypeError:  # an option that cannot be hashed: the checks say more
         return None
 
@@ -157,7 +157,7 @@ def spec_of(
     options = (has_key_lengths, scale, softcap, score, dropout_p, precision, deterministic, bias)
     differentiated = (differentiates_bias, differentiates_blocks)
     masks = (mask.block_size, mask.num_batches, mask.num_heads)
-    fills = (mask.fill(TILE), mask.fill(SMALL_TILE))
+    fills = (mask.coverage(TILE), mask.coverage(SMALL_TILE))
     return _spec(*tensors, *masks, *fills, *options, *differentiated)
 
 

@@ -20,7 +20,7 @@ from sparseflash.dispatch.call import Call, prepare
 def mask_arguments(mask: AnyMask) -> tuple[Tensor | None, str]:
     """(blocks, mask) of the operators: which blocks of which mask, None for all of them."""
     if isinstance(mask, DynamicMask):
-        return mask.blocks, mask.within.handle
+        return mask.blocks, mask.support.handle
     return None, mask.handle
 
 

@@ -209,7 +209,7 @@ def _mask_of_span(pattern: Pattern, span: Span, device: torch.device) -> BlockMa
         return pattern(length, device=device).crop(span.q_end, span.k_end)
     rows = (span.q_offset, span.q_end, span.k_end)
     mask = rows_of(pattern, shared_length(length), *rows, device)
-    return mask if span.kv_offset == 0 else mask.T.rows(span.kv_offset, span.k_end).T
+    return mask if span.kv_offset == 0 else mask.T.slice_queries(span.kv_offset, span.k_end).T
 
 
 def _of_pairs(

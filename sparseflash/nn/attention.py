@@ -23,7 +23,8 @@ class SparseAttention(nn.Module):
     q, k, v = x W_q, m W_k, m W_v (m is x in self-attention);  y = attention(q, k, v, pattern) W_o
 
     pattern: a Pattern, its text as masks.parse reads it, a sequence of those with one for each
-        head, or None for all pairs. Compiled once per length and device; see Pattern.in_blocks.
+        head, or None for all pairs. Compiled once per length and device; see
+        Pattern.with_block_size.
         A checkpoint records it as masks.to_json(module.pattern): the state dict is torch's.
     kv_heads: heads of keys and values, num_heads by default, which they must divide.
     rotary: turns queries and keys; in self-attention only.

@@ -19,7 +19,7 @@ def rows_of(
     """The mask of the queries `begin` to `end` and of the first k_len keys, of a pattern at
     `length` (all in tokens), which is compiled once on `device`. The mask is on the CPU.
     """
-    return _square(pattern, length, device).rows(begin, end).crop(end - begin, k_len)
+    return _square(pattern, length, device).slice_queries(begin, end).crop(end - begin, k_len)
 
 
 @lru_cache(maxsize=32)

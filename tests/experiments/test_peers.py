@@ -122,7 +122,7 @@ def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs)
     assert sparse.pop("causal") is False
     rows = {"block_sparse_tensors": mask, "block_sparse_tensors_bwd": mask.T}
     for name, turned in rows.items():
-        lists = interop.BlockLists(**sparse[name])._replace(block_size=turned.block_size)
+        lists = interop.BlockSparseTensors(**sparse[name])._replace(block_size=turned.block_size)
         assert interop.from_block_lists(lists, turned.seq_len) == turned
     with pytest.raises(PeerError, match="no masks with partial blocks"):
         attend_peer(Peer.FLASH4, PROBLEMS["local"])

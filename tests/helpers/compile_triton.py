@@ -86,8 +86,8 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
 def of_last_query(mask: BlockMask | DynamicMask) -> BlockMask | DynamicMask:
     end = mask.seq_len[0]
     if isinstance(mask, DynamicMask):
-        return mask.within.rows(end - 1, end).keep(mask.blocks[..., -1:, :])
-    return mask.rows(end - 1, end)
+        return mask.support.slice_queries(end - 1, end).select(mask.blocks[..., -1:, :])
+    return mask.slice_queries(end - 1, end)
 
 
 def causal(seq_len: int, block_size: tuple[int, int]) -> BlockMask:

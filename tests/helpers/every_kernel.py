@@ -44,7 +44,7 @@ def passes(
     if options.pop("chosen", False):
         rows, columns = mask.grid.nq, mask.grid.nk
         scores = torch.rand(2, HEADS, rows, columns, device="cuda", requires_grad=True)
-        mask = mask.keep_topk(scores, 2)
+        mask = mask.select_topk(scores, 2)
         wanted.append(scores)
     out, lse = sparseflash.attention(*leaves, mask, backend=backend, return_lse=True, **options)
     torch.autograd.grad((out, lse), wanted, (inputs[3], torch.ones_like(lse)))

@@ -58,19 +58,19 @@ def test_tables_of_other_blocks_and_how_far_blocks_fill_them(dense, block_size, 
     mask = BlockMask.from_dense(dense, block_size)
     table, expected = mask.table(block_size=other), BlockMask.from_dense(dense, other)
     assert table.block_size == other
-    assert torch.equal(table.by_query.bounds, expected.table().by_query.bounds)
-    assert torch.equal(table.bank, expected.table().bank)
+    assert torch.equal(table.by_query.row_ptr, expected.table().by_query.row_ptr)
+    assert torch.equal(table.bit_tiles, expected.table().bit_tiles)
     parts = BlockMask.from_dense(dense, tuple(map(min, block_size, other)))
     covered = parts.nnz_blocks * parts.grid.bq * parts.grid.bk
     touched = expected.nnz_blocks * expected.grid.bq * expected.grid.bk
-    if mask.num_layers == mask.num_heads:
-        assert mask.fill(other) == (covered / touched if covered else 1.0)
+    if mask.num_masks == mask.num_heads:
+        assert mask.coverage(other) == (covered / touched if covered else 1.0)
 
 
-def test_tables_are_compiled_once_and_fills_computed_once(monkeypatch):
+def test_tables_are_compiled_once_and_coverage_computed_once(monkeypatch):
     mask, computed = masks.local(9)(300, 16), []
-    monkeypatch.setattr("masks.reblock.fill", lambda *arguments: computed.append(1) or 0.5)
-    assert [mask.fill((128, 128)), mask.fill((128, 128))] == [0.5, 0.5]
+    monkeypatch.setattr("masks.reblock.coverage", lambda *arguments: computed.append(1) or 0.5)
+    assert [mask.coverage((128, 128)), mask.coverage((128, 128))] == [0.5, 0.5]
     assert computed == [1]
     assert mask.table() is mask.table(block_size=(16, 16))
     assert mask.table() is not mask.table(block_size=(128, 128))
@@ -81,10 +81,10 @@ def test_masks_and_tables_move_whole():
     mask = (masks.local(9) | masks.random(0.5))(300, 16)
     there = mask.to("meta")
     assert mask.to("cpu") is mask
-    tensors = [there.partial, there.partial_tile, there.bank, *there.full]
+    tensors = [there.partial, there.partial_bit_tile, there.bit_tiles, *there.full]
     assert {t.device.type for t in (there, *tensors)} == {"meta"}
-    assert mask.table("meta").by_key.bounds.device.type == "meta"
-    assert mask.table().by_key.bounds.device.type == "cpu"
+    assert mask.table("meta").by_key.row_ptr.device.type == "meta"
+    assert mask.table().by_key.row_ptr.device.type == "cpu"
 
 
 @given(dense_masks(), block_sizes, st.data())
@@ -100,7 +100,7 @@ def test_rows(dense, block_size, data):
     end = data.draw(st.integers(1, dense.shape[0]))
     begin = data.draw(st.integers(0, end - 1))
     two = torch.stack([dense, ~dense])
-    rows = BlockMask.from_dense(two, block_size).rows(begin, end)
+    rows = BlockMask.from_dense(two, block_size).slice_queries(begin, end)
     assert rows == BlockMask.from_dense(two[:, begin:end], block_size)
     assert torch.equal(rows.to_dense(), two[:, begin:end])
 
@@ -156,12 +156,12 @@ def test_a_mask_is_read_in_strips(monkeypatch):
 def test_rows_that_begin_with_a_block_or_lie_in_one_are_cut_out_unread(begin, end, monkeypatch):
     monkeypatch.setattr(cut, "from_strips", lambda *arguments: pytest.fail("read pair by pair"))
     mask = masks.local(9)(100, 16)
-    assert torch.equal(mask.rows(begin, end).to_dense(), mask.to_dense()[begin:end])
+    assert torch.equal(mask.slice_queries(begin, end).to_dense(), mask.to_dense()[begin:end])
 
 
 def test_blocks_round_trip_and_figures():
     blocks = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
-    mask = BlockMask.from_blocks(blocks, (16, 32), (30, 70)).read()
+    mask = BlockMask.from_blocks(blocks, (16, 32), (30, 70)).to_block_mask()
     assert torch.equal(mask.to_blocks(), blocks)
     assert (mask.nnz_blocks, mask.density, mask.partial_blocks) == (3, 0.5, 0)
     assert mask.blocks_per_row().tolist() == [[2, 1]]
@@ -172,7 +172,7 @@ def test_stack_shares_equal_heads():
     local, again = masks.local(9)(100, 16), masks.local(9)(100, 16)
     mask = masks.stack([local, masks.butterfly()(100, 16), again])
     assert mask.num_heads == 3
-    assert mask.num_layers == 2
+    assert mask.num_masks == 2
     assert mask.shape == (3, 100, 100)
     assert torch.equal(mask.to_dense()[2], local.to_dense())
     assert mask.density == pytest.approx((2 * local.density + mask.head(1).density) / 3)
@@ -181,8 +181,8 @@ def test_stack_shares_equal_heads():
 
 def test_a_head_has_a_table_of_its_own():
     both = masks.stack([masks.local(9), masks.local(9)])(100, 16)
-    assert both.table().head_layer.shape == (1, 2)
-    assert both.head(1).table().head_layer.shape == (1, 1)
+    assert both.table().head_to_mask.shape == (1, 2)
+    assert both.head(1).table().head_to_mask.shape == (1, 1)
 
 
 def test_heads_broadcast_in_the_algebra():
@@ -212,9 +212,15 @@ def heads(number):
         (lambda: BlockMask.from_topk(torch.rand(2, 2), 0), "k must be at least 1"),
         (lambda: masks.full()(64).crop(0, 64), "crop must lie within"),
         (lambda: masks.full()(64).crop(64, 65), "crop must lie within"),
-        (lambda: masks.full()(64).rows(5, 65), "rows must lie within 64 queries"),
-        (lambda: masks.full()(64).rows(5, 5), "rows must lie within 64 queries"),
-        (lambda: masks.full()(64).rows(-1, 5), "rows must lie within 64 queries"),
+        (
+            lambda: masks.full()(64).slice_queries(5, 65),
+            "slice_queries must lie within 64 queries",
+        ),
+        (lambda: masks.full()(64).slice_queries(5, 5), "slice_queries must lie within 64 queries"),
+        (
+            lambda: masks.full()(64).slice_queries(-1, 5),
+            "slice_queries must lie within 64 queries",
+        ),
         (lambda: masks.full()(64) & masks.full()(65), "masks must share lengths"),
         (lambda: masks.full()(64, 16) | masks.full()(64, 32), "masks must share .* block size"),
         (lambda: heads(2) ^ heads(3), "masks must have the same heads, or 1, got 2 and 3"),

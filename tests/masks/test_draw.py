@@ -21,18 +21,21 @@ def test_figures_of_a_mask_by_hand():
     assert figures["partial blocks"] == figures["distinct tiles"] == "1"
 
 
-def test_coverage_is_the_fraction_of_pairs_of_each_cell():
+def test_density_is_the_fraction_of_pairs_of_each_cell():
     mask = masks.causal()(64, block_size=16)
-    coverage = draw.coverage(mask, most=4)
+    density = draw.cell_density(mask, most=4)
     expected = torch.full((4, 4), 1.0).tril(-1) + torch.eye(4) * (136 / 256)
-    assert torch.allclose(coverage, expected)
-    halves = draw.coverage(mask, most=2)
+    assert torch.allclose(density, expected)
+    halves = draw.cell_density(mask, most=2)
     assert torch.allclose(halves, expected.view(2, 2, 2, 2).mean((1, 3)))
 
 
 def test_text_is_darker_where_more_pairs_are_set():
     blocks = torch.tensor([[1, 0], [1, 1]], dtype=torch.bool)
-    assert draw.text(BlockMask.from_blocks(blocks, 16, 32).read()).splitlines() == ["██  ", "████"]
+    assert draw.text(BlockMask.from_blocks(blocks, 16, 32).to_block_mask()).splitlines() == [
+        "██  ",
+        "████",
+    ]
     assert "░" in draw.text(masks.local(0)(32, block_size=16))
 
 

@@ -23,12 +23,12 @@ WITHIN = {
 @pytest.mark.parametrize("leading", [(), (3,), (2, 1), (2, 3), (1, 3)])
 @pytest.mark.parametrize("name", WITHIN)
 def test_both_directions_hold_the_chosen_blocks(name, leading):
-    within = WITHIN[name](SEQ_LEN, BLOCKS)
+    support = WITHIN[name](SEQ_LEN, BLOCKS)
     blocks = torch.rand(*leading, NQ, NK) < 0.6
-    mask = within.keep(blocks)
+    mask = support.select(blocks)
     chosen = blocks.view((1,) * (2 - len(leading)) + tuple(blocks.shape))
     pairs = chosen.repeat_interleave(BLOCKS[0], 2).repeat_interleave(BLOCKS[1], 3)
-    expected = pairs[..., : SEQ_LEN[0], : SEQ_LEN[1]] & within.to_dense()
+    expected = pairs[..., : SEQ_LEN[0], : SEQ_LEN[1]] & support.to_dense()
     table = mask.table()
     assert (mask.num_batches, mask.num_heads) == tuple(expected.shape[:2])
     for rows, transposed in ((table.by_query, False), (table.by_key, True)):
@@ -37,16 +37,16 @@ def test_both_directions_hold_the_chosen_blocks(name, leading):
         assert int(dense.sum()) == int(expected.sum()), "a bit outside the sequence is set"
     assert torch.equal(mask.to_dense(), expected)
     for b in range(mask.num_batches):
-        assert torch.equal(mask.read(b).to_dense().view_as(expected[b]), expected[b])
-    densities = [mask.read(b).density for b in range(mask.num_batches)]
+        assert torch.equal(mask.to_block_mask(b).to_dense().view_as(expected[b]), expected[b])
+    densities = [mask.to_block_mask(b).density for b in range(mask.num_batches)]
     assert mask.density == pytest.approx(sum(densities) / len(densities))
 
 
 def test_order_puts_heavy_rows_first():
     rows = BlockMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16).table().by_key
-    count = rows.bounds[..., 1] + rows.bounds[..., 3]
-    assert (count.gather(1, rows.order.long()).diff(dim=1) <= 0).all()
-    assert (rows.max_count, rows.total, rows.unevenness) == (None, None, float("inf"))
+    count = rows.row_ptr[..., 1] + rows.row_ptr[..., 3]
+    assert (count.gather(1, rows.schedule.long()).diff(dim=1) <= 0).all()
+    assert (rows.max_blocks, rows.total_blocks, rows.imbalance) == (None, None, float("inf"))
 
 
 @settings(max_examples=30)
@@ -55,9 +55,9 @@ def test_topk_keeps_the_highest_scores_that_are_possible(k, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(2, 3, NQ, NK, generator=generator)
     scores[0, 1, 2, 1:] = -torch.inf
-    within = WITHIN["holes"](SEQ_LEN, BLOCKS)
-    kept = within.keep_topk(scores, k).to_blocks()
-    possible = within.to_blocks() & (scores > -torch.inf)
+    support = WITHIN["holes"](SEQ_LEN, BLOCKS)
+    kept = support.select_topk(scores, k).to_blocks()
+    possible = support.to_blocks() & (scores > -torch.inf)
     assert torch.equal(kept.sum(-1), possible.sum(-1).clamp(max=k))
     assert not (kept & ~possible).any()
     lowest = scores.masked_fill(~kept, 2.0).amin(-1)
@@ -69,7 +69,7 @@ def test_lists_end_in_readable_entries_and_are_made_once():
     mask = BlockMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16)
     table = mask.table()
     for rows in (table.by_query, table.by_key):
-        for entries in (rows.full_index, rows.partial_index, rows.partial_tile):
+        for entries in (rows.full_index, rows.partial_index, rows.partial_bit_tile):
             assert len(entries) == 2 * 3 * 6 * 9 + PREFETCH
     assert mask.table() is table
 
@@ -83,23 +83,23 @@ def test_more_blocks_than_a_table_numbers_are_refused(monkeypatch):
 
 def test_few_queries_leave_blocks_full():
     every = torch.ones(2, 1, 1, 7, dtype=torch.bool)
-    rows = masks.full()((1, 100), 16).keep(every).table().by_query
-    assert rows.bounds.tolist() == [[[0, 6, 6, 1]], [[7, 6, 13, 1]]]
+    rows = masks.full()((1, 100), 16).select(every).table().by_query
+    assert rows.row_ptr.tolist() == [[[0, 6, 6, 1]], [[7, 6, 13, 1]]]
 
 
 def test_how_far_blocks_fill_others_is_known_of_their_own_size_alone():
     mask = BlockMask.from_topk(torch.rand(3, 3), 1, (128, 64))
-    assert (mask.fill((128, 64)), mask.fill((128, 128))) == (1.0, None)
+    assert (mask.coverage((128, 64)), mask.coverage((128, 128))) == (1.0, None)
 
 
 def test_masks_of_scores_alone():
     scores = torch.rand(5, 7)
-    assert BlockMask.from_topk(scores, 9, 16).read() == masks.full()((80, 112), 16)
+    assert BlockMask.from_topk(scores, 9, 16).to_block_mask() == masks.full()((80, 112), 16)
     above = BlockMask.from_threshold(scores, scores[2, 3], 16, (70, 112))
     assert torch.equal(above.to_blocks()[0, 0], scores > scores[2, 3])
     assert above.seq_len == BlockMask.from_topk(scores, 2, 16, (70, 112)).seq_len == (70, 112)
     causal = masks.causal()((80, 80), 16)
-    assert causal.keep_above(scores[:, :5], 0.0).read() == causal
+    assert causal.select_threshold(scores[:, :5], 0.0).to_block_mask() == causal
 
 
 def test_scores_keep_their_graph_and_blocks_have_none():
@@ -113,40 +113,49 @@ def test_scores_keep_their_graph_and_blocks_have_none():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.keep(torch.ones(4, 4)), "blocks must be a bool tensor, got torch.float32"),
-        (lambda m: m.keep(torch.ones(4, 5, dtype=torch.bool)), r"blocks must be \(4, 4\)"),
+        (lambda m: m.select(torch.ones(4, 4)), "blocks must be a bool tensor, got torch.float32"),
+        (lambda m: m.select(torch.ones(4, 5, dtype=torch.bool)), r"blocks must be \(4, 4\)"),
         (
-            lambda m: m.keep(torch.ones(1, 1, 1, 4, 4, dtype=torch.bool)),
+            lambda m: m.select(torch.ones(1, 1, 1, 4, 4, dtype=torch.bool)),
             r"blocks must be \(4, 4\)",
         ),
-        (lambda m: m.keep([[True]]), "blocks must be a bool tensor, got list"),
+        (lambda m: m.select([[True]]), "blocks must be a bool tensor, got list"),
         (
-            lambda m: m.keep_topk(torch.ones(4, 4, dtype=torch.int), 1),
+            lambda m: m.select_topk(torch.ones(4, 4, dtype=torch.int), 1),
             "scores must be a floating-point tensor, got torch.int32",
         ),
-        (lambda m: m.keep(torch.ones(4, 4) > 0, [1.0]), "scores must be a floating-point tensor"),
-        (lambda m: m.keep_above(torch.ones(4, 4), "x"), "threshold must be a number .* got 'x'"),
-        (lambda m: m.keep_topk(torch.ones(4, 4), 1.5), "k must be an integer, got 1.5"),
+        (
+            lambda m: m.select(torch.ones(4, 4) > 0, [1.0]),
+            "scores must be a floating-point tensor",
+        ),
+        (
+            lambda m: m.select_threshold(torch.ones(4, 4), "x"),
+            "threshold must be a number .* got 'x'",
+        ),
+        (lambda m: m.select_topk(torch.ones(4, 4), 1.5), "k must be an integer, got 1.5"),
         (lambda m: m.from_blocks([[True]]), "blocks must be a tensor, got list"),
         (
             lambda m: m.from_topk(torch.ones(4), 1),
             r"scores must have 2 to 4 dimensions, got \(4,\)",
         ),
         (
-            lambda m: m.keep(torch.ones(4, 4) > 0, torch.ones(2, 4, 4)),
+            lambda m: m.select(torch.ones(4, 4) > 0, torch.ones(2, 4, 4)),
             "scores must have the shape",
         ),
-        (lambda m: m.keep(torch.ones(0, 4, 4) > 0), r"blocks must be \(4, 4\)"),
+        (lambda m: m.select(torch.ones(0, 4, 4) > 0), r"blocks must be \(4, 4\)"),
         (
-            lambda m: m.keep(torch.ones(4, 4) > 0, torch.ones(4, 4, dtype=torch.int)),
+            lambda m: m.select(torch.ones(4, 4) > 0, torch.ones(4, 4, dtype=torch.int)),
             "scores must be a floating-point tensor, got torch.int32",
         ),
-        (lambda m: m.keep_topk(torch.ones(4, 4), 0), "k must be at least 1, got 0"),
-        (lambda m: masks.stack([m, ~m]).keep_above(torch.ones(3, 4, 4), 0), "1 or 2 heads, got 3"),
-        (lambda m: m.keep(torch.ones(4, 4, device="meta") > 0), "blocks must be on cpu"),
-        (lambda m: m.keep(torch.ones(4, 4) > 0).table("meta"), "mask must be on meta, got cpu"),
+        (lambda m: m.select_topk(torch.ones(4, 4), 0), "k must be at least 1, got 0"),
         (
-            lambda m: m.keep(torch.ones(4, 4) > 0).table(block_size=(32, 16)),
+            lambda m: masks.stack([m, ~m]).select_threshold(torch.ones(3, 4, 4), 0),
+            "1 or 2 heads, got 3",
+        ),
+        (lambda m: m.select(torch.ones(4, 4, device="meta") > 0), "blocks must be on cpu"),
+        (lambda m: m.select(torch.ones(4, 4) > 0).table("meta"), "mask must be on meta, got cpu"),
+        (
+            lambda m: m.select(torch.ones(4, 4) > 0).table(block_size=(32, 16)),
             r"block_size must be \(16, 16\), got \(32, 16\)",
         ),
     ],

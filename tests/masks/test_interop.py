@@ -131,7 +131,10 @@ def test_entries_of_a_sparse_tensor_may_be_stored_twice():
         ),
         (
             lambda: interop.from_block_lists(
-                interop.BlockLists(*(x.expand(2, *x.shape[1:]) for x in LISTS[:4]), (16, 16)), 64
+                interop.BlockSparseTensors(
+                    *(x.expand(2, *x.shape[1:]) for x in LISTS[:4]), (16, 16)
+                ),
+                64,
             ),
             "lists must be of one batch element, got 2",
         ),

@@ -35,35 +35,36 @@ def test_both_directions_hold_the_mask(name, seq_len, block_size):
 
 def test_few_queries_leave_blocks_full():
     rows = masks.full()((1, 100), (16, 16)).table().by_query
-    assert rows.bounds.tolist() == [[[0, 6, 0, 1]]]
+    assert rows.row_ptr.tolist() == [[[0, 6, 0, 1]]]
 
 
 @pytest.mark.parametrize("block_size", [(16, 16), (32, 16), (16, 64)])
 def test_the_bank_by_key_holds_the_transposed_tiles(block_size):
     for pattern in PATTERNS.values():
         table = pattern((100, 75), block_size).table()
-        by_query = tiles.unpack(table.bank, block_size[1])
-        assert torch.equal(tiles.unpack(table.bank_by_key, block_size[0]), by_query.mT)
+        by_query = tiles.unpack(table.bit_tiles, block_size[1])
+        assert torch.equal(tiles.unpack(table.bit_tiles_by_key, block_size[0]), by_query.mT)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_order_puts_heavy_rows_first(name):
+def test_schedule_puts_heavy_rows_first(name):
     rows = PATTERNS[name]((300, 300), 16).table().by_query
-    count = rows.bounds[..., 1] + rows.bounds[..., 3]
-    ordered = count.gather(1, rows.order.long())
+    count = rows.row_ptr[..., 1] + rows.row_ptr[..., 3]
+    ordered = count.gather(1, rows.schedule.long())
     assert (ordered.diff(dim=1) <= 0).all()
     assert torch.equal(
-        rows.order.sort(dim=1).values, torch.arange(rows.rows).expand_as(rows.order).int()
+        rows.schedule.sort(dim=1).values,
+        torch.arange(rows.num_rows).expand_as(rows.schedule).int(),
     )
-    assert (rows.max_count, rows.total) == (int(count.max()), int(count.sum()))
+    assert (rows.max_blocks, rows.total_blocks) == (int(count.max()), int(count.sum()))
 
 
 def test_lists_end_in_readable_entries():
     table = (masks.butterfly() & masks.causal())(256, 16).table()
     for rows in (table.by_query, table.by_key):
-        fulls, partials = (int(rows.bounds[..., n].sum()) for n in (1, 3))
+        fulls, partials = (int(rows.row_ptr[..., n].sum()) for n in (1, 3))
         assert len(rows.full_index) >= PREFETCH + fulls > PREFETCH
-        assert len(rows.partial_index) == len(rows.partial_tile) == partials + PREFETCH
+        assert len(rows.partial_index) == len(rows.partial_bit_tile) == partials + PREFETCH
 
 
 def test_a_million_tokens_stay_small():

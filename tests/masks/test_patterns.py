@@ -202,15 +202,15 @@ def test_algebra_of_patterns():
 
 
 def test_a_pattern_has_a_block_size_of_its_own():
-    fine = masks.butterfly().in_blocks((32, 64))
+    fine = masks.butterfly().with_block_size((32, 64))
     assert fine(200) == masks.butterfly()(200, (32, 64))
     assert fine(200, 16) == masks.butterfly()(200, 16)
-    both = ~fine | masks.causal().in_blocks((32, 64))
+    both = ~fine | masks.causal().with_block_size((32, 64))
     assert both(200).block_size == masks.stack([fine, both])(200).block_size == (32, 64)
     with pytest.raises(ValueError, match="must share their block size"):
         operator.and_(fine, masks.causal())
     with pytest.raises(ValueError, match="block_size must be made of"):
-        fine.in_blocks(48)
+        fine.with_block_size(48)
 
 
 def test_parse_reads_a_file(tmp_path):
@@ -317,13 +317,13 @@ def test_bad_input_names_the_argument(call, message):
         lambda: masks.local((3, 4), align="top-left") & masks.causal(),
         lambda: ~masks.global_tokens([0, 5]) | masks.random(0.3, seed=4),
         lambda: masks.documents(torch.tensor([3, 4])),
-        lambda: masks.stack([masks.full(), masks.causal()]).in_blocks(32),
+        lambda: masks.stack([masks.full(), masks.causal()]).with_block_size(32),
     ],
 )
 def test_patterns_made_the_same_way_are_equal(make):
     assert make() == make()
     assert hash(make()) == hash(make())
-    assert make().in_blocks(64) != make()
+    assert make().with_block_size(64) != make()
 
 
 def test_patterns_made_otherwise_differ():

@@ -23,7 +23,7 @@ PATTERNS = [
     masks.tree([-1, *range(69)], prefix_len=31),
     masks.bigbird(num_random=1),
     ~(masks.butterfly(2) & masks.causal(align="top-left")) - masks.random(0.2) ^ masks.full(),
-    masks.butterfly().in_blocks(64),
+    masks.butterfly().with_block_size(64),
     masks.stack([masks.butterfly(), masks.full() | masks.random(0.5)]),
 ]
 
@@ -49,7 +49,7 @@ def test_masks(pattern, block_size, tmp_path):
     assert isinstance(loaded, masks.BlockMask)
     assert loaded == mask
     assert (loaded.seq_len, loaded.block_size) == (mask.seq_len, mask.block_size)
-    assert torch.equal(loaded.table().by_key.bounds, mask.table().by_key.bounds)
+    assert torch.equal(loaded.table().by_key.row_ptr, mask.table().by_key.row_ptr)
 
 
 def test_longformer_is_its_own_recipe():
@@ -128,7 +128,10 @@ def test_a_pattern_of_a_function_is_not_pickled():
         ("partial", lambda t: t["partial"].copy_(t["partial"].flip(0))),
         ("partial", lambda t: t["partial"][1:2].copy_(t["partial"][:1])),
         ("partial", lambda t: t["partial"][:1].copy_(t["full_begin"][:1])),
-        ("partial", lambda t: t.update(partial=torch.tensor([7]), partial_tile=torch.tensor([0]))),
+        (
+            "partial",
+            lambda t: t.update(partial=torch.tensor([7]), partial_tile=torch.tensor([0])),
+        ),
         ("partial_tile", lambda t: t["partial_tile"].add_(1000)),
         ("partial_tile", lambda t: t["partial_tile"].sub_(1000)),
         ("partial_tile", lambda t: t.update(partial_tile=t["partial_tile"][1:].clone())),
@@ -149,12 +152,12 @@ def test_files_that_would_lead_kernels_astray_are_refused(name, change, tmp_path
         masks.load(tmp_path / "mask")
 
 
-@pytest.mark.parametrize("head_layer", [[], [1], [0, 2], [0, -1]])
-def test_heads_without_a_layer_are_refused(head_layer, tmp_path):
+@pytest.mark.parametrize("head_to_mask", [[], [1], [0, 2], [0, -1]])
+def test_heads_without_a_layer_are_refused(head_to_mask, tmp_path):
     masks.save(masks.causal()(100, 16), tmp_path / "mask")
     with safe_open(tmp_path / "mask", framework="pt") as file:
         header = json.loads(file.metadata()["masks"])
-    written = {"masks": json.dumps(header | {"head_layer": head_layer})}
+    written = {"masks": json.dumps(header | {"head_layer": head_to_mask})}
     save_file(load_file(tmp_path / "mask"), tmp_path / "mask", metadata=written)
     with pytest.raises(ValueError, match=r"^head_layer of the saved mask"):
         masks.load(tmp_path / "mask")
@@ -164,7 +167,7 @@ def test_a_mask_comes_to_a_device_and_nothing_else_is_saved(tmp_path):
     masks.save(masks.causal()(100, 16), tmp_path / "mask")
     there = masks.load(tmp_path / "mask", "meta")
     assert isinstance(there, masks.BlockMask)
-    assert there.bank.device.type == "meta"
+    assert there.bit_tiles.device.type == "meta"
     with pytest.raises(TypeError, match="mask must be a Pattern or a BlockMask, got DynamicMask"):
         masks.save(masks.BlockMask.from_blocks(torch.ones(2, 2) > 0), tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -28,7 +28,11 @@ PATTERNS = {
 
 def operations(mask):
     union = ~mask | mask.T
-    return union.rows(17, 40).crop(5, 20).reblock(32).table(), union.to_dense(), draw.text(mask)
+    return (
+        union.slice_queries(17, 40).crop(5, 20).reblock(32).table(),
+        union.to_dense(),
+        draw.text(mask),
+    )
 
 
 def round_trips(mask):

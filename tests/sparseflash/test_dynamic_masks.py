@@ -49,7 +49,7 @@ def gated(query, key, value, mask, gates, options):
 @pytest.mark.parametrize("leading", [(BATCH, HEADS), (BATCH, 1), (HEADS,), ()])
 def test_masks_of_batch_elements_and_heads(backend, leading):
     device = BACKENDS[backend]
-    mask = CAUSAL(LENGTHS, BLOCKS, device).keep_topk(torch.rand(*leading, NQ, NK).to(device), 2)
+    mask = CAUSAL(LENGTHS, BLOCKS, device).select_topk(torch.rand(*leading, NQ, NK).to(device), 2)
 
     def attend(q, k, v):
         return sparseflash.attention(q, k, v, mask, return_lse=True, backend=backend)
@@ -72,7 +72,7 @@ def test_scores_get_the_gradient_of_gates_of_one(backend, extras, leading):
     }
     options = {name: every_option[name] for name in extras}
     scores = torch.rand(*leading, NQ, NK, device=device, requires_grad=True)
-    mask = CAUSAL(LENGTHS, BLOCKS, device).keep_topk(scores, 2)
+    mask = CAUSAL(LENGTHS, BLOCKS, device).select_topk(scores, 2)
     out, lse = sparseflash.attention(*tensors, mask, return_lse=True, backend=backend, **options)
     grad_lse = torch.randn_like(lse).masked_fill(lse.isneginf(), 0.0)
     (result,) = torch.autograd.grad((out, lse), scores, (grad_out, grad_lse))
@@ -136,7 +136,7 @@ def test_one_graph_serves_every_choice_of_blocks(inside):
     within = CAUSAL(LENGTHS, BLOCKS, device)
 
     def attend(*tensors, chosen):
-        mask = within.keep_topk(chosen, 2) if inside else chosen
+        mask = within.select_topk(chosen, 2) if inside else chosen
         return sparseflash.attention(*tensors, mask, backend=backend)
 
     torch._dynamo.reset()
@@ -144,7 +144,7 @@ def test_one_graph_serves_every_choice_of_blocks(inside):
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
     for _ in range(2):
         scores = torch.rand(BATCH, HEADS, NQ, NK, device=device, requires_grad=True)
-        chosen = scores if inside else within.keep_topk(scores, 2)
+        chosen = scores if inside else within.select_topk(scores, 2)
         results = (
             torch.autograd.grad(run(*tensors, chosen=chosen), (*tensors, scores), grad_out)
             for run in (compiled, attend)
@@ -159,7 +159,7 @@ def test_exported_with_the_choice_of_blocks():
 
     class Module(torch.nn.Module):
         def forward(self, query, key, value, scores):
-            return sparseflash.attention(query, key, value, within.keep_topk(scores, 2))
+            return sparseflash.attention(query, key, value, within.select_topk(scores, 2))
 
     exported = torch.export.export(Module(), (*tensors, torch.rand(NQ, NK))).module()
     scores = torch.rand(NQ, NK)
@@ -206,12 +206,12 @@ def test_hopper_takes_masks_of_heads_but_not_of_batch_elements():
         )
 
     within = CAUSAL((500, 700), 128, "cuda")
-    mask = within.keep_topk(scores[0], 3)
+    mask = within.select_topk(scores[0], 3)
     check_attention(attend(mask), *tensors, mask)
     with pytest.raises(sparseflash.BackendError, match="takes no mask of each batch element"):
-        attend(within.keep_topk(scores, 3))(*tensors)
+        attend(within.select_topk(scores, 3))(*tensors)
     with pytest.raises(sparseflash.BackendError, match="takes no gradient of blocks"):
-        attend(within.keep_topk(scores[0].requires_grad_(), 3))(*tensors)
+        attend(within.select_topk(scores[0].requires_grad_(), 3))(*tensors)
 
 
 @pytest.mark.gpu
@@ -228,7 +228,7 @@ def test_nothing_waits_for_the_device():
             BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS),
             BlockMask.from_threshold(scores, 0.5, BLOCKS, LENGTHS),
             BlockMask.from_blocks(scores.detach() > 0.5, BLOCKS, LENGTHS),
-            within.keep_topk(scores, 2),
+            within.select_topk(scores, 2),
         ):
             sparseflash.attention(*tensors, mask, backend="triton").backward(grad_out)
 
@@ -250,7 +250,7 @@ def test_a_cuda_graph_chooses_blocks_anew_at_every_replay(within):
     every = (within or masks.full())(LENGTHS, BLOCKS, "cuda")
 
     def step():
-        out = sparseflash.attention(*tensors, every.keep_topk(scores, 2), backend="triton")
+        out = sparseflash.attention(*tensors, every.select_topk(scores, 2), backend="triton")
         grads = torch.autograd.grad(out, (*tensors, scores), grad_out)
         # Undetached, a capture keeps nodes of autograd that belong to its stream.
         return out.detach(), *grads

@@ -81,7 +81,7 @@ def test_a_thousand_sums_over_distances_and_blocks_give_the_same_bits():
     tensors = inputs(4, 1000, 64, kv_heads=2)
     bias = torch.randn(4, 1999, device="cuda", requires_grad=True)
     scores = torch.rand(4, 8, 8, device="cuda", requires_grad=True)
-    mask = masks.causal()(1000, 128, "cuda").keep_topk(scores, 3)
+    mask = masks.causal()(1000, 128, "cuda").select_topk(scores, 3)
 
     def run():
         out = sparseflash.attention(*tensors[:3], mask, bias=bias, backend="triton")

@@ -75,7 +75,7 @@ def calls(draw, head_dim: int, block_size: tuple[int, int], dtype: torch.dtype, 
         layers = (1 if plain else draw(st.sampled_from([1, len(inputs[0])])), heads)
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
         chances = torch.rand(*layers, mask.grid.nq, mask.grid.nk, generator=generator)
-        mask = mask.keep(chances.to(DEVICE) < 0.7)
+        mask = mask.select(chances.to(DEVICE) < 0.7)
     options = {}
     if draw(st.booleans()):
         length = torch.tensor([draw(st.integers(0, k_len)) for _ in range(len(inputs[0]))])

@@ -93,7 +93,7 @@ def backward(
     grad_o = grad_o / (1 - spec.dropout_p)
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     grad_bias = q.new_zeros(bias.numel() if bias is not None else 0)
-    rows, columns = table.by_query.rows, table.by_key.rows
+    rows, columns = table.by_query.num_rows, table.by_key.num_rows
     grad_blocks = q.new_zeros((spec.batch, spec.heads, rows, columns) if needs_blocks else 0)
 
     for problem in problems(table, key_lengths, seed, spec, bias):

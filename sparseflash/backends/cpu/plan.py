@@ -87,9 +87,9 @@ def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
     copies = len(readers)
     for group in groups_of(table):
         bh = readers[:, group.head].flatten()
-        query_blocks = bh.unsqueeze(1) * table.by_query.rows + group.rows.repeat(copies, 1)
+        query_blocks = bh.unsqueeze(1) * table.by_query.num_rows + group.rows.repeat(copies, 1)
         key_head = bh // (spec.heads // spec.kv_heads)
-        first_key_block = (key_head * table.by_key.rows).unsqueeze(1)
+        first_key_block = (key_head * table.by_key.num_rows).unsqueeze(1)
         full_start = group.full_start.repeat(copies).unsqueeze(1)
         partial_start = group.partial_start.repeat(copies).unsqueeze(1)
         for here in _slices(len(bh), _problems_at_once(group, table.block_size, spec.head_dim)):
@@ -97,14 +97,14 @@ def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
             partial = partial_start[here] + torch.arange(group.partial_count, device="cpu")
             columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
             key_blocks = first_key_block[here] + columns
-            yield Chunk(bh[here], query_blocks[here], key_blocks, lists.partial_tile[partial])
+            yield Chunk(bh[here], query_blocks[here], key_blocks, lists.partial_bit_tile[partial])
 
 
 def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:
     """int64 (copies, mask heads of all mask batch elements): batch element * heads + head of those
     that read each.
     """
-    mask_batch, mask_heads = table.head_layer.shape
+    mask_batch, mask_heads = table.head_to_mask.shape
     bh = torch.arange(spec.batch * spec.heads, device="cpu")
     sizes = {"mb": mask_batch, "mh": mask_heads, "heads": spec.heads // mask_heads}
     return rearrange(bh, "(batch mb heads mh) -> (batch heads) (mb mh)", **sizes)
@@ -142,8 +142,8 @@ def _group_rows(table: LookupTable) -> list[Group]:
 def _readers(table: LookupTable) -> dict[tuple[int, ...], list[int]]:
     """(mask head, *bounds) of every non-empty list -> the block rows that read it."""
     readers = defaultdict(list)
-    bounds = table.by_query.bounds.tolist()
-    for head, layer in enumerate(table.head_layer.flatten().tolist()):
+    bounds = table.by_query.row_ptr.tolist()
+    for head, layer in enumerate(table.head_to_mask.flatten().tolist()):
         for row, (full_start, full, partial_start, partial) in enumerate(bounds[layer]):
             if full + partial:
                 readers[head, full_start, full, partial_start, partial].append(row)

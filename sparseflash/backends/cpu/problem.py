@@ -46,12 +46,12 @@ class Problem:
     ):
         self._chunk, self._seed, self._spec, self._bias = chunk, seed, spec, bias
         self._block_q, self._block_k = table.block_size
-        self._rows, self._columns = table.by_query.rows, table.by_key.rows
+        self._rows, self._columns = table.by_query.num_rows, table.by_key.num_rows
         self._query_blocks = chunk.query_blocks.flatten()
         self._key_blocks = chunk.key_blocks.flatten()
         self._keys = chunk.key_blocks.shape[1] * self._block_k
         self._width = keys_at_once(chunk.key_blocks.shape[1], self._block_k)
-        self._tile_bias = self._bias_of_tiles(table.bank) if chunk.tiles.numel() else None
+        self._tile_bias = self._bias_of_tiles(table.bit_tiles) if chunk.tiles.numel() else None
         self._padding_bias = None if key_lengths is None else self._bias_of_padding(key_lengths)
 
     def queries_of(self, blocks: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
     head_dims = FUSED_HEAD_DIMS[spec.dropout_p > 0]
     if spec.deterministic or spec.head_dim not in head_dims or table.block_size != TILE:
         return False
-    blocks = table.by_key.mean_count
+    blocks = table.by_key.mean_blocks
     return blocks is not None and blocks >= FUSED_BLOCKS
 
 

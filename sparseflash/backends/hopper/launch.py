@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from masks.lookup_table import PREFETCH, BlockRows, LookupTable
+from masks.lookup_table import PREFETCH, BlockLists, LookupTable
 from sparseflash import dropout
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper.device import LOG2E, PART
@@ -89,7 +89,7 @@ def launch_pass(
     sizes, grid = schedule(spec, rows, heads, room.programs)
     arguments = (
         *(_as_read(x, how) for x, how in zip(tensors, read, strict=True)),
-        *_table_arguments(rows, table.bank_by_key if by_key else table.bank, table),
+        *_table_arguments(rows, table.bit_tiles_by_key if by_key else table.bit_tiles, table),
         *(key_lengths, counter, *sizes, spec.scale * LOG2E.value),
         *(*seeds, *_dropout_arguments(spec.dropout_p)),
     )
@@ -187,10 +187,16 @@ def unpadded(tensor: Tensor, key_lengths: Tensor | None) -> Tensor:
     return tensor.masked_fill(padding[:, None, :, None], 0)
 
 
-def _table_arguments(rows: BlockRows, bank: Tensor, table: LookupTable) -> tuple[Tensor, ...]:
+def _table_arguments(rows: BlockLists, bank: Tensor, table: LookupTable) -> tuple[Tensor, ...]:
     """One direction of a lookup table, as device.Table."""
-    lists = (rows.bounds, rows.full_index, rows.partial_index, rows.partial_tile, rows.order)
-    return (*lists, bank, table.head_layer)
+    lists = (
+        rows.row_ptr,
+        rows.full_index,
+        rows.partial_index,
+        rows.partial_bit_tile,
+        rows.schedule,
+    )
+    return (*lists, bank, table.head_to_mask)
 
 
 def _dropout_arguments(dropout_p: float) -> tuple[int | float | None, ...]:
@@ -209,15 +215,15 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def counter_of(rows: BlockRows, device: torch.device) -> Tensor | None:
+def counter_of(rows: BlockLists, device: torch.device) -> Tensor | None:
     """What hands out the tiles of uneven rows."""
-    if rows.unevenness <= UNEVEN:
+    if rows.imbalance <= UNEVEN:
         return None
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def schedule(
-    spec: AttentionSpec, rows: BlockRows, heads: int, programs: int
+    spec: AttentionSpec, rows: BlockLists, heads: int, programs: int
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
     """device.Sizes, and the grid: at most as many programs as run at a time, `programs` on each
     multiprocessor.
@@ -227,10 +233,10 @@ def schedule(
     others waiting.
     """
     pairs = spec.batch * heads
-    tiles = pairs * rows.rows
-    together = pairs if rows.unevenness > VERY_UNEVEN else 1
+    tiles = pairs * rows.num_rows
+    together = pairs if rows.imbalance > VERY_UNEVEN else 1
     lengths = (spec.heads, spec.q_len, spec.k_len)
-    sizes = (*lengths, spec.mask_heads, rows.rows, tiles, together)
+    sizes = (*lengths, spec.mask_heads, rows.num_rows, tiles, together)
     return sizes, (min(tiles, programs * multiprocessors(spec.device)), 1, 1)
 
 

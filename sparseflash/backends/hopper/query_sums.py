@@ -48,7 +48,7 @@ def share(sum_buffers):
 def zeros(query: Tensor, table: LookupTable) -> Tensor:
     """Room for the sums of all queries in blocks of the table, a matrix of COLUMNS columns."""
     batch, heads, _, head_dim = query.shape
-    tokens = batch * heads * table.by_query.rows * table.block_size[0]
+    tokens = batch * heads * table.by_query.num_rows * table.block_size[0]
     shape = (tokens * width(head_dim) // COLUMNS.value, COLUMNS.value)
     return torch.zeros(shape, dtype=torch.float32, device=query.device)
 

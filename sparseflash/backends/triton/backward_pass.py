@@ -41,7 +41,7 @@ def backward(
     """The gradients of one call; see sparseflash.backends.Backend."""
     needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
     grad_query = grad_key = grad_value = grad_bias = grad_blocks = None
-    padded_len = table.by_query.rows * spec.block_size[0]
+    padded_len = table.by_query.num_rows * spec.block_size[0]
     shape = (spec.batch, spec.heads, 2, padded_len)
     terms = torch.empty(shape, dtype=torch.float32, device=query.device)
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()

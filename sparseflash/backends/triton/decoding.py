@@ -73,8 +73,8 @@ def describe(key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
 def splits_of(made: Prepared, table: LookupTable, spec: AttentionSpec) -> int:
     """Between how many programs the keys of a row are split."""
     programs = made.parts * made.heads * spec.batch
-    longest = table.by_query.max_count
-    blocks = table.by_key.rows if longest is None else longest
+    longest = table.by_query.max_blocks
+    blocks = table.by_key.num_rows if longest is None else longest
     return fastest_splits(programs, blocks, spec.block_size[1], made.slots)
 
 
@@ -95,7 +95,7 @@ def fastest_splits(programs: int, blocks: int, block_k: int, slots: int) -> int:
 
 def _packed(table: LookupTable, spec: AttentionSpec) -> int:
     """How many heads are rows of one tile."""
-    shared = spec.mask_heads == 1 or table.by_query.bounds.shape[0] == 1
+    shared = spec.mask_heads == 1 or table.by_query.row_ptr.shape[0] == 1
     return spec.heads // spec.kv_heads if shared else 1
 
 

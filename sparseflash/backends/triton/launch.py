@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from masks.lookup_table import BlockRows, LookupTable
+from masks.lookup_table import BlockLists, LookupTable
 from sparseflash import dropout
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.relaunch import again, remember
@@ -289,21 +289,27 @@ def _descriptors(tile: list[int] | None, streamed: list[Tensor]) -> list[_Descri
     return [_Descriptor(t, t.shape, t.stride(), tile) for t in streamed]
 
 
-def _table_arguments(table: LookupTable, rows: BlockRows) -> tuple[Tensor, ...]:
+def _table_arguments(table: LookupTable, rows: BlockLists) -> tuple[Tensor, ...]:
     """One direction of a lookup table, as tiles.Table."""
-    lists = (rows.bounds, rows.full_index, rows.partial_index, rows.partial_tile, rows.order)
-    return (*lists, table.bank, table.head_layer)
+    lists = (
+        rows.row_ptr,
+        rows.full_index,
+        rows.partial_index,
+        rows.partial_bit_tile,
+        rows.schedule,
+    )
+    return (*lists, table.bit_tiles, table.head_to_mask)
 
 
 def _sizes_and_grid(
-    spec: AttentionSpec, rows: BlockRows, heads: int, parts: int
+    spec: AttentionSpec, rows: BlockLists, heads: int, parts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """tiles.Sizes, and the grid with `parts` programs for each block row of each head."""
-    layers = rows.bounds.shape[0]
-    tiles = rows.rows * parts
-    ordered = rows.unevenness != 1
-    heavy_first = rows.unevenness > HEAVY_ROW and tiles <= GRID_LIMIT
-    order = (layers, rows.rows, int(ordered), int(heavy_first))
+    layers = rows.row_ptr.shape[0]
+    tiles = rows.num_rows * parts
+    ordered = rows.imbalance != 1
+    heavy_first = rows.imbalance > HEAVY_ROW and tiles <= GRID_LIMIT
+    order = (layers, rows.num_rows, int(ordered), int(heavy_first))
     masks = (spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1))
     sizes = (spec.heads, spec.q_len, spec.k_len, *order, *masks)
     return sizes, (heads, spec.batch, tiles) if heavy_first else (tiles, heads, spec.batch)

@@ -39,7 +39,10 @@ def score_sums(
     """
     made = prepare("sums", spec, tensors, (1, 2))
     row_parts, column_parts = made.parts, spec.block_size[1] // made.config.bn
-    row_tiles, column_tiles = table.by_query.rows * row_parts, table.by_key.rows * column_parts
+    row_tiles, column_tiles = (
+        table.by_query.num_rows * row_parts,
+        table.by_key.num_rows * column_parts,
+    )
     programs = spec.batch * row_tiles
     by_distance = by_tile = None
     if needs_bias:

@@ -44,7 +44,7 @@ def spec_of(query, key, table, *, scale=None, dropout_p=0.0, key_lengths=None) -
         dtype=query.dtype,
         device=query.device,
         block_size=table.block_size,
-        mask_heads=table.head_layer.shape[1],
+        mask_heads=table.head_to_mask.shape[1],
         scale=query.shape[3] ** -0.5 if scale is None else scale,
         dropout_p=dropout_p,
         has_key_lengths=key_lengths is not None,

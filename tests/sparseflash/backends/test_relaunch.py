@@ -140,10 +140,10 @@ def test_kinds_and_tables_are_told_apart(driver, table):
 def test_what_is_copied_begins_with_no_launches(driver, owner):
     mask = masks.full()(64, block_size=64)
     repeat(mask.table(), *torch.zeros(3, 8).unbind())
-    mask.kept["facts"] = 1
+    mask.cache["facts"] = 1
     original = mask if owner == "mask" else mask.table()
-    assert original.kept
-    assert not pickle.loads(pickle.dumps(original)).kept
+    assert original.cache
+    assert not pickle.loads(pickle.dumps(original)).cache
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_repeated_launches_give_what_first_ones_give(backend, head_dim, q_len, o
     call = (backend, head_dim)
     repeated = [passes(mask, *call, n, q_len, OPTIONS[option]) for n in range(4)]
     tables = [kept for kept in mask._made.values() if isinstance(kept, LookupTable)]
-    (kept,) = [table.kept for table in tables]
+    (kept,) = [table.cache for table in tables]
     assert any(isinstance(known, relaunch.Relaunch) for known in kept.values())
     for n, results in enumerate(repeated):
         fresh = pattern((q_len, 300), block_size=128, device="cuda")

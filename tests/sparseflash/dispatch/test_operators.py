@@ -24,7 +24,7 @@ from sparseflash.testing import make_inputs
 HAS_GPU = torch.cuda.is_available()
 BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
 DEVICE = "cuda" if HAS_GPU else "cpu"
-PATTERN = masks.local(20, align="top-left").in_blocks(16)
+PATTERN = masks.local(20, align="top-left").with_block_size(16)
 
 
 def inputs(*lengths, device=DEVICE, **options):
@@ -188,7 +188,7 @@ def test_a_mask_made_in_a_checkpoint_lives_until_its_gradient():
 
     def attend(query):
         causal = sparseflash.attention(query, query, query, masks.causal()(40, 16, DEVICE))
-        return sparseflash.attention(causal, query, query, within.keep(blocks))
+        return sparseflash.attention(causal, query, query, within.select(blocks))
 
     expected = torch.autograd.grad(attend(query).sum(), query)
     result = checkpoint(attend, query, use_reentrant=False, context_fn=selective)

@@ -15,7 +15,7 @@ def test_steps_share_the_next_power_of_two(tokens, length):
 
 
 def test_rows_are_those_of_the_pattern_and_cut_out_once():
-    pattern = masks.local(20).in_blocks(16)
+    pattern = masks.local(20).with_block_size(16)
     whole = pattern(128).to_dense()
     for begin, end, k_len in ((64, 65, 65), (70, 83, 128), (100, 101, 128)):
         mask = rows_of(pattern, 128, begin, end, k_len, CPU)

@@ -65,7 +65,7 @@ def test_patterns_by_name_and_of_each_head():
     module = SparseAttention(EMBED, HEADS, text)
     heads = SparseAttention(EMBED, HEADS, [text, PATTERN, text, "butterfly"])
     heads.load_state_dict(module.state_dict())
-    assert heads.pattern(LENGTH).num_layers == 2
+    assert heads.pattern(LENGTH).num_masks == 2
     module.pattern = masks.stack([PATTERN, PATTERN, PATTERN, masks.butterfly()])
     torch.testing.assert_close(heads(x), module(x))
     assert "local(7)" in repr(heads)
@@ -84,7 +84,7 @@ def test_grouped_heads_gradients_and_dropout():
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("pattern", [PATTERN, masks.butterfly() & masks.causal(), None])
 def test_a_cache_gives_what_the_whole_sequence_gives(pattern, rotary):
-    pattern = None if pattern is None else pattern.in_blocks(16)
+    pattern = None if pattern is None else pattern.with_block_size(16)
     rotary = Rotary(EMBED // HEADS) if rotary else None
     module = SparseAttention(EMBED, HEADS, pattern, kv_heads=2, rotary=rotary)
     x = torch.randn(2, LENGTH, EMBED)
@@ -114,7 +114,7 @@ def test_a_gpu_gives_what_the_cpu_gives():
         torch.testing.assert_close(result.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN.in_blocks(16), None])
+@pytest.mark.parametrize("pattern", [PATTERN.with_block_size(16), None])
 def test_steps_of_padded_sequences(pattern):
     module = SparseAttention(EMBED, HEADS, pattern)
     x = torch.randn(2, LENGTH, EMBED)
@@ -136,7 +136,7 @@ def test_steps_share_a_length_and_cut_their_rows_out_of_one_mask(monkeypatch):
         "attention",
         lambda q, k, *a, **o: k_lens.append(k.shape[2]) or spy(q, k, *a, **o),
     )
-    module = SparseAttention(EMBED, HEADS, pattern.in_blocks(16))
+    module = SparseAttention(EMBED, HEADS, pattern.with_block_size(16))
     cache = KeyValueCache(1, HEADS, 60, EMBED // HEADS)
     for token in torch.randn(40, 1, 1, EMBED):
         module(token, cache=cache)

@@ -94,7 +94,7 @@ def test_blocks_that_the_device_chooses(name, head_dim, block_size):
     def pattern(lengths, block_size, device):
         within = PATTERNS[name](lengths, block_size, device=device)
         chances = torch.rand(2, within.grid.nq, within.grid.nk, generator=generator)
-        return within.keep(chances.to(device) < 0.6)
+        return within.select(chances.to(device) < 0.6)
 
     check(pattern, (700, 460), head_dim, block_size=block_size, key_lengths=[460, 130])
 

@@ -58,7 +58,7 @@ def test_auto_takes_the_first_backend_that_has_no_reason_against_it(monkeypatch)
 
 @pytest.mark.parametrize("block_size", [(64, 64), (128, 128)])
 def test_serves_blocks_of_its_own_sizes_that_the_device_chooses(block_size):
-    # as masks.DynamicMask.fill has them
+    # as masks.DynamicMask.coverage has them
     fills = {"fill": None} if block_size == (64, 64) else {"small_fill": None}
     spec = replace(SPEC, block_size=block_size, **fills)
     assert hopper.why_not(spec) == hopper.pass_over(spec) == []

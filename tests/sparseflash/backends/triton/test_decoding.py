@@ -115,7 +115,7 @@ FADED = sparseflash.ScoreFunction(
 def test_chosen_blocks_and_a_score_function(leading):
     query, key, value, _ = make_inputs(2, 4, 3, 100, 16, kv_heads=2, device=DEVICE)
     within = masks.causal(align="bottom-right")((3, 100), 16, DEVICE)
-    mask = within.keep_topk(torch.rand(*leading, 1, 7, device=DEVICE), 4)
+    mask = within.select_topk(torch.rand(*leading, 1, 7, device=DEVICE), 4)
 
     def attend(q, k, v):
         chosen = {"score": FADED, "backend": "triton"}

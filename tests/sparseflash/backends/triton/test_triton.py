@@ -123,7 +123,7 @@ def test_several_blocks_in_a_tile(block_size, flipped):
 def test_several_chosen_blocks_in_a_tile_and_every_option(flipped):
     inputs = make_inputs(2, 2, 70, 90, 16, device=DEVICE)
     mask = masks.causal(align="bottom-right")((70, 90), 16, DEVICE)
-    mask = mask.keep_topk(torch.rand(2, 2, 5, 6).to(DEVICE), 5)
+    mask = mask.select_topk(torch.rand(2, 2, 5, 6).to(DEVICE), 5)
     options = {
         "softcap": 2.0,
         "bias": torch.randn(2, 159, device=DEVICE),

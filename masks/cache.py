@@ -1,9 +1,9 @@
-"""What others keep of a mask or a table for as long as it lives."""
+"""What others store with a mask or a table for as long as it lives."""
 
 MOST = 1024
 
 
-class Kept(dict):
+class Cache(dict):
     """A bounded store, which begins anew when it is full. A copy of its owner begins with none."""
 
     def __setitem__(self, key, value):
@@ -12,4 +12,4 @@ class Kept(dict):
         super().__setitem__(key, value)
 
     def __reduce__(self):
-        return Kept, ()
+        return Cache, ()
