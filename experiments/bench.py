@@ -3,9 +3,9 @@
     python -m experiments.bench dense sparse
     python -m experiments.bench --compare before.json after.json
 
-Every contender's output and gradients are checked against float64 before they are timed, all in
-one run: median and quartiles of CUDA graphs with a flushed cache, peak memory, and the roofs of
-the device (a matrix product and a copy) in the same record. One JSON file for each suite goes to
+Outputs and gradients of every implementation are checked against float64 before they are timed,
+all in one run: median and quartiles of CUDA graphs with a flushed cache, peak memory, and the
+roofline of the device (a matrix product and a copy) in the same record. One JSON file each goes to
 `experiments/results/bench-<suite>-<gpu>.json`.
 """
 
@@ -19,17 +19,17 @@ import torch
 import typer
 from rich.console import Console
 
+from experiments.baselines import ANY_ORDER
 from experiments.cli import (
     RESULTS,
     Dtype,
     Passes,
     carry_out,
-    parse_peers,
+    parse_baselines,
     slug,
 )
 from experiments.compare import compare
 from experiments.measure import Case, Method
-from experiments.peers import ANY_ORDER
 from experiments.record import OURS, Record, is_ours
 from experiments.report import TABLE_WIDTH
 from experiments.suites import SUITES
@@ -48,9 +48,15 @@ def main(
             "gradients may be summed in any order."
         ),
     ] = "auto",
-    peers: Annotated[
+    baselines: Annotated[
         tuple | None,
-        typer.Option(parser=parse_peers, metavar="PEER,PEER", help="Only these, or none."),
+        typer.Option(
+            "--baselines",
+            "--peers",
+            parser=parse_baselines,
+            metavar="NAME,NAME",
+            help="Only these, or none.",
+        ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.BF16,
     passes: Annotated[Passes, typer.Option()] = Passes.BOTH,
@@ -88,17 +94,22 @@ def main(
     ours, chosen = parse_backends(backends), parse_suites(suites)
     for suite in chosen:
         path = output / f"bench-{suite}-{slug('cuda')}.json"
-        cases = partial(planned, suite, ours, peers)
-        carry_out(cases, method, path, resume, roofs=True)
+        cases = partial(planned, suite, ours, baselines)
+        carry_out(cases, method, path, resume, roofline=True)
 
 
 def planned(
-    suite: str, ours: tuple[str, ...], peers: tuple[str, ...] | None, say: Callable[[str], None]
+    suite: str,
+    ours: tuple[str, ...],
+    baselines: tuple[str, ...] | None,
+    say: Callable[[str], None],
 ) -> Iterator[Case]:
-    """The cases of a suite with the chosen peers only."""
+    """The cases of a suite with the chosen baselines only."""
     for case in SUITES[suite](ours):
-        who = [c for c in case.contenders if is_ours(c) or peers is None or c in peers]
-        yield replace(case, contenders=tuple(who))
+        implementations = [
+            c for c in case.implementations if is_ours(c) or baselines is None or c in baselines
+        ]
+        yield replace(case, implementations=tuple(implementations))
 
 
 def parse_suites(names: list[str] | None) -> list[str]:
@@ -109,7 +120,7 @@ def parse_suites(names: list[str] | None) -> list[str]:
 
 
 def parse_backends(text: str) -> tuple[str, ...]:
-    """Contenders, "sparseflash" or "sparseflash:backend"."""
+    """Implementations, "sparseflash" or "sparseflash:backend"."""
     known = [backend.name for backend in BACKENDS]
     names = [name.strip() for name in text.split(",")]
     for name in names:

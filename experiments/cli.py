@@ -12,15 +12,15 @@ import torch
 import typer
 
 from experiments import memory
+from experiments.baselines import Baseline
 from experiments.check import CheckError
 from experiments.environment import environment
-from experiments.families import FAMILIES, parse_family
 from experiments.measure import DTYPES, Case, Method, run
-from experiments.peers import Peer
+from experiments.pattern_families import FAMILIES, parse_family
 from experiments.plots import draw
 from experiments.record import Record
 from experiments.report import load, show, wide_console
-from experiments.roofs import measure_roofs
+from experiments.roofline import measure_roofline
 from sparseflash import BackendError
 
 RESULTS = Path(__file__).parent / "results"
@@ -98,12 +98,14 @@ def parse_patterns(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
+def parse_baselines(text: str) -> tuple[str, ...]:
     if text == "none":
         return ()
     names = tuple(part.strip() for part in text.split(","))
-    if unknown := [name for name in names if name not in set(Peer)]:
-        raise typer.BadParameter(f"unknown peer {unknown[0]!r}; known: none, {', '.join(Peer)}")
+    if unknown := [name for name in names if name not in set(Baseline)]:
+        raise typer.BadParameter(
+            f"unknown baseline {unknown[0]!r}; known: none, {', '.join(Baseline)}"
+        )
     return names
 
 
@@ -121,14 +123,14 @@ def carry_out(
     method: Method,
     path: Path,
     resume: bool,
-    roofs: bool = False,
+    roofline: bool = False,
 ) -> None:
     """Measures, and whatever comes of it is kept in `path`; then prints and draws it."""
     console = wide_console()
     _make_folder(path.parent)  # an error comes before all is measured
     record = open_record(method, path, resume)
-    if roofs and not record.roofs:
-        record.roofs = measure_roofs(DTYPES[method.dtype])
+    if roofline and not record.roofline:
+        record.roofline = measure_roofline(DTYPES[method.dtype])
     try:
         run(plan, method, record, path, console)
     except KeyboardInterrupt:

@@ -4,14 +4,14 @@ import math
 
 from rich.table import Table
 
-from experiments.record import Record, Row
+from experiments.record import Measurement, Record
 from experiments.report import plain_table
 
 NOISE = 0.03  # part of a time that two runs of the same code may differ by
 
 
 def compare(before: Record, after: Record) -> Table:
-    """Times of the rows that both records hold, and their geometric mean for each contender.
+    """Times of the rows that both records hold, and their geometric mean for each implementation.
 
     Raises ValueError where they hold no row in common, or were measured in another dtype or by
     another clock.
@@ -31,24 +31,26 @@ def compare(before: Record, after: Record) -> Table:
         table.add_column(column, justify="right")
     for old, new in pairs:
         table.add_row(*_cells(old, new))
-    for contender in dict.fromkeys(row.contender for row in after.rows):
-        ratios = [o.median_ms / n.median_ms for o, n in pairs if n.contender == contender]
+    for implementation in dict.fromkeys(row.implementation for row in after.rows):
+        ratios = [
+            o.median_ms / n.median_ms for o, n in pairs if n.implementation == implementation
+        ]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            table.add_row("geometric mean", "", contender, "", "", f"{mean:.3f}x")
+            table.add_row("geometric mean", "", implementation, "", "", f"{mean:.3f}x")
     return table
 
 
-def _key(row: Row) -> tuple:
-    return row.contender, row.family, row.pattern, row.group
+def _key(row: Measurement) -> tuple:
+    return row.implementation, row.family, row.pattern, row.group
 
 
-def _cells(old: Row, new: Row) -> list[str]:
+def _cells(old: Measurement, new: Measurement) -> list[str]:
     ratio = old.median_ms / new.median_ms
     style = "green" if ratio > 1 + NOISE else "red" if ratio < 1 - NOISE else "dim"
     case = f"{new.pattern}, N = {new.seq_len:,}, {new.size}"
     times = (f"{old.median_ms:.4g}", f"{new.median_ms:.4g}")
-    return [case, new.direction, new.contender, *times, f"[{style}]{ratio:.3f}x[/]"]
+    return [case, new.direction, new.implementation, *times, f"[{style}]{ratio:.3f}x[/]"]
 
 
 def _origin(record: Record) -> str:

@@ -1,11 +1,11 @@
 """What binds the kernels: how busy they keep the parts of a GPU, by its hardware counters.
 
-    python -m experiments.counters --peers cudnn,flash4
+    python -m experiments.counters --baselines cudnn,flash4
 
 runs the forward and the backward pass of a few problems under Nsight Compute (`ncu`, part of
 CUDA), prints a table and writes `experiments/results/counters-<gpu>.json`, after every problem
 what is known so far. A share is that of the most that a part can do in the time of the kernel. The
-clock is left as it is: cycles are what contenders can be compared by, whatever it was.
+clock is left as it is: cycles are what implementations can be compared by, whatever it was.
 """
 
 import csv
@@ -22,12 +22,12 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from experiments.cli import RESULTS, parse_peers, slug
+from experiments.baselines import ANY_ORDER, Baseline
+from experiments.cli import RESULTS, parse_baselines, slug
 from experiments.environment import ROOT, environment
-from experiments.families import CAUSAL, FULL, Single
 from experiments.files import write_json
-from experiments.measure import Excuses, contestant
-from experiments.peers import ANY_ORDER, Peer
+from experiments.measure import SkipReasons, make_attend
+from experiments.pattern_families import CAUSAL, FULL, Single
 from experiments.record import OURS, is_ours
 from experiments.report import wide_console
 from experiments.suites import BLOCK, TOKENS, Shape, at_random
@@ -45,7 +45,7 @@ PARTS = {
 # The kernels of all backends.
 OUR_KERNELS = "regex:(forward|gradient|row_terms|finish|score_sums|decode|merge)_kernel$"
 COUNTERS = (NANOSECONDS, CYCLES, *PARTS.values())
-NAME_WIDTH = 80  # of kernels of peers, whose names tell the types of all their arguments
+NAME_WIDTH = 80  # of kernels of baselines, whose names tell the types of all their arguments
 RUN_PASSES = "import sys; from experiments import counters; counters.run_passes(*sys.argv[1:])"
 
 
@@ -79,10 +79,10 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of a contender: its milliseconds, its cycles, and the percentages by PARTS."""
+    """One kernel of an implementation: milliseconds, cycles, and the percentages by PARTS."""
 
     problem: str
-    contender: str
+    implementation: str
     kernel: str
     milliseconds: float
     cycles: float
@@ -92,9 +92,15 @@ class Row:
 def main(
     only: Annotated[str, typer.Option(help=f"One of: {', '.join(PROBLEMS)}.")] = "",
     backend: Annotated[str, typer.Option()] = "auto",
-    peers: Annotated[
+    baselines: Annotated[
         tuple | None,
-        typer.Option(parser=parse_peers, metavar="PEER,PEER", help="Beside our kernels."),
+        typer.Option(
+            "--baselines",
+            "--peers",
+            parser=parse_baselines,
+            metavar="NAME,NAME",
+            help="Beside our kernels.",
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
@@ -109,38 +115,38 @@ def main(
     rows: list[Row] = []
     skipped: dict[str, dict[str, str]] = {}
     for name in track(chosen, description="problems"):
-        excuses = Excuses()
-        for contender in contenders(PROBLEMS[name], backend, peers or ()):
-            with excuses.of(contender):
-                rows += profiled(name, contender)
-        if excuses.reasons:
-            skipped[name] = excuses.reasons
+        skips = SkipReasons()
+        for implementation in implementations(PROBLEMS[name], backend, baselines or ()):
+            with skips.catch(implementation):
+                rows += profiled(name, implementation)
+        if skips.reasons:
+            skipped[name] = skips.reasons
         found = {"complete": name == chosen[-1], "skipped": skipped}
         write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
     console = wide_console()
     console.print(table_of(rows))
     for name, reasons in skipped.items():
-        for contender, reason in reasons.items():
-            console.print(f"[yellow]{contender} on {name}: {reason}[/]")
+        for implementation, reason in reasons.items():
+            console.print(f"[yellow]{implementation} on {name}: {reason}[/]")
     console.print(f"wrote {path}", highlight=False)
 
 
-def contenders(problem: Watched, backend: str, peers: tuple[str, ...]) -> Iterator[str]:
-    """Peers know one order of gradients, and dense ones no sparse masks."""
+def implementations(problem: Watched, backend: str, baselines: tuple[str, ...]) -> Iterator[str]:
+    """Baselines know one order of gradients, and dense ones no sparse masks."""
     yield f"{OURS}:{backend}{'' if problem.deterministic else ANY_ORDER}"
-    for peer in peers if problem.deterministic else ():
-        if problem.family.dense or peer in (Peer.FLASH4, Peer.FLEX):
-            yield peer
+    for baseline in baselines if problem.deterministic else ():
+        if problem.family.dense or baseline in (Baseline.FLASH4, Baseline.FLEX):
+            yield baseline
 
 
-def run_passes(name: str, contender: str) -> None:
+def run_passes(name: str, implementation: str) -> None:
     """One forward and one backward pass, which the profiler watches, after one that it does not:
     a first call may compile or try kernels.
     """
     heads, seq_len, head_dim, side, family, _ = PROBLEMS[name]
     shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
-    (member,), _ = family.choose(shape.size(side), ())
-    attend = contestant(contender, member.problem, "auto")
+    (problem,), _ = family.choose(shape.size(side), ())
+    attend = make_attend(implementation, problem, "auto")
     sizes = (4, shape.batch, heads, seq_len, head_dim)
     *leaves, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -153,22 +159,22 @@ def run_passes(name: str, contender: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def profiled(problem: str, contender: str) -> list[Row]:
-    """The kernels of a contender; RuntimeError with what the profiler said if it counted none."""
+def profiled(problem: str, implementation: str) -> list[Row]:
+    """The kernels of an implementation. Raises RuntimeError if the profiler counted none."""
     metrics = ",".join(COUNTERS)
     profiler = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
-    profiler += ["--kernel-name", OUR_KERNELS] if is_ours(contender) else []
+    profiler += ["--kernel-name", OUR_KERNELS] if is_ours(implementation) else []
     profiler += ["--metrics", metrics, "--page", "raw", "--csv", "--print-units", "base"]
-    watched = [sys.executable, "-c", RUN_PASSES, problem, contender]
+    watched = [sys.executable, "-c", RUN_PASSES, problem, implementation]
     done = subprocess.run([*profiler, *watched], cwd=ROOT, capture_output=True, text=True)
-    rows = list(rows_of(problem, contender, done.stdout))
+    rows = list(rows_of(problem, implementation, done.stdout))
     if done.returncode or not rows:
         lines = f"{done.stdout}{done.stderr}".strip().splitlines() or ["it printed nothing"]
         raise RuntimeError("\n".join((f"ncu counted no kernels: {lines[-1]}", *lines)))
     return rows
 
 
-def rows_of(problem: str, contender: str, printed: str) -> Iterator[Row]:
+def rows_of(problem: str, implementation: str, printed: str) -> Iterator[Row]:
     """The kernels in what the profiler printed: lines of CSV among others."""
     lines = [line for line in printed.splitlines() if line.startswith('"')]
     for entry in csv.DictReader(lines):
@@ -177,12 +183,12 @@ def rows_of(problem: str, contender: str, printed: str) -> Iterator[Row]:
             percent = {part: numbers[counter] for part, counter in PARTS.items()}
             kernel = entry["Kernel Name"].removesuffix("_kernel")[:NAME_WIDTH]
             milliseconds = numbers[NANOSECONDS] / 1e6
-            yield Row(problem, contender, kernel, milliseconds, numbers[CYCLES], percent)
+            yield Row(problem, implementation, kernel, milliseconds, numbers[CYCLES], percent)
 
 
 def table_of(rows: list[Row]) -> Table:
     table = Table(title="how busy the parts of the GPU are, in % of what they can do")
-    for heading in ("problem", "contender"):
+    for heading in ("problem", "implementation"):
         table.add_column(heading)
     table.add_column("kernel", max_width=24, no_wrap=True)
     for heading in ("ms", "1000 cycles", *PARTS):
@@ -190,7 +196,7 @@ def table_of(rows: list[Row]) -> Table:
     for row in rows:
         shares = (f"{row.percent[part]:.0f}" for part in PARTS)
         spent = (f"{row.milliseconds:.3f}", f"{row.cycles / 1000:,.0f}")
-        table.add_row(row.problem, row.contender, row.kernel, *spent, *shares)
+        table.add_row(row.problem, row.implementation, row.kernel, *spent, *shares)
     return table
 
 

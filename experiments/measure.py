@@ -1,4 +1,4 @@
-"""Measures cases: contenders are checked, timed in turns, and their memory is taken."""
+"""Measures cases: implementations are checked, timed interleaved, and their memory is taken."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments import memory
+from experiments.baselines import Baseline, attend_baseline, attend_sparseflash
 from experiments.check import Attend, check
-from experiments.families import Member
-from experiments.peers import Peer, Problem, attend_peer, attend_sparseflash
-from experiments.record import Record, Row, is_ours
-from experiments.timing import Clock, Prepare, Timing, prepared, time_in_turns
+from experiments.pattern_families import Problem
+from experiments.record import Measurement, Record, is_ours
+from experiments.timing import Clock, Prepare, Timing, prepared, time_interleaved
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -36,21 +36,21 @@ class Method:
 
 @dataclass(frozen=True)
 class Case:
-    """One mask on one problem size, and who is measured on it: peers, and our backends as
+    """One mask on one problem size, and what is measured on it: baselines, and our backends as
     "sparseflash" or "sparseflash:name".
 
     q_len, kv_heads: of a case that is decoded, which has no backward pass
     """
 
-    sweep: str
+    suite: str
     family: str
-    member: Member
+    problem: Problem
     batch: int
     heads: int
     seq_len: int
     head_dim: int
     block_size: int
-    contenders: tuple[str, ...]
+    implementations: tuple[str, ...]
     q_len: int | None = None
     kv_heads: int | None = None
 
@@ -58,7 +58,7 @@ class Case:
     def group(self) -> tuple:
         """That of its rows, less the direction."""
         size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
-        return self.sweep, *size, self.q_len, self.kv_heads
+        return self.suite, *size, self.q_len, self.kv_heads
 
     def directions(self, method: Method) -> list[str]:
         """The passes to measure."""
@@ -69,67 +69,69 @@ class Case:
         if self.kv_heads is None:
             return None
         numbers = 2 * self.batch * self.kv_heads * self.seq_len * self.head_dim
-        return round(self.member.density * numbers * itemsize)
+        return round(self.problem.density * numbers * itemsize)
 
     def __str__(self) -> str:
-        return f"{self.member.label} at N = {self.seq_len}"
+        return f"{self.problem.label} at N = {self.seq_len}"
 
 
 def measure(
     case: Case,
-    contenders: Sequence[str],
+    implementations: Sequence[str],
     method: Method,
     say: Callable[[str], None] = lambda text: None,
-) -> tuple[list[Row], dict[str, str]]:
-    """Checks contenders on a case, then times each pass, all of them in turns, and takes the peak
+) -> tuple[list[Measurement], dict[str, str]]:
+    """Checks implementations on a case, then times each pass, interleaved, and takes the peak
     memory of each. Tells `say` what it is at.
 
-    Returns the rows of one contender after the other, and the reasons of peers that cannot run;
-    ours have to.
+    Returns the measurements of one implementation after the other, and the reasons of baselines
+    that cannot run; ours have to.
     """
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
     problem = random_problem(case, dtype, device, method.seed)
-    excuses = Excuses()
+    skips = SkipReasons()
     passes: dict[str, dict[str, Prepare]] = {}
-    for contender in contenders:
-        say(f"checking {contender} on {case}")
-        with excuses.of(contender):
-            passes[contender] = checked(contender, case, method, *problem)
+    for implementation in implementations:
+        say(f"checking {implementation} on {case}")
+        with skips.catch(implementation):
+            passes[implementation] = checked(implementation, case, method, *problem)
     timings: dict[str, dict[str, Timing]] = {}
     for direction in case.directions(method):
         say(f"timing {case}, {direction}")
-        running = {c: p[direction] for c, p in passes.items() if c not in excuses.reasons}
-        timings[direction] = _timed(running, method, excuses)
+        running = {c: p[direction] for c, p in passes.items() if c not in skips.reasons}
+        timings[direction] = _timed(running, method, skips)
     rows = [
-        _row(case, contender, direction, timings[direction][contender], prepare, method)
-        for contender, of_contender in passes.items()
-        for direction, prepare in of_contender.items()
-        if contender not in excuses.reasons
+        _row(case, implementation, direction, timings[direction][implementation], prepare, method)
+        for implementation, of_implementation in passes.items()
+        for direction, prepare in of_implementation.items()
+        if implementation not in skips.reasons
     ]
-    return rows, excuses.reasons
+    return rows, skips.reasons
 
 
-class Excuses:
-    """Why peers cannot run. Ours have to: their errors pass."""
+class SkipReasons:
+    """Why baselines cannot run. Ours have to: their errors pass."""
 
     def __init__(self):
         self.reasons: dict[str, str] = {}
 
     @contextmanager
-    def of(self, contender: str) -> Iterator[None]:
+    def catch(self, implementation: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if is_ours(contender):
+            if is_ours(implementation):
                 raise
-            self.reasons[contender] = str(error).strip().splitlines()[0]
+            self.reasons[implementation] = str(error).strip().splitlines()[0]
 
 
-def checked(contender: str, case: Case, method: Method, inputs, grad_out) -> dict[str, Prepare]:
-    """Each pass of a contender whose results were right."""
-    attend = contestant(contender, case.member.problem, method.backend)
-    mask, directions = case.member.problem.mask, case.directions(method)
-    check(attend, inputs, mask, f"{contender} on {case}", backward="backward" in directions)
+def checked(
+    implementation: str, case: Case, method: Method, inputs, grad_out
+) -> dict[str, Prepare]:
+    """Each pass of an implementation whose results were right."""
+    attend = make_attend(implementation, case.problem, method.backend)
+    mask, directions = case.problem.mask, case.directions(method)
+    check(attend, inputs, mask, f"{implementation} on {case}", backward="backward" in directions)
     passes = {
         "forward": forward_pass(attend, inputs),
         "backward": backward_pass(attend, inputs, grad_out),
@@ -137,33 +139,33 @@ def checked(contender: str, case: Case, method: Method, inputs, grad_out) -> dic
     return {direction: passes[direction] for direction in directions}
 
 
-def _timed(passes: dict[str, Prepare], method: Method, excuses: Excuses) -> dict[str, Timing]:
-    """The time of the same pass of each contender that can run."""
+def _timed(passes: dict[str, Prepare], method: Method, skips: SkipReasons) -> dict[str, Timing]:
+    """The time of the same pass of each implementation that can run."""
     samples = {}
     with ExitStack() as stack:
-        for contender, prepare in passes.items():
-            with excuses.of(contender):
+        for implementation, prepare in passes.items():
+            with skips.catch(implementation):
                 run = prepared(prepare, Clock(method.clock))
-                samples[contender] = stack.enter_context(run)
-        timings = time_in_turns(list(samples.values()), method.budget_ms)
+                samples[implementation] = stack.enter_context(run)
+        timings = time_interleaved(list(samples.values()), method.budget_ms)
     return dict(zip(samples, timings, strict=True))
 
 
 def _row(
     case: Case,
-    contender: str,
+    implementation: str,
     direction: str,
     timing: Timing,
     prepare: Prepare,
     method: Method,
-) -> Row:
+) -> Measurement:
     """What is kept of a pass; its peak memory is taken here."""
-    density = case.member.problem.mask.density
-    return Row(
-        sweep=case.sweep,
-        contender=contender,
+    density = case.problem.density
+    return Measurement(
+        suite=case.suite,
+        implementation=implementation,
         family=case.family,
-        pattern=case.member.label,
+        pattern=case.problem.label,
         batch=case.batch,
         heads=case.heads,
         seq_len=case.seq_len,
@@ -180,11 +182,11 @@ def _row(
     )
 
 
-def contestant(contender: str, problem: Problem, backend: str) -> Attend:
-    if is_ours(contender):
-        _, _, named = contender.partition(":")
+def make_attend(implementation: str, problem: Problem, backend: str) -> Attend:
+    if is_ours(implementation):
+        _, _, named = implementation.partition(":")
         return attend_sparseflash(problem, named or backend)
-    return attend_peer(Peer(contender), problem)
+    return attend_baseline(Baseline(implementation), problem)
 
 
 def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int):
@@ -228,7 +230,7 @@ def run(
     torch.manual_seed(method.seed)
     begin = time.perf_counter() - record.seconds
     record.skipped.clear()
-    known = {(r.contender, r.family, r.pattern, r.group[:-1]) for r in record.rows}
+    known = {(r.implementation, r.family, r.pattern, r.group[:-1]) for r in record.rows}
     with progress_bar(console) as progress:
         task = progress.add_task("compiling masks", total=None)
 
@@ -236,19 +238,19 @@ def run(
             progress.update(task, description=text)
 
         cases = list(plan(lambda text: progress.console.print(f"[yellow]{text}[/]")))
-        progress.update(task, total=sum(len(case.contenders) for case in cases))
+        progress.update(task, total=sum(len(case.implementations) for case in cases))
         say("warming up")
         _warm_up(cases[0], method)
         for case in cases:
-            known_of_case = case.family, case.member.label, case.group
-            lacking = [c for c in case.contenders if (c, *known_of_case) not in known]
+            known_of_case = case.family, case.problem.label, case.group
+            lacking = [c for c in case.implementations if (c, *known_of_case) not in known]
             if lacking:
                 rows, reasons = measure(case, lacking, method, say)
                 record.rows += rows
                 record.skipped += [[c, str(case), reason] for c, reason in reasons.items()]
                 record.seconds = time.perf_counter() - begin
                 record.save(path)
-            progress.advance(task, len(case.contenders))
+            progress.advance(task, len(case.implementations))
         say("the first case again")
         record.drift = measure_drift(record, cases[0], method)
     record.complete = True
@@ -258,16 +260,16 @@ def run(
 def _warm_up(first: Case, method: Method) -> None:
     """Measures the first case for nothing: all others are compared with it, and what it finds cold
     would count for it alone."""
-    measure(first, first.contenders[:1], method)
+    measure(first, first.implementations[:1], method)
 
 
 def measure_drift(record: Record, first: Case, method: Method) -> float:
-    """The factor by which the time of the first contender on the first case, our full mask, has
-    changed since it was first measured.
+    """The factor by which the time of the first implementation on the first case, our full mask,
+    has changed since it was first measured.
 
     All speed-ups are ratios to that first time: where it does not hold, they do not either.
     """
-    rows, _ = measure(first, first.contenders[:1], method)
+    rows, _ = measure(first, first.implementations[:1], method)
     again = {row.direction: row.median_ms for row in rows}
     before = {row.direction: row.median_ms for row in record.rows[: len(again)]}
     ratios = [again[direction] / before[direction] for direction in again]

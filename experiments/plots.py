@@ -15,12 +15,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from experiments.record import Record, Row
+from experiments.record import Measurement, Record
 
 # Okabe and Ito's colours, which people who see colours differently can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 MARKERS = "osD^vPX*"
-# Contenders are told apart by their lines, patterns by colour and marker.
+# Implementations are told apart by their lines, patterns by colour and marker.
 STYLES: dict[str, Any] = {
     "sparseflash": "-",
     "flex": "--",
@@ -40,8 +40,8 @@ NAMES = {
 }
 
 
-# The roof under which each unit stands, as records and as pictures call it.
-ROOFS = {
+# The limit under which each unit stands, as records and as pictures call it.
+ROOFLINE = {
     "TFLOP/s": ("matrix_product_tflops", "a matrix product"),
     "TB/s": ("copy_terabytes_per_second", "a copy"),
 }
@@ -51,8 +51,8 @@ LENGTH_SWEEPS = ("length", "memory")
 def draw(record: Record, stem: Path) -> list[Path]:
     """Writes the pictures that the rows allow: stem-speedup-N.png, -time.png, -memory.png, and
     bars of a suite."""
-    density = [r for r in record.rows if r.sweep == "density"]
-    length = [r for r in record.rows if r.sweep in LENGTH_SWEEPS]
+    density = [r for r in record.rows if r.suite == "density"]
+    length = [r for r in record.rows if r.suite in LENGTH_SWEEPS]
     figures = {
         f"speedup-{seq_len}": _speedup([r for r in density if r.seq_len == seq_len])
         for seq_len in sorted({r.seq_len for r in density})
@@ -62,8 +62,8 @@ def draw(record: Record, stem: Path) -> list[Path]:
         figures["memory"] = _against_length(
             length, lambda r: r.peak_bytes / 2**20, "Peak memory", "MiB beyond the inputs"
         )
-    for suite in {r.sweep for r in record.rows} - {"density", *LENGTH_SWEEPS}:
-        figures[suite] = _bars([r for r in record.rows if r.sweep == suite], record)
+    for suite in {r.suite for r in record.rows} - {"density", *LENGTH_SWEEPS}:
+        figures[suite] = _bars([r for r in record.rows if r.suite == suite], record)
     paths = []
     for name, figure in figures.items():
         figure.text(
@@ -75,19 +75,21 @@ def draw(record: Record, stem: Path) -> list[Path]:
     return paths
 
 
-def _speedup(rows: list[Row]) -> Figure:
-    """Time of our full mask over the time of each row; dense peers are levels."""
+def _speedup(rows: list[Measurement]) -> Figure:
+    """Time of our full mask over the time of each row; dense baselines are levels."""
     panels, axes = _panels(rows)
     families = _families(r for r in rows if r.family != "full")
     for direction, ax in axes.items():
         here = [r for r in rows if r.direction == direction]
-        full = next((r for r in here if r.contender == "sparseflash" and r.family == "full"), None)
+        full = next(
+            (r for r in here if r.implementation == "sparseflash" and r.family == "full"), None
+        )
         if full is None:
             continue
-        for (contender, family), points in _lines(here).items():
-            look = _look(contender, family, families)
-            if family == "full" and contender != "sparseflash":
-                _level(ax, full.median_ms / points[0].median_ms, contender)
+        for (implementation, family), points in _lines(here).items():
+            look = _look(implementation, family, families)
+            if family == "full" and implementation != "sparseflash":
+                _level(ax, full.median_ms / points[0].median_ms, implementation)
             elif family != "full":
                 line = sorted((r.density, full.median_ms / r.median_ms) for r in points)
                 ax.plot(*zip(*line, strict=True), **look)
@@ -110,18 +112,18 @@ def _speedup(rows: list[Row]) -> Figure:
     return panels
 
 
-def _bars(rows: list[Row], record: Record) -> Figure:
-    """Useful TFLOP/s or TB/s of every contender, under the roof of the device: a column of panels
-    for every size, a row for every direction, patterns side by side.
+def _bars(rows: list[Measurement], record: Record) -> Figure:
+    """Useful TFLOP/s or TB/s of every implementation, under the limit of the device: a column of
+    panels for every size, a row for every direction, patterns side by side.
     """
     directions = list(dict.fromkeys(r.direction for r in rows))
-    contenders = list(dict.fromkeys(r.contender for r in rows))
+    implementations = list(dict.fromkeys(r.implementation for r in rows))
     patterns = {
         size: list(dict.fromkeys(r.pattern for r in rows if _sizes(r) == size))
         for size in dict.fromkeys(map(_sizes, rows))
     }
     counts = [len(names) for names in patterns.values()]
-    width = max(7.0, 0.12 * sum(counts) * len(contenders) + 0.5 * len(counts))
+    width = max(7.0, 0.12 * sum(counts) * len(implementations) + 0.5 * len(counts))
     figure, axes = plt.subplots(
         *(len(directions), len(counts)),
         figsize=(width, 2.6 * len(directions) + 1.6),  # below the last row, names of patterns
@@ -131,22 +133,22 @@ def _bars(rows: list[Row], record: Record) -> Figure:
         width_ratios=[count + 0.5 for count in counts],
     )
     unit = rows[0].useful[1]
-    roof, label = ROOFS[unit]
-    roof_line: dict[str, Any] = {"color": "#444444", "linewidth": 1, "linestyle": ":"}
+    limit, label = ROOFLINE[unit]
+    limit_line: dict[str, Any] = {"color": "#444444", "linewidth": 1, "linestyle": ":"}
     for direction, row in zip(directions, axes, strict=True):
         row[0].set_ylabel(f"{direction}, useful {unit}", fontsize=8)
         for (size, names), ax in zip(patterns.items(), row, strict=True):
             own = [r for r in rows if (_sizes(r), r.direction) == (size, direction)]
-            _group_of_bars(ax, own, names, contenders)
-            if roof in record.roofs:
-                ax.axhline(record.roofs[roof], **roof_line)
+            _group_of_bars(ax, own, names, implementations)
+            if limit in record.roofline:
+                ax.axhline(record.roofline[limit], **limit_line)
             ax.tick_params(labelsize=7)
     for size, ax in zip(patterns, axes[0], strict=True):
         ax.set_title(size, fontsize=8)
-    legend: list[Artist] = [Line2D([], [], **roof_line, label=label)] * (roof in record.roofs)
+    legend: list[Artist] = [Line2D([], [], **limit_line, label=label)] * (limit in record.roofline)
     legend += [
-        Patch(color=COLOURS[i], label=NAMES.get(contender, contender))
-        for i, contender in enumerate(contenders)
+        Patch(color=COLOURS[i], label=NAMES.get(implementation, implementation))
+        for i, implementation in enumerate(implementations)
     ]
     axes[0, -1].legend(
         handles=legend, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1)
@@ -155,17 +157,19 @@ def _bars(rows: list[Row], record: Record) -> Figure:
     return figure
 
 
-def _group_of_bars(ax: Axes, rows: list[Row], patterns: list[str], contenders: list[str]) -> None:
-    bar = 0.8 / len(contenders)
-    for i, contender in enumerate(contenders):
-        own = [r for r in rows if r.contender == contender]
+def _group_of_bars(
+    ax: Axes, rows: list[Measurement], patterns: list[str], implementations: list[str]
+) -> None:
+    bar = 0.8 / len(implementations)
+    for i, implementation in enumerate(implementations):
+        own = [r for r in rows if r.implementation == implementation]
         places = [patterns.index(r.pattern) + i * bar for r in own]
         ax.bar(places, [r.useful[0] for r in own], bar, color=COLOURS[i])
     middle = [i + 0.4 - bar / 2 for i in range(len(patterns))]
     ax.set_xticks(middle, patterns, rotation=60, ha="right", rotation_mode="anchor")
 
 
-def _sizes(row: Row) -> str:
+def _sizes(row: Measurement) -> str:
     """What patterns beside one another have in common."""
     if row.q_len is None:
         return f"N {row.seq_len:,}, d {row.head_dim}\nblocks of {row.block_size}"
@@ -174,16 +178,16 @@ def _sizes(row: Row) -> str:
 
 
 def _against_length(
-    rows: list[Row], value: Callable[[Row], float], title: str, unit: str
+    rows: list[Measurement], value: Callable[[Measurement], float], title: str, unit: str
 ) -> Figure:
     panels, axes = _panels(rows)
     families = _families(rows)
     for direction, ax in axes.items():
-        for (contender, family), points in _lines(
+        for (implementation, family), points in _lines(
             r for r in rows if r.direction == direction
         ).items():
             line = sorted((r.seq_len, value(r)) for r in points)
-            ax.plot(*zip(*line, strict=True), **_look(contender, family, families))
+            ax.plot(*zip(*line, strict=True), **_look(implementation, family, families))
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.xaxis.set_major_locator(FixedLocator(sorted({r.seq_len for r in rows})))
@@ -197,7 +201,7 @@ def _against_length(
     return panels
 
 
-def _panels(rows: list[Row]) -> tuple[Figure, dict[str, Axes]]:
+def _panels(rows: list[Measurement]) -> tuple[Figure, dict[str, Axes]]:
     """A figure with one panel for each pass."""
     directions = sorted({r.direction for r in rows}, reverse=True)
     width = 5.2 * len(directions) + 2.5
@@ -214,33 +218,33 @@ def _panels(rows: list[Row]) -> tuple[Figure, dict[str, Axes]]:
     return figure, dict(zip(directions, axes[0], strict=True))
 
 
-def _lines(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+def _lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], list[Measurement]]:
     lines = {}
     for row in rows:
-        lines.setdefault((row.contender, row.family), []).append(row)
+        lines.setdefault((row.implementation, row.family), []).append(row)
     return lines
 
 
-def _families(rows: Iterable[Row]) -> dict[str, int]:
+def _families(rows: Iterable[Measurement]) -> dict[str, int]:
     return {family: i for i, family in enumerate(dict.fromkeys(r.family for r in rows))}
 
 
-def _look(contender: str, family: str, families: dict[str, int]) -> dict:
+def _look(implementation: str, family: str, families: dict[str, int]) -> dict:
     i = families.get(family, 0) % len(COLOURS)
     return {
         "color": COLOURS[i],
         "marker": MARKERS[i],
-        "linestyle": STYLES.get(contender, "-"),
+        "linestyle": STYLES.get(implementation, "-"),
         "markersize": 4,
         "linewidth": 1.4,
-        "markerfacecolor": COLOURS[i] if contender == "sparseflash" else "white",
+        "markerfacecolor": COLOURS[i] if implementation == "sparseflash" else "white",
     }
 
 
-def _level(ax: Axes, height: float, contender: str) -> None:
-    ax.axhline(height, color="#444444", linewidth=1, linestyle=STYLES.get(contender, "-"))
-    label = f"{NAMES.get(contender, contender)} dense"
-    below = contender == "flash"  # the slowest: the level of FlexAttention lies above it
+def _level(ax: Axes, height: float, implementation: str) -> None:
+    ax.axhline(height, color="#444444", linewidth=1, linestyle=STYLES.get(implementation, "-"))
+    label = f"{NAMES.get(implementation, implementation)} dense"
+    below = implementation == "flash"  # the slowest: the level of FlexAttention lies above it
     ax.annotate(
         label,
         (1, height),
@@ -266,8 +270,8 @@ def _density_axis(ax: Axes) -> None:
     ax.set_xlabel("density s (non-zero blocks / all blocks)")
 
 
-def _legend(figure: Figure, rows: list[Row], families: dict[str, int]) -> None:
-    """Patterns by colour, then contenders by line, at the right of the panels."""
+def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -> None:
+    """Patterns by colour, then implementations by line, at the right of the panels."""
     patterns = [
         Line2D(
             [],
@@ -279,14 +283,14 @@ def _legend(figure: Figure, rows: list[Row], families: dict[str, int]) -> None:
         )
         for family, i in families.items()
     ]
-    contenders = [
+    implementations = [
         Line2D(
             [], [], color="#444444", linestyle=STYLES.get(name, "-"), label=NAMES.get(name, name)
         )
-        for name in dict.fromkeys(r.contender for r in rows)
+        for name in dict.fromkeys(r.implementation for r in rows)
     ]
     left = 1 - 1.7 / figure.get_figwidth()
-    for handles, top in ((patterns, 0.83), (contenders, 0.8 - 0.046 * len(patterns))):
+    for handles, top in ((patterns, 0.83), (implementations, 0.8 - 0.046 * len(patterns))):
         figure.legend(
             handles=handles,
             loc="upper left",
@@ -296,7 +300,7 @@ def _legend(figure: Figure, rows: list[Row], families: dict[str, int]) -> None:
         )
 
 
-def _size(row: Row) -> str:
+def _size(row: Measurement) -> str:
     heads = "1 head" if row.heads == 1 else f"{row.heads} heads"
     return f"batch {row.batch}, {heads} of {row.head_dim}, blocks of {row.block_size}"
 

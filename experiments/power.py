@@ -1,12 +1,12 @@
-"""Whether power binds: what contenders draw, and the clock that this leaves them.
+"""Whether power binds: what implementations draw, and the clock that this leaves them.
 
     python -m experiments.power
 
 A GPU that would draw more power than it may lowers its clock; then a kernel gains by what spends
-less energy, and not by what fills gaps of time. Each pass of each contender is timed twice, as
-`experiments.bench` times it: rested, a few runs at a time with a pause before them, and sustained,
-without a pause for some seconds, while `nvidia-smi` (part of the driver) reads the clock, the
-power and whether power holds the clock down. The table goes to
+less energy, and not by what fills gaps of time. Each pass of each implementation is timed twice,
+as `experiments.bench` times it: rested, a few runs at a time with a pause before them, and
+sustained, without a pause for some seconds, while `nvidia-smi` (part of the driver) reads the
+clock, the power and whether power holds the clock down. The table goes to
 `experiments/results/power-<gpu>.json`, after every problem what is known so far.
 """
 
@@ -26,20 +26,20 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from experiments.cli import RESULTS, parse_peers, slug
+from experiments.baselines import ANY_ORDER, Baseline
+from experiments.cli import RESULTS, parse_baselines, slug
 from experiments.environment import environment
-from experiments.families import FULL, Single
 from experiments.files import write_json
-from experiments.measure import DTYPES, Case, Excuses, Method, checked, random_problem
-from experiments.peers import ANY_ORDER, Peer
+from experiments.measure import DTYPES, Case, Method, SkipReasons, checked, random_problem
+from experiments.pattern_families import FULL, Single
 from experiments.record import OURS, useful_flops
 from experiments.report import wide_console
 from experiments.suites import BLOCK, TOKENS, Shape, at_random
 from experiments.timing import Clock, Sample, prepared
 
 HEADS, HEAD_DIM = 16, 128
-CONTENDER = f"{OURS}:auto{ANY_ORDER}"
-PEERS = (Peer.CUDNN, Peer.FLASH4)
+IMPLEMENTATION = f"{OURS}:auto{ANY_ORDER}"
+BASELINES = (Baseline.CUDNN, Baseline.FLASH4)
 # Rested runs come in bursts, each after a pause and so short that power has no time to bind.
 BURSTS, BURST_MS, PAUSE_SECONDS = 10, 3.0, 0.1
 ENQUEUED_MS = 20.0  # of sustained runs at a time
@@ -51,8 +51,8 @@ LINE = re.compile(r"([\d.]+), ([\d.]+), (Active|Not Active)\n")
 
 @dataclass(frozen=True)
 class Row:
-    """One pass of a contender: milliseconds and useful TFLOP/s rested and sustained; medians of
-    the clock (MHz) and the power (W) of the sustained runs; the share of their samples in which
+    """One pass of an implementation: milliseconds and useful TFLOP/s rested and sustained; medians
+    of the clock (MHz) and the power (W) of the sustained runs; the share of their samples in which
     power held the clock down.
     """
 
@@ -60,7 +60,7 @@ class Row:
     seq_len: int
     density: float
     direction: str
-    contender: str
+    implementation: str
     rested_ms: float
     rested_tflops: float
     sustained_ms: float
@@ -75,17 +75,23 @@ Reading = tuple[float, float, bool]
 
 
 def main(
-    peers: Annotated[
+    baselines: Annotated[
         tuple | None,
-        typer.Option(parser=parse_peers, metavar="PEER,PEER", help="Only these, or none."),
+        typer.Option(
+            "--baselines",
+            "--peers",
+            parser=parse_baselines,
+            metavar="NAME,NAME",
+            help="Only these, or none.",
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.5, help="Of sustained runs.")] = 2.0,
     output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
 ) -> None:
-    """Measures our kernels and peers rested and under sustained load."""
+    """Measures our kernels and baselines rested and under sustained load."""
     if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         raise typer.BadParameter("needs a GPU, and nvidia-smi on the PATH")
-    cases = list(problems((CONTENDER, *(PEERS if peers is None else peers))))
+    cases = list(problems((IMPLEMENTATION, *(BASELINES if baselines is None else baselines))))
     path = output / f"power-{slug('cuda')}.json"
     record = {"environment": environment(torch.device("cuda")), "limit_watts": limit_watts()}
     rows: list[Row] = []
@@ -98,52 +104,54 @@ def main(
         write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
     console = wide_console()
     console.print(table_of(rows))
-    for contender, reason in skipped.items():
-        console.print(f"[yellow]{contender}: {reason}[/]")
+    for implementation, reason in skipped.items():
+        console.print(f"[yellow]{implementation}: {reason}[/]")
     console.print(f"wrote {path}", highlight=False)
 
 
-def problems(contenders: tuple[str, ...]) -> Iterator[Case]:
-    """A dense peer takes part in the full mask alone."""
-    sparse = tuple(c for c in contenders if c in (CONTENDER, Peer.FLASH4, Peer.FLEX))
+def problems(implementations: tuple[str, ...]) -> Iterator[Case]:
+    """A dense baseline takes part in the full mask alone."""
+    sparse = tuple(
+        c for c in implementations if c in (IMPLEMENTATION, Baseline.FLASH4, Baseline.FLEX)
+    )
     for seq_len, share in ((8192, 1), (16_384, 16), (32_768, 16), (32_768, 4)):
         shape = Shape(TOKENS // seq_len, HEADS, seq_len, HEAD_DIM)
         if share == 1:
-            yield shape.case("power", FULL, BLOCK, contenders)
+            yield shape.case("power", FULL, BLOCK, implementations)
         else:
             family = Single(f"random 1/{share}", at_random(share, seq_len, BLOCK))
             yield shape.case("power", family, BLOCK, sparse)
 
 
 def measure(case: Case, seconds: float) -> tuple[list[Row], dict[str, str]]:
-    """The rows of all contenders, whose results are checked first, and why peers cannot run."""
+    """The rows of all implementations, checked first, and why baselines cannot run."""
     method = Method("cuda", "bf16", "auto", ("forward", "backward"), Clock.GRAPH, 0.0, seed=0)
     problem = random_problem(case, DTYPES[method.dtype], torch.device("cuda"), method.seed)
-    excuses = Excuses()
+    skips = SkipReasons()
     rows = []
-    for contender in case.contenders:
-        with excuses.of(contender):
-            passes = checked(contender, case, method, *problem)
+    for implementation in case.implementations:
+        with skips.catch(implementation):
+            passes = checked(implementation, case, method, *problem)
             for direction, prepare in passes.items():
                 with prepared(prepare, Clock.GRAPH) as sample:
-                    rows.append(row_of(case, contender, direction, sample, seconds))
-    return rows, excuses.reasons
+                    rows.append(row_of(case, implementation, direction, sample, seconds))
+    return rows, skips.reasons
 
 
-def row_of(case: Case, contender: str, direction: str, sample: Sample, seconds: float) -> Row:
+def row_of(case: Case, implementation: str, direction: str, sample: Sample, seconds: float) -> Row:
     rested_ms = rested(sample)
     with readings() as read:
         sustained_ms = sustained(sample, seconds)
     clocks, powers, capped = zip(*read[int(len(read) * WARM_UP) :], strict=True)
     lengths = (case.seq_len, case.seq_len)
-    sizes = (case.batch * case.heads, lengths, case.head_dim, case.member.density)
+    sizes = (case.batch * case.heads, lengths, case.head_dim, case.problem.density)
     teraflop = useful_flops(*sizes, direction) / 1e9
     return Row(
         problem=case.family,
         seq_len=case.seq_len,
-        density=case.member.density,
+        density=case.problem.density,
         direction=direction,
-        contender=contender,
+        implementation=implementation,
         rested_ms=rested_ms,
         rested_tflops=teraflop / rested_ms,
         sustained_ms=sustained_ms,
@@ -180,7 +188,7 @@ def sustained(sample: Sample, seconds: float) -> float:
 @contextmanager
 def readings() -> Iterator[list[Reading]]:
     """Reads the GPU while the block runs, after which the list is filled. Raises OSError with what
-    nvidia-smi said if it read nothing, which is no excuse of a peer."""
+    nvidia-smi said if it read nothing, which is no reason to skip a baseline."""
     command = [*asking(QUERY), f"--loop-ms={SAMPLE_MILLISECONDS}"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -222,14 +230,14 @@ def limit_watts() -> float:
 
 def table_of(rows: list[Row]) -> Table:
     table = Table(title="useful TFLOP/s rested and under sustained load; its clock and its power")
-    for heading in ("problem", "N", "pass", "contender"):
+    for heading in ("problem", "N", "pass", "implementation"):
         table.add_column(heading)
     for heading in ("rested", "sustained", "MHz", "W", "capped"):
         table.add_column(heading, justify="right")
     for row in rows:
         figures = (row.rested_tflops, row.sustained_tflops, row.clock, row.power)
         cells = (*(f"{figure:.0f}" for figure in figures), f"{row.capped:.0%}")
-        table.add_row(row.problem, str(row.seq_len), row.direction, row.contender, *cells)
+        table.add_row(row.problem, str(row.seq_len), row.direction, row.implementation, *cells)
     return table
 
 

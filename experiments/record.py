@@ -10,11 +10,13 @@ from pathlib import Path
 from experiments.files import write_json
 
 BACKWARD_FLOPS = 2.5
+# Keys of older records, and what they are called now.
+RENAMED = {"sweep": "suite", "contender": "implementation", "roofs": "roofline"}
 OURS = "sparseflash"
 
 
-def is_ours(contender: str) -> bool:
-    return contender.split(":")[0] == OURS
+def is_ours(implementation: str) -> bool:
+    return implementation.split(":")[0] == OURS
 
 
 def useful_flops(
@@ -26,11 +28,11 @@ def useful_flops(
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measurement.
 
-    sweep:      "density" (patterns at one length) or "length" (one pattern at many lengths)
-    contender:  OURS, OURS:backend, or the name of a peer
+    suite:      "density" (patterns at one length) or "length" (one pattern at many lengths)
+    implementation:  OURS, OURS:backend, or the name of a baseline
     direction:  "forward" or "backward"
     peak_bytes: most memory alive during the pass, beyond the inputs; of a backward pass, with its
     forward
@@ -38,8 +40,8 @@ class Row:
     key_value_bytes: of cases that are decoded, those of the keys and values in non-zero blocks
     """
 
-    sweep: str
-    contender: str
+    suite: str
+    implementation: str
     family: str
     pattern: str
     batch: int
@@ -78,7 +80,7 @@ class Row:
     def group(self) -> tuple:
         """What rows must share to be compared with one another."""
         size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
-        return (self.sweep, *size, self.q_len, self.kv_heads, self.direction)
+        return (self.suite, *size, self.q_len, self.kv_heads, self.direction)
 
     @property
     def size(self) -> str:
@@ -91,14 +93,15 @@ class Row:
 
 @dataclass
 class Record:
-    """settings: what was asked for; roofs: see roofs.py; skipped: [contender, pattern, reason] of
-    peers; drift: the factor between two times of the first case, measured first and last."""
+    """settings: what was asked for; roofline: see roofline.py; skipped: [implementation, pattern,
+    reason] of baselines; drift: the factor between two times of the first case, measured first and
+    last."""
 
     environment: dict
     settings: dict
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Measurement] = field(default_factory=list)
     skipped: list[list[str]] = field(default_factory=list)
-    roofs: dict[str, float] = field(default_factory=dict)
+    roofline: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     drift: float | None = None
     complete: bool = False
@@ -113,32 +116,39 @@ class Record:
     @classmethod
     def load(cls, path: Path) -> "Record":
         """What `save` wrote. Raises ValueError for any other file."""
-        names = Row.__dataclass_fields__.keys()
+        names = Measurement.__dataclass_fields__.keys()
         try:
-            data = json.loads(path.read_text())
+            data = _renamed(json.loads(path.read_text()))
             del data["crossovers"]
-            rows = [Row(**{n: row[n] for n in row.keys() & names}) for row in data.pop("rows")]
-            return cls(rows=rows, **data)
+            rows = [_renamed(row) for row in data.pop("rows")]
+            known = [Measurement(**{n: row[n] for n in row.keys() & names}) for row in rows]
+            return cls(rows=known, **data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no record of experiments.speedup or experiments.bench: {error!r}"
             ) from error
 
 
-def _figures(row: Row) -> dict[str, float]:
+def _renamed(entry: dict) -> dict:
+    return {RENAMED.get(name, name): value for name, value in entry.items()}
+
+
+def _figures(row: Measurement) -> dict[str, float]:
     useful, unit = row.useful
     return {"tflops": row.tflops} | ({"terabytes_per_second": useful} if unit == "TB/s" else {})
 
 
-def full_row(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The full mask of the same contender in the same group."""
+def full_row(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
+    """The full mask of the same implementation in the same group."""
     same = (
-        r for r in rows if (r.contender, r.family, r.group) == (row.contender, "full", row.group)
+        r
+        for r in rows
+        if (r.implementation, r.family, r.group) == (row.implementation, "full", row.group)
     )
     return next(same, None)
 
 
-def relative(row: Row, rows: Iterable[Row]) -> dict[str, float | None]:
+def relative(row: Measurement, rows: Iterable[Measurement]) -> dict[str, float | None]:
     """A row against the full mask of the same kernels: speed-up, its ideal 1/s, and retention."""
     full = full_row(row, rows)
     if full is None:
@@ -150,37 +160,41 @@ def relative(row: Row, rows: Iterable[Row]) -> dict[str, float | None]:
     }
 
 
-def dense_peer(group: tuple, rows: Iterable[Row]) -> Row | None:
-    """The fastest peer without a mask in a group."""
+def dense_baseline(group: tuple, rows: Iterable[Measurement]) -> Measurement | None:
+    """The fastest baseline without a mask in a group."""
     dense = [
-        r for r in rows if r.group == group and r.family == "full" and not is_ours(r.contender)
+        r
+        for r in rows
+        if r.group == group and r.family == "full" and not is_ours(r.implementation)
     ]
     return min(dense, key=lambda r: r.median_ms, default=None)
 
 
-def crossovers(rows: list[Row]) -> list[dict]:
+def crossovers(rows: list[Measurement]) -> list[dict]:
     """The density below which sparse beats dense, for each pattern, length and pass: against our
-    own full mask and against the fastest dense peer."""
+    own full mask and against the fastest dense baseline."""
     lines = {}
     for row in rows:
-        sparse = row.sweep == "density" and row.family not in ("full", "causal")
-        if sparse and row.contender == OURS and (full := full_row(row, rows)):
+        sparse = row.suite == "density" and row.family not in ("full", "causal")
+        if sparse and row.implementation == OURS and (full := full_row(row, rows)):
             lines.setdefault((full, row.family), []).append(row)
     return [
-        _crossovers_of(line, full, dense_peer(full.group, rows))
+        _crossovers_of(line, full, dense_baseline(full.group, rows))
         for (full, _), line in lines.items()
     ]
 
 
-def _crossovers_of(line: list[Row], full: Row, peer: Row | None) -> dict:
+def _crossovers_of(
+    line: list[Measurement], full: Measurement, baseline: Measurement | None
+) -> dict:
     times = {row.density: row.median_ms for row in line} | {1.0: full.median_ms}
     return {
         "seq_len": full.seq_len,
         "direction": full.direction,
         "family": line[0].family,
         "against_full": crossover(times, full.median_ms),
-        "peer": peer and peer.contender,
-        "against_peer": peer and crossover(times, peer.median_ms),
+        "baseline": baseline and baseline.implementation,
+        "against_baseline": baseline and crossover(times, baseline.median_ms),
     }
 
 

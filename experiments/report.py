@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.plots import draw
-from experiments.record import OURS, Record, Row, crossovers, is_ours, relative
+from experiments.record import OURS, Measurement, Record, crossovers, is_ours, relative
 
 DRIFT_LIMIT = 1.15
 SHOWN_SPARSITY = 16  # 1 / s of the masks that the README shows
@@ -56,19 +56,21 @@ def load(path: Path) -> Record:
 
 def markdown(record: Record) -> str:
     """The table of the README."""
-    return _of_sweep(record) if record.rows[0].sweep == "density" else _of_suite(record)
+    return _of_densities(record) if record.rows[0].suite == "density" else _of_suite(record)
 
 
 def _of_suite(record: Record) -> str:
-    """Useful TFLOP/s, or TB/s, of every contender on the cases of the first size."""
+    """Useful TFLOP/s, or TB/s, of every implementation on the cases of the first size."""
     size = record.rows[0].group[:-1]
     rows = [r for r in record.rows if r.group[:-1] == size]
-    pairs = dict.fromkeys((r.direction, r.contender) for r in rows)
+    pairs = dict.fromkeys((r.direction, r.implementation) for r in rows)
     columns = sorted(pairs, key=lambda pair: pair[0] == "backward")
-    names = [f"{direction}, {contender.split(':')[-1]}" for direction, contender in columns]
+    names = [
+        f"{direction}, {implementation.split(':')[-1]}" for direction, implementation in columns
+    ]
     lines = [f"| pattern | density s | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for pattern in dict.fromkeys(r.pattern for r in rows):
-        found = {(r.direction, r.contender): r for r in rows if r.pattern == pattern}
+        found = {(r.direction, r.implementation): r for r in rows if r.pattern == pattern}
         cells = [
             _rounded(found[column].useful[0]) if column in found else "" for column in columns
         ]
@@ -82,26 +84,26 @@ def _rounded(useful: float) -> str:
 
 
 def show(record: Record, console: Console) -> None:
-    """Prints a table for every length and pass, the crossovers, and the peers that did not run."""
+    """Prints a table for every length and pass, the crossovers, and the baselines left out."""
     for group in dict.fromkeys(r.group for r in record.rows):
         console.print(_table([r for r in record.rows if r.group == group], record.rows))
     if found := crossovers(record.rows):
         console.print(_crossover_table(found))
-    if record.roofs:
-        roofs = ", ".join(f"{name} {roof:.4g}" for name, roof in record.roofs.items())
-        console.print(f"Roofs in the same run: {roofs}", highlight=False)
+    if record.roofline:
+        roofline = ", ".join(f"{name} {limit:.4g}" for name, limit in record.roofline.items())
+        console.print(f"Roofline in the same run: {roofline}", highlight=False)
     if record.drift and record.drift > DRIFT_LIMIT:
         console.print(
             f"[yellow]The machine was not quiet:[/] the first case, measured once more, took"
             f" {record.drift:.2f} times as long or as short: do not trust these figures."
         )
-    for contender, pattern, reason in record.skipped:
+    for implementation, pattern, reason in record.skipped:
         console.print(
-            f"[yellow]{contender} did not run on {pattern}:[/] {reason}", highlight=False
+            f"[yellow]{implementation} did not run on {pattern}:[/] {reason}", highlight=False
         )
 
 
-def _table(rows: list[Row], everything: list[Row]) -> Table:
+def _table(rows: list[Measurement], everything: list[Measurement]) -> Table:
     first = rows[0]
     size = f"N = {first.seq_len:,}, batch {first.batch}, {first.size}"
     table = plain_table(f"{first.direction}, {size}; useful {first.useful[1]}")
@@ -112,19 +114,19 @@ def _table(rows: list[Row], everything: list[Row]) -> Table:
         repeated = before is not None and before.pattern == row.pattern
         table.add_row(
             *_cells(row, everything, repeated),
-            style=None if is_ours(row.contender) else "dim",
+            style=None if is_ours(row.implementation) else "dim",
         )
     return table
 
 
-def _cells(row: Row, everything: list[Row], repeated: bool) -> list[str]:
+def _cells(row: Measurement, everything: list[Measurement], repeated: bool) -> list[str]:
     versus = relative(row, everything)
     spread = (row.high_ms - row.low_ms) / 2 / row.median_ms
     return [
         "" if repeated else row.pattern,
         "" if repeated else f"{row.density:.4f}",
         "" if repeated else f"{row.blocks_per_row:.1f}",
-        row.contender,
+        row.implementation,
         f"{row.median_ms:.4g}",
         f"{spread:.1%}".rstrip("%"),
         f"{row.useful[0]:.3g}",
@@ -137,17 +139,19 @@ def _cells(row: Row, everything: list[Row], repeated: bool) -> list[str]:
 
 def _crossover_table(found: list[dict]) -> Table:
     table = plain_table("Sparse beats dense up to density")
-    for column in ("N", "pass", "pattern", "our full mask", "best dense peer"):
+    for column in ("N", "pass", "pattern", "our full mask", "best dense baseline"):
         table.add_column(column)
     for entry in found:
-        peer = f" ({entry['peer']})" if entry["peer"] else ""
-        against_peer = _limit(entry["against_peer"]) + peer if entry["peer"] else "not measured"
+        baseline = f" ({entry['baseline']})" if entry["baseline"] else ""
+        against_baseline = (
+            _limit(entry["against_baseline"]) + baseline if entry["baseline"] else "not measured"
+        )
         table.add_row(
             f"{entry['seq_len']:,}",
             entry["direction"],
             entry["family"],
             _limit(entry["against_full"]),
-            against_peer,
+            against_baseline,
         )
     return table
 
@@ -156,13 +160,13 @@ def _limit(density: float | None) -> str:
     return "at none measured" if density is None else f"{density:.3f}"
 
 
-def _of_sweep(record: Record) -> str:
+def _of_densities(record: Record) -> str:
     """The full mask and, of every family, the mask of a density next to 1/16, at the longest
     sequences of the sweep over densities: a table for the README."""
-    sweep = [r for r in record.rows if r.sweep == "density" and r.family != "causal"]
+    sweep = [r for r in record.rows if r.suite == "density" and r.family != "causal"]
     longest = max(r.seq_len for r in sweep)
     rows = [r for r in sweep if r.seq_len == longest]
-    ours = [r for r in rows if r.contender == OURS and r.direction == "forward"]
+    ours = [r for r in rows if r.implementation == OURS and r.direction == "forward"]
     lines = [
         "| pattern | density s | forward, ms | faster than full | than FlexAttention "
         "| backward, ms | faster than full | than FlexAttention |",
@@ -182,11 +186,11 @@ def _of_sweep(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _markdown_figures(pattern: str, direction: str, rows: list[Row]) -> list[str]:
-    by_contender = {
-        r.contender: r for r in rows if (r.pattern, r.direction) == (pattern, direction)
+def _markdown_figures(pattern: str, direction: str, rows: list[Measurement]) -> list[str]:
+    by_implementation = {
+        r.implementation: r for r in rows if (r.pattern, r.direction) == (pattern, direction)
     }
-    row, flex = by_contender[OURS], by_contender.get("flex")
+    row, flex = by_implementation[OURS], by_implementation.get("flex")
     return [
         f"{row.median_ms:.3g}",
         _optional(relative(row, rows)["speedup"], "{:.2f}x"),

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from experiments.baselines import DEVICES, Baseline
 from experiments.cli import (
     RESULTS,
     BlockSize,
@@ -21,15 +22,14 @@ from experiments.cli import (
     Dtype,
     Passes,
     carry_out,
+    parse_baselines,
     parse_densities,
     parse_lengths,
     parse_patterns,
-    parse_peers,
     resolve,
     slug,
 )
-from experiments.families import FAMILIES
-from experiments.peers import DEVICES, Peer
+from experiments.pattern_families import FAMILIES
 from experiments.sweep import COMMON, DEFAULTS, QUICK, Settings, plan
 from experiments.timing import Clock
 from sparseflash.backends import BACKENDS
@@ -94,13 +94,13 @@ def main(
         option("Densities.", "densities", parser=parse_densities, metavar="1/2,0.05"),
     ] = None,
     passes: Annotated[Passes, option("Which passes are measured.")] = Passes.BOTH,
-    peers: Annotated[
+    baselines: Annotated[
         tuple | None,
         option(
-            f"Whom to compare with: none, or any of {', '.join(Peer)}.",
-            "peers",
-            parser=parse_peers,
-            metavar="PEER,PEER",
+            f"Whom to compare with: none, or any of {', '.join(Baseline)}.",
+            "baselines",
+            parser=parse_baselines,
+            metavar="NAME,NAME",
         ),
     ] = None,
     clock: Annotated[
@@ -128,7 +128,7 @@ def main(
         "block_size": int(block_size) if block_size else None,
         "patterns": patterns,
         "densities": densities,
-        "peers": peers,
+        "baselines": baselines,
         "clock": clock,
     }
     settings = Settings(
@@ -154,10 +154,10 @@ def validate(settings: Settings) -> None:
         raise typer.BadParameter(
             f"unknown --backend {settings.backend!r}; known: {', '.join(known)}"
         )
-    for peer in settings.peers:
-        if settings.device not in DEVICES[Peer(peer)]:
+    for baseline in settings.baselines:
+        if settings.device not in DEVICES[Baseline(baseline)]:
             raise typer.BadParameter(
-                f"--peers {peer} runs on {', '.join(DEVICES[Peer(peer)])} only"
+                f"--baselines {baseline} runs on {', '.join(DEVICES[Baseline(baseline)])} only"
             )
     if (settings.clock == Clock.CPU) != (settings.device == "cpu"):
         raise typer.BadParameter(

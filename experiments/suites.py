@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 import masks
-from experiments.families import CAUSAL, FULL, Single, Size
+from experiments.baselines import Baseline
 from experiments.measure import Case
-from experiments.peers import Peer
+from experiments.pattern_families import CAUSAL, FULL, Single, Size
 from masks import Pattern
 
 TOKENS = 32_768
@@ -50,41 +50,49 @@ class Shape:
     def size(self, block_size: int) -> Size:
         return Size(self.seq_len, block_size, torch.device("cuda"), self.q_len)
 
-    def case(self, suite: str, family: Single, block_size: int, who: tuple[str, ...]) -> Case:
-        (member,), _ = family.choose(self.size(block_size), ())
+    def case(
+        self, suite: str, family: Single, block_size: int, implementations: tuple[str, ...]
+    ) -> Case:
+        (problem,), _ = family.choose(self.size(block_size), ())
         return Case(
-            sweep=suite,
+            suite=suite,
             family=family.name,
-            member=member,
+            problem=problem,
             batch=self.batch,
             heads=self.heads,
             seq_len=self.seq_len,
             head_dim=self.head_dim,
             block_size=block_size,
-            contenders=who,
+            implementations=implementations,
             q_len=self.q_len,
             kv_heads=self.kv_heads,
         )
 
 
 def dense(ours: tuple[str, ...]) -> Iterator[Case]:
-    """Full and causal masks, 32,768 tokens in all, against every dense peer."""
+    """Full and causal masks, 32,768 tokens in all, against every dense baseline."""
     for heads, head_dim in MODELS:
         for seq_len in (2048, 8192, 32_768):
             shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
             for family in (FULL, CAUSAL):
-                who = (*ours, Peer.FLASH, Peer.CUDNN, Peer.FLASH4, Peer.FLEX)
-                yield shape.case("dense", family, BLOCK, who)
+                implementations = (
+                    *ours,
+                    Baseline.FLASH,
+                    Baseline.CUDNN,
+                    Baseline.FLASH4,
+                    Baseline.FLEX,
+                )
+                yield shape.case("dense", family, BLOCK, implementations)
 
 
 def sparse(ours: tuple[str, ...]) -> Iterator[Case]:
-    """Masks of full blocks, which every block-sparse peer computes too."""
+    """Masks of full blocks, which every block-sparse baseline computes too."""
     for heads, head_dim in MODELS:
         for seq_len in (16_384, 32_768):
             shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
-            who = (*ours, Peer.FLASH4, Peer.FLEX)
+            implementations = (*ours, Baseline.FLASH4, Baseline.FLEX)
             for name, pattern in of_full_blocks(seq_len, BLOCK).items():
-                yield shape.case("sparse", Single(name, pattern), BLOCK, who)
+                yield shape.case("sparse", Single(name, pattern), BLOCK, implementations)
 
 
 def small_blocks(ours: tuple[str, ...]) -> Iterator[Case]:
@@ -107,32 +115,34 @@ def decode(ours: tuple[str, ...]) -> Iterator[Case]:
     """Few queries against long caches of keys and values, forward only."""
     for sizes in DECODE:
         shape = Shape(*sizes)
-        yield shape.case("decode", FULL, BLOCK, (*ours, Peer.FLASH, Peer.CUDNN, Peer.FLEX))
+        yield shape.case(
+            "decode", FULL, BLOCK, (*ours, Baseline.FLASH, Baseline.CUDNN, Baseline.FLEX)
+        )
         for share in (4, 8, 16):
             family = Single(f"random 1/{share}", masks.random(1 / share))
-            yield shape.case("decode", family, BLOCK, (*ours, Peer.FLEX))
+            yield shape.case("decode", family, BLOCK, (*ours, Baseline.FLEX))
 
 
 def lra(ours: tuple[str, ...]) -> Iterator[Case]:
     """The sizes of Long Range Arena: many short sequences of small heads."""
     for sizes in LRA:
         shape = Shape(*sizes)
-        materialised = (Peer.STANDARD,) if shape.seq_len <= LONGEST_MATERIALISED else ()
-        who = (*ours, Peer.FLASH, Peer.CUDNN, *materialised)
-        yield shape.case("lra", FULL, BLOCK, who)
+        materialised = (Baseline.STANDARD,) if shape.seq_len <= LONGEST_MATERIALISED else ()
+        implementations = (*ours, Baseline.FLASH, Baseline.CUDNN, *materialised)
+        yield shape.case("lra", FULL, BLOCK, implementations)
         for name in ("butterfly", "random 1/4", "band"):
             pattern = of_full_blocks(shape.seq_len, BLOCK)[name]
-            yield shape.case("lra", Single(name, pattern), BLOCK, (*ours, Peer.FLEX))
+            yield shape.case("lra", Single(name, pattern), BLOCK, (*ours, Baseline.FLEX))
 
 
 def memory(ours: tuple[str, ...]) -> Iterator[Case]:
     """One sequence that grows, and the memory that it takes."""
     for seq_len in GROWTH:
         shape = Shape(1, 16, seq_len, 128)
-        materialised = (Peer.STANDARD,) if seq_len <= LONGEST_MATERIALISED else ()
+        materialised = (Baseline.STANDARD,) if seq_len <= LONGEST_MATERIALISED else ()
         if seq_len <= LONGEST_DENSE:
-            who = (*ours, Peer.FLASH, Peer.CUDNN, *materialised)
-            yield shape.case("memory", FULL, BLOCK, who)
+            implementations = (*ours, Baseline.FLASH, Baseline.CUDNN, *materialised)
+            yield shape.case("memory", FULL, BLOCK, implementations)
         for name in ("butterfly", "band"):
             pattern = of_full_blocks(seq_len, BLOCK)[name]
             yield shape.case("memory", Single(name, pattern), BLOCK, ours)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.families import CAUSAL, FULL, Size, parse_family
+from experiments.baselines import Baseline
 from experiments.measure import Case, Method
-from experiments.peers import Peer
+from experiments.pattern_families import CAUSAL, FULL, Size, parse_family
 from experiments.record import OURS
 from experiments.timing import Clock
 
@@ -33,7 +33,7 @@ class Settings(Method):
     block_size: int
     patterns: tuple[str, ...]
     densities: tuple[float, ...]
-    peers: tuple[str, ...]
+    baselines: tuple[str, ...]
     dense_limit: int
     standard_limit: int
 
@@ -48,7 +48,7 @@ DEFAULTS = {
         "growth_heads": 1,
         "head_dim": 64,
         "block_size": 64,
-        "peers": (Peer.SDPA,),
+        "baselines": (Baseline.SDPA,),
         "clock": Clock.CPU,
         "dense_limit": 8192,
         "standard_limit": 4096,
@@ -63,7 +63,7 @@ DEFAULTS = {
         "growth_heads": 16,
         "head_dim": 128,
         "block_size": 128,
-        "peers": (Peer.FLASH, Peer.CUDNN, Peer.FLEX),
+        "baselines": (Baseline.FLASH, Baseline.CUDNN, Baseline.FLEX),
         "clock": Clock.GRAPH,
         "dense_limit": 65536,
         "standard_limit": 16384,
@@ -94,46 +94,48 @@ def plan(settings: Settings, say: Callable[[str], None]) -> Iterator[Case]:
 def density_cases(settings: Settings, seq_len: int, say: Callable[[str], None]) -> Iterator[Case]:
     """Every pattern at every density; the full mask, to which others are compared, first."""
     size = Size(seq_len, settings.block_size, torch.device(settings.device))
-    sparse_peers = [peer for peer in settings.peers if peer == Peer.FLEX]
+    sparse_baselines = [baseline for baseline in settings.baselines if baseline == Baseline.FLEX]
     for family in (FULL, CAUSAL, *map(parse_family, settings.patterns)):
-        members, missed = family.choose(size, settings.densities)
+        candidates, missed = family.choose(size, settings.densities)
         for density in missed:
             say(f"left out: no {family.name} of density {density:.3g} at N = {seq_len}")
-        for member in members:
-            peers = settings.peers if member.problem.dense else sparse_peers
+        for problem in candidates:
+            baselines = settings.baselines if problem.dense else sparse_baselines
             yield Case(
-                sweep="density",
+                suite="density",
                 family=family.name,
-                member=member,
+                problem=problem,
                 batch=settings.batch,
                 heads=settings.heads,
                 seq_len=seq_len,
                 head_dim=settings.head_dim,
                 block_size=settings.block_size,
-                contenders=(OURS, *peers),
+                implementations=(OURS, *baselines),
             )
 
 
 def length_cases(settings: Settings, seq_len: int) -> Iterator[Case]:
     """The growing patterns at one length, and full masks while they are short enough."""
     size = Size(seq_len, settings.block_size, torch.device(settings.device))
-    contenders = dict.fromkeys(GROWING, (OURS,))
+    implementations = dict.fromkeys(GROWING, (OURS,))
     if seq_len <= settings.dense_limit:
         # FlexAttention would be compiled anew for every length, longer than all the rest takes.
-        dense_peers = [peer for peer in settings.peers if peer != Peer.FLEX]
-        standard = [Peer.STANDARD] if seq_len <= settings.standard_limit else []
-        contenders = {"full": (OURS, *dense_peers, *standard)} | contenders
-    for name, who in contenders.items():
+        dense_baselines = [
+            baseline for baseline in settings.baselines if baseline != Baseline.FLEX
+        ]
+        standard = [Baseline.STANDARD] if seq_len <= settings.standard_limit else []
+        implementations = {"full": (OURS, *dense_baselines, *standard)} | implementations
+    for name, who in implementations.items():
         family = FULL if name == "full" else parse_family(name)
-        for member in family.choose(size, ())[0]:
+        for problem in family.choose(size, ())[0]:
             yield Case(
-                sweep="length",
+                suite="length",
                 family=name,
-                member=member,
+                problem=problem,
                 batch=1,
                 heads=settings.growth_heads,
                 seq_len=seq_len,
                 head_dim=settings.head_dim,
                 block_size=settings.block_size,
-                contenders=who,
+                implementations=who,
             )

@@ -59,11 +59,11 @@ class Timing:
 def time_call(prepare: Prepare, clock: Clock, budget_ms: float) -> Timing:
     """Times the function that `prepare()` returns, for about `budget_ms`; see `prepared`."""
     with prepared(prepare, clock) as sample:
-        (timing,) = time_in_turns([sample], budget_ms)
+        (timing,) = time_interleaved([sample], budget_ms)
     return timing
 
 
-def time_in_turns(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
+def time_interleaved(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
     """Times each of them, for about `budget_ms` each after one run to warm up.
 
     They take turns, a few runs at a time, and each comes after each other one about as often: the

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from experiments import bench, suites
 from experiments.bench import main, parse_backends, parse_suites, planned
 from experiments.compare import compare
-from experiments.families import FULL as FULL_MASK
 from experiments.measure import Method, measure
+from experiments.pattern_families import FULL as FULL_MASK
 from experiments.record import Record
 from experiments.suites import SUITES, Shape, of_full_blocks
-from tests.helpers.records import ENVIRONMENT, FULL, PEER
+from tests.helpers.records import BASELINE, ENVIRONMENT, FULL
 
 app = typer.Typer()
 app.command()(main)
@@ -54,11 +54,11 @@ def on_the_cpu(monkeypatch):
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_suite_measures_ours_first_and_no_case_twice(suite):
     cases = list(planned(suite, ("sparseflash", "sparseflash:triton"), None, print))
-    assert all(case.contenders[:2] == ("sparseflash", "sparseflash:triton") for case in cases)
+    assert all(case.implementations[:2] == ("sparseflash", "sparseflash:triton") for case in cases)
     assert cases[0].family == "full"
     keys = [(case.group, case.family) for case in cases]
     assert len(set(keys)) == len(keys)
-    sides = {(case.block_size, *case.member.problem.mask.block_size) for case in cases}
+    sides = {(case.block_size, *case.problem.mask.block_size) for case in cases}
     assert all(len(set(side)) == 1 for side in sides)
     if suite in ("dense", "sparse"):
         assert {case.batch * case.seq_len for case in cases} == {suites.TOKENS}
@@ -78,10 +78,10 @@ def test_every_suite_measures_ours_first_and_no_case_twice(suite):
 )
 def test_peers_are_measured_on_the_masks_that_they_know(suite, full, sparse):
     for case in SUITES[suite](()):
-        peers = full if case.family == "full" else sparse
+        baselines = full if case.family == "full" else sparse
         if case.seq_len > suites.LONGEST_MATERIALISED:
-            peers = peers - {"standard"}
-        assert set(case.contenders) == peers
+            baselines = baselines - {"standard"}
+        assert set(case.implementations) == baselines
         if suite == "memory" and case.family == "full":
             assert case.seq_len <= suites.LONGEST_DENSE
 
@@ -89,7 +89,7 @@ def test_peers_are_measured_on_the_masks_that_they_know(suite, full, sparse):
 @pytest.mark.usefixtures("on_the_cpu")
 def test_only_the_chosen_peers_are_measured():
     cases = list(planned("dense", ("sparseflash",), ("cudnn",), print))
-    assert {case.contenders for case in cases} == {("sparseflash", "cudnn")}
+    assert {case.implementations for case in cases} == {("sparseflash", "cudnn")}
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -97,7 +97,7 @@ def test_a_step_of_decoding_is_measured_by_the_bytes_of_its_keys():
     shape = Shape(2, 4, 1024, 16, kv_heads=2, q_len=3)
     case = shape.case("decode", FULL_MASK, 128, ("sparseflash", "sdpa"))
     method = Method("cpu", "fp32", "auto", ("forward", "backward"), "cpu", 1.0, 0)
-    rows, _ = measure(case, case.contenders, method)
+    rows, _ = measure(case, case.implementations, method)
     assert [row.direction for row in rows] == ["forward", "forward"]
     for row in rows:
         rate = 2 * 2 * 2 * 1024 * 16 * 4 / row.median_ms / 1e9
@@ -120,39 +120,43 @@ def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench, "slug", lambda device: f"a-{device}")
     monkeypatch.setattr(bench, "planned", lambda *chosen: chosen)
-    monkeypatch.setattr(bench, "carry_out", lambda *call, roofs: carried.append((*call, roofs)))
-    options = "--backends hopper,auto --peers flex --passes forward --dtype fp16 --seed 3"
+    monkeypatch.setattr(
+        bench, "carry_out", lambda *call, roofline: carried.append((*call, roofline))
+    )
+    options = "--backends hopper,auto --baselines flex --passes forward --dtype fp16 --seed 3"
     result = CliRunner().invoke(
         app, ["lra", "sparse", "--output", str(tmp_path), "--resume", *options.split()]
     )
     assert result.exit_code == 0, result.output
-    for suite, (plan, method, path, resume, roofs) in zip(("lra", "sparse"), carried, strict=True):
+    for suite, (plan, method, path, resume, roofline) in zip(
+        ("lra", "sparse"), carried, strict=True
+    ):
         ours = ("sparseflash:hopper", "sparseflash")
         assert plan(print) == (suite, ours, ("flex",), print)
         assert method == Method("cuda", "fp16", "auto", ("forward",), "graph", 60.0, 3)
         assert path == tmp_path / f"bench-{suite}-a-cuda.json"
         assert resume
-        assert roofs
+        assert roofline
 
 
 def save(rows, path: Path) -> Path:
-    Record(ENVIRONMENT, {"seed": 0}, list(rows), roofs={"copy": 4.0}).save(path)
+    Record(ENVIRONMENT, {"seed": 0}, list(rows), roofline={"copy": 4.0}).save(path)
     return path
 
 
 def test_two_records_are_compared_row_by_row(tmp_path):
-    before = save([FULL, PEER], tmp_path / "before.json")
-    after = save([replace(FULL, median_ms=4.0), PEER], tmp_path / "after.json")
+    before = save([FULL, BASELINE], tmp_path / "before.json")
+    after = save([replace(FULL, median_ms=4.0), BASELINE], tmp_path / "after.json")
     result = CliRunner().invoke(app, ["--compare", str(before), str(after)])
     assert result.exit_code == 0, result.output
     assert "2.000x" in result.output
     assert "1.000x" in result.output
 
 
-def test_a_comparison_holds_both_times_and_the_mean_of_each_contender():
+def test_a_comparison_holds_both_times_and_the_mean_of_each_implementation():
     wider = replace(FULL, head_dim=128)
     backward = replace(FULL, direction="backward", median_ms=20.0)
-    before = Record(ENVIRONMENT, {}, [PEER, FULL, wider, backward])
+    before = Record(ENVIRONMENT, {}, [BASELINE, FULL, wider, backward])
     after = Record(
         ENVIRONMENT,
         {},
@@ -160,9 +164,9 @@ def test_a_comparison_holds_both_times_and_the_mean_of_each_contender():
             replace(FULL, median_ms=4.0),  # from 8
             replace(wider, median_ms=16.0),  # from 8
             backward,
-            replace(PEER, median_ms=2.6),  # from 2.5
+            replace(BASELINE, median_ms=2.6),  # from 2.5
             replace(FULL, family="local", pattern="local(64)"),  # from nothing
-            replace(PEER, pattern="full but another"),
+            replace(BASELINE, pattern="full but another"),
         ],
     )
     table = compare(before, after)
@@ -180,7 +184,7 @@ def test_a_comparison_holds_both_times_and_the_mean_of_each_contender():
 
 
 def test_records_of_other_cases_are_not_compared(tmp_path):
-    paths = [save([FULL], tmp_path / "a.json"), save([PEER], tmp_path / "b.json")]
+    paths = [save([FULL], tmp_path / "a.json"), save([BASELINE], tmp_path / "b.json")]
     result = CliRunner().invoke(app, ["--compare", *map(str, paths)])
     assert result.exit_code == 2
     assert "no case in common" in result.output
@@ -210,6 +214,6 @@ def test_a_suite_on_a_gpu(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.glob("*.json")
     record = Record.load(path)
-    assert record.roofs["matrix_product_tflops"] > 0
+    assert record.roofline["matrix_product_tflops"] > 0
     assert record.skipped == []
     assert len(list(tmp_path.glob("*.png"))) == 1

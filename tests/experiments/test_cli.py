@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_the_same_device_and_code_only(tmp_path, change, name
 def test_roofs_are_measured_once_for_a_record(tmp_path, monkeypatch, capsys):
     measured, path = [], tmp_path / "record.json"
     monkeypatch.setattr(
-        cli, "measure_roofs", lambda dtype: measured.append(dtype) or {"copy": 4.2}
+        cli, "measure_roofline", lambda dtype: measured.append(dtype) or {"copy": 4.2}
     )
     monkeypatch.setattr(cli, "draw", lambda record, path: [])
 
@@ -60,8 +60,8 @@ def test_roofs_are_measured_once_for_a_record(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "run", run)
     for resume in (False, True):
-        cli.carry_out(iter, METHOD, path, resume, roofs=True)
-        assert Record.load(path).roofs == {"copy": 4.2}
+        cli.carry_out(iter, METHOD, path, resume, roofline=True)
+        assert Record.load(path).roofline == {"copy": 4.2}
     assert measured == [cli.DTYPES["fp32"]]
     assert "copy 4.2" in capsys.readouterr().out
 

@@ -24,7 +24,7 @@ def test_rows_are_those_of_the_profiler():
     printed = PRINTED.format(names='","'.join(counters.COUNTERS))
     forward, backward = counters.rows_of("full", "sparseflash:auto", printed)
     assert (forward.kernel, forward.milliseconds) == ("forward", 1.234)
-    assert (forward.contender, forward.cycles) == ("sparseflash:auto", 2_100_000)
+    assert (forward.implementation, forward.cycles) == ("sparseflash:auto", 2_100_000)
     assert (forward.percent["matrix units"], forward.percent["L2"]) == (70.5, 50.25)
     assert (backward.kernel, backward.percent["exponentials"]) == ("query_gradient", 41)
 
@@ -32,12 +32,12 @@ def test_rows_are_those_of_the_profiler():
 def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
     written = []
 
-    def profiled(problem, contender):
+    def profiled(problem, implementation):
         if written:
             raise KeyboardInterrupt
         written.append(problem)
         names = '","'.join(counters.COUNTERS)
-        return counters.rows_of(problem, contender, PRINTED.format(names=names))
+        return counters.rows_of(problem, implementation, PRINTED.format(names=names))
 
     monkeypatch.setattr(counters, "profiled", profiled)
     monkeypatch.setattr(counters, "slug", lambda device: "gpu")
@@ -63,16 +63,16 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
     ],
 )
 def test_peers_are_watched_on_masks_that_they_know(problem, names):
-    found = counters.contenders(counters.PROBLEMS[problem], "auto", ("cudnn", "flash4"))
+    found = counters.implementations(counters.PROBLEMS[problem], "auto", ("cudnn", "flash4"))
     assert list(found) == names
 
 
 def test_a_peer_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
     failing = ["flash4"]
 
-    def profiled(problem, contender):
-        if contender in failing:
-            raise RuntimeError(f"{contender} is missing\nTraceback")
+    def profiled(problem, implementation):
+        if implementation in failing:
+            raise RuntimeError(f"{implementation} is missing\nTraceback")
         return []
 
     monkeypatch.setattr(counters, "profiled", profiled)
@@ -80,7 +80,7 @@ def test_a_peer_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(counters, "environment", lambda device: {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    counters.main(only="full", peers=("flash4",), output=tmp_path)
+    counters.main(only="full", baselines=("flash4",), output=tmp_path)
     found = json.loads((tmp_path / "counters-gpu.json").read_text())
     assert found["skipped"] == {"full": {"flash4": "flash4 is missing"}}
     assert "flash4 on full: flash4 is missing" in capsys.readouterr().out

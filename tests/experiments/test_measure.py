@@ -10,18 +10,18 @@ from rich.console import Console
 
 import masks
 from experiments import measure as measurement
+from experiments.baselines import attend_sparseflash
 from experiments.check import CheckError
-from experiments.families import Member
-from experiments.measure import Case, Method, contestant, measure, random_problem, run
-from experiments.peers import Problem, attend_sparseflash
-from experiments.record import Record, Row
+from experiments.measure import Case, Method, make_attend, measure, random_problem, run
+from experiments.pattern_families import Problem
+from experiments.record import Measurement, Record
 from experiments.timing import Timing
 
 METHOD = Method("cpu", "fp32", "auto", ("forward", "backward"), "cpu", 1.0, 0)
-LOCAL = Member("local(20)", Problem(masks.local(20)(100, 16)))
+LOCAL = Problem("local(20)", masks.local(20)(100, 16))
 CASE = Case("density", "local", LOCAL, 1, 2, 100, 8, 16, ("sparseflash",))
-HALF = Member("half", Problem(masks.random(1 / 2)((3, 96), 16)))
-DECODED = replace(CASE, member=HALF, seq_len=96, q_len=3, kv_heads=1)
+HALF = Problem("half", masks.random(1 / 2)((3, 96), 16))
+DECODED = replace(CASE, problem=HALF, seq_len=96, q_len=3, kv_heads=1)
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def instant(monkeypatch):
         asked.append(("prepare", prepare, clock))
         yield prepare
 
-    def time_in_turns(samples, budget_ms):
+    def time_interleaved(samples, budget_ms):
         asked.append(("time", len(samples)))
         return [Timing(2.0 + i, 1.0, 3.0, 5) for i in range(len(samples))]
 
     monkeypatch.setattr(measurement, "check", check)
     monkeypatch.setattr(measurement, "prepared", prepared)
-    monkeypatch.setattr(measurement, "time_in_turns", time_in_turns)
+    monkeypatch.setattr(measurement, "time_interleaved", time_interleaved)
     monkeypatch.setattr(measurement.memory, "peak_bytes", lambda run, device: 7)
     return asked
 
@@ -56,22 +56,22 @@ def test_a_row_holds_the_facts_of_its_case_and_nothing_is_timed_before_it_is_che
     out, gradients = (event[1]()() for event in instant if event[0] == "prepare")
     assert out.shape == (1, 2, 100, 8)
     assert [gradient.shape for gradient in gradients] == [out.shape] * 3
-    density = LOCAL.problem.mask.density
+    density = LOCAL.density
     assert density < 1
-    expected = Row(
+    expected = Measurement(
         *("density", "sparseflash", "local", "local(20)", 1, 2, 100, 8, 16, density, 7 * density),
         *("forward", 2.0, 1.0, 3.0, 5, 7),
     )
     assert (forward, backward) == (expected, replace(expected, direction="backward"))
 
 
-def test_contenders_are_all_checked_and_then_timed_together_pass_by_pass(instant):
+def test_implementations_are_all_checked_and_then_timed_interleaved_pass_by_pass(instant):
     said = []
-    contenders = ["sparseflash", "sparseflash:cpu"]
-    rows, _ = measure(CASE, contenders, METHOD, said.append)
+    implementations = ["sparseflash", "sparseflash:cpu"]
+    rows, _ = measure(CASE, implementations, METHOD, said.append)
     together = ["prepare", "prepare", "time"]
     assert [event[0] for event in instant] == ["check", "check", *together, *together]
-    assert [(row.contender, row.direction, row.median_ms) for row in rows] == [
+    assert [(row.implementation, row.direction, row.median_ms) for row in rows] == [
         ("sparseflash", "forward", 2.0),
         ("sparseflash", "backward", 2.0),
         ("sparseflash:cpu", "forward", 3.0),
@@ -81,14 +81,14 @@ def test_contenders_are_all_checked_and_then_timed_together_pass_by_pass(instant
     assert said[-1] == "timing local(20) at N = 100, backward"
 
 
-def fails_to(stage, contender):
-    """What `contestant` gives, but this one cannot run its pass, in words of two lines."""
+def fails_to(stage, implementation):
+    """What `make_attend` gives, but this one cannot run its pass, in words of two lines."""
 
     def made(name, problem, backend):
-        if name == contender and stage == "begin":
+        if name == implementation and stage == "begin":
             raise RuntimeError("no kernel\nat all")
         right = attend_sparseflash(problem)
-        if name != contender:
+        if name != implementation:
             return right
         return lambda query, key, value: (
             right(query, Refused.apply(key), value) if stage == "backward" else refuse()
@@ -115,10 +115,10 @@ class Refused(torch.autograd.Function):
 
 @pytest.mark.parametrize("stage", ["begin", "forward", "backward"])
 def test_a_peer_that_cannot_run_is_left_out_with_its_reason(instant, monkeypatch, stage):
-    monkeypatch.setattr(measurement, "contestant", fails_to(stage, "sdpa"))
+    monkeypatch.setattr(measurement, "make_attend", fails_to(stage, "sdpa"))
     monkeypatch.setattr(measurement, "prepared", running)
     rows, reasons = measure(CASE, ["sparseflash", "sdpa"], METHOD)
-    assert {row.contender for row in rows} == {"sparseflash"}
+    assert {row.implementation for row in rows} == {"sparseflash"}
     assert len(rows) == 2
     assert reasons == {"sdpa": "no kernel"}
 
@@ -130,7 +130,7 @@ def running(prepare, clock):
 
 
 def test_our_own_kernels_have_to_run(instant, monkeypatch):
-    monkeypatch.setattr(measurement, "contestant", fails_to("begin", "sparseflash:triton"))
+    monkeypatch.setattr(measurement, "make_attend", fails_to("begin", "sparseflash:triton"))
     with pytest.raises(RuntimeError, match="no kernel"):
         measure(CASE, ["sparseflash", "sparseflash:triton"], METHOD)
 
@@ -160,12 +160,12 @@ def test_a_backward_pass_is_timed_without_its_forward_pass_and_may_run_again():
 
 
 def test_no_time_is_taken_of_a_wrong_gradient(monkeypatch):
-    def wrong(contender, problem, backend):
-        right = contestant(contender, problem, backend)
+    def wrong(implementation, problem, backend):
+        right = make_attend(implementation, problem, backend)
         return lambda query, key, value: right(query, Doubled.apply(key), value)
 
-    monkeypatch.setattr(measurement, "contestant", wrong)
-    monkeypatch.setattr(measurement, "time_in_turns", lambda *call: pytest.fail("timed"))
+    monkeypatch.setattr(measurement, "make_attend", wrong)
+    monkeypatch.setattr(measurement, "time_interleaved", lambda *call: pytest.fail("timed"))
     with pytest.raises(CheckError, match=r"sparseflash on local\(20\) at N = 100, dk: error"):
         measure(CASE, ["sparseflash"], METHOD)
 
@@ -182,11 +182,11 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-def test_a_contender_names_its_backend(monkeypatch):
+def test_an_implementation_names_its_backend(monkeypatch):
     monkeypatch.setattr(measurement, "attend_sparseflash", lambda problem, named: named)
-    monkeypatch.setattr(measurement, "attend_peer", lambda peer, problem: peer)
-    contenders = ("sparseflash", "sparseflash:hopper/any-order", "sdpa")
-    found = [contestant(contender, LOCAL.problem, "cpu") for contender in contenders]
+    monkeypatch.setattr(measurement, "attend_baseline", lambda baseline, problem: baseline)
+    implementations = ("sparseflash", "sparseflash:hopper/any-order", "sdpa")
+    found = [make_attend(implementation, LOCAL, "cpu") for implementation in implementations]
     assert found == ["cpu", "hopper/any-order", "sdpa"]
 
 
@@ -209,19 +209,27 @@ class Runs:
     def __init__(self, path, times):
         self.path, self.times, self.asked = path, iter(times), []
 
-    def measure(self, case, contenders, method, say=None):
+    def measure(self, case, implementations, method, say=None):
         saved = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
         rows, reasons = [], {}
-        for contender in contenders:
-            self.asked.append((contender, case.seq_len, len(saved)))
+        for implementation in implementations:
+            self.asked.append((implementation, case.seq_len, len(saved)))
             time = next(self.times)
             if isinstance(time, str):
-                reasons[contender] = time
+                reasons[implementation] = time
                 continue
             for direction in method.directions:
                 ms = time if direction == "forward" else 4.0
-                row = Row(
-                    *(case.sweep, contender, case.family, case.member.label, 1, 2, case.seq_len),
+                row = Measurement(
+                    *(
+                        case.suite,
+                        implementation,
+                        case.family,
+                        case.problem.label,
+                        1,
+                        2,
+                        case.seq_len,
+                    ),
                     *(8, 16, 1.0, 1.0, direction, ms, ms, ms, 5, 7),
                 )
                 rows.append(row)
@@ -256,7 +264,7 @@ def test_the_first_case_warms_up_and_is_measured_again_at_the_end(go, tmp_path, 
 
 
 def test_a_run_that_goes_on_measures_what_it_lacks_and_adds_its_seconds(go):
-    longer = replace(CASE, seq_len=200, contenders=("sparseflash", "sdpa"))
+    longer = replace(CASE, seq_len=200, implementations=("sparseflash", "sdpa"))
     _, record = go([CASE], [9.0, 2.0, 2.0])
     record.seconds, record.skipped = 1000.0, [["sdpa", "a case", "a reason"]]
     asked, record = go([CASE, longer], [9.0, 4.0, "no kernel", 2.0], record)

@@ -8,7 +8,7 @@ import torch
 from typer import BadParameter
 
 from experiments import power, suites
-from experiments.peers import Peer
+from experiments.baselines import Baseline
 
 PRINTED = """\
 1980, 120.50, Not Active
@@ -75,7 +75,7 @@ def test_says_what_nvidia_smi_said(smi):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_row_leaves_out_the_first_samples(monkeypatch):
-    case = next(power.problems((power.CONTENDER,)))
+    case = next(power.problems((power.IMPLEMENTATION,)))
     samples = [(1980.0, 100.0, False)] * 3 + [(1600.0, 700.0, True)] * 4 + [(1500.0, 690.0, False)]
 
     class Reading:
@@ -88,7 +88,7 @@ def test_a_row_leaves_out_the_first_samples(monkeypatch):
     monkeypatch.setattr(power, "readings", Reading)
     monkeypatch.setattr(power, "rested", lambda sample: 2.0)
     monkeypatch.setattr(power, "sustained", lambda sample, seconds: 4.0)
-    row = power.row_of(case, power.CONTENDER, "forward", lambda runs: [1.0] * runs, 1.0)
+    row = power.row_of(case, power.IMPLEMENTATION, "forward", lambda runs: [1.0] * runs, 1.0)
     assert (row.clock, row.power) == (1600, 700)
     assert row.capped == pytest.approx(4 / 6)  # two of eight are not kept
     assert row.rested_tflops == pytest.approx(4 * 8192**2 * 128 * 64 / 2e9)
@@ -112,10 +112,10 @@ def test_sustained_runs_leave_out_the_first(monkeypatch):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_dense_peers_take_part_in_the_full_mask_alone():
-    full, *sparse = power.problems((power.CONTENDER, Peer.CUDNN, Peer.FLASH4))
-    assert full.contenders == (power.CONTENDER, Peer.CUDNN, Peer.FLASH4)
-    assert {case.contenders for case in sparse} == {(power.CONTENDER, Peer.FLASH4)}
-    assert [round(1 / case.member.density) for case in sparse] == [14, 15, 4]
+    full, *sparse = power.problems((power.IMPLEMENTATION, Baseline.CUDNN, Baseline.FLASH4))
+    assert full.implementations == (power.IMPLEMENTATION, Baseline.CUDNN, Baseline.FLASH4)
+    assert {case.implementations for case in sparse} == {(power.IMPLEMENTATION, Baseline.FLASH4)}
+    assert [round(1 / case.problem.density) for case in sparse] == [14, 15, 4]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -127,7 +127,7 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
             raise KeyboardInterrupt
         measured.append(case)
         figures = dict.fromkeys(power.Row.__dataclass_fields__, 1.0)
-        figures |= {"problem": "full", "direction": "forward", "contender": "ours"}
+        figures |= {"problem": "full", "direction": "forward", "implementation": "ours"}
         return [power.Row(**figures)], {"flash4": "is not installed"}
 
     monkeypatch.setattr(power, "measure", measure)
@@ -154,7 +154,7 @@ def test_says_what_it_needs(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
 def test_a_gpu_is_read(tmp_path):
-    power.main(peers=(), seconds=0.5, output=tmp_path)
+    power.main(baselines=(), seconds=0.5, output=tmp_path)
     (path,) = tmp_path.glob("power-*.json")
     found = json.loads(path.read_text())
     assert found["complete"]

@@ -8,11 +8,11 @@ from experiments.record import (
     Record,
     crossover,
     crossovers,
-    dense_peer,
+    dense_baseline,
     is_ours,
     relative,
 )
-from tests.helpers.records import EIGHTH, FULL, HALF, PEER, record
+from tests.helpers.records import BASELINE, EIGHTH, FULL, HALF, record
 
 
 def test_useful_flops():
@@ -28,20 +28,20 @@ def test_a_record_holds_what_decoding_is_judged_by(tmp_path):
     assert decoded.group != FULL.group
     record([FULL, decoded]).save(tmp_path / "record.json")
     assert Record.load(tmp_path / "record.json").rows == [FULL, decoded]
-    assert len(draw(record([replace(decoded, sweep="decode")]), tmp_path / "drawn")) == 1
+    assert len(draw(record([replace(decoded, suite="decode")]), tmp_path / "drawn")) == 1
 
 
 def test_figures_relative_to_the_full_mask_of_the_same_kernels():
-    figures = relative(HALF, [PEER, FULL, HALF])
+    figures = relative(HALF, [BASELINE, FULL, HALF])
     assert figures == pytest.approx({"speedup": 1.6, "ideal": 2.0, "retention": 0.8})
-    assert relative(HALF, [PEER, HALF])["speedup"] is None
+    assert relative(HALF, [BASELINE, HALF])["speedup"] is None
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"sweep": "length"},
-        {"contender": "sparseflash:triton"},
+        {"suite": "length"},
+        {"implementation": "sparseflash:triton"},
         {"batch": 1},
         {"heads": 8},
         {"seq_len": 512},
@@ -56,13 +56,13 @@ def test_figures_relative_to_the_full_mask_of_the_same_kernels():
 def test_rows_of_other_sizes_are_not_compared(change):
     other = replace(HALF, **change)
     assert relative(other, [FULL]) == {"speedup": None, "ideal": 2.0, "retention": None}
-    if "contender" not in change:
-        assert dense_peer(other.group, [PEER]) is None
+    if "implementation" not in change:
+        assert dense_baseline(other.group, [BASELINE]) is None
 
 
 def test_peers_are_those_that_are_not_ours():
-    ours = replace(FULL, contender="sparseflash:hopper/any-order", median_ms=1.0)
-    assert dense_peer(FULL.group, [FULL, ours]) is None
+    ours = replace(FULL, implementation="sparseflash:hopper/any-order", median_ms=1.0)
+    assert dense_baseline(FULL.group, [FULL, ours]) is None
     assert not is_ours("sdpa")
 
 
@@ -76,24 +76,24 @@ def test_crossover_interpolates_between_densities(dense_ms, density):
 
 
 def test_crossovers_of_every_pattern():
-    (entry,) = crossovers([FULL, HALF, EIGHTH, PEER])
+    (entry,) = crossovers([FULL, HALF, EIGHTH, BASELINE])
     assert entry["family"] == "local"
-    assert entry["peer"] == "sdpa"
+    assert entry["baseline"] == "sdpa"
     assert entry["against_full"] == 1.0
-    assert entry["against_peer"] == pytest.approx(0.25)
+    assert entry["against_baseline"] == pytest.approx(0.25)
     others = [
         replace(EIGHTH, family="causal"),
-        replace(EIGHTH, sweep="length"),
-        replace(EIGHTH, contender="sparseflash:triton"),
-        replace(FULL, sweep="length"),
-        replace(FULL, contender="sparseflash:triton"),
+        replace(EIGHTH, suite="length"),
+        replace(EIGHTH, implementation="sparseflash:triton"),
+        replace(FULL, suite="length"),
+        replace(FULL, implementation="sparseflash:triton"),
     ]
-    assert crossovers([FULL, PEER, *others]) == []
+    assert crossovers([FULL, BASELINE, *others]) == []
 
 
 def test_the_fastest_dense_peer_counts():
-    faster = replace(PEER, contender="flash", median_ms=2.0)
-    assert dense_peer(FULL.group, [FULL, PEER, faster, HALF]) is faster
+    faster = replace(BASELINE, implementation="flash", median_ms=2.0)
+    assert dense_baseline(FULL.group, [FULL, BASELINE, faster, HALF]) is faster
 
 
 def test_a_record_survives_its_file(tmp_path: Path):
@@ -111,9 +111,9 @@ def test_other_files_are_no_records(text, tmp_path):
 
 
 def test_pictures_of_all_kinds_of_rows(tmp_path: Path):
-    rows = [FULL, HALF, EIGHTH, PEER, replace(HALF, contender="flex")]
+    rows = [FULL, HALF, EIGHTH, BASELINE, replace(HALF, implementation="flex")]
     rows += [replace(row, direction="backward") for row in rows]
-    rows += [replace(FULL, sweep="length", seq_len=n) for n in (1024, 65536)]
+    rows += [replace(FULL, suite="length", seq_len=n) for n in (1024, 65536)]
     names = [path.name for path in draw(record(rows), tmp_path / "run")]
     assert names == ["run-speedup-1024.png", "run-time.png", "run-memory.png"]
     assert all((tmp_path / name).stat().st_size > 10_000 for name in names)

@@ -39,12 +39,15 @@ def test_a_run_writes_every_row_and_the_pictures(tmp_path):
     assert result.exit_code == 0, result.output
     assert record["complete"]
     assert record["environment"]["command"]
-    density = [r for r in record["rows"] if r["sweep"] == "density"]
+    density = [r for r in record["rows"] if r["suite"] == "density"]
     patterns = ["full", "causal", "random(0.5)", "random(0.125)", "local(40)&causal()"]
     assert list(dict.fromkeys(r["pattern"] for r in density)) == patterns
     assert {r["direction"] for r in density} == {"forward", "backward"}
-    assert {r["contender"] for r in density if r["pattern"] == "causal"} == {"sparseflash", "sdpa"}
-    assert {r["seq_len"] for r in record["rows"] if r["sweep"] == "length"} == {256, 512}
+    assert {r["implementation"] for r in density if r["pattern"] == "causal"} == {
+        "sparseflash",
+        "sdpa",
+    }
+    assert {r["seq_len"] for r in record["rows"] if r["suite"] == "length"} == {256, 512}
     assert all(r["speedup"] > 0 and r["peak_bytes"] > 0 for r in record["rows"])
     assert len(list(tmp_path.glob("*.png"))) == 3
     assert "Sparse beats dense up to density" in result.output
@@ -74,7 +77,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch)
     assert [r["median_ms"] for r in resumed["rows"][:8]] == [
         r["median_ms"] for r in record["rows"]
     ]
-    names = ("sweep", "contender", "pattern", "seq_len", "direction")
+    names = ("suite", "implementation", "pattern", "seq_len", "direction")
     keys = [tuple(row[name] for name in names) for row in resumed["rows"]]
     assert len(set(keys)) == len(keys) > 8
 
@@ -105,10 +108,10 @@ def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
 
 
 def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
-    def refused(peer, problem):
+    def refused(baseline, problem):
         raise RuntimeError("no such kernel\nat all")
 
-    monkeypatch.setattr(measurement, "attend_peer", refused)
+    monkeypatch.setattr(measurement, "attend_baseline", refused)
     result, record = measure(tmp_path)
     assert result.exit_code == 0, result.output
     assert ["sdpa", "full at N = 256", "no such kernel"] in record["skipped"]
@@ -125,8 +128,8 @@ def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
         (["--densities", "1/0"], "not a list of densities"),
         (["--densities", "2"], "(0, 1]"),
         (["--patterns", "nonsense"], "butterfly"),
-        (["--peers", "fa9"], "unknown peer"),
-        (["--peers", "cudnn"], "runs on cuda only"),
+        (["--baselines", "fa9"], "unknown baseline"),
+        (["--baselines", "cudnn"], "runs on cuda only"),
         (["--clock", "graph"], "does not measure a cpu"),
         (["--backend", "cuda"], "known: auto, cpu, hopper, triton"),
         (["--heads", "0"], "--heads"),

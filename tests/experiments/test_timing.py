@@ -6,7 +6,15 @@ from itertools import pairwise, permutations
 import pytest
 import torch
 
-from experiments.timing import MAX_RUNS, MIN_RUNS, TURNS, Clock, Timing, time_call, time_in_turns
+from experiments.timing import (
+    MAX_RUNS,
+    MIN_RUNS,
+    TURNS,
+    Clock,
+    Timing,
+    time_call,
+    time_interleaved,
+)
 
 
 def test_timing_is_the_median_and_the_quartiles():
@@ -58,7 +66,7 @@ class Sampled:
 def test_each_gets_its_own_time_and_as_many_runs_as_the_budget_allows():
     log = []
     fast, slow = Sampled("fast", 1.0, log), Sampled("slow", 5.0, log)
-    timings = time_in_turns([fast, slow], budget_ms=60)
+    timings = time_interleaved([fast, slow], budget_ms=60)
     assert [round(timing.median_ms) for timing in timings] == [1, 5]
     assert [timing.runs for timing in timings] == [59, 11]
     assert log[:2] == [("fast", 1), ("slow", 1)]  # to warm up
@@ -71,7 +79,7 @@ def test_each_gets_its_own_time_and_as_many_runs_as_the_budget_allows():
 def test_everyone_comes_after_everyone_else_as_often(count):
     log = []
     names = "abcdef"[:count]
-    time_in_turns([Sampled(name, 1.0, log) for name in names], budget_ms=60)
+    time_interleaved([Sampled(name, 1.0, log) for name in names], budget_ms=60)
     order = [name for name, _ in log[count:]]
     turns = [order[i : i + count] for i in range(0, len(order), count)]
     assert len(turns) == TURNS
@@ -84,7 +92,7 @@ def test_everyone_comes_after_everyone_else_as_often(count):
 
 def test_whoever_runs_seldom_takes_part_in_every_turn():
     log = []
-    (timing,) = time_in_turns([Sampled("slow", 1000.0, log)], budget_ms=1)
+    (timing,) = time_interleaved([Sampled("slow", 1000.0, log)], budget_ms=1)
     assert timing.runs == MIN_RUNS == sum(runs for _, runs in log[1:])
     assert all(runs for _, runs in log)
 

@@ -1,12 +1,12 @@
-"""Rows and records as a benchmark writes them."""
+"""Measurements and records as a benchmark writes them."""
 
 from dataclasses import replace
 
-from experiments.record import Record, Row
+from experiments.record import Measurement, Record
 
-FULL = Row(
-    sweep="density",
-    contender="sparseflash",
+FULL = Measurement(
+    suite="density",
+    implementation="sparseflash",
     family="full",
     pattern="full",
     batch=2,
@@ -25,7 +25,7 @@ FULL = Row(
 )
 HALF = replace(FULL, family="local", pattern="local(64)", density=0.5, median_ms=5.0)
 EIGHTH = replace(FULL, family="local", pattern="local(16)", density=0.125, median_ms=1.25)
-PEER = replace(FULL, contender="sdpa", median_ms=2.5)
+BASELINE = replace(FULL, implementation="sdpa", median_ms=2.5)
 ENVIRONMENT = {
     "device": "a device",
     "versions": {"torch": "2"},

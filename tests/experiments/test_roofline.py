@@ -1,10 +1,10 @@
-"""The roofs of a device, from times that are written down."""
+"""The roofline of a device, from times that are written down."""
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from experiments import roofs
+from experiments import roofline
 from experiments.timing import Clock, Timing
 
 
@@ -24,11 +24,11 @@ def test_roofs_are_the_work_over_its_time(monkeypatch):
         prepare()()
         return Timing(times[clock], 0.0, 0.0, 5)
 
-    monkeypatch.setattr(roofs, "time_call", time_call)
-    monkeypatch.setattr(roofs, "MATRIX", 64)
-    monkeypatch.setattr(roofs, "COPY_BYTES", 1024)
+    monkeypatch.setattr(roofline, "time_call", time_call)
+    monkeypatch.setattr(roofline, "MATRIX", 64)
+    monkeypatch.setattr(roofline, "COPY_BYTES", 1024)
     with OnCpu():
-        measured = roofs.measure_roofs(torch.float32)
+        measured = roofline.measure_roofline(torch.float32)
     assert measured == {
         "matrix_product_tflops": pytest.approx(64**2 * (64 + 64) / 2e-3 / 1e12),
         "copy_terabytes_per_second": pytest.approx((1024 + 1024) / 4e-3 / 1e12),

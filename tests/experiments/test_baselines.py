@@ -8,17 +8,17 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 import masks
-from experiments.check import check
-from experiments.peers import (
-    Peer,
-    PeerError,
-    Problem,
-    attend_peer,
+from experiments.baselines import (
+    Baseline,
+    BaselineError,
+    attend_baseline,
     attend_sdpa,
     attend_sparseflash,
     attend_standard,
     flex_mask,
 )
+from experiments.check import check
+from experiments.pattern_families import Problem
 from masks import interop
 
 N = 300
@@ -30,12 +30,14 @@ def compiled(pattern, block_size=64):
 
 
 PROBLEMS = {
-    "full": Problem(compiled(masks.full())),
-    "causal": Problem(compiled(masks.causal())),
-    "local": Problem(compiled(masks.local(70))),
-    "predicate": Problem(compiled(masks.local(70)), predicate=lambda q, k: (q - k).abs() <= 70),
-    "small blocks": Problem(compiled(masks.butterfly() & masks.causal(), 16)),
-    "per head": Problem(masks.stack([compiled(masks.local(70)), compiled(masks.causal())])),
+    "full": Problem("", compiled(masks.full())),
+    "causal": Problem("", compiled(masks.causal())),
+    "local": Problem("", compiled(masks.local(70))),
+    "predicate": Problem(
+        "", compiled(masks.local(70)), predicate=lambda q, k: (q - k).abs() <= 70
+    ),
+    "small blocks": Problem("", compiled(masks.butterfly() & masks.causal(), 16)),
+    "per head": Problem("", masks.stack([compiled(masks.local(70)), compiled(masks.causal())])),
 }
 
 
@@ -81,15 +83,15 @@ def test_flex_computes_pairs_by_a_predicate_where_there_is_one():
 
 def test_flex_compiles_no_mask_where_all_blocks_are_full():
     assert (
-        flex_mask(Problem(masks.full()(256))).mask_mod
-        is flex_mask(Problem(masks.strided(2)(256))).mask_mod
+        flex_mask(Problem("", masks.full()(256))).mask_mod
+        is flex_mask(Problem("", masks.strided(2)(256))).mask_mod
     )
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="FlashAttention is installed")
 def test_a_peer_that_is_not_installed_says_so():
-    with pytest.raises(PeerError, match="not installed"):
-        attend_peer(Peer.FLASH4, PROBLEMS["full"])
+    with pytest.raises(BaselineError, match="not installed"):
+        attend_baseline(Baseline.FLASH4, PROBLEMS["full"])
 
 
 @pytest.fixture
@@ -113,8 +115,8 @@ def flash4(monkeypatch):
 def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs):
     mask = masks.random(0.4)(256, 64)
     dense = (replace(PROBLEMS[name], dense=name) for name in ("full", "causal"))
-    for problem in (*dense, Problem(mask)):
-        out = attend_peer(Peer.FLASH4, problem)(*inputs)
+    for problem in (*dense, Problem("", mask)):
+        out = attend_baseline(Baseline.FLASH4, problem)(*inputs)
         assert torch.equal(out, inputs[1])
     assert all(torch.equal(query, inputs[0].transpose(1, 2)) for query, _ in flash4)
     full, causal, sparse = (options for _, options in flash4)
@@ -124,8 +126,8 @@ def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs)
     for name, turned in rows.items():
         lists = interop.BlockSparseTensors(**sparse[name])._replace(block_size=turned.block_size)
         assert interop.from_block_lists(lists, turned.seq_len) == turned
-    with pytest.raises(PeerError, match="no masks with partial blocks"):
-        attend_peer(Peer.FLASH4, PROBLEMS["local"])
+    with pytest.raises(BaselineError, match="no masks with partial blocks"):
+        attend_baseline(Baseline.FLASH4, PROBLEMS["local"])
 
 
 @pytest.mark.parametrize("attend", [attend_sdpa, lambda _, causal: attend_standard(causal)])
@@ -133,9 +135,9 @@ def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs)
 def test_dense_peers_compute_the_dense_masks(attend, dense, inputs):
     mask = compiled(getattr(masks, dense)())
     leaves = [t.requires_grad_() for t in inputs]
-    check(attend(Peer.SDPA, dense == "causal"), leaves, mask, dense)
+    check(attend(Baseline.SDPA, dense == "causal"), leaves, mask, dense)
 
 
 def test_a_dense_peer_refuses_a_sparse_mask():
     with pytest.raises(ValueError, match="full and causal masks only"):
-        attend_peer(Peer.SDPA, PROBLEMS["local"])
+        attend_baseline(Baseline.SDPA, PROBLEMS["local"])

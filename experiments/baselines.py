@@ -1,7 +1,5 @@
-"""Who is measured: sparseflash and its peers, each as a function (query, key, value) -> out."""
+"""Sparseflash and its baselines, each as a function (query, key, value) -> out."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
@@ -15,16 +13,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparseflash
 from experiments.check import Attend
+from experiments.pattern_families import Problem
 from masks import BlockMask
 from masks.interop import to_block_lists, to_flex
-
-Predicate = Callable[[Tensor, Tensor], Tensor]
 
 RECOMPILE_LIMIT = 64
 ANY_ORDER = "/any-order"
 
 
-class Peer(StrEnum):
+class Baseline(StrEnum):
     """sdpa: torch's choice · flash, cudnn: that backend of scaled_dot_product_attention · flash4:
     FlashAttention-4, where it is installed · flex: FlexAttention, compiled · standard: attention
     with materialised scores."""
@@ -38,31 +35,17 @@ class Peer(StrEnum):
 
 
 DEVICES = {
-    Peer.SDPA: ("cpu", "cuda"),
-    Peer.FLASH: ("cuda",),
-    Peer.CUDNN: ("cuda",),
-    Peer.FLASH4: ("cuda",),
-    Peer.FLEX: ("cuda",),
-    Peer.STANDARD: ("cpu", "cuda"),
+    Baseline.SDPA: ("cpu", "cuda"),
+    Baseline.FLASH: ("cuda",),
+    Baseline.CUDNN: ("cuda",),
+    Baseline.FLASH4: ("cuda",),
+    Baseline.FLEX: ("cuda",),
+    Baseline.STANDARD: ("cpu", "cuda"),
 }
 
 
-class PeerError(RuntimeError):
-    """A peer cannot compute a problem here."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A compiled mask and what a dense peer can know of it: dense is "full" or "causal" where the
-    mask is just that.
-
-    predicate: (q, k) -> bool of tokens, with which FlexAttention computes partial blocks; without
-    it, it looks them up.
-    """
-
-    mask: BlockMask
-    dense: str | None = None
-    predicate: Predicate | None = None
+class BaselineError(RuntimeError):
+    """A baseline cannot compute a problem here."""
 
 
 def attend_sparseflash(problem: Problem, named: str = "auto") -> Attend:
@@ -74,27 +57,32 @@ def attend_sparseflash(problem: Problem, named: str = "auto") -> Attend:
     )
 
 
-def attend_peer(peer: Peer, problem: Problem) -> Attend:
-    """The peer on this mask. Raises ValueError for a dense peer and a mask it does not know."""
-    if peer is Peer.FLEX:
+def attend_baseline(baseline: Baseline, problem: Problem) -> Attend:
+    """The baseline on this mask. Raises ValueError for a dense baseline and a sparse mask."""
+    if baseline is Baseline.FLEX:
         return attend_flex(flex_mask(problem))
-    if peer is Peer.FLASH4:
+    if baseline is Baseline.FLASH4:
         return attend_flash4(problem)
     if problem.dense is None:
-        raise ValueError(f"{peer} computes full and causal masks only")
+        raise ValueError(f"{baseline} computes full and causal masks only")
     causal = problem.dense == "causal"
-    return attend_standard(causal) if peer is Peer.STANDARD else attend_sdpa(peer, causal)
+    return (
+        attend_standard(causal) if baseline is Baseline.STANDARD else attend_sdpa(baseline, causal)
+    )
 
 
-def attend_sdpa(peer: Peer, causal: bool) -> Attend:
-    backends = {Peer.FLASH: [SDPBackend.FLASH_ATTENTION], Peer.CUDNN: [SDPBackend.CUDNN_ATTENTION]}
-    if peer not in backends:
+def attend_sdpa(baseline: Baseline, causal: bool) -> Attend:
+    backends = {
+        Baseline.FLASH: [SDPBackend.FLASH_ATTENTION],
+        Baseline.CUDNN: [SDPBackend.CUDNN_ATTENTION],
+    }
+    if baseline not in backends:
         return lambda query, key, value: scaled_dot_product_attention(
             query, key, value, is_causal=causal, enable_gqa=_grouped(query, key)
         )
 
     def attend(query, key, value):
-        with sdpa_kernel(backends[peer]):
+        with sdpa_kernel(backends[baseline]):
             return scaled_dot_product_attention(
                 query, key, value, is_causal=causal, enable_gqa=_grouped(query, key)
             )
@@ -121,13 +109,13 @@ def attend_standard(causal: bool) -> Attend:
 def attend_flash4(problem: Problem) -> Attend:
     """FlashAttention-4 on (batch, seq, heads, dim) tensors, here seen as ours are.
 
-    Raises PeerError where it is not installed, and for masks with partial blocks, whose elements
-    it takes as code of its own language.
+    Raises BaselineError where it is not installed, and for masks with partial blocks, whose
+    elements it takes as code of its own language.
     """
     try:
         from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise PeerError(f"FlashAttention-4 is not installed: {error}") from None
+        raise BaselineError(f"FlashAttention-4 is not installed: {error}") from None
     options = {"causal": problem.dense == "causal"}
     if problem.dense is None:
         options |= flash4_blocks(problem.mask)
@@ -146,7 +134,7 @@ def flash4_blocks(mask: BlockMask) -> dict:
     )
 
     if mask.partial_blocks:
-        raise PeerError("FlashAttention-4 is given no masks with partial blocks")
+        raise BaselineError("FlashAttention-4 is given no masks with partial blocks")
     names = ("block_sparse_tensors", "block_sparse_tensors_bwd")
     lists = (to_block_lists(mask), to_block_lists(mask, by_key=True))
     return {

@@ -1,4 +1,4 @@
-"""The roofs of a GPU: what no kernel can pass, measured in the run whose figures they bound."""
+"""The roofline of a GPU: what no kernel can pass, measured in the run whose figures they bound."""
 
 import torch
 
@@ -9,7 +9,7 @@ COPY_BYTES = 2**30
 BUDGET_MS = 60.0
 
 
-def measure_roofs(dtype: torch.dtype) -> dict[str, float]:
+def measure_roofline(dtype: torch.dtype) -> dict[str, float]:
     """TFLOP/s of a product of square random matrices; TB/s that a copy reads and writes."""
     a, b = (torch.randn(MATRIX, MATRIX, dtype=dtype, device="cuda") for _ in range(2))
     product = time_call(lambda: lambda: a @ b, Clock.GRAPH, BUDGET_MS)

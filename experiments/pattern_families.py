@@ -1,4 +1,4 @@
-"""Patterns with a knob: the members of each family that come nearest to requested densities."""
+"""Families of patterns with one parameter: of each, the masks nearest to requested densities."""
 
 import math
 import re
@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
 import masks
-from experiments.peers import Predicate, Problem
 from masks import BlockMask, Pattern
 from masks.parse import defined_in
 
-# A member stands for a requested density within this factor of it: half way to the next octave.
+Predicate = Callable[[Tensor, Tensor], Tensor]
+
+# A mask stands for a requested density within this factor of it: half way to the next octave.
 TOLERANCE = math.sqrt(2)
 
 
@@ -34,30 +36,37 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One pattern, compiled: what tables call it, and its mask."""
+class Problem:
+    """A compiled mask, what tables call it, and what a dense baseline can know of it.
+
+    dense: "full" or "causal" where the mask is just that
+    predicate: (q, k) -> bool of tokens, with which FlexAttention computes partial blocks; without
+    it, it looks them up
+    """
 
     label: str
-    problem: Problem
+    mask: BlockMask
+    dense: str | None = None
+    predicate: Predicate | None = None
 
     @property
     def density(self) -> float:
-        return self.problem.mask.density
+        return self.mask.density
 
 
 @dataclass(frozen=True)
 class Family:
-    """A pattern with a knob. members(size, densities) gives the candidates for those densities."""
+    """A pattern with one parameter; candidates(size, densities) are masks near those densities."""
 
     name: str
-    members: Callable[[Size, Sequence[float]], list[Member]]
+    candidates: Callable[[Size, Sequence[float]], list[Problem]]
 
-    def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Member], list[float]]:
-        """The member that comes nearest to each density, once; and the densities without one."""
-        candidates = self.members(size, densities)
+    def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Problem], list[float]]:
+        """The mask nearest to each density, once; and the densities without one."""
+        candidates = self.candidates(size, densities)
         chosen, missed = {}, []
         for density in densities:
-            nearest = min(candidates, key=lambda member: _ratio(member.density, density))
+            nearest = min(candidates, key=lambda problem: _ratio(problem.density, density))
             if _ratio(nearest.density, density) > TOLERANCE:
                 missed.append(density)
             else:
@@ -67,24 +76,23 @@ class Family:
 
 @dataclass(frozen=True)
 class Single:
-    """A pattern without a knob: measured once, at the density that it has."""
+    """A pattern without a parameter: measured once, at the density that it has."""
 
     name: str
     pattern: Pattern
     dense: str | None = None
     predicate: Predicate | None = None
 
-    def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Member], list[float]]:
-        return [
-            Member(self.name, Problem(size.compile(self.pattern), self.dense, self.predicate))
-        ], []
+    def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Problem], list[float]]:
+        mask = size.compile(self.pattern)
+        return [Problem(self.name, mask, self.dense, self.predicate)], []
 
 
 def _ratio(density: float, requested: float) -> float:
     return max(density / requested, requested / density)
 
 
-def swept(
+def family_by_length(
     name: str,
     make: Callable[[int], Pattern],
     per_octave: int = 1,
@@ -92,20 +100,19 @@ def swept(
 ) -> Family:
     """The family make(n): multiples n of the block, in tokens, `per_octave` to a factor of 2."""
 
-    def members(size, densities):
-        return [member(size, tokens) for tokens in lengths(size)]
+    def candidates(size, densities):
+        return [problem(size, tokens) for tokens in lengths(size)]
 
     def lengths(size):
         steps = range(int(per_octave * math.log2(size.seq_len / size.block_size)))
         return sorted({size.block_size * round(2 ** (step / per_octave)) for step in steps})
 
-    def member(size, tokens):
+    def problem(size, tokens):
         of_tokens = predicate(torch.tensor(tokens, device=size.device)) if predicate else None
-        return Member(
-            f"{name}({tokens})", Problem(size.compile(make(tokens)), predicate=of_tokens)
-        )
+        mask = size.compile(make(tokens))
+        return Problem(f"{name}({tokens})", mask, predicate=of_tokens)
 
-    return Family(name, members)
+    return Family(name, candidates)
 
 
 def fading_memory(window: int) -> Pattern:
@@ -125,9 +132,9 @@ def fading(window: int | torch.Tensor) -> Predicate:
     return attends
 
 
-def _butterfly_members(size: Size, densities: Sequence[float]) -> list[Member]:
+def _butterfly_candidates(size: Size, densities: Sequence[float]) -> list[Problem]:
     """Butterflies of every stride, on coarser blocks too, which gives higher densities."""
-    members = []
+    candidates = []
     for block_size in (
         b for b in (size.block_size, 2 * size.block_size, 4 * size.block_size) if b <= 256
     ):
@@ -138,24 +145,23 @@ def _butterfly_members(size: Size, densities: Sequence[float]) -> list[Member]:
             label = f"butterfly({stride})" + (
                 f" of {block_size}" if block_size != size.block_size else ""
             )
-            members.append(Member(label, Problem(mask.reblock(size.block_size))))
-    return members
+            candidates.append(Problem(label, mask.reblock(size.block_size)))
+    return candidates
 
 
-def _strided_members(size: Size, densities: Sequence[float]) -> list[Member]:
+def _strided_candidates(size: Size, densities: Sequence[float]) -> list[Problem]:
     blocks = size.seq_len // size.block_size
     strides = sorted(
         {round(2 ** (step / 4)) for step in range(int(4 * math.log2(max(blocks, 1))) + 1)}
     )
     return [
-        Member(f"strided({stride})", Problem(size.compile(masks.strided(stride))))
-        for stride in strides
+        Problem(f"strided({stride})", size.compile(masks.strided(stride))) for stride in strides
     ]
 
 
-def _random_members(size: Size, densities: Sequence[float]) -> list[Member]:
+def _random_candidates(size: Size, densities: Sequence[float]) -> list[Problem]:
     return [
-        Member(f"random({density:.3g})", Problem(size.compile(masks.random(density, seed=0))))
+        Problem(f"random({density:.3g})", size.compile(masks.random(density, seed=0)))
         for density in densities
     ]
 
@@ -165,13 +171,13 @@ CAUSAL = Single("causal", masks.causal(), dense="causal", predicate=lambda q, k:
 FAMILIES = {
     family.name: family
     for family in (
-        Family("butterfly", _butterfly_members),
-        swept(
+        Family("butterfly", _butterfly_candidates),
+        family_by_length(
             "local", masks.local, 4, predicate=lambda window: lambda q, k: (q - k).abs() <= window
         ),
-        Family("strided", _strided_members),
-        Family("random", _random_members),
-        swept("fading_memory", fading_memory, predicate=fading),
+        Family("strided", _strided_candidates),
+        Family("random", _random_candidates),
+        family_by_length("fading_memory", fading_memory, predicate=fading),
     )
 }
 
@@ -194,7 +200,7 @@ def _from_file(path: Path, name: str) -> Family | Single:
     if isinstance(found, Pattern):
         return Single(name, found)
     if callable(found):
-        return swept(name, cast(Callable[[int], Pattern], found))
+        return family_by_length(name, cast(Callable[[int], Pattern], found))
     raise ValueError(
         f"{path}:{name} must be a Pattern or a function that makes one, got {type(found).__name__}"
     )

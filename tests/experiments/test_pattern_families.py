@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import masks
-from experiments.families import (
+from experiments.pattern_families import (
     CAUSAL,
     FAMILIES,
     TOLERANCE,
@@ -17,13 +17,13 @@ SIZE = Size(2048, 64, torch.device("cpu"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chosen_members_have_about_the_requested_densities(name):
     densities = (0.5, 0.25, 0.125)
-    members, missed = FAMILIES[name].choose(SIZE, densities)
-    assert len({member.label for member in members}) == len(members)
-    assert len(members) + len(missed) <= len(densities)
+    candidates, missed = FAMILIES[name].choose(SIZE, densities)
+    assert len({problem.label for problem in candidates}) == len(candidates)
+    assert len(candidates) + len(missed) <= len(densities)
     for density in set(densities) - set(missed):
-        nearest = min(max(m.density / density, density / m.density) for m in members)
+        nearest = min(max(m.density / density, density / m.density) for m in candidates)
         assert nearest <= TOLERANCE
-    assert members
+    assert candidates
 
 
 @pytest.mark.parametrize("window", [10, 64, 100])
@@ -41,10 +41,10 @@ def test_fading_memory_is_what_its_docstring_says(window):
     "family", [CAUSAL, FAMILIES["local"], FAMILIES["fading_memory"]], ids=lambda f: f.name
 )
 def test_what_flex_attention_is_told_is_the_mask(family):
-    (member,), _ = family.choose(SIZE, (0.25,))
+    (problem,), _ = family.choose(SIZE, (0.25,))
     token = torch.arange(SIZE.seq_len)
-    dense = member.problem.mask.to_dense().reshape(SIZE.seq_len, SIZE.seq_len)
-    assert torch.equal(dense, member.problem.predicate(token[:, None], token))
+    dense = problem.mask.to_dense().reshape(SIZE.seq_len, SIZE.seq_len)
+    assert torch.equal(dense, problem.predicate(token[:, None], token))
 
 
 def test_a_density_that_no_member_has_is_reported():
@@ -54,8 +54,8 @@ def test_a_density_that_no_member_has_is_reported():
 
 def test_an_expression_is_one_member():
     family = parse_family("local(256) & causal()")
-    (member,), missed = family.choose(SIZE, (0.5,))
-    assert member.problem.mask == (masks.local(256) & masks.causal())(2048, block_size=64)
+    (problem,), missed = family.choose(SIZE, (0.5,))
+    assert problem.mask == (masks.local(256) & masks.causal())(2048, block_size=64)
     assert missed == []
 
 
