@@ -2,7 +2,7 @@
 
 racecheck watches what threads read and write in shared memory. It sees neither the copies of the
 tensor memory accelerator nor what tensor cores read there: whether the hopper kernels wait for
-those is checked in simulation, by backends/hopper/test_hopper_protocol.py. Of those kernels it
+those is checked in simulation, by backends/hopper/test_simulated_kernels.py. Of those kernels it
 reports how Triton hands work to its warps: one group writes to shared memory which part the others
 are to run, and they read it after a barrier. Such reports name the first line of a kernel or of
 its function `specialize`, or the call of that; any other line is a failure.

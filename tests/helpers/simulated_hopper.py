@@ -1,0 +1,134 @@
+"""The Hopper backend with its kernels run on the CPU by simulated_gluon."""
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.machinery import PathFinder, SourceFileLoader
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+
+import sparseflash.backends.compiled  # noqa: F401 (imports Triton once, before the simulations)
+from sparseflash.backends import hopper
+from sparseflash.dispatch.autograd import run
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.testing import check_attention, make_inputs, poisoned_empty
+from tests.helpers import simulated_gluon
+from tests.helpers.planted_bugs import Bug, plant
+
+PREFIX = f"{hopper.__name__}."
+PROGRAMS = 2
+
+
+class Planter(SourceFileLoader):
+    """Loads the source of a module, bugs included; compiled files are neither read nor written."""
+
+    def __init__(self, name: str, path: str, bugs: Sequence[Bug]):
+        super().__init__(name, path)
+        self.bugs = bugs
+
+    def get_code(self, fullname):
+        path = self.get_filename(fullname)
+        return compile(plant(self.get_data(path), self.bugs), path, "exec")
+
+
+class Finder:
+    """Finds the modules of the backend anew, with the bugs that are to be planted in each."""
+
+    def __init__(self, bugs: Mapping[str, Sequence[Bug]]):
+        self.bugs = {PREFIX + name: planted for name, planted in bugs.items()}
+        self.loaded: set[str] = set()
+
+    def find_spec(self, name: str, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name.startswith(PREFIX) else None
+        if spec and isinstance(spec.loader, SourceFileLoader):
+            self.loaded.add(name)
+            spec.loader = Planter(name, spec.loader.path, self.bugs.get(name, ()))
+        return spec
+
+
+@contextmanager
+def simulation(
+    bugs: Mapping[str, Sequence[Bug]] | None = None, programs: int = PROGRAMS
+) -> Iterator[None]:
+    """The backend with its kernels simulated.
+
+    Args:
+        bugs: Those to plant, by module of the backend.
+        programs: How many programs a launch has at most.
+    """
+    finder = Finder(bugs or {})
+    with (
+        patch.dict(sys.modules),
+        patch.dict(vars(hopper)),
+        patch.object(sys, "meta_path", [finder, *sys.meta_path]),
+    ):
+        for name in [name for name in sys.modules if name.startswith(PREFIX)]:
+            del sys.modules[name]
+        for name, module in list(vars(hopper).items()):
+            if isinstance(module, ModuleType) and module.__name__ == PREFIX + name:
+                delattr(hopper, name)
+        sys.modules[f"{PREFIX}gluon_shim"] = hopper.gluon_shim = simulated_gluon
+        launch = importlib.import_module(f"{PREFIX}launch")
+        launch.multiprocessors = lambda device: programs
+        for name in ("forward_pass", "backward_pass"):
+            importlib.import_module(PREFIX + name)
+        if missing := finder.bugs.keys() - finder.loaded:
+            raise LookupError(f"no kernel imports {missing}")
+        hopper.FUSED_BLOCKS = 0
+        hopper._passes.cache_clear()
+        try:
+            yield
+        finally:
+            hopper._passes.cache_clear()
+
+
+def check(
+    pattern,
+    head_dim=64,
+    *,
+    lengths=(500, 400),
+    block_size=128,
+    kv_heads=1,
+    dtype=torch.bfloat16,
+    strides="contiguous",
+    scale=None,
+    far_below_zero=False,
+    key_lengths=None,
+    dropout_p=0.0,
+    deterministic=True,
+):
+    batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
+    kinds = {"kv_heads": kv_heads, "dtype": dtype, "strides": strides}
+    query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)
+    if far_below_zero:
+        query, key = query.abs() * 6, -key.abs() * 6
+    mask = pattern(lengths, block_size)
+    options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
+    spec = spec_of(query, key, mask, dropout_p, bool(options), deterministic)
+    seed = -(2**40) - 3
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "seed": seed}
+    if scale:
+        spec, options = replace(spec, scale=scale), options | {"scale": scale}
+
+    def attention(*inputs):
+        lengths = options.get("key_lengths")
+        return run(Call(spec, hopper, mask.table(), lengths, seed), *inputs)
+
+    with poisoned_empty():  # in the backward pass too
+        check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)
+
+
+def spec_of(query, key, mask, dropout_p=0.0, has_key_lengths=False, deterministic=True):
+    batch, heads, q_len, head_dim = query.shape
+    _, kv_heads, k_len, _ = key.shape
+    return AttentionSpec(
+        *(batch, heads, kv_heads, q_len, k_len, head_dim, query.dtype, query.device),
+        *(mask.block_size, mask.num_heads, head_dim**-0.5, dropout_p, has_key_lengths),
+        deterministic=deterministic,
+    )

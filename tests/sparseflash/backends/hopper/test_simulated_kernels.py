@@ -1,0 +1,129 @@
+"""How the partitions of the Hopper kernels share buffers, run on the CPU by simulated_gluon."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import masks
+from sparseflash.backends import hopper
+from sparseflash.testing import STRIDES, make_inputs
+from tests.helpers import simulated_gluon
+from tests.helpers.simulated_hopper import check, simulation, spec_of
+
+FUSED = [(dropout, dim) for dropout, dims in hopper.FUSED_HEAD_DIMS.items() for dim in dims]
+PATTERNS = {
+    "full": masks.full(),
+    "causal": masks.causal(align="top-left"),
+    "blocks": masks.random(0.5),
+    "heavy row": masks.pattern(lambda q, k: (q // 128 == 2) | (k < 100)),
+    "nothing": masks.global_tokens(1) - masks.full(),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_simulated_kernels_are_right(name):
+    with simulation():
+        check(PATTERNS[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_simulated_kernels_on_blocks_of_64(name, dtype):
+    with simulation():
+        check(PATTERNS[name], lengths=(300, 260), block_size=64, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    options = {"key_lengths": [0, 100, 192], "dropout_p": 0.3, "deterministic": False}
+    with simulation():
+        check(pattern, head_dim, lengths=(250, 200), block_size=64, **options)
+
+
+def test_a_group_alone_far_behind_what_is_loaded(monkeypatch):
+    monkeypatch.setattr(simulated_gluon, "HURRY", max)
+    with simulation():
+        check(PATTERNS["causal"], 128, lengths=(300, 260), block_size=64)
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 192])
+def test_simulated_kernels_with_all_that_is_optional(head_dim):
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    with simulation():
+        check(pattern, head_dim, key_lengths=[0, 130, 400], dropout_p=0.3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_simulated_kernel_of_all_gradients(name, head_dim):
+    with simulation():
+        check(PATTERNS[name], head_dim, deterministic=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_group_far_ahead_of_the_other(head_dim, monkeypatch):
+    monkeypatch.setattr(simulated_gluon, "HURRY", max)
+    with simulation():
+        check(PATTERNS["causal"], head_dim, deterministic=False)
+
+
+@pytest.mark.parametrize(("dropout", "head_dim"), FUSED)
+def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional(dropout, head_dim):
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3 * dropout, "scale": 0.3}
+    with simulation():
+        check(pattern, head_dim, deterministic=False, **options)
+
+
+@pytest.mark.parametrize("key_lengths", [None, [1, 130, 400]])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_no_key_past_the_end_has_weight_where_all_scores_are_far_below(deterministic, key_lengths):
+    options = {"key_lengths": key_lengths, "far_below_zero": True}
+    with simulation():
+        check(PATTERNS["full"], deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_the_simulated_kernel_of_all_gradients_with_other_strides(strides):
+    with simulation():
+        check(PATTERNS["causal"], 128, lengths=(300, 300), strides=strides, deterministic=False)
+
+
+def test_simulated_kernels_of_the_widest_tiles():
+    with simulation():
+        check(PATTERNS["blocks"], 256)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 128), (96, 128), (256, 128), (96, 64)])
+@pytest.mark.parametrize("with_grad_lse", [False, True])
+def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
+    with_grad_lse, head_dim, block_size
+):
+    kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd"}
+    query, key, value, grad_out = make_inputs(2, 2, 300, 200, head_dim, **kinds)
+    mask = masks.pattern(lambda q, k: q >= 140)((300, 200), block_size)
+    call = (mask.table(), None, 0, spec_of(query, key, mask))
+    grad_lse = torch.randn(2, 300, 2).mT if with_grad_lse else None
+    with simulation():
+        out, lse = hopper.forward(query, key, value, *call)
+        saved = (grad_out, grad_lse, query, key, value, out, lse, *call)
+        padded_len = -(-300 // block_size) * block_size
+        written, by_their_own = (written_terms(padded_len, x, *saved) for x in (True, False))
+    lse2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
+    delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
+    expected = torch.zeros(2, 2, 2, padded_len)
+    expected[..., :300] = torch.stack([lse2, -delta], dim=2)
+    assert lse2.isinf().sum() == 2 * 2 * 140
+    torch.testing.assert_close(written.view_as(expected), expected)
+    assert torch.equal(by_their_own, written)
+
+
+def written_terms(padded_len, needs_query, *saved_and_call):
+    """The row terms of a backward pass that is to make dQ, or nothing."""
+    terms = torch.full((2 * 2 * 2, padded_len), torch.nan)
+    with patch(f"{hopper.__name__}.row_terms.empty", return_value=terms):
+        hopper.backward(*saved_and_call, (needs_query, False, False))
+    return terms
