@@ -1,12 +1,38 @@
-"""Files that are whole or not there."""
+"""JSON files that are replaced atomically."""
 
 import json
 from pathlib import Path
+from uuid import uuid4
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a value, and makes the folders above it; who reads meanwhile sees what was before."""
+    """Writes a value and creates the folders above it.
+
+    The text goes to a temporary file of a unique name beside `path`, which then replaces it: a
+    reader sees the old value or the new one, and two writers do not mix. The temporary file is
+    removed where writing fails.
+
+    Args:
+        path: the file, replaced if it exists.
+        value: what `json.dumps` takes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    draft.replace(path)
+    draft = path.with_name(f".{path.name}.{uuid4().hex}.part")
+    try:
+        draft.write_text(_lines(value) + "\n")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _lines(value: object, depth: int = 1) -> str:
+    """JSON with one line for each entry of the outer two levels."""
+    indent = "\n" + " " * depth
+    if not value or depth > 2 or not isinstance(value, dict | list):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(str(k))}: {_lines(v, depth + 1)}" for k, v in value.items()]
+    else:
+        entries = [_lines(v, depth + 2) for v in value]
+    opened, closed = "{}" if isinstance(value, dict) else "[]"
+    return f"{opened}{indent}{f',{indent}'.join(entries)}{indent[:-1]}{closed}"

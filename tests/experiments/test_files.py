@@ -27,3 +27,17 @@ def test_what_was_there_stays_when_writing_fails(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_json(path, "after")
     assert json.loads(path.read_text()) == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "value", [{}, [], {"a": []}, {"rows": [{"b": [1, None]}, {}], "c": {"d": {"e": 1.5}}}, [[1]]]
+)
+def test_what_is_written_is_read_back(value, tmp_path):
+    write_json(tmp_path / "a.json", value)
+    assert json.loads((tmp_path / "a.json").read_text()) == value
+
+
+def test_a_measurement_takes_one_line(tmp_path):
+    write_json(tmp_path / "a.json", {"rows": [{"ms": 1}, {"ms": 2}]})
+    assert '  {"ms": 1},\n' in (tmp_path / "a.json").read_text()
