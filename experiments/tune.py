@@ -56,7 +56,8 @@ SHARING = (1, WARP_GROUP)  # warps of programs of which fewer registers let more
 PARTS = 4  # tiles along a side of a block, at most
 PASSES = (*configs.PASSES, "decode")
 CACHED = 65536  # keys that a step of decoding reads
-PACKED = (4, configs.MOST_PACKED)  # heads that read the same keys: in a short tile, in a tall one
+# Heads that read the same keys: in a short tile, in a tall one.
+PACKED = (4, configs.MAX_PACKED_ROWS)
 BUDGET_MS = 25.0
 SHOWN = 5
 FAILURES = (RuntimeError, configs.triton.TritonError)

@@ -20,10 +20,10 @@ from masks import BlockMask, DynamicMask
 from sparseflash.backends.triton import (
     backward_pass,
     configs,
-    decoding,
+    decode,
+    ds_sums,
     forward_pass,
     launch,
-    score_sums,
 )
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import ScoreFunction
@@ -39,8 +39,8 @@ KERNELS = {
     "forward": forward_pass.forward_kernel,
     "dq": backward_pass.query_gradient_kernel,
     "dkdv": backward_pass.key_value_gradient_kernel,
-    "sums": score_sums.score_sums_kernel,
-    "decode": decoding.decode_kernel,
+    "ds_sums": ds_sums.ds_sums_kernel,
+    "decode": decode.decode_kernel,
 }
 
 
@@ -75,10 +75,10 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
     if which == "forward":
         forward_pass.forward(query, key, key, *call, bias)
     elif which == "decode":
-        decoding.forward(query, key, key, *call, bias)
+        decode.forward(query, key, key, *call, bias)
     else:
         lse = torch.empty(query.shape[:3])
-        sums = which == "sums"
+        sums = which == "ds_sums"
         needs = (which == "dq", which == "dkdv", which == "dkdv", sums and bias is not None, sums)
         backward_pass.backward(query, None, query, key, key, query, lse, *call, needs, bias)
 
@@ -116,7 +116,7 @@ def first_choices(architecture: int):
             (torch.bfloat16, 64, {"score": BENT.name}),
         ):
             yield which, dtype, head_dim, best(which, dtype, head_dim), options
-    yield "sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64), {"bias": True}
+    yield "ds_sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64), {"bias": True}
 
 
 def every_choice(architecture: int):
@@ -142,7 +142,7 @@ def every_choice(architecture: int):
             yield which, torch.bfloat16, head_dim, config, {}
     for head_dim, options in itertools.product((64, 128), ({}, {"bias": True})):
         best, *_ = configs.candidates(architecture, "dq", torch.bfloat16, head_dim)
-        yield "sums", torch.bfloat16, head_dim, best, options
+        yield "ds_sums", torch.bfloat16, head_dim, best, options
 
 
 def report_variants(architecture: int):
@@ -240,6 +240,6 @@ if __name__ == "__main__":
     if what in ("calls", "layouts"):
         count_instead_of_compiling()
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
-    configs.processors = lambda device: 4
+    configs.multiprocessors = lambda device: 4
     for made in globals()[f"report_{what}"](architecture):
         print(json.dumps(made), flush=True)

@@ -19,12 +19,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)
 BLOCK_SIDES = (16, 32, 64, 128, 256)
 ARCHITECTURE = 80  # compute capability times ten
-# Small blocks are put together to blocks of at least LEAST_SIDE tokens where they fill enough of
-# the TILEs that they touch, by their shorter side. On an H200 at 128 dims a band (fill 0.9) then
-# runs 1.9 to 2.8 times as fast, random blocks of s = 1/4 (fill 0.25) and butterflies (0.17 and
-# 0.31) between 0.55 and 1.08 times.
-LEAST_SIDE = 64
-LEAST_FILL = {16: 0.5, 32: 0.7}
+# Blocks whose shorter side is a key of MIN_COVERAGE are merged into blocks of MIN_MERGED_SIDE
+# tokens or more where they cover at least that share of the TILEs that they touch. On an H200 at
+# 128 dims a band (coverage 0.9) then runs 1.9 to 2.8 times as fast, random blocks of s = 1/4
+# (0.25) and butterflies (0.17 and 0.31) between 0.55 and 1.08 times.
+MIN_MERGED_SIDE = 64
+MIN_COVERAGE = {16: 0.5, 32: 0.7}
 
 
 def why_not(spec: AttentionSpec) -> list[str]:
@@ -52,8 +52,8 @@ def _why_not_call(spec: AttentionSpec) -> list[str]:
     if spec.score is not None and named(spec.score).triton is None:
         reasons.append(f"score is {spec.score!r}, which has no function for Triton")
     for name in ("batch", "heads"):
-        if getattr(spec, name) > launch.GRID_LIMIT:
-            reasons.append(f"{name} is {getattr(spec, name)}, needs at most {launch.GRID_LIMIT}")
+        if getattr(spec, name) > launch.MAX_GRID_YZ:
+            reasons.append(f"{name} is {getattr(spec, name)}, needs at most {launch.MAX_GRID_YZ}")
     return reasons
 
 
@@ -64,26 +64,26 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
     if architecture < ARCHITECTURE:
         return [f"compute capability is {architecture / 10}, needs {ARCHITECTURE / 10} or more"]
     reasons = []
-    for which in configs.PASSES:
-        needed = configs.least_memory(
-            which, architecture, spec.dtype, spec.head_dim, spec.block_size
+    for pass_name in configs.PASSES:
+        needed = configs.min_shared_memory(
+            pass_name, architecture, spec.dtype, spec.head_dim, spec.block_size
         )
         if needed > memory:
             reasons.append(
-                f"{which} needs {needed} bytes of shared memory, {spec.device} allows {memory}"
+                f"{pass_name} needs {needed} bytes of shared memory, {spec.device} allows {memory}"
             )
     return reasons
 
 
 def tiling(spec: AttentionSpec) -> tuple[int, int]:
-    """Larger blocks where small ones fill enough of the tiles that they touch, else their own."""
-    least = LEAST_FILL.get(min(spec.block_size))
+    """Larger blocks where small ones cover enough of the tiles that they touch, else their own."""
+    least = MIN_COVERAGE.get(min(spec.block_size))
     if least is None or spec.fill is None or spec.few_queries or spec.device.type != "cuda":
         return spec.block_size
     if spec.fill < least:
         return spec.block_size
     block_q, block_k = spec.block_size
-    return max(block_q, LEAST_SIDE), max(block_k, LEAST_SIDE)
+    return max(block_q, MIN_MERGED_SIDE), max(block_k, MIN_MERGED_SIDE)
 
 
 def _as_read(spec: AttentionSpec, table: LookupTable) -> AttentionSpec:
@@ -99,22 +99,22 @@ def _in_blocks(spec: AttentionSpec, block_size: tuple[int, int]) -> AttentionSpe
 def describe(
     query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
 ) -> dict[str, str]:
-    """The configuration of each pass, and the tiles that small blocks are put together into; see
+    """The configuration of each pass, and the tiles into which small blocks are merged; see
     sparseflash.backends.Backend.
     """
-    from sparseflash.backends.triton import decoding, launch
+    from sparseflash.backends.triton import decode, launch
 
     tiles = {}
     if table.block_size != spec.block_size:
-        tiles["tiles"] = f"{table.block_size}, put together from blocks of {spec.block_size}"
+        tiles["tiles"] = f"{table.block_size}, merged from blocks of {spec.block_size}"
     spec = _as_read(spec, table)
     streamed = {"forward": (key, value), "dq": (key, value), "dkdv": (query, query)}
     passes = {
-        which: str(launch.prepare(which, spec, tensors, (0, 1)).config)
-        for which, tensors in streamed.items()
+        pass_name: str(launch.prepare(pass_name, spec, tensors, (0, 1)).config)
+        for pass_name, tensors in streamed.items()
     }
     if spec.few_queries:
-        passes["forward"] = decoding.describe(key, value, table, spec)
+        passes["forward"] = decode.describe(key, value, table, spec)
     return tiles | passes
 
 
@@ -129,9 +129,9 @@ def forward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.Backend."""
-    decoding, forward_pass, _ = _passes()
+    decode, forward_pass, _ = _passes()
     spec = _as_read(spec, table)
-    run = decoding.forward if spec.few_queries else forward_pass.forward
+    run = decode.forward if spec.few_queries else forward_pass.forward
     return run(query, key, value, table, key_lengths, seed, spec, bias)
 
 
@@ -161,7 +161,7 @@ def backward(
 
 @lru_cache(maxsize=1)
 def _passes():
-    """(decoding, forward_pass, backward_pass), imported once: in every call it would take time."""
-    from sparseflash.backends.triton import backward_pass, decoding, forward_pass
+    """(decode, forward_pass, backward_pass), imported once: in every call it would take time."""
+    from sparseflash.backends.triton import backward_pass, decode, forward_pass
 
-    return decoding, forward_pass, backward_pass
+    return decode, forward_pass, backward_pass

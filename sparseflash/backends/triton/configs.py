@@ -34,12 +34,12 @@ class Config:
     flipped: bool = False
 
 
-MOST_WITH_DROPOUT = 112  # accumulators of a thread
+MAX_ACCUMULATORS_WITH_DROPOUT = 112  # accumulators of a thread
 PASSES = ("forward", "dq", "dkdv")
 # The tallest tile of "decode", the forward pass of few queries.
-MOST_PACKED = 64
+MAX_PACKED_ROWS = 64
 # What shares a multiprocessor at most, by its registers.
-WARPS_AT_ONCE = 16
+WARPS_PER_MULTIPROCESSOR = 16
 
 SMALL = (Config(32, 32, 2, 3), Config(16, 16, 1, 3))
 SMALL_FLOAT32 = (Config(32, 32, 4, 2), Config(16, 16, 4, 2))
@@ -208,20 +208,20 @@ def padded_dims(head_dim: int) -> int:
 
 
 def candidates(
-    architecture: int, which: str, dtype: torch.dtype, head_dim: int
+    architecture: int, pass_name: str, dtype: torch.dtype, head_dim: int
 ) -> tuple[Config, ...]:
-    """Configurations of one pass ("forward", "dq", "sums", "dkdv" or "decode"), best first."""
-    bucket = ("dq" if which == "sums" else which, _bucket(head_dim))
+    """Configurations of one pass ("forward", "dq", "ds_sums", "dkdv" or "decode"), best first."""
+    bucket = ("dq" if pass_name == "ds_sums" else pass_name, _bucket(head_dim))
     if dtype == torch.float32:
         return FLOAT32[bucket] + SMALL_FLOAT32
     if architecture >= 90:
         return HOPPER[bucket] + SMALL_HOPPER.get(bucket, SMALL_DECODE)
-    return AMPERE[bucket] + (SMALL_DECODE if which == "decode" else SMALL)
+    return AMPERE[bucket] + (SMALL_DECODE if pass_name == "decode" else SMALL)
 
 
 def packed_candidates(
     architecture: int,
-    which: str,
+    pass_name: str,
     dtype: torch.dtype,
     head_dim: int,
     block_size: tuple[int, int],
@@ -229,55 +229,55 @@ def packed_candidates(
     """Configurations whose tiles hold several of these blocks, best first; for products of 16 bits
     on Hopper, which were measured.
     """
-    by_side = PACKED.get((which, _bucket(head_dim)), {})
-    walked = block_size[0 if which == "dkdv" else 1]
+    by_side = PACKED.get((pass_name, _bucket(head_dim)), {})
+    walked = block_size[0 if pass_name == "dkdv" else 1]
     if architecture < 90 or dtype == torch.float32 or walked not in by_side:
         return ()
     config = by_side[walked]
-    return (config,) if holds_several(config, which, block_size) else ()
+    return (config,) if holds_several(config, pass_name, block_size) else ()
 
 
 def _bucket(head_dim: int) -> int:
     return max(32, padded_dims(head_dim))
 
 
-def holds_several(config: Config, which: str, block_size: tuple[int, int]) -> bool:
+def holds_several(config: Config, pass_name: str, block_size: tuple[int, int]) -> bool:
     """Whether a tile holds several blocks along the axis that the loop of a pass walks, and
     divides a block along the other.
     """
     sides = [(config.bm, block_size[0]), (config.bn, block_size[1])]
-    (rows, block_rows), (walked, block_walked) = sides[::-1] if which == "dkdv" else sides
+    (rows, block_rows), (walked, block_walked) = sides[::-1] if pass_name == "dkdv" else sides
     return rows <= block_rows and walked > block_walked
 
 
-def shared_memory(config: Config, which: str, dtype: torch.dtype, head_dim: int) -> int:
+def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: int) -> int:
     """Bytes of shared memory that a program takes at most."""
     row = padded_dims(head_dim) * dtype.itemsize
-    resident, streamed = (config.bn, config.bm) if which == "dkdv" else (config.bm, config.bn)
+    resident, streamed = (config.bn, config.bm) if pass_name == "dkdv" else (config.bm, config.bn)
     operands = (
-        1 if which in ("forward", "decode") else 2
+        1 if pass_name in ("forward", "decode") else 2
     ) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
     pairs = config.bm * config.bn
     # Transposed weights reach their product through shared memory, those of dK and of dV.
-    weights = pairs * dtype.itemsize * (2 if which == "dkdv" else 1) if config.flipped else 0
+    weights = pairs * dtype.itemsize * (2 if pass_name == "dkdv" else 1) if config.flipped else 0
     return operands + vectors + pairs + weights
 
 
-def accumulators(config: Config, which: str, head_dim: int) -> float:
+def accumulators(config: Config, pass_name: str, head_dim: int) -> float:
     """Float32 accumulators that each thread holds: those of the result, of scores and of dP."""
     dims = padded_dims(head_dim)
-    resident = 2 * config.bn if which == "dkdv" else config.bm
-    products = 1 if which in ("forward", "decode") else 2
+    resident = 2 * config.bn if pass_name == "dkdv" else config.bm
+    products = 1 if pass_name in ("forward", "decode") else 2
     return (resident * dims + products * config.bm * config.bn) / (config.warps * 32)
 
 
-def with_room(config: Config, which: str, head_dim: int) -> Config:
+def with_more_warps(config: Config, pass_name: str, head_dim: int) -> Config:
     """Random numbers and changes of scores take registers of their own: what would spill gets
     twice the threads.
     """
     warps = config.warps
-    if accumulators(config, which, head_dim) > MOST_WITH_DROPOUT:
+    if accumulators(config, pass_name, head_dim) > MAX_ACCUMULATORS_WITH_DROPOUT:
         warps *= 2
     return replace(config, warps=warps, registers=None)
 
@@ -287,8 +287,8 @@ def divides(config: Config, block_size: tuple[int, int]) -> bool:
     return config.bm <= block_size[0] and config.bn <= block_size[1]
 
 
-def least_memory(
-    which: str,
+def min_shared_memory(
+    pass_name: str,
     architecture: int,
     dtype: torch.dtype,
     head_dim: int,
@@ -296,15 +296,15 @@ def least_memory(
 ) -> int:
     """Bytes of shared memory without which no configuration of a pass can run."""
     return min(
-        shared_memory(config, which, dtype, head_dim)
-        for config in candidates(architecture, which, dtype, head_dim)
+        shared_memory(config, pass_name, dtype, head_dim)
+        for config in candidates(architecture, pass_name, dtype, head_dim)
         if divides(config, block_size)
     )
 
 
 @lru_cache(maxsize=4096)
 def choose(
-    which: str,
+    pass_name: str,
     architecture: int,
     memory: int,
     dtype: torch.dtype,
@@ -312,7 +312,7 @@ def choose(
     block_size: tuple[int, int],
     tma: bool,
     packed_rows: int = 0,
-    packs: bool = False,
+    may_pack: bool = False,
 ) -> Config | None:
     """The best configuration that divides the block, fits `memory` and uses tma only if it may.
 
@@ -320,21 +320,24 @@ def choose(
         holds them all, if any does.
     packs: a tile may hold several blocks, and does where that is faster.
     """
-    room = (max(block_size[0], MOST_PACKED) if packed_rows else block_size[0], block_size[1])
-    several = packed_candidates(architecture, which, dtype, head_dim, block_size)
-    single = candidates(architecture, which, dtype, head_dim)
+    tallest = (
+        max(block_size[0], MAX_PACKED_ROWS) if packed_rows else block_size[0],
+        block_size[1],
+    )
+    several = packed_candidates(architecture, pass_name, dtype, head_dim, block_size)
+    single = candidates(architecture, pass_name, dtype, head_dim)
     found = [
         config
-        for config in (*(several if packs else ()), *(c for c in single if divides(c, room)))
-        if shared_memory(config, which, dtype, head_dim) <= memory and tma >= config.tma
+        for config in (*(several if may_pack else ()), *(c for c in single if divides(c, tallest)))
+        if shared_memory(config, pass_name, dtype, head_dim) <= memory and tma >= config.tma
     ]
-    tall = [config for config in found if config.bm >= min(packed_rows, MOST_PACKED)]
+    tall = [config for config in found if config.bm >= min(packed_rows, MAX_PACKED_ROWS)]
     return next(iter(tall or found), None)
 
 
 def interpreted() -> bool:
     """Whether Triton interprets the kernels instead of compiling them."""
-    return not isinstance(tiles.program_tile, triton.JITFunction)
+    return not isinstance(tiles.work_tile, triton.JITFunction)
 
 
 @lru_cache(maxsize=64)
@@ -346,22 +349,24 @@ def limits(device: torch.device) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin
 
 
-def programs_at_once(
-    device: torch.device, config: Config, which: str, dtype: torch.dtype, head_dim: int
+def resident_programs(
+    device: torch.device, config: Config, pass_name: str, dtype: torch.dtype, head_dim: int
 ) -> int:
     """How many programs of a pass the device runs at a time, about."""
     _, memory = limits(device)
-    by_memory = memory // shared_memory(config, which, dtype, head_dim)
-    return processors(device) * max(1, min(by_memory, WARPS_AT_ONCE // config.warps))
+    by_memory = memory // shared_memory(config, pass_name, dtype, head_dim)
+    return multiprocessors(device) * max(
+        1, min(by_memory, WARPS_PER_MULTIPROCESSOR // config.warps)
+    )
 
 
-def processors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; the interpreter passes for one."""
     return 1 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class KernelVariant:
     """A configuration, and the constants and options that a kernel is compiled with.
 
     The same call gets the same object: it stands for all that it was made from.
@@ -376,8 +381,8 @@ FORCED: dict[str, Config] = {}
 
 
 @lru_cache(maxsize=4096)
-def plan(
-    which: str,
+def kernel_variant(
+    pass_name: str,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -389,18 +394,20 @@ def plan(
     precision: str,
     tma: bool,
     packed_rows: int,
-) -> Plan:
+) -> KernelVariant:
     """The configuration of one pass, with the compile-time constants that follow from it."""
     sloped = softcap or score is not None
-    packs = not (dropout or sloped or bias)
-    found = choose(which, *limits(device), dtype, head_dim, block_size, tma, packed_rows, packs)
-    config = FORCED.get(which, found)
-    if sloped and which == "dkdv":
+    may_pack = not (dropout or sloped or bias)
+    found = choose(
+        pass_name, *limits(device), dtype, head_dim, block_size, tma, packed_rows, may_pack
+    )
+    config = FORCED.get(pass_name, found)
+    if sloped and pass_name == "dkdv":
         # Scores and their slopes are held side by side: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
     if dropout or sloped:
-        config = with_room(config, which, head_dim)
-    if bias and (which != "decode" or config.bm > 16):
+        config = with_more_warps(config, pass_name, head_dim)
+    if bias and (pass_name != "decode" or config.bm > 16):
         # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
         # memory for every stage.
         room = {"bm": min(config.bm, 64), "warps": max(8, config.warps)}
@@ -418,10 +425,10 @@ def plan(
         "BN": config.bn,
         # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
         "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
-        **({"FLIPPED": config.flipped} if which in PASSES else {}),
+        **({"SWAP_AB": config.flipped} if pass_name in PASSES else {}),
         "num_warps": config.warps,
         "num_stages": config.stages,
         "maxnreg": config.registers,
         "enable_fp_fusion": True,
     }
-    return Plan(config, constants)
+    return KernelVariant(config, constants)

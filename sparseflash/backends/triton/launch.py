@@ -19,22 +19,23 @@ from sparseflash.backends.relaunch import again, remember
 from sparseflash.backends.triton.configs import (
     FORCED,
     Config,
-    Plan,
-    plan,
-    programs_at_once,
+    KernelVariant,
+    kernel_variant,
+    resident_programs,
 )
 from sparseflash.backends.triton.tiles import LOG2E
 from sparseflash.dispatch.spec import AttentionSpec
 
 VECTOR_BYTES = 16  # widest load of a thread, and the alignment of the tensor memory accelerator
-WIDEST_TILE = 256
-HEAVY_ROW = 3  # a mask is uneven when its heaviest row holds more than this many times the mean
-GRID_LIMIT = 65535  # programs along the second and the third axis of a grid
-DIMENSIONS = 4  # of query, key and value: each comes with so many strides
+MAX_TILE = 256
+# From this ratio on of the longest row to the mean, the longest rows of all heads start first.
+LONGEST_FIRST_IMBALANCE = 3
+MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
+RANK = 4  # of query, key and value: each comes with so many strides
 
 
 def launch_pass(
-    which: str,
+    pass_name: str,
     kernel: triton.JITFunction,
     tensors: tuple[Tensor, ...],
     streamed: tuple[int, ...],
@@ -51,12 +52,12 @@ def launch_pass(
     `streamed` by their places; `others`; the table; key_lengths; bias; run-time sizes;
     scalars; constants.
     """
-    made = prepare(which, spec, tensors, streamed)
-    launch_prepared(made, kernel, tensors, others, table, key_lengths, seed, spec, bias)
+    prepared = prepare(pass_name, spec, tensors, streamed)
+    launch_prepared(prepared, kernel, tensors, others, table, key_lengths, seed, spec, bias)
 
 
 def launch_prepared(
-    made: "Prepared",
+    prepared: "PreparedPass",
     kernel: triton.JITFunction,
     tensors: tuple[Tensor, ...],
     others: tuple[Tensor | int | None, ...],
@@ -72,18 +73,18 @@ def launch_prepared(
     """
     addresses = [x.data_ptr() for x in tensors]
     moved = [x.data_ptr() if isinstance(x, Tensor) else None for x in (*others, key_lengths, bias)]
-    streamed = [addresses[place] for place in made.streamed]
+    streamed = [addresses[place] for place in prepared.streamed]
     facts = [Tensor if isinstance(x, Tensor) else x for x in others]
     bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
-    kind = (kernel.__name__, made, grid, bias_stride, *facts)
+    kind = (kernel.__name__, prepared, grid, bias_stride, *facts)
     if again(table, kind, (*addresses, *streamed, *moved, seed)):
         return
-    rows = table.by_key if made.which == "dkdv" else table.by_query
-    sizes, every_tile = _sizes_and_grid(spec, rows, made.heads, made.parts)
-    scale2, cap, threshold, keep_scale = made.scalars
+    rows = table.by_key if prepared.pass_name == "dkdv" else table.by_query
+    sizes, every_tile = _sizes_and_grid(spec, rows, prepared.heads, prepared.parts)
+    scale2, cap, threshold, keep_scale = prepared.scalars
     arguments = (
-        *_interleaved(tensors, made.strides),
-        *_descriptors(made.tile, [tensors[place] for place in made.streamed]),
+        *_interleaved(tensors, prepared.strides),
+        *_descriptors(prepared.tile, [tensors[place] for place in prepared.streamed]),
         *others,
         *_table_arguments(table, rows),
         *(key_lengths, bias, bias_stride),
@@ -91,12 +92,12 @@ def launch_prepared(
         *(scale2, cap, seed, threshold, keep_scale),
     )
     missing = tuple([x is None for x in (*others, key_lengths)])
-    variant = (made.variant, missing)
-    launched = launch(kernel, grid or every_tile, arguments, variant, made.constants)
+    variant = (prepared.variant, missing)
+    launched = launch(kernel, grid or every_tile, arguments, variant, prepared.constants)
     if launched is not None:
-        strided = len(tensors) * (1 + DIMENSIONS)
+        strided = len(tensors) * (1 + RANK)
         names = kernel.arg_names[: strided + len(streamed) + len(others)]
-        first = (*names[: strided : 1 + DIMENSIONS], *names[strided:])
+        first = (*names[: strided : 1 + RANK], *names[strided:])
         remember(table, kind, launched, (*first, "key_lengths", "bias", "seed"))
 
 
@@ -119,7 +120,7 @@ def launch_with_layout(
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PreparedPass:
     """What is the same in all launches of a pass with the same facts.
 
     streamed:     the tensors that its loop reads, by their places
@@ -132,7 +133,7 @@ class Prepared:
         1 / (1 - dropout_p)
     """
 
-    which: str
+    pass_name: str
     config: Config
     streamed: tuple[int, ...]
     variant: tuple
@@ -146,33 +147,33 @@ class Prepared:
 
 
 def prepare(
-    which: str,
+    pass_name: str,
     spec: AttentionSpec,
     tensors: tuple[Tensor, ...],
     streamed: tuple[int, ...],
     packed: int | None = None,
-) -> Prepared:
+) -> PreparedPass:
     """What a pass over these tensors launches with; packed: heads in a tile of "decode"."""
-    return _prepare(which, spec, streamed, packed, *_strides_and_alignment(tensors))
+    return _prepare_pass(pass_name, spec, streamed, packed, *_strides_and_alignment(tensors))
 
 
 @lru_cache(maxsize=4096)
-def _prepare(
-    which: str,
+def _prepare_pass(
+    pass_name: str,
     spec: AttentionSpec,
     streamed: tuple[int, ...],
     packed: int | None,
     strides: tuple[tuple[int, ...], ...],
     aligned: tuple[bool, ...],
-) -> Prepared:
+) -> PreparedPass:
     size = spec.dtype.itemsize
     describable = all(aligned[i] and _is_describable(size, strides[i]) for i in streamed)
     packed_rows = spec.q_len * packed if packed else 0
-    chosen = _plan(which, spec, describable, packed_rows)
+    chosen = _variant_of(pass_name, spec, describable, packed_rows)
     config, group = chosen.config, spec.heads // spec.kv_heads
     block_q, block_k = spec.block_size
     constants = {"GROUP": group}
-    if which == "dkdv":
+    if pass_name == "dkdv":
         heads, parts, step = spec.kv_heads, block_k // config.bn, config.bm
     elif packed:
         heads, parts, step = spec.heads // packed, -(-packed_rows // config.bm), config.bn
@@ -180,8 +181,8 @@ def _prepare(
     else:
         heads, parts, step = spec.heads, block_q // config.bm, config.bn
     scaled, layout = _layout(size, strides, aligned)
-    return Prepared(
-        which=which,
+    return PreparedPass(
+        pass_name=pass_name,
         config=config,
         streamed=streamed,
         variant=(chosen, layout, *constants.values()),
@@ -190,15 +191,17 @@ def _prepare(
         tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
         heads=heads,
         parts=parts,
-        slots=programs_at_once(spec.device, config, which, spec.dtype, spec.head_dim),
+        slots=resident_programs(spec.device, config, pass_name, spec.dtype, spec.head_dim),
         scalars=_scalars(spec),
     )
 
 
-def _plan(which: str, spec: AttentionSpec, describable: bool, packed_rows: int) -> Plan:
+def _variant_of(
+    pass_name: str, spec: AttentionSpec, describable: bool, packed_rows: int
+) -> KernelVariant:
     facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size)
     variants = (spec.dropout_p > 0, spec.softcap > 0, spec.score, spec.bias, spec.precision)
-    return plan(which, *facts, *variants, describable, packed_rows)
+    return kernel_variant(pass_name, *facts, *variants, describable, packed_rows)
 
 
 @contextmanager
@@ -214,8 +217,8 @@ def forced(config: Config, *passes: str) -> Iterator[None]:
 
 
 def _forget_plans() -> None:
-    plan.cache_clear()
-    _prepare.cache_clear()
+    kernel_variant.cache_clear()
+    _prepare_pass.cache_clear()
 
 
 class Layout(NamedTuple):
@@ -251,7 +254,7 @@ def _layout(
         if all(unit)
         else 1
     )
-    reach = WIDEST_TILE * max(token + dim for *_, token, dim in strides)
+    reach = MAX_TILE * max(token + dim for *_, token, dim in strides)
     index = tl.int64 if reach >= 2**31 else tl.int32
     scaled = tuple((*(n // align for n in s[:-1]), s[-1]) for s in strides)
     wide = tuple((i, j) for i, s in enumerate(scaled) for j, n in enumerate(s) if n >= 2**31)
@@ -305,14 +308,14 @@ def _sizes_and_grid(
     spec: AttentionSpec, rows: BlockLists, heads: int, parts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """tiles.Sizes, and the grid with `parts` programs for each block row of each head."""
-    layers = rows.row_ptr.shape[0]
+    num_masks = rows.row_ptr.shape[0]
     tiles = rows.num_rows * parts
-    ordered = rows.imbalance != 1
-    heavy_first = rows.imbalance > HEAVY_ROW and tiles <= GRID_LIMIT
-    order = (layers, rows.num_rows, int(ordered), int(heavy_first))
+    use_schedule = rows.imbalance != 1
+    longest_first = rows.imbalance > LONGEST_FIRST_IMBALANCE and tiles <= MAX_GRID_YZ
+    schedule = (num_masks, rows.num_rows, int(use_schedule), int(longest_first))
     masks = (spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1))
-    sizes = (spec.heads, spec.q_len, spec.k_len, *order, *masks)
-    return sizes, (heads, spec.batch, tiles) if heavy_first else (tiles, heads, spec.batch)
+    sizes = (spec.heads, spec.q_len, spec.k_len, *schedule, *masks)
+    return sizes, (heads, spec.batch, tiles) if longest_first else (tiles, heads, spec.batch)
 
 
 def _scalars(spec: AttentionSpec) -> tuple[float, float, int, float]:

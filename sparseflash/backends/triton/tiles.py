@@ -7,40 +7,40 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ENTRIES = tl.constexpr(256)
+SCAN_WIDTH = tl.constexpr(256)
 
 
 class Table(NamedTuple):
     """One direction of a masks.LookupTable."""
 
-    bounds: tl.tensor
+    row_ptr: tl.tensor
     full_index: tl.tensor
     partial_index: tl.tensor
-    partial_tile: tl.tensor
-    order: tl.tensor
-    bank: tl.tensor
-    head_layer: tl.tensor
+    partial_bit_tile: tl.tensor
+    schedule: tl.tensor
+    bit_tiles: tl.tensor
+    head_to_mask: tl.tensor
 
 
 class Sizes(NamedTuple):
     """Run-time integers.
 
-    rows:        block rows of a layer in the direction of the kernel
-    ordered:     1 if programs take the rows in the table's order, 0 if all rows weigh the same
-    heavy_first: 1 if the heaviest rows of all heads start before any lighter row, 0 if the heads
-                 follow one another
-    mask_batch, mask_head: strides of the table's head_layer, 0 where one entry serves all
+    rows: block rows of a mask in the direction of the kernel
+    use_schedule: 1 if programs take the rows in the table's order, 0 if all rows are equally long
+    longest_first: 1 if the longest rows of all heads start before any shorter row, 0 if the heads
+        follow one another
+    mask_batch_stride, mask_head_stride: of the table's head_to_mask, 0 where one entry serves all
     """
 
     heads: tl.tensor
     q_len: tl.tensor
     k_len: tl.tensor
-    layers: tl.tensor
+    num_masks: tl.tensor
     rows: tl.tensor
-    ordered: tl.tensor
-    heavy_first: tl.tensor
-    mask_batch: tl.tensor
-    mask_head: tl.tensor
+    use_schedule: tl.tensor
+    longest_first: tl.tensor
+    mask_batch_stride: tl.tensor
+    mask_head_stride: tl.tensor
 
 
 class Head(NamedTuple):
@@ -74,43 +74,45 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
 
 
 @triton.jit
-def program_tile(sizes, PARTS: tl.constexpr):
+def work_tile(sizes, PARTS: tl.constexpr):
     """(rank of the block row, part of that row, batch index, head) of this program."""
     first, second, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tile = tl.where(sizes.heavy_first != 0, third, first)
-    head = tl.where(sizes.heavy_first != 0, first, second)
-    batch = tl.where(sizes.heavy_first != 0, second, third)
+    tile = tl.where(sizes.longest_first != 0, third, first)
+    head = tl.where(sizes.longest_first != 0, first, second)
+    batch = tl.where(sizes.longest_first != 0, second, third)
     return tile // PARTS, tile % PARTS, batch, head
 
 
 @triton.jit
-def mask_layer(table, sizes, batch, head):
-    """The mask layer that a query head reads."""
-    layer = 0
-    if sizes.layers > 1:
-        layer = tl.load(table.head_layer + batch * sizes.mask_batch + head * sizes.mask_head)
-    return layer
+def mask_of_head(table, sizes, batch, head):
+    """The index of the mask that a query head reads."""
+    mask_index = 0
+    if sizes.num_masks > 1:
+        mask_index = tl.load(
+            table.head_to_mask + batch * sizes.mask_batch_stride + head * sizes.mask_head_stride
+        )
+    return mask_index
 
 
 @triton.jit
-def ranked_row(table, sizes, layer, rank):
-    """The block row at position `rank` in the order of a layer."""
+def scheduled_row(table, sizes, mask_index, rank):
+    """The block row at position `rank` in the schedule of a mask."""
     row = rank
-    if sizes.ordered:
-        row = tl.load(table.order + layer * sizes.rows + rank)
+    if sizes.use_schedule:
+        row = tl.load(table.schedule + mask_index * sizes.rows + rank)
     return row
 
 
 @triton.jit
-def row_lists(table, sizes, layer, row):
+def lists_of_row(table, sizes, mask_index, row):
     """(full_start, full_count, partial_start, partial_count) of a block row."""
-    entry = table.bounds + (layer * sizes.rows + row) * 4
+    entry = table.row_ptr + (mask_index * sizes.rows + row) * 4
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
 
 
 @triton.jit
-def key_phases(
-    table, sizes, layer, row, length,
+def key_block_lists(
+    table, sizes, mask_index, row, length,
     BLOCK_K: tl.constexpr, BN: tl.constexpr, LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """(start, count) of each list that a row of queries walks:
@@ -119,28 +121,30 @@ def key_phases(
     Where a tile holds several blocks the second list is of all full ones, for a loop with masks:
     the last tile of a row may not be full, and a loop of its own would wait for memory once more.
     """
-    full_start, full_count, partial_start, partial_count = row_lists(table, sizes, layer, row)
+    full_start, full_count, partial_start, partial_count = lists_of_row(
+        table, sizes, mask_index, row
+    )
     inside = full_count
-    cut = 0
+    clipped = 0
     if LENGTHS:
         end = tl.cdiv(length, BLOCK_K)
         inside = count_below(table.full_index, full_start, full_count, length // BLOCK_K)
-        cut = count_below(table.full_index, full_start, full_count, end) - inside
+        clipped = count_below(table.full_index, full_start, full_count, end) - inside
         partial_count = count_below(table.partial_index, partial_start, partial_count, end)
     if BN > BLOCK_K:
-        inside += cut
-    return (partial_start, full_start, full_start + inside), (partial_count, inside, cut)
+        inside += clipped
+    return (partial_start, full_start, full_start + inside), (partial_count, inside, clipped)
 
 
 @triton.jit
 def first_blocks(table, starts, counts, length, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """listed_block of the first step over each list: of partial blocks, then of full ones."""
-    partial_start, full_start, cut_start = starts
-    partial_count, full_count, cut_count = counts
+    partial_start, full_start, clipped_start = starts
+    partial_count, full_count, clipped_count = counts
     return (
         listed_block(table.partial_index, partial_start, partial_count, 0, length, BLOCK, ROWS),
         listed_block(table.full_index, full_start, full_count, 0, length, BLOCK, ROWS),
-        listed_block(table.full_index, cut_start, cut_count, 0, length, BLOCK, ROWS),
+        listed_block(table.full_index, clipped_start, clipped_count, 0, length, BLOCK, ROWS),
     )
 
 
@@ -166,18 +170,18 @@ def listed_block(index, start, count, step, length, BLOCK: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def listed_tile(table, start, count, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def listed_bit_tile(table, start, count, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The bit tile of the block that a step reads; of each block where a tile holds several."""
     if ROWS > BLOCK:
         entry = step * (ROWS // BLOCK) + tl.arange(0, ROWS // BLOCK)
-        tile = tl.load(table.partial_tile + (start + entry), mask=entry < count, other=0)
+        tile = tl.load(table.partial_bit_tile + (start + entry), mask=entry < count, other=0)
     else:
-        tile = tl.load(table.partial_tile + (start + step // (BLOCK // ROWS)))
+        tile = tl.load(table.partial_bit_tile + (start + step // (BLOCK // ROWS)))
     return tile
 
 
 @triton.jit
-def step_start(block, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def tile_start(block, step, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The first token of the tile of a step; all its tokens where it holds several blocks."""
     if ROWS > BLOCK:
         start = block * BLOCK + tl.arange(0, ROWS) % BLOCK
@@ -196,11 +200,11 @@ def tokens_from(start, ROWS: tl.constexpr, PACKED: tl.constexpr):
 def count_below(index, start, count, limit):
     """How many of the ascending entries index[start : start + count] are below `limit`.
 
-    They are counted, ENTRIES at a time: a search would wait for memory at each of its steps.
+    They are counted, SCAN_WIDTH at a time: a search would wait for memory at each of its steps.
     """
     below = 0
-    for first in range(0, count, ENTRIES):
-        entry = first + tl.arange(0, ENTRIES)
+    for first in range(0, count, SCAN_WIDTH):
+        entry = first + tl.arange(0, SCAN_WIDTH)
         found = tl.load(index + start + entry, mask=entry < count, other=limit)
         below += tl.sum((found < limit).to(tl.int32), 0)
     return below
@@ -267,16 +271,17 @@ def load_tile(
 def stream_rows(
     descriptor, batch, head_index, head, token, limit,
     ROWS: tl.constexpr, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BOUNDED: tl.constexpr, CUT: tl.constexpr, PACKED: tl.constexpr,
+    BOUNDED: tl.constexpr, CLIPPED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """load_rows for a loop: by the tensor memory accelerator if there is a descriptor.
 
-    The accelerator zero-fills past the sequence and past HEAD_DIM. CUT says that `limit` may come
-    before the end of the sequence. PACKED says that `token` holds all tokens, of several blocks.
+    The accelerator zero-fills past the sequence and past HEAD_DIM. CLIPPED says that `limit` may
+    come before the end of the sequence. PACKED says that `token` holds the tokens of several
+    blocks.
     """
     if PACKED:
         tile = gather_rows(head, token, limit, DIMS, HEAD_DIM, BOUNDED)
-    elif descriptor is None or CUT:
+    elif descriptor is None or CLIPPED:
         tile = load_rows(head, token, limit, ROWS, DIMS, HEAD_DIM, BOUNDED)
     else:
         tile = tl.reshape(descriptor.load([batch, head_index, token, 0]), (ROWS, DIMS))
@@ -284,11 +289,11 @@ def stream_rows(
 
 
 @triton.jit
-def score_products(rows, streamed, PRECISION: tl.constexpr, FLIPPED: tl.constexpr):
-    """The products of the rows of a program with those that it streams; transposed if FLIPPED, as
+def dot_scores(rows, streamed, PRECISION: tl.constexpr, SWAP_AB: tl.constexpr):
+    """The products of the rows of a program with those that it streams; transposed if SWAP_AB, as
     the rows are then.
     """
-    if FLIPPED:
+    if SWAP_AB:
         products = tl.dot(streamed, rows, input_precision=PRECISION)
     else:
         products = tl.dot(rows, tl.trans(streamed), input_precision=PRECISION)
@@ -296,10 +301,10 @@ def score_products(rows, streamed, PRECISION: tl.constexpr, FLIPPED: tl.constexp
 
 
 @triton.jit
-def add_weighted(acc, weights, streamed, PRECISION: tl.constexpr, FLIPPED: tl.constexpr):
-    """acc + weights streamed; if FLIPPED acc and weights are transposed."""
+def dot_accumulate(acc, weights, streamed, PRECISION: tl.constexpr, SWAP_AB: tl.constexpr):
+    """acc + weights streamed; if SWAP_AB acc and weights are transposed."""
     weights = weights.to(streamed.dtype)
-    if FLIPPED:
+    if SWAP_AB:
         acc = tl.dot(tl.trans(streamed), weights, acc, input_precision=PRECISION)
     else:
         acc = tl.dot(weights, streamed, acc, input_precision=PRECISION)
@@ -307,15 +312,15 @@ def add_weighted(acc, weights, streamed, PRECISION: tl.constexpr, FLIPPED: tl.co
 
 
 @triton.jit
-def zero_sums(ROWS: tl.constexpr, DIMS: tl.constexpr, FLIPPED: tl.constexpr):
+def zero_sums(ROWS: tl.constexpr, DIMS: tl.constexpr, SWAP_AB: tl.constexpr):
     """What add_weighted starts from."""
-    return tl.zeros([DIMS, ROWS] if FLIPPED else [ROWS, DIMS], tl.float32)
+    return tl.zeros([DIMS, ROWS] if SWAP_AB else [ROWS, DIMS], tl.float32)
 
 
 @triton.jit
-def turned(tile, FLIPPED: tl.constexpr):
-    """The tile, if FLIPPED transposed: rows for score_products, and sums of add_weighted."""
-    return tl.trans(tile) if FLIPPED else tile
+def transposed_if(tile, SWAP_AB: tl.constexpr):
+    """The tile, if SWAP_AB transposed: rows for score_products, and sums of add_weighted."""
+    return tl.trans(tile) if SWAP_AB else tile
 
 
 @triton.jit
@@ -328,8 +333,8 @@ def store_rows(head, tile, token, limit, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def attended(
-    bank, tile, tokens, key_start,
+def element_mask(
+    bit_tiles, tile, tokens, key_start,
     BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Element mask (BM, BN), or its transpose, of the queries `tokens` and keys from key_start on.
@@ -338,25 +343,27 @@ def attended(
         that of each block
     """
     if BN > BLOCK_K:
-        mask = attended_blocks(bank, tile, tokens, BN, BLOCK_Q, BLOCK_K, TRANSPOSED)
+        mask = element_mask_of_blocks(bit_tiles, tile, tokens, BN, BLOCK_Q, BLOCK_K, TRANSPOSED)
     else:
-        mask = attended_block(bank, tile, tokens, key_start, BN, BLOCK_Q, BLOCK_K, TRANSPOSED)
+        mask = element_mask_of_block(
+            bit_tiles, tile, tokens, key_start, BN, BLOCK_Q, BLOCK_K, TRANSPOSED
+        )
     return mask
 
 
 @triton.jit
-def attended_block(
-    bank, tile, tokens, key_start,
+def element_mask_of_block(
+    bit_tiles, tile, tokens, key_start,
     BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """attended, of keys of one block.
+    """element_mask, of keys of one block.
 
     A query's bits are read word by word: a tile of pointers would be pipelined through shared
     memory.
     """
     WORDS: tl.constexpr = (BLOCK_K + 31) // 32
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
-    rows = bank + tile.to(tl.int64) * (BLOCK_Q * WORDS) + tokens % BLOCK_Q * WORDS
+    rows = bit_tiles + tile.to(tl.int64) * (BLOCK_Q * WORDS) + tokens % BLOCK_Q * WORDS
     words = rows + key_start % BLOCK_K // 32
     keys = tl.expand_dims(tl.arange(0, BN), QUERY_AXIS)
     word = tl.expand_dims(tl.load(words), 1 - QUERY_AXIS)
@@ -369,16 +376,16 @@ def attended_block(
 
 
 @triton.jit
-def attended_blocks(
-    bank, tile, tokens,
+def element_mask_of_blocks(
+    bit_tiles, tile, tokens,
     BN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """attended, of BN keys of several blocks with one `tile` each."""
+    """element_mask, of BN keys of several blocks with one `tile` each."""
     WORDS: tl.constexpr = (BLOCK_K + 31) // 32
     WIDTH: tl.constexpr = BLOCK_K // WORDS
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
     keys = tl.expand_dims(tl.arange(0, BN), QUERY_AXIS)
-    rows = bank + tokens % BLOCK_Q * WORDS
+    rows = bit_tiles + tokens % BLOCK_Q * WORDS
     word = tl.expand_dims(tl.zeros_like(tokens), 1 - QUERY_AXIS)
     for WORD in tl.static_range(BN // WIDTH):
         own = tl.arange(0, BN // BLOCK_K) == WORD // WORDS
@@ -389,7 +396,7 @@ def attended_blocks(
 
 
 @triton.jit
-def of_head(bias, bias_head, head):
+def bias_of_head(bias, bias_head, head):
     """The biases of one head, or of a column of heads, if there are any."""
     row = bias
     if bias is not None:
@@ -398,7 +405,7 @@ def of_head(bias, bias_head, head):
 
 
 @triton.jit
-def modified(
+def apply_score_mod(
     products, batch, head, cap, biases, tokens, keys, q_len, k_len, scale2,
     SOFTCAP: tl.constexpr, SCORE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -431,26 +438,26 @@ def modified(
 def tanh(x):
     """(tanh x, its derivative) to a rounding or two: by its series near 0, where it cancels."""
     size = tl.abs(x)
-    decay = tl.exp2(size * (-2.0 * LOG2E))
-    far = (1.0 - decay) / (1.0 + decay)
+    e = tl.exp2(size * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
     near = tl.minimum(size, 0.3)
     square = near * near
     series = -17 / 315 + square * (62 / 2835)
     series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * series))
     value = tl.where(size < 0.3, near * series, far)
-    return tl.where(x < 0.0, -value, value), 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return tl.where(x < 0.0, -value, value), 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit
-def kept(
-    seed, threshold, pair, tokens, key_start,
+def dropout_keep_mask(
+    seed, threshold, bh, tokens, key_start,
     BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Dropout's keep mask (BM, BN), or its transpose, of the queries `tokens` and the keys from
     key_start on, or if PACKED of the keys that it holds.
 
     One Philox call serves four neighbouring keys: (q, k) uses word k % 4 of counter
-    (k // 4, q, pair, 0), where pair = batch index * heads + head, one or a column of them.
+    (k // 4, q, bh, 0), where bh = batch index * heads + head, one or a column of them.
     """
     if PACKED:
         fours = tl.max(tl.reshape(key_start // 4, (BN // 4, 4)), 1)
@@ -459,7 +466,7 @@ def kept(
     keys = tl.broadcast_to(fours[None, :], BM, BN // 4)
     queries = tl.broadcast_to(tokens[:, None], BM, BN // 4)
     zero = tl.zeros_like(keys)
-    word0, word1, word2, word3 = tl.philox(seed, keys, queries, zero + pair, zero)
+    word0, word1, word2, word3 = tl.philox(seed, keys, queries, zero + bh, zero)
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     keep = tl.reshape(words, (BM, BN)) >= threshold.to(tl.uint32)
     return tl.trans(keep) if TRANSPOSED else keep

@@ -27,7 +27,7 @@ def test_kernels_that_ship(architecture, request):
 def test_lengths_batches_and_masks_share_a_kernel():
     first, second = finish(start(SCRIPT, "calls", 90))
     # Decoding takes one for keys that are split, and one for keys that are not.
-    assert first == {"forward": 1, "dq": 1, "dkdv": 1, "sums": 1, "decode": 2}
+    assert first == {"forward": 1, "dq": 1, "dkdv": 1, "ds_sums": 1, "decode": 2}
     assert second == {which: 2 * kernels for which, kernels in first.items()}
 
 

@@ -68,7 +68,7 @@ def test_chosen_configurations_fit_the_device(memory, which, dtype):
             for architecture in (80, 90):
                 facts = (which, architecture, memory, dtype, head_dim, block_size)
                 for tma, packs in itertools.product((False, True), repeat=2):
-                    config = configs.choose(*facts, tma, packs=packs)
+                    config = configs.choose(*facts, tma, may_pack=packs)
                     assert configs.shared_memory(config, which, dtype, head_dim) <= memory
                     several = configs.holds_several(config, which, block_size)
                     assert packs if several else configs.divides(config, block_size)
@@ -81,7 +81,7 @@ def test_plain_calls_in_small_blocks_take_several_at_a_time(monkeypatch, which, 
 
     def several(side, dtype=torch.bfloat16, dropout=False, softcap=False, bias=False):
         facts = (which, torch.device("cuda"), dtype, head_dim, (side, side))
-        plan = configs.plan(*facts, dropout, softcap, None, bias, "ieee", True, 0)
+        plan = configs.kernel_variant(*facts, dropout, softcap, None, bias, "ieee", True, 0)
         return configs.holds_several(plan.config, which, (side, side))
 
     assert {side for side in (16, 32, 64) if several(side)} == set(configs.PACKED[which, head_dim])

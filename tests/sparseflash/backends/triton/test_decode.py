@@ -13,7 +13,7 @@ import sparseflash
 from masks.block_mask import BlockMask
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.hopper import pass_over
-from sparseflash.backends.triton import decoding, forward_pass
+from sparseflash.backends.triton import decode, forward_pass
 from sparseflash.dispatch.spec import FEW_QUERIES, AttentionSpec
 from sparseflash.reference import standard_attention
 from sparseflash.testing import (
@@ -36,7 +36,7 @@ def rows_of(q_len, k_len, block_size, layers=1):
 @pytest.fixture
 def split(monkeypatch):
     """split(n): lets every call split its keys in n."""
-    return lambda n: monkeypatch.setattr(decoding, "fastest_splits", lambda *facts: n)
+    return lambda n: monkeypatch.setattr(decode, "fastest_splits", lambda *facts: n)
 
 
 def check_forward(query, key, value, dense, block_size, **options):
@@ -167,17 +167,17 @@ def test_strides(strides):
 
 
 def test_the_keys_are_split_where_programs_are_few():
-    splits = partial(decoding.fastest_splits, block_k=128, slots=264)
+    splits = partial(decode.fastest_splits, block_k=128, slots=264)
     assert splits(64, 512) == 4
     assert splits(8, 512) == 32
     assert splits(264, 512) == 1
-    assert splits(1, 1 << 16) == decoding.MOST_SPLITS
+    assert splits(1, 1 << 16) == decode.MAX_SPLITS
     assert splits(8, 1) == splits(8, 0) == 1
 
 
 def test_few_queries_are_decoded_and_more_are_not(monkeypatch):
     taken = []
-    for module in (decoding, forward_pass):
+    for module in (decode, forward_pass):
         monkeypatch.setattr(module, "forward", lambda *_, m=module: taken.append(m))
     key = torch.empty(1, 1, 64, 16, device=DEVICE)
     for q_len in (FEW_QUERIES, FEW_QUERIES + 1):
@@ -187,7 +187,7 @@ def test_few_queries_are_decoded_and_more_are_not(monkeypatch):
         table = masks.full()((q_len, 64), 16, DEVICE).table()
         triton_backend.forward(key[:, :, :q_len], key, key, table, None, 0, spec)
         assert bool(pass_over(replace(spec, head_dim=128))) == (q_len == FEW_QUERIES)
-    assert taken == [decoding, forward_pass]
+    assert taken == [decode, forward_pass]
 
 
 def test_explain_says_in_how_many_splits(split):
