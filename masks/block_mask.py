@@ -51,44 +51,32 @@ class BlockMask(OnGrid, Handled):
 
     @staticmethod
     def from_blocks(
-        blocks: Tensor,
+        blocks,
         block_size: int | tuple[int, int] = 128,
         seq_len: int | tuple[int, int] | None = None,
-    ) -> "DynamicMask":
-        """The mask of the blocks where `blocks`, bool (nq, nk), (heads, nq, nk) or (batch, heads,
-        nq, nk), is true.
+    ) -> "BlockMask":
+        """The mask whose blocks are full where `blocks` is true.
 
-        seq_len: tokens, an int or (q_len, k_len); by default whole blocks. Raises ValueError when
-        it does not need exactly nq by nk blocks. Like from_topk and from_threshold it never waits
-        for the device.
-        """
-        return _every_block("blocks", blocks, block_size, seq_len).select(blocks)
+        Args:
+            blocks: (nq, nk), or (heads, nq, nk) for heads with masks of their own: a tensor of any
+                device, a numpy array or nested lists, of bool or of the integers 0 and 1; or a
+                scipy.sparse matrix (nq, nk) of them.
+            block_size: Tokens of a block, one number or (bq, bk).
+            seq_len: Tokens, one number or (q_len, k_len), that need exactly nq by nk blocks; by
+                default whole blocks.
 
-    @staticmethod
-    def from_topk(
-        scores: Tensor,
-        k: int,
-        block_size: int | tuple[int, int] = 128,
-        seq_len: int | tuple[int, int] | None = None,
-    ) -> "DynamicMask":
-        """The mask of the k blocks of the highest scores in every row; see select_topk, and
-        from_blocks for the rest.
-        """
-        return _every_block("scores", scores, block_size, seq_len).select_topk(scores, k)
+        Returns:
+            A mask on the device of `blocks`.
 
-    @staticmethod
-    def from_threshold(
-        scores: Tensor,
-        threshold: float | Tensor,
-        block_size: int | tuple[int, int] = 128,
-        seq_len: int | tuple[int, int] | None = None,
-    ) -> "DynamicMask":
-        """The mask of the blocks whose scores are above the threshold; see select_threshold, and
-        from_blocks for the rest.
+        Raises:
+            TypeError: `blocks` are of another type.
+            ValueError: They hold other numbers, are of another shape, or do not fit seq_len.
         """
-        return _every_block("scores", scores, block_size, seq_len).select_threshold(
-            scores, threshold
-        )
+        from masks.elements import checked_blocks
+
+        blocks = checked_blocks(blocks)
+        grid = grid_of_blocks("blocks", blocks, block_size, seq_len)
+        return of_blocks(grid, blocks)
 
     @staticmethod
     def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> "BlockMask":
@@ -488,22 +476,25 @@ def of_blocks(grid: Grid, blocks: Tensor) -> BlockMask:
     return BlockMask.of_full(grid, from_points(grid.number(row, column)), head_to_mask)
 
 
-def _every_block(
+def grid_of_blocks(
     name: str,
     like: Tensor,
     block_size: int | tuple[int, int],
     seq_len: int | tuple[int, int] | None,
-) -> BlockMask:
-    """All pairs in as many blocks as the last two dimensions of `like` say."""
-    if not isinstance(like, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(like).__name__}")
-    if like.ndim < 2:
-        raise ValueError(f"{name} must have 2 to 4 dimensions, got {tuple(like.shape)}")
+) -> Grid:
+    """The grid of as many blocks as the last two dimensions of `like` say; of whole blocks where
+    seq_len is None.
+    """
+    nq, nk = like.shape[-2:]
     grid = Grid.of((1, 1) if seq_len is None else seq_len, block_size, like.device)
     if seq_len is None:
-        nq, nk = like.shape[-2:]
-        grid = replace(grid, q_len=nq * grid.bq, k_len=nk * grid.bk)
-    return BlockMask.of_full(grid, grid.every_row())
+        return replace(grid, q_len=nq * grid.bq, k_len=nk * grid.bk)
+    if (grid.nq, grid.nk) != (nq, nk):
+        raise ValueError(
+            f"{name} must be ({grid.nq}, {grid.nk}) in their last two dimensions for seq_len "
+            f"{grid.seq_len} in blocks of {grid.block_size}, got {tuple(like.shape)}"
+        )
+    return grid
 
 
 def distinct_layers(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:

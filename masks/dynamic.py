@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from masks.arguments import check_floating, whole
-from masks.block_mask import EMPTY, FULL, BlockMask, of_blocks
+from masks.block_mask import EMPTY, FULL, BlockMask, grid_of_blocks, of_blocks
 from masks.grid import Grid, OnGrid, definite
 from masks.lookup_table import PREFETCH, BlockLists, LookupTable
 
@@ -47,6 +47,51 @@ class DynamicMask(OnGrid):
     blocks: Tensor
     scores: Tensor | None
     _table: LookupTable | None
+
+    @staticmethod
+    def from_blocks(
+        blocks: Tensor,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "DynamicMask":
+        """The blocks where `blocks` is true, whatever it holds when a kernel runs.
+
+        Args:
+            blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
+            block_size: Tokens of a block, one number or (bq, bk).
+            seq_len: Tokens, one number or (q_len, k_len), that need exactly nq by nk blocks; by
+                default whole blocks.
+
+        Raises:
+            TypeError: `blocks` is no bool tensor.
+            ValueError: Its shape does not fit.
+        """
+        return _every_block("blocks", blocks, block_size, seq_len).select(blocks)
+
+    @staticmethod
+    def from_topk(
+        scores: Tensor,
+        k: int,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "DynamicMask":
+        """The k blocks of the highest scores in every row: see BlockMask.select_topk, and
+        from_blocks for the rest.
+        """
+        return _every_block("scores", scores, block_size, seq_len).select_topk(scores, k)
+
+    @staticmethod
+    def from_threshold(
+        scores: Tensor,
+        threshold: float | Tensor,
+        block_size: int | tuple[int, int] = 128,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> "DynamicMask":
+        """The blocks whose scores are above the threshold: see BlockMask.select_threshold, and
+        from_blocks for the rest.
+        """
+        every = _every_block("scores", scores, block_size, seq_len)
+        return every.select_threshold(scores, threshold)
 
     @classmethod
     def of(cls, support: BlockMask, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
@@ -98,12 +143,19 @@ class DynamicMask(OnGrid):
         """Heads with a mask of their own; 1 serves any number of heads."""
         return self.blocks.shape[1]
 
+    def to(self, device) -> "DynamicMask":
+        """The mask on another device; scores that require a gradient get it through the copy."""
+        if definite(device) == self.device:
+            return self
+        scores = None if self.scores is None else self.scores.to(device)
+        return DynamicMask.of(self.support.to(device), self.blocks.to(device), scores)
+
     def table(self, device=None, block_size: tuple[int, int] | None = None) -> LookupTable:
-        """The lookup table that kernels read. Raises ValueError for another device or block size
-        (tokens).
+        """The lookup table that kernels read, on `device`, by default the mask's own. Raises
+        ValueError for another block size (tokens).
         """
         if device is not None and definite(device) != self.device:
-            raise ValueError(f"mask must be on {device}, got {self.device}: it cannot be moved")
+            return self.to(device).table(block_size=block_size)
         if block_size not in (None, self.block_size):
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
         return _table_of(self.support, self.blocks) if self._table is None else self._table
@@ -136,6 +188,21 @@ class DynamicMask(OnGrid):
             f"DynamicMask(num_batches={self.num_batches}, num_heads={self.num_heads}, "
             f"support={self.support})"
         )
+
+
+def _every_block(
+    name: str,
+    like: Tensor,
+    block_size: int | tuple[int, int],
+    seq_len: int | tuple[int, int] | None,
+) -> BlockMask:
+    """All pairs in as many blocks as the last two dimensions of `like` say."""
+    if not isinstance(like, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(like).__name__}")
+    if not 2 <= like.ndim <= 4:
+        raise ValueError(f"{name} must have 2 to 4 dimensions, got {tuple(like.shape)}")
+    grid = grid_of_blocks(name, like, block_size, seq_len)
+    return BlockMask.of_full(grid, grid.every_row())
 
 
 def _of_heads(name: str, blocks: Tensor, support: BlockMask) -> Tensor:

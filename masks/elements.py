@@ -37,6 +37,45 @@ def _checked(dense: Tensor) -> Tensor:
     return dense if dense.ndim == 3 else dense[None]
 
 
+def checked_blocks(blocks) -> Tensor:
+    """Blocks of any accepted form as bool (heads, nq, nk). Raises TypeError or ValueError."""
+    if scipy.sparse.issparse(blocks):
+        blocks = blocks.toarray()
+    if not isinstance(blocks, Tensor):
+        blocks = _tensor_of(blocks)
+    if blocks.is_floating_point() or blocks.is_complex():
+        raise TypeError(f"blocks must be of bool or of the integers 0 and 1, got {blocks.dtype}")
+    if blocks.ndim == 4:
+        raise ValueError(
+            f"blocks must be (nq, nk) or (heads, nq, nk), got {tuple(blocks.shape)}: for a mask "
+            "of each batch element see DynamicMask.from_blocks"
+        )
+    if blocks.ndim not in (2, 3) or 0 in blocks.shape:
+        raise ValueError(
+            f"blocks must be (nq, nk) or (heads, nq, nk) and not empty, got {tuple(blocks.shape)}"
+        )
+    if blocks.dtype != torch.bool and bool(((blocks != 0) & (blocks != 1)).any()):
+        raise ValueError(f"blocks must be 0 or 1, got {int(blocks.min())} to {int(blocks.max())}")
+    return (blocks if blocks.ndim == 3 else blocks[None]).bool()
+
+
+def _tensor_of(blocks) -> Tensor:
+    """An array or nested lists as a tensor on the CPU."""
+    try:
+        array = np.asarray(blocks)
+    except ValueError as error:
+        raise ValueError(f"blocks must have rows of one length: {error}") from None
+    if array.dtype.kind not in "biuf":
+        raise TypeError(
+            "blocks must be a tensor, an array, nested lists or a scipy.sparse matrix, got "
+            f"{type(blocks).__name__} of {array.dtype}"
+        )
+    if array.dtype.kind in "ui":
+        # torch has few operations on unsigned integers, and tells 0 and 1 apart in any other.
+        array = array.astype(np.int64, copy=False)
+    return torch.as_tensor(array, device="cpu")
+
+
 def from_strips(grid: Grid, pairs: Callable[[int, slice], Tensor], head_to_mask=(0,)) -> BlockMask:
     """The mask read strip by strip: pairs(layer, slice of queries) is bool (queries, k_len)."""
     rows = max(1, STRIP // (grid.bq * grid.k_len))

@@ -188,8 +188,8 @@ def report_calls(architecture: int):
             blocks = (i[:, None] + i) % 2 == 0
             for mask in (
                 causal(seq_len, block_size),
-                BlockMask.from_blocks(blocks, block_size, seq_len),
-                BlockMask.from_blocks(blocks | True, block_size, seq_len),
+                DynamicMask.from_blocks(blocks, block_size, seq_len),
+                DynamicMask.from_blocks(blocks | True, block_size, seq_len),
             ):
                 for batch in (1, 3):
                     query = torch.empty(batch, 2, seq_len, head_dim, dtype=torch.float16)

@@ -161,11 +161,75 @@ def test_rows_that_begin_with_a_block_or_lie_in_one_are_cut_out_unread(begin, en
 
 def test_blocks_round_trip_and_figures():
     blocks = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
-    mask = BlockMask.from_blocks(blocks, (16, 32), (30, 70)).to_block_mask()
+    mask = BlockMask.from_blocks(blocks, (16, 32), (30, 70))
     assert torch.equal(mask.to_blocks(), blocks)
     assert (mask.nnz_blocks, mask.density, mask.partial_blocks) == (3, 0.5, 0)
     assert mask.blocks_per_row().tolist() == [[2, 1]]
     assert (mask.shape, mask.block_size, mask.num_heads) == ((30, 70), (16, 32), 1)
+
+
+HEADS = torch.tensor([[[1, 0, 1], [0, 0, 1]], [[0, 0, 0], [1, 1, 0]], [[1, 0, 1], [0, 0, 1]]])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        HEADS.bool(),
+        HEADS,
+        HEADS.to(torch.uint8),
+        HEADS.numpy(),
+        HEADS.numpy().astype(bool),
+        HEADS.numpy().astype("uint16"),
+        HEADS.tolist(),
+        HEADS.bool().tolist(),
+    ],
+)
+def test_blocks_of_any_form_become_full_blocks(given):
+    mask = BlockMask.from_blocks(given, 16, (30, 40))
+    assert isinstance(mask, BlockMask)
+    assert (mask.seq_len, mask.num_heads, mask.num_masks) == ((30, 40), 3, 2)
+    assert torch.equal(mask.to_blocks(), HEADS.bool())
+    assert len(mask.partial) == 0
+    expected = HEADS.bool().repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :30, :40]
+    assert torch.equal(mask.to_dense(), expected)
+    one = BlockMask.from_blocks(given[0], 16, (30, 40))
+    assert one == mask.head(0)
+
+
+@pytest.mark.parametrize("of", [scipy.sparse.csr_array, scipy.sparse.coo_matrix])
+@pytest.mark.parametrize("dtype", [bool, "int8"])
+def test_blocks_of_a_sparse_matrix(of, dtype):
+    mask = BlockMask.from_blocks(of(HEADS[0].numpy().astype(dtype)), 32)
+    assert torch.equal(mask.to_blocks(), HEADS[0].bool())
+    assert mask.seq_len == (64, 96)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            torch.ones(2, 2),
+            TypeError,
+            "blocks must be of bool or of the integers 0 and 1, got torch.float32",
+        ),
+        (scipy.sparse.eye_array(3), TypeError, "blocks must be of bool or .* got torch.float64"),
+        ("ab", TypeError, "blocks must be a tensor, an array, nested lists .* got str"),
+        (None, TypeError, "blocks must be a tensor, an array, nested lists .* got NoneType"),
+        ([[1, 0], [1]], ValueError, "blocks must have rows of one length"),
+        ([[1, 2], [0, 1]], ValueError, "blocks must be 0 or 1, got 0 to 2"),
+        ([[-1, 0]], ValueError, "blocks must be 0 or 1, got -1 to 0"),
+        (
+            [1, 0],
+            ValueError,
+            r"blocks must be \(nq, nk\) or \(heads, nq, nk\) and not empty, got \(2,\)",
+        ),
+        (torch.ones(0, 2) > 0, ValueError, r"blocks must be .* and not empty, got \(0, 2\)"),
+        (torch.ones(2, 3, 4, 4) > 0, ValueError, r"\(2, 3, 4, 4\).* see DynamicMask.from_blocks"),
+    ],
+)
+def test_blocks_of_other_forms_are_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        BlockMask.from_blocks(given, 16)
 
 
 def test_stack_shares_equal_heads():
@@ -209,7 +273,7 @@ def heads(number):
             r"blocks must be \(7, 7\)",
         ),
         (lambda: masks.full()(64).crop(65, 64), "crop must lie within"),
-        (lambda: BlockMask.from_topk(torch.rand(2, 2), 0), "k must be at least 1"),
+        (lambda: masks.DynamicMask.from_topk(torch.rand(2, 2), 0), "k must be at least 1"),
         (lambda: masks.full()(64).crop(0, 64), "crop must lie within"),
         (lambda: masks.full()(64).crop(64, 65), "crop must lie within"),
         (

@@ -32,7 +32,7 @@ def test_density_is_the_fraction_of_pairs_of_each_cell():
 
 def test_text_is_darker_where_more_pairs_are_set():
     blocks = torch.tensor([[1, 0], [1, 1]], dtype=torch.bool)
-    assert draw.text(BlockMask.from_blocks(blocks, 16, 32).to_block_mask()).splitlines() == [
+    assert draw.text(BlockMask.from_blocks(blocks, 16, 32)).splitlines() == [
         "██  ",
         "████",
     ]

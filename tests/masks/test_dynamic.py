@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
-from masks import BlockMask, dynamic
+from masks import DynamicMask, dynamic
 from masks.lookup_table import PREFETCH
 from tests.helpers.tables import decode
 
@@ -43,7 +43,7 @@ def test_both_directions_hold_the_chosen_blocks(name, leading):
 
 
 def test_order_puts_heavy_rows_first():
-    rows = BlockMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16).table().by_key
+    rows = DynamicMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16).table().by_key
     count = rows.row_ptr[..., 1] + rows.row_ptr[..., 3]
     assert (count.gather(1, rows.schedule.long()).diff(dim=1) <= 0).all()
     assert (rows.max_blocks, rows.total_blocks, rows.imbalance) == (None, None, float("inf"))
@@ -66,7 +66,7 @@ def test_topk_keeps_the_highest_scores_that_are_possible(k, seed):
 
 
 def test_lists_end_in_readable_entries_and_are_made_once():
-    mask = BlockMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16)
+    mask = DynamicMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16)
     table = mask.table()
     for rows in (table.by_query, table.by_key):
         for entries in (rows.full_index, rows.partial_index, rows.partial_bit_tile):
@@ -76,9 +76,9 @@ def test_lists_end_in_readable_entries_and_are_made_once():
 
 def test_more_blocks_than_a_table_numbers_are_refused(monkeypatch):
     monkeypatch.setattr(dynamic, "MOST_BLOCKS", 2 * 15)
-    BlockMask.from_blocks(torch.ones(2, 3, 5) > 0, 16)
+    DynamicMask.from_blocks(torch.ones(2, 3, 5) > 0, 16)
     with pytest.raises(ValueError, match="blocks must be at most 30, got 45"):
-        BlockMask.from_blocks(torch.ones(3, 3, 5) > 0, 16)
+        DynamicMask.from_blocks(torch.ones(3, 3, 5) > 0, 16)
 
 
 def test_few_queries_leave_blocks_full():
@@ -88,26 +88,48 @@ def test_few_queries_leave_blocks_full():
 
 
 def test_how_far_blocks_fill_others_is_known_of_their_own_size_alone():
-    mask = BlockMask.from_topk(torch.rand(3, 3), 1, (128, 64))
+    mask = DynamicMask.from_topk(torch.rand(3, 3), 1, (128, 64))
     assert (mask.coverage((128, 64)), mask.coverage((128, 128))) == (1.0, None)
 
 
 def test_masks_of_scores_alone():
     scores = torch.rand(5, 7)
-    assert BlockMask.from_topk(scores, 9, 16).to_block_mask() == masks.full()((80, 112), 16)
-    above = BlockMask.from_threshold(scores, scores[2, 3], 16, (70, 112))
+    assert DynamicMask.from_topk(scores, 9, 16).to_block_mask() == masks.full()((80, 112), 16)
+    above = DynamicMask.from_threshold(scores, scores[2, 3], 16, (70, 112))
     assert torch.equal(above.to_blocks()[0, 0], scores > scores[2, 3])
-    assert above.seq_len == BlockMask.from_topk(scores, 2, 16, (70, 112)).seq_len == (70, 112)
+    assert above.seq_len == DynamicMask.from_topk(scores, 2, 16, (70, 112)).seq_len == (70, 112)
     causal = masks.causal()((80, 80), 16)
     assert causal.select_threshold(scores[:, :5], 0.0).to_block_mask() == causal
 
 
 def test_scores_keep_their_graph_and_blocks_have_none():
     scores = torch.rand(2, 5, 7, requires_grad=True)
-    for mask in (BlockMask.from_topk(scores, 2, 16), BlockMask.from_threshold(scores, 0.5, 16)):
+    for mask in (
+        DynamicMask.from_topk(scores, 2, 16),
+        DynamicMask.from_threshold(scores, 0.5, 16),
+    ):
         assert mask.scores.requires_grad
         assert not mask.blocks.requires_grad
         assert mask.scores.shape == mask.blocks.shape == (1, 2, 5, 7)
+
+
+def test_masks_move_with_their_support_blocks_and_scores():
+    scores = torch.rand(2, 5, 7, dtype=torch.float64, requires_grad=True)
+    mask = masks.local(9, align="top-left")((80, 112), 16).select_topk(scores, 2)
+    there = mask.to("meta")
+    assert mask.to("cpu") is mask
+    held = (there, there.support, there.blocks, there.scores, there.table(), mask.table("meta"))
+    assert {t.device.type for t in held} == {"meta"}
+    assert there.scores.requires_grad
+    assert there.scores.shape == mask.scores.shape
+
+
+@pytest.mark.gpu
+def test_scores_get_their_gradient_from_another_device():
+    scores = torch.rand(3, 3, requires_grad=True)
+    there = DynamicMask.from_topk(scores, 1, 16).to("cuda")
+    torch.where(there.blocks, there.scores, 0).sum().backward()
+    assert torch.equal(scores.grad.bool(), there.blocks[0, 0].cpu())
 
 
 @pytest.mark.parametrize(
@@ -133,9 +155,13 @@ def test_scores_keep_their_graph_and_blocks_have_none():
             "threshold must be a number .* got 'x'",
         ),
         (lambda m: m.select_topk(torch.ones(4, 4), 1.5), "k must be an integer, got 1.5"),
-        (lambda m: m.from_blocks([[True]]), "blocks must be a tensor, got list"),
+        (lambda m: DynamicMask.from_blocks([[True]]), "blocks must be a tensor, got list"),
         (
-            lambda m: m.from_topk(torch.ones(4), 1),
+            lambda m: DynamicMask.from_blocks(torch.ones(2, 2) > 0, 16, 100),
+            r"blocks must be \(7, 7\)",
+        ),
+        (
+            lambda m: DynamicMask.from_topk(torch.ones(4), 1),
             r"scores must have 2 to 4 dimensions, got \(4,\)",
         ),
         (
@@ -153,7 +179,6 @@ def test_scores_keep_their_graph_and_blocks_have_none():
             "1 or 2 heads, got 3",
         ),
         (lambda m: m.select(torch.ones(4, 4, device="meta") > 0), "blocks must be on cpu"),
-        (lambda m: m.select(torch.ones(4, 4) > 0).table("meta"), "mask must be on meta, got cpu"),
         (
             lambda m: m.select(torch.ones(4, 4) > 0).table(block_size=(32, 16)),
             r"block_size must be \(16, 16\), got \(32, 16\)",

@@ -169,7 +169,7 @@ def test_a_mask_comes_to_a_device_and_nothing_else_is_saved(tmp_path):
     assert isinstance(there, masks.BlockMask)
     assert there.bit_tiles.device.type == "meta"
     with pytest.raises(TypeError, match="mask must be a Pattern or a BlockMask, got DynamicMask"):
-        masks.save(masks.BlockMask.from_blocks(torch.ones(2, 2) > 0), tmp_path / "other")
+        masks.save(masks.DynamicMask.from_blocks(torch.ones(2, 2) > 0), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

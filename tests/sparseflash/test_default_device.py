@@ -5,7 +5,7 @@ import torch
 
 import masks
 import sparseflash
-from masks import BlockMask, draw, interop
+from masks import BlockMask, DynamicMask, draw, interop
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer
 
 LENGTH = 50
@@ -70,7 +70,7 @@ CALLS = {
     "padded": lambda: attend(CAUSAL, key_lengths=LENGTHS),
     "dropout": lambda: attend(CAUSAL, dropout_p=0.3),
     "bias": lambda: attend(CAUSAL, bias=BIAS.requires_grad_(), sinks=BIAS[:, 0], softcap=2.0),
-    "chosen": lambda: attend(BlockMask.from_topk(SCORES.requires_grad_(), 2, 16, LENGTH)),
+    "chosen": lambda: attend(DynamicMask.from_topk(SCORES.requires_grad_(), 2, 16, LENGTH)),
     "mass": lambda: sparseflash.block_mass(QUERY, KEY, CAUSAL),
     "packed": packed,
     "module": lambda: MODULE(TOKENS, key_lengths=LENGTHS),

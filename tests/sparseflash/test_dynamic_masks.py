@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import masks
 import sparseflash
-from masks import BlockMask
+from masks import DynamicMask
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 
 HAS_GPU = torch.cuda.is_available()
@@ -91,7 +91,7 @@ def test_dropout_takes_part_in_the_gradient_of_blocks(backend):
     device = BACKENDS[backend]
     *tensors, grad_out = inputs(device)
     scores = torch.rand(NQ, NK, device=device, requires_grad=True)
-    mask = BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS)
+    mask = DynamicMask.from_topk(scores, 2, BLOCKS, LENGTHS)
 
     def gradient(**options):
         out = sparseflash.attention(*tensors, mask, backend=backend, **options)
@@ -107,7 +107,7 @@ def test_only_scores_that_want_a_gradient_get_one(backend):
     device = BACKENDS[backend]
     tensors = [x.requires_grad_() for x in inputs(device)[:3]]
     scores = torch.rand(NQ, NK, device=device, requires_grad=True)
-    mask = BlockMask.from_topk(scores.detach(), 2, BLOCKS, LENGTHS)
+    mask = DynamicMask.from_topk(scores.detach(), 2, BLOCKS, LENGTHS)
     sparseflash.attention(*tensors, mask, backend=backend).sum().backward()
     assert scores.grad is None
 
@@ -118,7 +118,7 @@ def test_checkpointed(backend):
     scores = torch.rand(NQ, NK, device=device, requires_grad=True)
 
     def attend(scores):
-        mask = BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS)
+        mask = DynamicMask.from_topk(scores, 2, BLOCKS, LENGTHS)
         return sparseflash.attention(*tensors, mask, backend=backend)
 
     (expected,) = torch.autograd.grad(attend(scores), scores, grad_out)
@@ -168,7 +168,7 @@ def test_exported_with_the_choice_of_blocks():
 
 def test_refused_under_vmap():
     tensors = inputs("cpu")[:3]
-    mask = BlockMask.from_topk(torch.rand(NQ, NK), 2, BLOCKS, LENGTHS)
+    mask = DynamicMask.from_topk(torch.rand(NQ, NK), 2, BLOCKS, LENGTHS)
     mapped = torch.func.vmap(lambda q: sparseflash.attention(q, *tensors[1:], mask))
     with pytest.raises(NotImplementedError, match="mask must not be a DynamicMask under vmap"):
         mapped(tensors[0].unsqueeze(0))
@@ -179,13 +179,13 @@ def test_refused_under_vmap():
     [((3, 1, NQ, NK), "1 or 2 batch elements"), ((3, NQ, NK), "1 or 4 heads")],
 )
 def test_masks_of_other_batches_and_heads_are_refused(shape, message):
-    mask = BlockMask.from_topk(torch.rand(shape), 1, BLOCKS, LENGTHS)
+    mask = DynamicMask.from_topk(torch.rand(shape), 1, BLOCKS, LENGTHS)
     with pytest.raises(ValueError, match=message):
         sparseflash.attention(*inputs("cpu")[:3], mask)
 
 
 def test_block_mass_takes_no_dynamic_mask():
-    mask = BlockMask.from_topk(torch.rand(NQ, NK), 1, BLOCKS, LENGTHS)
+    mask = DynamicMask.from_topk(torch.rand(NQ, NK), 1, BLOCKS, LENGTHS)
     with pytest.raises(TypeError, match="mask must not be a DynamicMask"):
         sparseflash.block_mass(*inputs("cpu")[:2], mask)
 
@@ -225,9 +225,9 @@ def test_nothing_waits_for_the_device():
 
     def step():
         for mask in (
-            BlockMask.from_topk(scores, 2, BLOCKS, LENGTHS),
-            BlockMask.from_threshold(scores, 0.5, BLOCKS, LENGTHS),
-            BlockMask.from_blocks(scores.detach() > 0.5, BLOCKS, LENGTHS),
+            DynamicMask.from_topk(scores, 2, BLOCKS, LENGTHS),
+            DynamicMask.from_threshold(scores, 0.5, BLOCKS, LENGTHS),
+            DynamicMask.from_blocks(scores.detach() > 0.5, BLOCKS, LENGTHS),
             within.select_topk(scores, 2),
         ):
             sparseflash.attention(*tensors, mask, backend="triton").backward(grad_out)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 import masks
 import sparseflash
-from masks import BlockMask
+from masks import DynamicMask
 from sparseflash.dispatch import operators
 from sparseflash.reference import standard_attention
 from sparseflash.testing import make_inputs
@@ -111,7 +111,7 @@ def test_opcheck(backend, strides):
     mask, seed = PATTERN((16, 20), 16), torch.tensor(3)
     bias = torch.randn(2, 35, device=BACKENDS[backend], requires_grad=True)
     scores = torch.rand(2, 1, 1, 2, device=BACKENDS[backend], requires_grad=True)
-    chosen = BlockMask.from_topk(scores, 1, 16, (16, 20))
+    chosen = DynamicMask.from_topk(scores, 1, 16, (16, 20))
     for options in (
         (None, None, None, mask.handle, None, None, None, 0.0, None, 0.0, "ieee", True, backend),
         (bias, None, None, mask.handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", True, backend),

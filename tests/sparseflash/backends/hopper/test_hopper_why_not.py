@@ -169,7 +169,7 @@ def test_the_blocks_that_count_for_one_kernel_are_those_of_a_row_of_keys():
     tall, wide = (masks.full()(n, 128).table() for n in ((3072, 768), (768, 3072)))
     assert hopper.fuses(tall, allowed)
     assert not hopper.fuses(wide, allowed)
-    chosen_there = masks.BlockMask.from_blocks(torch.ones(24, 24) > 0).table()
+    chosen_there = masks.DynamicMask.from_blocks(torch.ones(24, 24) > 0).table()
     assert not hopper.fuses(chosen_there, allowed)
 
 
