@@ -1,0 +1,67 @@
+"""Pages are as long as they may be, name what exists, and leave out no public name."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import masks
+from docs import gallery
+from masks.pattern import BUILTIN
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+FOLDERS = ("docs", "examples", "experiments", "masks", "sparseflash", "tests")
+PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
+PUBLIC = [
+    (module, name)
+    for module in ("masks", "sparseflash", "sparseflash.nn")
+    for name in importlib.import_module(module).__all__
+]
+REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+
+
+def test_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_design_has_at_most_1800_words():
+    assert len((ROOT / "DESIGN.md").read_text().split()) <= 1800
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_that_a_page_names_exist(page):
+    named = PATH.findall(page.read_text())
+    history = page.parent.name == "notebook" or page.name == "CHANGELOG.md"
+    assert history or [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_public_name_is_in_the_reference(module, name):
+    found = getattr(importlib.import_module(module), name)
+    paths = {f"{module}.{name}", getattr(found, "__name__", "")}
+    if not inspect.ismodule(found):
+        paths.add(f"{found.__module__}.{name}")
+    entries = re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE)
+    assert paths & {*entries} or any(entry.startswith(f"{module}.{name}.") for entry in entries)
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_public_name_has_a_summary(module, name):
+    """One sentence on the first line, or on the first two, and then a blank line."""
+    found = getattr(importlib.import_module(module), name)
+    summary = inspect.getdoc(found).split("\n\n")[0]
+    assert summary.rstrip().endswith((".", ":")), summary
+    assert len(summary) <= 250, summary
+
+
+def test_gallery_shows_every_pattern():
+    assert gallery.ENTRIES.keys() == BUILTIN.keys()
+
+
+def test_pictures_of_the_gallery_are_of_the_patterns_that_they_name():
+    for name, entry in gallery.ENTRIES.items():
+        assert name in entry.expression
+        assert masks.parse(entry.expression)(entry.seq_len, entry.block_size).density > 0

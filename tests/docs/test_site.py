@@ -1,0 +1,22 @@
+"""The documentation site builds without a network, and no link of it is broken."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_site_builds_strictly(tmp_path):
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = "".join(path.read_text() for path in site.rglob("*.html"))
+    fetched = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', pages)
+    assert fetched == []
+    assert len(list((site / "gallery").glob("*.png"))) >= 13
