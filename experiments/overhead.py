@@ -32,7 +32,7 @@ from experiments.cli import RESULTS, slug
 from experiments.environment import environment
 from experiments.files import write_json
 from masks import BlockMask
-from sparseflash.dispatch.call import prepare
+from sparseflash.dispatch.plan import plan_call
 
 LIMIT_US = 60
 RUNS = 500
@@ -98,7 +98,7 @@ def calls(
     attention = partial(sparseflash.attention, mask=mask, backend=backend)
     out = attention(q, k, v)
     last, last_row = query[:, :, -1:].clone(), mask.slice_queries(seq_len - 1, seq_len)
-    step = prepare(last, key, last_row, backend=backend)
+    step = plan_call(last, key, value, last_row, backend=backend)
     return [
         ("forward", lambda: attention(query, key, value), forward),
         ("forward, gradients wanted", lambda: attention(q, k, v), forward),
@@ -124,7 +124,7 @@ def bare_passes(
     backend: str,
 ) -> tuple[Call, Call]:
     """The backend's forward and backward with all that a call prepares prepared."""
-    call = prepare(query, key, mask, backend=backend)
+    call = plan_call(query, key, value, mask, backend=backend)
     saved = (query, key, value, *call.forward(query, key, value))
     return (
         lambda: call.forward(query, key, value),

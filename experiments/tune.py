@@ -35,9 +35,12 @@ from experiments.files import write_json
 from experiments.measure import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
+from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.triton import configs, launch
 from sparseflash.backends.triton.configs import Config
-from sparseflash.dispatch.call import prepare
+from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.options import AttentionOptions
 
 NEEDS = {"dq": (True, False, False, False, False), "dkdv": (False, True, True, False, False)}
 SIDES = (16, 32, 64, 128)
@@ -223,7 +226,8 @@ def runner(which: str, problem: Problem, mask: BlockMask):
     """The pass alone, as a function of nothing."""
     query, key, value, grad_out = problem.tensors()
     # In its own blocks, small as they may be.
-    call = replace(prepare(query, key, mask, backend="triton"), table=mask.table(query.device))
+    spec = AttentionSpec.from_call(query, key, mask, AttentionOptions())
+    call = Call(Plan(spec, triton_backend, mask.table(query.device)))
     if which in ("forward", "decode"):
         return lambda: call.forward(query, key, value)
     saved = (query, key, value, *call.forward(query, key, value))

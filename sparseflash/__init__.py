@@ -4,16 +4,18 @@ from importlib import import_module
 
 from sparseflash import nn
 from sparseflash.attention import attention
-from sparseflash.backends import BackendError
+from sparseflash.backends.base import BackendError
 from sparseflash.bias import alibi, relative_bias
 from sparseflash.block_mass import block_mass
 from sparseflash.explain import explain
 from sparseflash.merge import merge_attention
+from sparseflash.options import AttentionOptions
 from sparseflash.score import ScoreFunction
 from sparseflash.varlen import attention_varlen
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionOptions",
     "BackendError",
     "ScoreFunction",
     "alibi",

@@ -1,18 +1,15 @@
 """The arguments of the public functions, checked before anything is computed."""
 
-import math
-from numbers import Integral, Real
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern, full
 from masks.arguments import check_floating
-from sparseflash.score import ScoreFunction, named
 
 AnyMask = Pattern | BlockMask | DynamicMask
 FULL = full()
-PRECISIONS = ("ieee", "tf32")
 MADE_BY = {Tensor: "masks.BlockMask.from_dense", str: "masks.parse"}
 
 
@@ -25,25 +22,6 @@ def checked_tensors(
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
     return query, key, value
-
-
-def checked_options(
-    scale: float | None,
-    softcap: float | None,
-    score: ScoreFunction | str | None,
-    dropout_p: float,
-    precision: str,
-    deterministic: bool,
-) -> tuple[float | None, float, str | None, float, str, bool]:
-    """The options as operators take them: the name of a score function stands for it."""
-    return (
-        _checked_positive("scale", scale),
-        _checked_positive("softcap", softcap) or 0.0,
-        _checked_score(score),
-        _checked_dropout(dropout_p),
-        _checked_precision(precision),
-        _checked_deterministic(deterministic),
-    )
 
 
 def checked_bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -126,6 +104,22 @@ def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
         )
 
 
+def lengths_in_range(lengths: Tensor | None, key: Tensor) -> Tensor | None:
+    """Key lengths as backends read them: int32 on the device of key, (batch, heads, k_len, dims).
+
+    Raises:
+        ValueError: A length is past the keys. While a CUDA graph is captured it is clamped.
+    """
+    if lengths is None:
+        return None
+    k_len = key.shape[2]
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        lengths = lengths.clamp(0, k_len)
+    elif bool(((lengths < 0) | (lengths > k_len)).any()):
+        raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
+    return lengths.to(key.device, torch.int32)
+
+
 def checked_mask(mask: AnyMask | None) -> AnyMask:
     if mask is None:
         return FULL
@@ -147,47 +141,8 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
     return mask.scores
 
 
-def _checked_positive(name: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    _check_number(name, value)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be positive and finite, got {value}")
-    return float(value)
-
-
-def _checked_score(score: ScoreFunction | str | None) -> str | None:
-    if score is None or isinstance(score, ScoreFunction):
-        return None if score is None else score.name
-    if not isinstance(score, str):
-        raise TypeError(
-            f"score must be a ScoreFunction or the name of one, got {type(score).__name__}"
-        )
-    return named(score).name
-
-
-def _check_number(name: str, value: float) -> None:
-    if not isinstance(value, Real):  # nor a tensor, whose gradient would be lost
-        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
-
-
-def _checked_dropout(dropout_p: float) -> float:
-    _check_number("dropout_p", dropout_p)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    return float(dropout_p)
-
-
-def _checked_precision(precision: str) -> str:
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
-    return precision
-
-
-def _checked_deterministic(deterministic: bool) -> bool:
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
-    return deterministic or torch.are_deterministic_algorithms_enabled()
+def wants_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
 
 
 def checked_seed(seed: int | None, dropout_p: float) -> Tensor | None:

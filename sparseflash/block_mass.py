@@ -5,9 +5,9 @@ from einops import reduce
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern
-from sparseflash.arguments import checked_bias, checked_mask, checked_tensors
+from sparseflash.arguments import checked_bias, checked_mask, checked_tensors, lengths_in_range
 from sparseflash.attention import attention
-from sparseflash.dispatch.call import block_mask, in_range
+from sparseflash.dispatch.plan import fitted_mask
 
 
 @torch.no_grad()
@@ -16,28 +16,35 @@ def block_mass(
     key: Tensor,
     mask: Pattern | BlockMask | None = None,
     *,
+    key_lengths: Tensor | None = None,
+    bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    bias: Tensor | None = None,
-    key_lengths: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """The part of the attention that the queries of a block row give to each block of keys.
 
     mass[i, j] = mean over the queries q in row i that have a key of sum_{k in j} P[q, k]
 
-    Arguments are those of attention. Returns float32 (batch, heads, nq, nk) for a mask of nq x nk
-    blocks: rows sum to 1, or to 0 where no query has a key. Computed in float32 in about the time
-    of one forward pass, without a gradient.
-    Raises what attention raises.
+    Computed in float32 in about the time of one forward pass, without a gradient.
+
+    Args:
+        query, key, mask, key_lengths, bias, scale, softcap, backend: As in sparseflash.attention.
+
+    Returns:
+        float32 (batch, heads, nq, nk) for a mask of nq x nk blocks: rows sum to 1, or to 0 where
+        no query has a key.
+
+    Raises:
+        TypeError, ValueError, BackendError: As sparseflash.attention does.
     """
     query, key, _ = checked_tensors(query, key, key, key_lengths)
     query, key = query.float(), key.float()
     if bias is not None:
         bias = checked_bias(bias, query, key)
     if key_lengths is not None:  # each part of the keys sees lengths that are cut to it
-        key_lengths = in_range(key_lengths, key.shape[2], query.device)
-    found = block_mask(checked_mask(mask), query, key)
+        key_lengths = lengths_in_range(key_lengths, key)
+    found = fitted_mask(checked_mask(mask), query, key)
     if isinstance(found, DynamicMask):
         raise TypeError("mask must not be a DynamicMask, of which block_mass could take no part")
     bq, bk = found.block_size

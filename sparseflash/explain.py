@@ -1,28 +1,31 @@
 """What a call would do, and whether it pays."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.benchmark import Timer
 
+from sparseflash import backends
 from sparseflash.arguments import (
     FULL,
     AnyMask,
     check_sinks,
     checked_bias,
     checked_mask,
-    checked_options,
     checked_tensors,
+    lengths_in_range,
 )
 from sparseflash.attention import attention
-from sparseflash.backends import BACKENDS, BackendError, select
-from sparseflash.dispatch.call import block_mask, spec_of
+from sparseflash.backends.base import BackendError
+from sparseflash.backends.select import reasons_against, select
+from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.plan import fitted_mask
 from sparseflash.dispatch.spec import AttentionSpec
-from sparseflash.score import ScoreFunction
+from sparseflash.options import AttentionOptions, OptionKeywords
 
 SECONDS = 0.2  # of measurement for each time
 
@@ -42,12 +45,15 @@ class Times:
 class Explanation:
     """What a call would do.
 
-    density:       s, non-zero blocks over all blocks
-    backend:       the one that would run it, None when none can
-    configuration: of its passes
-    why_not:       the reasons of every backend that cannot, or that "auto" passes over
-    measured:      this mask on that backend; full: the mask of all pairs there; dense: torch's own
-        attention of all pairs, None where torch has none for these tensors
+    Args:
+        spec: The facts of the call.
+        density: s, non-zero blocks over all blocks.
+        backend: The one that would run it, None when none can.
+        configuration: Of its passes.
+        why_not: The reasons of every backend that cannot, or that "auto" skips.
+        measured: This mask on that backend; None if nothing was timed.
+        full: The mask of all pairs there.
+        dense: torch's own attention of all pairs.
     """
 
     spec: AttentionSpec
@@ -92,80 +98,69 @@ class Explanation:
 
 
 def explain(
-    mask: AnyMask | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: AnyMask | None = None,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    score: ScoreFunction | str | None = None,
+    key_lengths: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    key_lengths: Tensor | None = None,
-    precision: str = "ieee",
-    deterministic: bool = True,
-    backend: str = "auto",
-    measure: bool = True,
+    measure: bool = False,
+    **options: Unpack[OptionKeywords],
 ) -> Explanation:
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
 
-    measure: also time the call, the full mask and torch's dense attention, each forward and
-        backward, with the options of the call (torch's without softcap, score, bias,
-        sinks and key_lengths).
-    Raises what attention raises, but no BackendError: `backend` is None in what it returns.
+    Args:
+        query, key, value, mask, key_lengths, bias, sinks, **options: As in sparseflash.attention.
+        measure: Also time the call, the full mask and torch's dense attention, each forward and
+            backward, with the options of the call (torch's without softcap, score, bias, sinks
+            and key_lengths).
+
+    Returns:
+        An Explanation, whose `backend` is None where no backend can serve the call.
+
+    Raises:
+        TypeError, ValueError: As sparseflash.attention does.
     """
     query, key, value = (x.detach() for x in checked_tensors(query, key, value, key_lengths))
-    options = checked_options(scale, softcap, score, dropout_p, precision, deterministic)
     if bias is not None:
-        checked_bias(bias, query, key)
+        bias = checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
-    found = block_mask(checked_mask(mask), query, key)
-    spec = spec_of(query, key, found, key_lengths is not None, *options, bias is not None)
-    why_not = {b.name: reasons for b in BACKENDS if (reasons := b.reasons(backend, spec))}
+    found = fitted_mask(checked_mask(mask), query, key)
+    spec = AttentionSpec.from_call(
+        *(query, key, found, AttentionOptions(**options)),
+        has_key_lengths=key_lengths is not None,
+        bias=bias is not None,
+    )
+    why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, found))}
     try:
-        chosen = select(backend, spec)
+        chosen = select(spec, found)
     except BackendError:
         return Explanation(spec, found.density, None, {}, why_not)
-    table = found.table(query.device, chosen.tiling(spec))
-    explanation = partial(
-        Explanation,
-        spec,
-        found.density,
-        chosen.name,
-        chosen.describe(query, key, value, table, spec),
-        why_not,
-    )
+    plan = Plan(spec, chosen, found.table(query.device, chosen.block_size_for(spec, found)))
+    call = Call(plan, lengths_in_range(key_lengths, key), bias=bias)
+    configuration = chosen.describe(call, found, query, key, value)
+    explanation = Explanation(spec, found.density, chosen.name, configuration, why_not)
     if not measure:
-        return explanation()
+        return explanation
 
-    def attend(mask: AnyMask) -> Times:
-        call = partial(
-            attention,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            score=score,
-            bias=bias,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            key_lengths=key_lengths,
-            precision=precision,
-            deterministic=deterministic,
-            backend=chosen.name,
-        )
-        return _times(call, query, key, value)
-
+    tensors = {"key_lengths": key_lengths, "bias": bias, "sinks": sinks}
+    attend = partial(attention, **tensors, **(options | {"backend": chosen.name}))
     full = FULL(found.seq_len, found.block_size, query.device)
     dense = partial(
         scaled_dot_product_attention,
-        scale=scale,
-        dropout_p=dropout_p,
+        scale=options.get("scale"),
+        dropout_p=spec.dropout_p,
         enable_gqa=spec.heads != spec.kv_heads,
     )
-    return explanation(attend(found), attend(full), _times(dense, query, key, value))
+    return replace(
+        explanation,
+        measured=_times(partial(attend, mask=found), query, key, value),
+        full=_times(partial(attend, mask=full), query, key, value),
+        dense=_times(dense, query, key, value),
+    )
 
 
 def _times(attend: Callable[..., Tensor], *tensors: Tensor) -> Times:
@@ -182,5 +177,7 @@ def _times(attend: Callable[..., Tensor], *tensors: Tensor) -> Times:
 
 
 def _median(run: Callable[[], object]) -> float:
+    from torch.utils.benchmark import Timer  # takes long to import
+
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from einops import rearrange
@@ -11,6 +11,7 @@ from torch import Tensor
 from masks import BlockMask, Pattern, documents
 from masks.parse import as_pattern
 from sparseflash.attention import attention
+from sparseflash.options import OptionKeywords
 
 
 @overload
@@ -22,15 +23,10 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     pattern: Pattern | str | None = None,
     *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    return_lse: Literal[False] = False,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
-    precision: str = "ieee",
-    deterministic: bool = True,
-    backend: str = "auto",
     seed: int | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -41,15 +37,10 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     pattern: Pattern | str | None = None,
     *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    return_lse: Literal[True],
-    softcap: float | None = None,
     sinks: Tensor | None = None,
-    precision: str = "ieee",
-    deterministic: bool = True,
-    backend: str = "auto",
     seed: int | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
     query: Tensor,
@@ -59,30 +50,38 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     pattern: Pattern | str | None = None,
     *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
-    precision: str = "ieee",
-    deterministic: bool = True,
-    backend: str = "auto",
     seed: int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of the documents that query, key and value hold one after another.
 
-    query: (total_q, heads, head_dim); key, value: (total_k, kv_heads, head_dim), any strides
-    cu_seqlens_q, cu_seqlens_k: int32 or int64 (documents + 1,): document n has the queries
-        cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the keys likewise; from 0 to the total. They
-        are read on the host: a tensor on the GPU is waited for.
-    pattern: which pairs of a document attend, at its own lengths: a Pattern, its text as
-        masks.parse reads it, or None for all of them.
+    One lookup table serves all documents: it is compiled when lengths are new, in about 3 ms a
+    document, and the last 32 are cached.
 
-    Everything else is as in sparseflash.attention. Returns out like query, and with return_lse the
-    lse, (heads, total_q). One lookup table serves all documents: it is compiled when lengths are
-    new, in about 3 ms a document, and the last 32 are kept.
-    Raises what attention raises.
-    Source: Dao et al., FlashAttention's varlen interface.
+    Args:
+        query: (total_q, heads, head_dim), any strides.
+        key: (total_k, kv_heads, head_dim), any strides.
+        value: Like key.
+        cu_seqlens_q: int32 or int64 (documents + 1,), from 0 to total_q: document n has the
+            queries cu_seqlens_q[n] to cu_seqlens_q[n + 1]. It is read on the host: a tensor on
+            the GPU is waited for.
+        cu_seqlens_k: Likewise of the keys.
+        pattern: Which pairs of a document attend, at its own lengths: a Pattern, its text as
+            masks.parse reads it, or None for all of them.
+        sinks, seed, return_lse: As in sparseflash.attention.
+        **options: Those of AttentionOptions. A score function is given the places of tokens among
+            all documents.
+
+    Returns:
+        out like query, and with return_lse the lse, (heads, total_q).
+
+    Raises:
+        TypeError, ValueError, BackendError: As sparseflash.attention does.
+
+    Reference:
+        Dao et al., FlashAttention's varlen interface.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
@@ -104,15 +103,10 @@ def attention_varlen(
         key,
         value,
         _packed(q_lengths, k_lengths, own, query.device),
-        scale=scale,
-        dropout_p=dropout_p,
-        return_lse=True,
-        softcap=softcap,
         sinks=sinks,
-        precision=precision,
-        deterministic=deterministic,
-        backend=backend,
         seed=seed,
+        return_lse=True,
+        **options,
     )
     out = rearrange(out, "1 heads total dim -> total heads dim")
     return (out, lse.squeeze(0)) if return_lse else out

@@ -12,7 +12,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, differentiable; block_scores get the gradient of the blocks."""
     if not _is_differentiated(query, key, value, call.bias, block_scores):
-        return call.forward(query, key, value)  # autograd would take a fifth of the host time
+        return call.forward(query, key, value)  # autograd would double the host time
     return _apply(query, key, value, call.bias, block_scores, call)
 
 
@@ -26,13 +26,16 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 class _BlockSparseAttention(torch.autograd.Function):
-    """(out, lse) of one call; what the backward needs is O(N): the inputs, out and lse."""
+    """(out, lse) of one call. What the backward needs is O(N): the inputs, out and lse.
+
+    Every tensor that the backward reads is saved, so that a change in place is an error.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, bias, block_scores, call):
         out, lse = call.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.call = call
+        ctx.save_for_backward(query, key, value, out, lse, call.key_lengths, bias)
+        ctx.plan, ctx.seed = call.plan, call.seed
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -40,11 +43,13 @@ class _BlockSparseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
             return (None,) * 6
+        *saved, key_lengths, bias = ctx.saved_tensors
+        call = Call(ctx.plan, key_lengths, ctx.seed, bias)
         needs = ctx.needs_input_grad[:5]
-        if torch.is_grad_enabled():  # somebody may differentiate once more
-            grads = _Gradients.apply(ctx.call, needs, grad_out, grad_lse, *ctx.saved_tensors)
+        if torch.is_grad_enabled():  # the gradients may be differentiated once more
+            grads = _Gradients.apply(call, needs, grad_out, grad_lse, *saved)
         else:
-            grads = ctx.call.backward(grad_out, grad_lse, ctx.saved_tensors, needs)
+            grads = call.backward(grad_out, grad_lse, saved, needs)
         return *grads, None
 
 

@@ -6,6 +6,9 @@ mask. A pattern is compiled when the graph runs, at the lengths it runs with, so
 every sequence length.
 """
 
+from dataclasses import fields
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -14,21 +17,36 @@ from masks import DynamicMask
 from masks.handle import find
 from sparseflash.arguments import AnyMask
 from sparseflash.dispatch.autograd import refuse_second_derivative
-from sparseflash.dispatch.call import Call, prepare
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.plan import plan_call
+from sparseflash.options import OPTION_NAMES, AttentionOptions
+from sparseflash.score import ScoreFunction
 
-
-def mask_arguments(mask: AnyMask) -> tuple[Tensor | None, str]:
-    """(blocks, mask) of the operators: which blocks of which mask, None for all of them."""
-    if isinstance(mask, DynamicMask):
-        return mask.blocks, mask.support.handle
-    return None, mask.handle
-
+_TYPES = {
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+    ScoreFunction | str | None: "str?",
+}
+# bias: float (1 or heads, distances); block_scores: those of a DynamicMask that get a gradient;
+# blocks: which blocks of `mask` a DynamicMask selects; mask: the handle of a Pattern or BlockMask;
+# seed: int64 () on the CPU, None without dropout.
+_REST = "Tensor? bias, Tensor? block_scores, Tensor? blocks, str mask, Tensor? key_lengths, " + (
+    ", ".join(["Tensor? seed", *(f"{_TYPES[f.type]} {f.name}" for f in fields(AttentionOptions))])
+)
+_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    "(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor lse, {_REST}, bool[] needs) -> Tensor[]"
+)
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "block_scores")
 
 _of_graphs: dict[str, AnyMask] = {}
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether somebody besides autograd watches a call with this tensor."""
+    """Whether anything besides autograd watches a call with this tensor."""
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
@@ -37,131 +55,113 @@ def is_traced(tensor: Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("sparseflash::attention", mutates_args=())
-def attention(
+def traced_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: AnyMask,
     bias: Tensor | None,
     block_scores: Tensor | None,
-    blocks: Tensor | None,
-    mask: str,
     key_lengths: Tensor | None,
     seed: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    score: str | None,
-    dropout_p: float,
-    precision: str,
-    deterministic: bool,
-    backend: str,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of checked arguments.
-
-    mask: the handle of a Pattern or BlockMask, of which `blocks` says what a DynamicMask keeps;
-    block_scores: those that a DynamicMask has and that want its gradient; seed: int64 () on the
-    CPU, None without dropout.
-    """
-    options = (scale, softcap, score, dropout_p, precision, deterministic, backend)
-    call = _prepare(query, key, bias, (False, False), blocks, mask, key_lengths, seed, *options)
-    out, lse = call.forward(query, key, value)
-    return _laid_out_like(out, query), lse
+    """(out, lse) of checked arguments through the operator."""
+    blocks = mask.blocks if isinstance(mask, DynamicMask) else None
+    handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
+    rest = (bias, block_scores, blocks, handle, key_lengths, seed)
+    return attention(query, key, value, *rest, *options.items().values())
 
 
-@torch.library.custom_op("sparseflash::attention_backward", mutates_args=())
-def attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    block_scores: Tensor | None,
-    blocks: Tensor | None,
-    mask: str,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    score: str | None,
-    dropout_p: float,
-    precision: str,
-    deterministic: bool,
-    backend: str,
-    needs: list[bool],
-) -> list[Tensor]:
+@torch.library.custom_op("sparseflash::attention", mutates_args=(), schema=_SCHEMA)
+def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of checked arguments."""
+    given = _named(attention, arguments)
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    out, lse = _call(given).forward(query, key, value)
+    return _with_promised_strides(out, query), lse
+
+
+@torch.library.custom_op(
+    "sparseflash::attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
+)
+def attention_backward(*arguments: Any) -> list[Tensor]:
     """The gradients of those of (query, key, value, bias, block_scores) that `needs` names."""
-    options = (scale, softcap, score, dropout_p, precision, deterministic, backend)
-    call = _prepare(query, key, bias, needs[3:], blocks, mask, key_lengths, seed, *options)
-    grads = call.backward(grad_out, grad_lse, (query, key, value, out, lse), tuple(needs))
-    inputs = (query, key, value, bias, block_scores)
+    given = _named(attention_backward, arguments)
+    needs = given["needs"]
+    saved = tuple([given[name] for name in ("query", "key", "value", "out", "lse")])
+    grads = _call(given, needs[3:]).backward(
+        given["grad_out"], given["grad_lse"], saved, tuple(needs)
+    )
     return [
-        _laid_out_like(grad, x)
-        for grad, x in zip(grads, inputs, strict=True)
-        if grad is not None and x is not None
+        _with_promised_strides(grad, given[name])
+        for grad, name in zip(grads, _DIFFERENTIABLE, strict=True)
+        if grad is not None
     ]
 
 
-def _prepare(query, key, bias, needs, blocks, mask, key_lengths, seed, *options) -> Call:
-    """needs: whether the gradients of bias and block_scores are wanted"""
-    seed = 0 if seed is None else int(seed)
-    needs_bias, needs_blocks = needs
-    found = find(mask)
-    return prepare(
-        query,
-        key,
-        found if blocks is None else DynamicMask.of(found, blocks),
-        key_lengths,
-        seed,
-        *options,
-        bias=bias,
-        differentiates_bias=needs_bias,
-        differentiates_blocks=needs_blocks,
+def _named(operator, arguments: tuple) -> dict[str, Any]:
+    """The arguments of an operator by name."""
+    names = [argument.name for argument in operator._opoverload._schema.arguments]
+    return dict(zip(names, arguments, strict=True))
+
+
+def _call(given: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> Call:
+    """needs: whether the gradients of bias and of block_scores are wanted."""
+    mask, seed = find(given["mask"]), given["seed"]
+    return plan_call(
+        *(given["query"], given["key"], given["value"]),
+        mask if given["blocks"] is None else DynamicMask.of(mask, given["blocks"]),
+        key_lengths=given["key_lengths"],
+        seed=0 if seed is None else int(seed),
+        bias=given["bias"],
+        differentiates_bias=needs[0],
+        differentiates_blocks=needs[1],
+        **{name: given[name] for name in OPTION_NAMES},
     )
 
 
-def _laid_out_like(result: Tensor, like: Tensor) -> Tensor:
-    """With the strides that a graph was promised."""
+def _with_promised_strides(result: Tensor, like: Tensor) -> Tensor:
+    """With the strides of a new tensor like `like`, which the graph was promised."""
     promised = torch.empty_like(like, device="meta").stride()
     return result if result.stride() == promised else torch.empty_like(like).copy_(result)
 
 
 @attention.register_fake
-def _(query, key, value, bias, block_scores, blocks, mask, *options):
+def _(*arguments):
+    given = _named(attention, arguments)
+    query, mask = given["query"], given["mask"]
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
 
 
 @attention_backward.register_fake
-def _(grad_out, grad_lse, query, key, value, out, lse, bias, block_scores, *options):
-    inputs = (query, key, value, bias, block_scores)
-    return [torch.empty_like(x) for x, needed in zip(inputs, options[-1], strict=True) if needed]
+def _(*arguments):
+    given = _named(attention_backward, arguments)
+    wanted = zip(_DIFFERENTIABLE, given["needs"], strict=True)
+    return [torch.empty_like(given[name]) for name, needed in wanted if needed]
 
 
 def _save(ctx, inputs, output):
-    query, key, value, bias, block_scores, blocks, mask, key_lengths, seed, *options = inputs
-    tensors = (query, key, value, *output, bias, block_scores, blocks, key_lengths, seed)
-    ctx.save_for_backward(*tensors)
-    ctx.mask, ctx.options = mask, options
-    ctx.kept = find(mask)  # it may have been made for this call alone
+    given = _named(attention, inputs)
+    given["out"], given["lse"] = output
+    ctx.tensors = [name for name, x in given.items() if isinstance(x, Tensor)]
+    ctx.save_for_backward(*(given.pop(name) for name in ctx.tensors))
+    ctx.others = given
+    ctx.found = find(given["mask"])  # it may have been made for this call alone
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    nothing = [None] * len(ctx.needs_input_grad)
+    needs = ctx.needs_input_grad
     if grad_out is None and grad_lse is None:
-        return tuple(nothing)
-    *saved, key_lengths, seed = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:5])
-    grads = iter(
-        attention_backward(
-            grad_out, grad_lse, *saved, ctx.mask, key_lengths, seed, *ctx.options, needs
-        )
-    )
-    return *(next(grads) if needed else None for needed in needs), *nothing[5:]
+        return (None,) * len(needs)
+    given = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
+    given |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": list(needs[:5])}
+    names = [argument.name for argument in attention_backward._opoverload._schema.arguments]
+    grads = iter(attention_backward(*(given[name] for name in names)))
+    return tuple(next(grads) if needed else None for needed in needs)
 
 
 attention.register_autograd(_differentiate, setup_context=_save)
@@ -170,31 +170,31 @@ attention_backward.register_autograd(refuse_second_derivative)
 
 @attention.register_vmap
 def _(info, in_dims, *arguments):
-    return _folded(attention, 3, info, in_dims, arguments), (0, 0)
+    return _folded(attention, info, in_dims, arguments), (0, 0)
 
 
 @attention_backward.register_vmap
 def _(info, in_dims, *arguments):
-    grads = _folded(attention_backward, 7, info, in_dims, arguments)
+    grads = _folded(attention_backward, info, in_dims, arguments)
     return grads, [0] * len(grads)
 
 
-def _folded(operator, bias, info, in_dims, arguments):
-    """The results of an operator with the mapped dimension made part of the batch.
-
-    bias: its place among the arguments, after which come block_scores, blocks, mask, key_lengths,
-        seed and options.
-    """
-    dropout_p = arguments[bias + 9]
-    if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p must be 0 under torch.func.vmap, got {dropout_p}")
-    if in_dims[bias] is not None or (operator is attention_backward and arguments[-1][3]):
+def _folded(operator, info, in_dims, arguments):
+    """The results of an operator with the mapped dimension made part of the batch."""
+    given, dims = _named(operator, arguments), _named(operator, in_dims)
+    if given["dropout_p"] > 0:
+        raise NotImplementedError(
+            f"dropout_p must be 0 under torch.func.vmap, got {given['dropout_p']}"
+        )
+    if dims["bias"] is not None or (operator is attention_backward and given["needs"][3]):
         raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
-    if arguments[bias + 2] is not None:
+    if given["blocks"] is not None:
         raise NotImplementedError("mask must not be a DynamicMask under vmap")
     folded = (
-        _into_batch(x, dim, info.batch_size) if isinstance(x, Tensor) and i != bias else x
-        for i, (x, dim) in enumerate(zip(arguments, in_dims, strict=True))
+        _into_batch(x, dims[name], info.batch_size)
+        if isinstance(x, Tensor) and name != "bias"
+        else x
+        for name, x in given.items()
     )
     results = operator(*folded)
     return type(results)(x.unflatten(0, (info.batch_size, -1)) for x in results)

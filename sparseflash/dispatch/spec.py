@@ -1,31 +1,38 @@
-"""AttentionSpec: the hashable facts of one call, by which a backend says whether it can serve
-it.
-"""
+"""AttentionSpec: the hashable facts of a call, by which a backend says whether it can serve it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Self
 
 import torch
+from torch import Tensor
 
-TILE = (128, 128)  # tokens: the (queries, keys) that kernels of large tiles compute at a time
-SMALL_TILE = (64, 64)  # likewise those of small ones
-FEW_QUERIES = 16  # the least side of a block: so many queries are one row of blocks in any mask
+from masks import BlockMask, DynamicMask
+from sparseflash.options import AttentionOptions
+
+FEW_QUERIES = 16  # the least side of a block: so many queries are one block row of any mask
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """The facts of one attention call. Lengths in tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec(AttentionOptions):
+    """The options of one call, its scale resolved, and the facts of its tensors and its mask.
 
     query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
-    query head h reads key head h // (heads // kv_heads). mask_heads is 1 (all heads share one
-    mask) or heads, mask_batch likewise 1 or batch. precision, "ieee" or "tf32", is that of float32
-    products. softcap is 0 for none; score names a ScoreFunction; bias says whether there is one,
-    differentiates_bias whether its gradient may be wanted, differentiates_blocks whether that of
-    the blocks of a DynamicMask may be. fill is the share that blocks of the mask cover of the
-    TILEs that they touch, None where only the device knows; small_fill likewise of SMALL_TILEs.
-    deterministic says whether the same inputs must give the same bits.
+    query head h reads key head h // (heads // kv_heads). Lengths in tokens.
+
+    Args:
+        block_size: (bq, bk) of the mask, in tokens.
+        mask_heads: 1 if all heads share one mask, else heads.
+        mask_batch: 1 if all batch elements share one mask, else batch.
+        has_key_lengths: Whether keys are masked past the length of their batch element.
+        bias: Whether there is a bias of distances.
+        differentiates_bias: Whether its gradient may be asked for.
+        differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
     """
 
+    scale: float
+    score: str | None = None
     batch: int
     heads: int
     kv_heads: int
@@ -35,32 +42,62 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     block_size: tuple[int, int]
-    mask_heads: int
-    scale: float
-    dropout_p: float
-    has_key_lengths: bool
-    precision: str = "ieee"
-    softcap: float = 0.0
-    score: str | None = None
+    mask_heads: int = 1
+    mask_batch: int = 1
+    has_key_lengths: bool = False
     bias: bool = False
     differentiates_bias: bool = False
-    mask_batch: int = 1
     differentiates_blocks: bool = False
-    fill: float | None = 1.0
-    small_fill: float | None = 1.0
-    deterministic: bool = True
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
+        AttentionOptions.__post_init__(self)
         facts = tuple(getattr(self, fact.name) for fact in fields(self) if fact.compare)
         object.__setattr__(self, "_hash", hash(facts))
 
     def __hash__(self) -> int:
-        return self._hash  # a call looks up by its facts what is known of them, several times
+        return self._hash
+
+    @classmethod
+    def from_call(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        mask: BlockMask | DynamicMask,
+        options: AttentionOptions,
+        *,
+        has_key_lengths: bool = False,
+        bias: bool = False,
+        differentiates_bias: bool = False,
+        differentiates_blocks: bool = False,
+    ) -> Self:
+        """The spec of checked arguments."""
+        batch, heads, q_len, head_dim = query.shape
+        resolved = options.items()
+        if options.scale is None:
+            resolved["scale"] = 1.0 / math.sqrt(head_dim)
+        return cls(
+            **resolved,
+            batch=batch,
+            heads=heads,
+            kv_heads=key.shape[1],
+            q_len=q_len,
+            k_len=key.shape[2],
+            head_dim=head_dim,
+            dtype=query.dtype,
+            device=query.device,
+            block_size=mask.block_size,
+            mask_heads=mask.num_heads,
+            mask_batch=mask.num_batches,
+            has_key_lengths=has_key_lengths,
+            bias=bias,
+            differentiates_bias=differentiates_bias,
+            differentiates_blocks=differentiates_blocks,
+        )
 
     @property
     def few_queries(self) -> bool:
-        """Whether all queries lie in one row of blocks, as in a step of decoding."""
+        """Whether all queries lie in one block row, as in a step of decoding."""
         return self.q_len <= FEW_QUERIES
 
     @property
@@ -77,7 +114,7 @@ class AttentionSpec:
 
 
 _ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
-    "softcap": lambda spec: spec.softcap > 0,
+    "softcap": lambda spec: spec.softcap is not None,
     "score function": lambda spec: spec.score is not None,
     "bias": lambda spec: spec.bias,
     "gradient of bias": lambda spec: spec.differentiates_bias,

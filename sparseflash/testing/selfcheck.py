@@ -14,9 +14,11 @@ from rich.progress import track
 from rich.table import Table
 
 import masks
+from sparseflash import backends
 from sparseflash.attention import attention
-from sparseflash.backends import BACKENDS
-from sparseflash.dispatch.call import block_mask, spec_of
+from sparseflash.backends.select import reasons_against
+from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.options import AttentionOptions
 from sparseflash.testing.error_budget import check_attention, make_inputs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,10 +66,11 @@ class Case:
     def why_not(self) -> list[str]:
         """The backend's reasons against this case."""
         query, key, _, _ = self.inputs(LENGTHS)
-        mask = block_mask(PATTERNS[0](LENGTHS, self.block_size, self.device), query, key)
-        spec = spec_of(query, key, mask, self.padded, None, 0.0, None, self.dropout_p, "ieee")
-        (backend,) = (b for b in BACKENDS if b.name == self.backend)
-        return backend.reasons(self.backend, spec)
+        mask = PATTERNS[0](LENGTHS, self.block_size, self.device)
+        options = AttentionOptions(dropout_p=self.dropout_p, backend=self.backend)
+        spec = AttentionSpec.from_call(query, key, mask, options, has_key_lengths=self.padded)
+        (backend,) = (b for b in backends.BACKENDS if b.name == self.backend)
+        return reasons_against(backend, spec, mask)
 
     def run(self, pattern: masks.Pattern, lengths: Lengths) -> None:
         """Raises AssertionError where a result errs by more than the error budget."""
@@ -124,7 +127,7 @@ def selfcheck(console: Console | None = None, processes: int = 1) -> int:
 
 def cases() -> Iterator[Case]:
     """Those that the backends of this machine can serve."""
-    for backend in BACKENDS:
+    for backend in backends.BACKENDS:
         for device in _devices():
             # Every other one: kernels take longer to compile than to check.
             combinations = [(dtype, dim) for dtype in DTYPES for dim in HEAD_DIMS][::2]
@@ -147,7 +150,7 @@ def unavailable() -> dict[str, list[str]]:
     first = partial(Case, device=_devices()[0], dtype=torch.float16, head_dim=64)
     return {
         b.name: first(b.name, block_size=(128, 128), dropout_p=0.0, padded=False).why_not()
-        for b in BACKENDS
+        for b in backends.BACKENDS
         if b.name not in served
     }
 

@@ -22,7 +22,7 @@ from sparseflash.backends.hopper import (
     launch,
     query_gradient,
 )
-from sparseflash.dispatch.spec import AttentionSpec
+from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
     compile_instead_of_launching,
     compiled,
@@ -58,17 +58,13 @@ def call(
     (q_len, k_len), heads = mask.seq_len, 2
     query = torch.empty(batch, heads, q_len, head_dim, dtype=dtype)
     key = torch.empty(batch, kv_heads, k_len, head_dim, dtype=dtype)
-    spec = AttentionSpec(
-        *(batch, heads, kv_heads, q_len, k_len, head_dim, dtype, query.device),
-        *(mask.block_size, mask.num_heads, 1.0, dropout_p, key_lengths is not None),
-        deterministic=deterministic,
-    )
-    call = (mask.table(), key_lengths, 1, spec)
-    out, lse = hopper.forward(query, key, key, *call)
+    options = {"scale": 1.0, "dropout_p": dropout_p, "deterministic": deterministic}
+    call = call_on(hopper, query, key, mask, key_lengths=key_lengths, seed=1, **options)
+    out, lse = hopper.forward(call, query, key, key)
     grad_out = query if grad_out is None else grad_out
     grad_lse = lse if with_grad_lse else None
     needs = (True, True, True, False, False)
-    hopper.backward(grad_out, grad_lse, query, key, key, out, lse, *call, needs)
+    hopper.backward(call, grad_out, grad_lse, (query, key, key, out, lse), needs)
 
 
 def report_variants(head_dim: int, block: int):

@@ -17,6 +17,7 @@ import torch
 import triton
 
 from masks import BlockMask, DynamicMask
+from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.triton import (
     backward_pass,
     configs,
@@ -25,8 +26,8 @@ from sparseflash.backends.triton import (
     forward_pass,
     launch,
 )
-from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import ScoreFunction
+from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
     SHARED_MEMORY,
     compile_instead_of_launching,
@@ -58,29 +59,20 @@ def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **fa
 
     facts: of AttentionSpec, where they are not those of a plain call
     """
-    batch, heads, seq_len, head_dim = query.shape
+    seq_len = query.shape[2]
     key = query[:, :kv_heads]
     if which == "decode":
         query, mask = query[:, :, :1], of_last_query(mask)
         bias = None if bias is None else bias[:, :seq_len]
-    spec = AttentionSpec(
-        *(batch, heads, key.shape[1], query.shape[2], seq_len),
-        *(head_dim, query.dtype, query.device),
-        *(mask.block_size, mask.num_heads, 1.0, facts.pop("dropout_p", 0.0)),
-        has_key_lengths=key_lengths is not None,
-        bias=bias is not None,
-        **facts,
-    )
-    call = (mask.table(), key_lengths, 1, spec)
-    if which == "forward":
-        forward_pass.forward(query, key, key, *call, bias)
-    elif which == "decode":
-        decode.forward(query, key, key, *call, bias)
+    given = {"key_lengths": key_lengths, "seed": 1, "bias": bias, "scale": 1.0}
+    call = call_on(triton_backend, query, key, mask, **given, **facts)
+    if which in ("forward", "decode"):
+        triton_backend.forward(call, query, key, key)
     else:
         lse = torch.empty(query.shape[:3])
         sums = which == "ds_sums"
         needs = (which == "dq", which == "dkdv", which == "dkdv", sums and bias is not None, sums)
-        backward_pass.backward(query, None, query, key, key, query, lse, *call, needs, bias)
+        triton_backend.backward(call, query, None, (query, key, key, query, lse), needs)
 
 
 def of_last_query(mask: BlockMask | DynamicMask) -> BlockMask | DynamicMask:

@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader
 from types import ModuleType
 from unittest.mock import patch
@@ -14,10 +14,9 @@ import torch
 import sparseflash.backends.compiled  # noqa: F401 (imports Triton once, before the simulations)
 from sparseflash.backends import hopper
 from sparseflash.dispatch.autograd import run
-from sparseflash.dispatch.call import Call
-from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
+from tests.helpers.calls import call_on
 from tests.helpers.planted_bugs import Bug, plant
 
 PREFIX = f"{hopper.__name__}."
@@ -109,26 +108,12 @@ def check(
         query, key = query.abs() * 6, -key.abs() * 6
     mask = pattern(lengths, block_size)
     options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
-    spec = spec_of(query, key, mask, dropout_p, bool(options), deterministic)
-    seed = -(2**40) - 3
     if dropout_p:
-        options |= {"dropout_p": dropout_p, "seed": seed}
+        options |= {"dropout_p": dropout_p, "seed": -(2**40) - 3}
     if scale:
-        spec, options = replace(spec, scale=scale), options | {"scale": scale}
-
-    def attention(*inputs):
-        lengths = options.get("key_lengths")
-        return run(Call(spec, hopper, mask.table(), lengths, seed), *inputs)
-
+        options |= {"scale": scale}
+    attention = partial(
+        run, call_on(hopper, query, key, mask, deterministic=deterministic, **options)
+    )
     with poisoned_empty():  # in the backward pass too
         check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)
-
-
-def spec_of(query, key, mask, dropout_p=0.0, has_key_lengths=False, deterministic=True):
-    batch, heads, q_len, head_dim = query.shape
-    _, kv_heads, k_len, _ = key.shape
-    return AttentionSpec(
-        *(batch, heads, kv_heads, q_len, k_len, head_dim, query.dtype, query.device),
-        *(mask.block_size, mask.num_heads, head_dim**-0.5, dropout_p, has_key_lengths),
-        deterministic=deterministic,
-    )

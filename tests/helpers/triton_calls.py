@@ -8,9 +8,8 @@ import torch
 from masks.block_mask import BlockMask
 from sparseflash.backends import triton as triton_backend
 from sparseflash.dispatch.autograd import run
-from sparseflash.dispatch.call import Call
-from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import check_attention, poisoned_empty
+from tests.helpers.calls import call_on
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 DTYPES = [torch.float32, torch.float16]
@@ -40,14 +39,10 @@ def mixed_mask(q_len, k_len, block_size, layers=1, seed=0):
 
 def block_sparse(query, key, value, mask, *, scale=None, dropout_p=0.0, key_lengths=None, seed=0):
     """(out, lse) of the backend through the autograd boundary."""
-    spec = AttentionSpec(
-        *(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3]),
-        *(query.dtype, query.device, mask.block_size, mask.num_heads),
-        *(scale or 1 / math.sqrt(query.shape[3]), dropout_p, key_lengths is not None),
-    )
-    assert triton_backend.why_not(spec) == []
+    options = {"scale": scale, "dropout_p": dropout_p, "key_lengths": key_lengths, "seed": seed}
+    call = call_on(triton_backend, query, key, mask, **options)
+    assert triton_backend.why_not(call.spec, mask) == []
     with poisoned_empty():
-        call = Call(spec, triton_backend, mask.table(query.device), key_lengths, seed)
         return run(call, query, key, value)
 
 

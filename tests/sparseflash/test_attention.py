@@ -5,8 +5,7 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash.arguments import checked_options
-from sparseflash.dispatch.call import _compiled
+from sparseflash.dispatch.plan import _compiled
 from sparseflash.reference import memory_efficient_attention, standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -300,8 +299,7 @@ def test_bad_input_names_the_argument(change, message):
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_torch_may_ask_for_determinism(everywhere, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: everywhere)
-    *_, deterministic = checked_options(None, None, None, 0.0, "ieee", False)
-    assert deterministic == everywhere
+    assert sparseflash.AttentionOptions(deterministic=False).deterministic == everywhere
 
 
 def test_an_impossible_call_lists_every_reason():

@@ -2,6 +2,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 import masks
 import sparseflash
 from sparseflash import backends
-from sparseflash.backends import BACKENDS, select
 
 explanation = sys.modules["sparseflash.explain"]  # the function has the same name
 HAS_GPU = torch.cuda.is_available()
@@ -27,7 +27,7 @@ def tensors(seq_len=100, kv_heads=2, head_dim=16):
 
 
 def test_backend_configuration_and_reasons():
-    found = sparseflash.explain(masks.causal(), *tensors(), backend="triton", measure=False)
+    found = sparseflash.explain(*tensors(), masks.causal(), backend="triton")
     assert found.backend == "triton"
     assert set(found.configuration) == {"forward", "dq", "dkdv"}
     assert found.measured is found.predicted is found.dense_is_faster is None
@@ -35,7 +35,7 @@ def test_backend_configuration_and_reasons():
 
 
 def test_no_backend_is_no_error():
-    found = sparseflash.explain(None, *tensors(head_dim=512), backend="triton")
+    found = sparseflash.explain(*tensors(head_dim=512), backend="triton")
     assert found.backend is None
     assert "head_dim is 512" in found.why_not["triton"][0]
     assert "not triton: head_dim is 512" in str(found)
@@ -45,7 +45,7 @@ def test_times():
     tensors_ = tensors(kv_heads=1)
     mask = masks.causal()(100, 16, tensors_[0].device)
     sinks = torch.zeros(2, device=tensors_[0].device)
-    found = sparseflash.explain(mask, *tensors_, dropout_p=0.1, sinks=sinks)
+    found = sparseflash.explain(*tensors_, mask, dropout_p=0.1, sinks=sinks, measure=True)
     assert found.density == mask.density
     for times in (found.measured, found.full, found.dense):
         assert times.forward > 0
@@ -73,7 +73,9 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
     tensors_ = tensors(kv_heads=1)
     mask = masks.local(3)(100, 16, tensors_[0].device)
     sinks = torch.zeros(2, device=tensors_[0].device)
-    found = sparseflash.explain(mask, *tensors_, scale=0.3, dropout_p=0.1, sinks=sinks)
+    found = sparseflash.explain(
+        *tensors_, mask, scale=0.3, dropout_p=0.1, sinks=sinks, measure=True
+    )
     ours, full, dense = timed
     assert ours.keywords["mask"] is mask
     assert ours.keywords["sinks"] is full.keywords["sinks"] is sinks
@@ -91,16 +93,13 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
 
 
 def test_reasons_are_those_of_the_call_that_was_asked_for(monkeypatch):
-    first = BACKENDS[0 if not HAS_GPU else -1]
-    slow = replace(first, name="slow", pass_over=lambda spec: ["slower"])
-    for module in (backends, explanation):
-        monkeypatch.setattr(module, "BACKENDS", (slow, first))
-    select.cache_clear()
-    explain = partial(sparseflash.explain, None, *tensors(), measure=False)
+    first = backends.BACKENDS[0 if not HAS_GPU else -1]
+    slow = SimpleNamespace(**vars(first) | {"name": "slow", "auto_skip": lambda *call: ["slower"]})
+    monkeypatch.setattr(backends, "BACKENDS", (slow, first))
+    explain = partial(sparseflash.explain, *tensors())
     assert (explain().backend, explain().why_not) == (first.name, {"slow": ["slower"]})
     named = explain(backend="slow")
     assert (named.backend, named.why_not) == ("slow", {})
-    select.cache_clear()
 
 
 def test_a_time_is_in_milliseconds():
@@ -110,8 +109,8 @@ def test_a_time_is_in_milliseconds():
 
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="precision must be"):
-        sparseflash.explain(None, *tensors(), precision="half")
+        sparseflash.explain(*tensors(), precision="half")
     with pytest.raises(ValueError, match="bias must be"):
-        sparseflash.explain(None, *tensors(), bias=torch.zeros(1, 3), measure=False)
+        sparseflash.explain(*tensors(), bias=torch.zeros(1, 3))
     with pytest.raises(ValueError, match="sinks must be"):
-        sparseflash.explain(None, *tensors(), sinks=torch.zeros(3), measure=False)
+        sparseflash.explain(*tensors(), sinks=torch.zeros(3))

@@ -1,20 +1,46 @@
-"""The embedded default: vectorised PyTorch that really skips the empty blocks, both ways."""
+"""The backend "cpu": vectorised PyTorch that skips the empty blocks in both passes."""
 
 import torch
 
 from sparseflash.backends.cpu.passes import backward, forward
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 
-__all__ = ["backward", "forward", "why_not"]
+__all__ = [
+    "auto_skip",
+    "backward",
+    "block_size_for",
+    "describe",
+    "extras",
+    "forward",
+    "name",
+    "why_not",
+]
 
+name = "cpu"
+extras = EVERY_EXTRA
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def why_not(spec: AttentionSpec) -> list[str]:
-    """The reasons for which the cpu backend cannot serve a call; empty when it can."""
+def why_not(spec: AttentionSpec, mask) -> list[str]:
+    """The reasons for which it cannot serve a call; empty when it can."""
     reasons = []
     if spec.device.type != "cpu":
         reasons.append(f"needs CPU tensors, got {spec.device}")
     if spec.dtype not in _DTYPES:
         reasons.append(f"needs one of {', '.join(map(str, _DTYPES))}, got {spec.dtype}")
     return reasons
+
+
+def auto_skip(spec: AttentionSpec, mask) -> list[str]:
+    """Nothing: where it can serve a call no other backend can."""
+    return []
+
+
+def block_size_for(spec: AttentionSpec, mask) -> tuple[int, int]:
+    """The block size of the mask."""
+    return spec.block_size
+
+
+def describe(call, mask, query, key, value) -> dict[str, str]:
+    """Nothing: there is one way."""
+    return {}

@@ -22,28 +22,18 @@ import math
 import torch
 from torch import Tensor
 
-from masks.lookup_table import LookupTable
 from sparseflash.backends.cpu.problem import LOG2E, problems
 from sparseflash.backends.cpu.workspace import workspace
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.call import Call
 
 
 @torch.autocast("cpu", enabled=False)  # the dtype of products is chosen here
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one call; see sparseflash.backends.Backend."""
-    q = _blocks(query, table.block_size[0])
-    k, v = _key_blocks(key, value, table, key_lengths)
+def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call; see sparseflash.backends.base."""
+    q = _blocks(query, call.table.block_size[0])
+    k, v = _key_blocks(key, value, call)
     out, lse = torch.zeros_like(q), q.new_full((*q.shape[:2], 1), -math.inf)
-    for problem in problems(table, key_lengths, seed, spec, bias):
+    for problem in problems(call):
         q_here = problem.queries_of(q)
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
         out_here, lse_here = torch.empty_like(q_here), lse.new_empty((*q_here.shape[:2], 1))
@@ -56,8 +46,8 @@ def forward(
             total = problem.by_problem(weights.sum(-1, keepdim=True)).sum(1)
             lse_here[:, part] = maximum / LOG2E + total.log()
             # Any other row has a weight of 1, so the clamp changes rows without a key only.
-            total = total.clamp_(min=1) * (1 - spec.dropout_p)
-            products = torch.bmm(_drop(weights, problem.kept(part)), v_here)
+            total = total.clamp_(min=1) * (1 - call.spec.dropout_p)
+            products = torch.bmm(_drop(weights, problem.dropout_keep_mask(part)), v_here)
             out_here[:, part] = problem.by_problem(products).sum(1).div_(total)
         problem.write_queries(out, out_here)
         problem.write_queries(lse, lse_here)
@@ -66,37 +56,31 @@ def forward(
 
 @torch.autocast("cpu", enabled=False)
 def backward(
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
+    saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, bias and blocks; see sparseflash.backends.Backend."""
+    """The gradients of query, key, value, bias and blocks; see sparseflash.backends.base."""
+    query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
+    spec, table, bias = call.spec, call.table, call.bias
     bq = table.block_size[0]
     q, grad_o = _blocks(query, bq), _blocks(grad_out, bq)
-    k, v = _key_blocks(key, value, table, key_lengths)
+    k, v = _key_blocks(key, value, call)
     delta = (grad_o * _blocks(out, bq)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta -= _blocks(grad_lse.unsqueeze(-1), bq)
     # A query without a key has only scores of -inf: any finite LSE gives them the weight 0.
     lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
-    grad_o = grad_o / (1 - spec.dropout_p)
+    grad_o = grad_o / (1 - call.spec.dropout_p)
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     grad_bias = q.new_zeros(bias.numel() if bias is not None else 0)
     rows, columns = table.by_query.num_rows, table.by_key.num_rows
     grad_blocks = q.new_zeros((spec.batch, spec.heads, rows, columns) if needs_blocks else 0)
 
-    for problem in problems(table, key_lengths, seed, spec, bias):
+    for problem in problems(call):
         q_here, grad_o_here = problem.queries_of(q), problem.queries_of(grad_o)
         lse_here, delta_here = problem.queries_of(lse), problem.queries_of(delta)
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
@@ -104,7 +88,7 @@ def backward(
         grad_k_here = workspace.take("grad_key", k_here.shape, k.dtype).zero_()
         grad_v_here = workspace.take("grad_value", v_here.shape, v.dtype).zero_()
         for part in problem.parts():
-            kept = problem.kept(part)
+            keep_mask = problem.dropout_keep_mask(part)
             q_part, grad_o_part, lse_part, delta_part = (
                 problem.to_segments(x[:, part])
                 for x in (q_here, grad_o_here, lse_here, delta_here)
@@ -112,9 +96,9 @@ def backward(
             weights, slopes = problem.scores(part, q_part, k_here, slopes=True)
             weights.sub_(lse_part).exp2_()
             if needs_value:
-                grad_v_here.baddbmm_(_drop(weights, kept).mT, grad_o_part)
+                grad_v_here.baddbmm_(_drop(weights, keep_mask).mT, grad_o_part)
             if needs_query or needs_key or needs_bias or needs_blocks:
-                grad_weights = _drop(problem.product("grad", grad_o_part, v_here.mT), kept)
+                grad_weights = _drop(problem.product("grad", grad_o_part, v_here.mT), keep_mask)
                 grad_scores = grad_weights.sub_(delta_part).mul_(weights)
                 if needs_bias and bias is not None:
                     grad_bias.index_add_(
@@ -141,18 +125,17 @@ def backward(
     )
 
 
-def _drop(x: Tensor, kept: Tensor | None) -> Tensor:
-    return x if kept is None else x * kept
+def _drop(x: Tensor, keep_mask: Tensor | None) -> Tensor:
+    return x if keep_mask is None else x * keep_mask
 
 
-def _key_blocks(
-    key: Tensor, value: Tensor, table: LookupTable, key_lengths: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _key_blocks(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Both in blocks, with zeros for padded keys: what those hold must not matter, even NaN."""
-    if key_lengths is not None:
-        inside = torch.arange(key.shape[2], device="cpu") < key_lengths.view(-1, 1)
+    if call.key_lengths is not None:
+        inside = torch.arange(key.shape[2], device="cpu") < call.key_lengths.view(-1, 1)
         key, value = (torch.where(inside[:, None, :, None], x, 0) for x in (key, value))
-    return _blocks(key, table.block_size[1]), _blocks(value, table.block_size[1])
+    block_k = call.table.block_size[1]
+    return _blocks(key, block_k), _blocks(value, block_k)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

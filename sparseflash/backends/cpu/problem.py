@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from masks.lookup_table import LookupTable
 from sparseflash.backends.cpu.plan import (
     CHUNK_FLOATS,
     Chunk,
@@ -15,15 +14,15 @@ from sparseflash.backends.cpu.plan import (
     queries_at_once,
 )
 from sparseflash.backends.cpu.workspace import workspace
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.call import Call
 from sparseflash.dropout import keep_mask_of_quads
 from sparseflash.score import named
 
 LOG2E = math.log2(math.e)
-# (256, 8): the bias of the eight keys whose bits a byte holds, 0 where set and -inf elsewhere.
+# (256, 8): what is added to the scores of the eight keys of a byte, 0 where set, -inf elsewhere.
 _BYTES, _BITS = (torch.arange(n, device="cpu") for n in (256, 8))
 _BIT_SET = (_BYTES.unsqueeze(1) >> _BITS) % 2 == 1
-_BYTE_BIAS = torch.where(_BIT_SET, 0.0, -math.inf)
+_BYTE_MASK = torch.where(_BIT_SET, 0.0, -math.inf)
 
 
 class Problem:
@@ -35,24 +34,19 @@ class Problem:
     (batch * heads * blocks, block, head_dim).
     """
 
-    def __init__(
-        self,
-        chunk: Chunk,
-        table: LookupTable,
-        key_lengths: Tensor | None,
-        seed: int,
-        spec: AttentionSpec,
-        bias: Tensor | None = None,
-    ):
-        self._chunk, self._seed, self._spec, self._bias = chunk, seed, spec, bias
+    def __init__(self, chunk: Chunk, call: Call):
+        table, self._spec, self._bias = call.table, call.spec, call.bias
+        self._chunk, self._seed = chunk, call.seed
         self._block_q, self._block_k = table.block_size
         self._rows, self._columns = table.by_query.num_rows, table.by_key.num_rows
         self._query_blocks = chunk.query_blocks.flatten()
         self._key_blocks = chunk.key_blocks.flatten()
         self._keys = chunk.key_blocks.shape[1] * self._block_k
         self._width = keys_at_once(chunk.key_blocks.shape[1], self._block_k)
-        self._tile_bias = self._bias_of_tiles(table.bit_tiles) if chunk.tiles.numel() else None
-        self._padding_bias = None if key_lengths is None else self._bias_of_padding(key_lengths)
+        self._tile_mask = self._mask_of_tiles(table.bit_tiles) if chunk.tiles.numel() else None
+        self._padding_mask = (
+            None if call.key_lengths is None else self._mask_of_padding(call.key_lengths)
+        )
 
     def queries_of(self, blocks: Tensor) -> Tensor:
         """(problems, queries, head_dim)"""
@@ -126,10 +120,10 @@ class Problem:
             slope = derivative if slope is None else slope * derivative
         if self._bias is not None:
             scores.add_(self._bias.flatten()[self.places(self._bias, part)], alpha=LOG2E)
-        if self._tile_bias is not None:
-            self._add_tile_bias(scores, self._tile_bias, part)
-        if self._padding_bias is not None:
-            scores.add_(self._padding_bias)
+        if self._tile_mask is not None:
+            self._add_tile_mask(scores, self._tile_mask, part)
+        if self._padding_mask is not None:
+            scores.add_(self._padding_mask)
         return scores, slope
 
     def places(self, bias: Tensor, part: slice) -> Tensor:
@@ -151,7 +145,7 @@ class Problem:
         batch, head = bh // self._spec.heads, bh % self._spec.heads
         return batch, head, self.to_segments(query.unsqueeze(2)), key.view(-1, 1, self._width)
 
-    def kept(self, part: slice) -> Tensor | None:
+    def dropout_keep_mask(self, part: slice) -> Tensor | None:
         """The pairs that dropout keeps: bool, in the shape of scores; None without dropout."""
         if self._spec.dropout_p == 0:
             return None
@@ -165,47 +159,41 @@ class Problem:
             self._spec.dropout_p,
         )
 
-    def _add_tile_bias(self, scores: Tensor, tile_bias: Tensor, part: slice):
+    def _add_tile_mask(self, scores: Tensor, tile_mask: Tensor, part: slice):
         # Merged rows share their tiles. A part is made of whole rows or lies within one.
         first_query = part.start % self._block_q
-        bias = tile_bias[:, first_query : first_query + part.stop - part.start]
-        by_row = self.by_problem(scores).unflatten(2, (-1, bias.shape[1]))
-        first_key = self._keys - bias.shape[2]
+        mask = tile_mask[:, first_query : first_query + part.stop - part.start]
+        by_row = self.by_problem(scores).unflatten(2, (-1, mask.shape[1]))
+        first_key = self._keys - mask.shape[2]
         for start in range(first_key - first_key % self._width, self._keys, self._width):
             masked = slice(max(start, first_key), start + self._width)
             segment = by_row[:, start // self._width, ..., masked.start - start :]
-            here = bias[..., masked.start - first_key : masked.stop - first_key]
+            here = mask[..., masked.start - first_key : masked.stop - first_key]
             segment.add_(here.unsqueeze(1))
 
-    def _bias_of_tiles(self, bank: Tensor) -> Tensor:
+    def _mask_of_tiles(self, bank: Tensor) -> Tensor:
         """(problems, bq, partial * bk): for the last keys of each problem."""
         in_bytes = bank.view(torch.uint8)[..., : self._block_k // 8]
         tiles = in_bytes.index_select(0, self._chunk.tiles.flatten())
         by_query = tiles.unflatten(0, self._chunk.tiles.shape).transpose(1, 2)
-        bias = _BYTE_BIAS.index_select(0, by_query.flatten().int())
-        return bias.view(len(self._chunk.bh), self._block_q, -1)
+        mask = _BYTE_MASK.index_select(0, by_query.flatten().int())
+        return mask.view(len(self._chunk.bh), self._block_q, -1)
 
-    def _bias_of_padding(self, key_lengths: Tensor) -> Tensor:
+    def _mask_of_padding(self, key_lengths: Tensor) -> Tensor:
         """(problems * segments, 1, width)"""
         length = key_lengths[self._chunk.bh // self._spec.heads].unsqueeze(1)
         padded = _tokens(self._chunk.key_blocks % self._columns, self._block_k) >= length
         return torch.where(padded, -math.inf, 0.0).view(-1, 1, self._width)
 
 
-def problems(
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
-    bias: Tensor | None = None,
-) -> Iterator[Problem]:
+def problems(call: Call) -> Iterator[Problem]:
     """Every non-empty block row of every head exactly once.
 
     They share their memory: a problem is valid until the next one is asked for.
     """
-    with workspace.keep_at_most(CHUNK_FLOATS):
-        for chunk in chunks(table, spec):
-            yield Problem(chunk, table, key_lengths, seed, spec, bias)
+    with workspace.trimmed(CHUNK_FLOATS):
+        for chunk in chunks(call.table, call.spec):
+            yield Problem(chunk, call)
 
 
 def _tokens(blocks: Tensor, size: int) -> Tensor:

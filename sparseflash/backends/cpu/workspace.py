@@ -1,6 +1,6 @@
 """Scratch memory that the calls of one thread use again and again.
 
-Fresh memory costs a page fault every 4 KB: together as much time as the product that fills it.
+Fresh memory costs a page fault every 4 KB: in all as much time as the product that fills it.
 """
 
 import math
@@ -27,13 +27,13 @@ class Workspace(threading.local):
         return memory[:size].view(shape)
 
     @contextmanager
-    def keep_at_most(self, elements: int) -> Iterator[None]:
-        """Gives the memory of larger tensors back at the end."""
+    def trimmed(self, elements: int) -> Iterator[None]:
+        """Frees the memory of larger tensors at the end."""
         try:
             yield
         finally:
-            kept = {key: m for key, m in self._memory.items() if m.numel() <= elements}
-            self._memory = kept
+            small = {key: m for key, m in self._memory.items() if m.numel() <= elements}
+            self._memory = small
 
 
 workspace = Workspace()

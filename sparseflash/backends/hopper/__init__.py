@@ -1,6 +1,6 @@
 """The backend "hopper": Gluon kernels for GPUs of compute capability 9.0.
 
-The functions make a sparseflash.backends.Backend. Triton is imported by the first call that needs
+The module is a sparseflash.backends.base.Backend. Triton is imported by the first call that needs
 it, so this package can be imported where Triton is not installed.
 """
 
@@ -10,9 +10,15 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from masks import BlockMask, DynamicMask
 from masks.lookup_table import LookupTable
-from sparseflash.dispatch.spec import SMALL_TILE, TILE, AttentionSpec
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import AttentionSpec
 
+name = "hopper"
+extras: frozenset[str] = frozenset()
+TILE = (128, 128)  # tokens: the (queries, keys) that kernels of large tiles compute at a time
+SMALL_TILE = (64, 64)  # likewise those of small ones
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 CAPABILITY = (9, 0)
@@ -34,7 +40,7 @@ FUSED_BLOCKS = 7
 FUSED_HEAD_DIMS = {False: (64, 96, 128), True: (64,)}
 
 
-def why_not(spec: AttentionSpec) -> list[str]:
+def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
     """The reasons for which the kernels cannot serve a call; empty when they can."""
     if find_spec("triton") is None:
         return ["triton is not installed"]
@@ -48,7 +54,7 @@ def why_not(spec: AttentionSpec) -> list[str]:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim is {spec.head_dim}, needs one of {HEAD_DIMS}")
-    if spec.fill is None and tiling(spec) != spec.block_size:
+    if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(
             f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} for one of the head "
             f"dims {tuple(TILE_PAYS)}, where the device chooses the blocks"
@@ -56,40 +62,44 @@ def why_not(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def tiling(spec: AttentionSpec) -> tuple[int, int]:
+def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[int, int]:
     """The blocks of the table that the kernels read: TILEs, or SMALL_TILEs where smaller blocks
     leave more of a TILE empty than pays.
     """
     if min(spec.block_size) >= min(TILE) or spec.head_dim not in TILE_PAYS:
         return TILE
-    if spec.fill is None or spec.small_fill is None:  # the device chooses the blocks
+    fill, small_fill = mask.coverage(TILE), mask.coverage(SMALL_TILE)
+    if fill is None or small_fill is None:  # the device chooses the blocks
         return SMALL_TILE
-    return SMALL_TILE if spec.fill < TILE_PAYS[spec.head_dim] * spec.small_fill else TILE
+    return SMALL_TILE if fill < TILE_PAYS[spec.head_dim] * small_fill else TILE
 
 
-def _fill(spec: AttentionSpec) -> tuple[float | None, float]:
+def _fill(
+    spec: AttentionSpec, mask: BlockMask | DynamicMask, tile: tuple[int, int]
+) -> tuple[float | None, float]:
     """The fill of the tiles that the kernels read, and the least that pays."""
     side = min(spec.block_size)
-    if tiling(spec) == TILE:
-        return spec.fill, LEAST_FILL.get(side, 0.0)
-    return spec.small_fill, LEAST_SMALL_FILL[spec.head_dim].get(side, 0.0)
+    if tile == TILE:
+        return mask.coverage(tile), LEAST_FILL.get(side, 0.0)
+    return mask.coverage(tile), LEAST_SMALL_FILL[spec.head_dim].get(side, 0.0)
 
 
 def describe(
-    query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
+    call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
     """How a mask of other blocks is served, and gradients in no fixed order; see
-    sparseflash.backends.Backend.
+    sparseflash.backends.base.
     """
-    found = {}
-    tile = tiling(spec)
+    found, spec = {}, call.spec
+    tile = call.table.block_size
     if spec.block_size != tile or tile == SMALL_TILE:
         found["tiles"] = f"{tile}"
     if spec.block_size != tile:
-        found["tiles"] += f", {_fill(spec)[0]:.0%} of them covered by blocks of {spec.block_size}"
+        covered = f"{mask.coverage(tile):.0%} of them covered by blocks of {spec.block_size}"
+        found["tiles"] += f", {covered}"
     if tile == SMALL_TILE:
         found["tiles"] += ", of which several programs share a multiprocessor"
-    if fuses(table, spec):
+    if fuses(call.table, spec):
         found["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
     return found
 
@@ -103,13 +113,13 @@ def fuses(table: LookupTable, spec: AttentionSpec) -> bool:
     return blocks is not None and blocks >= FUSED_BLOCKS
 
 
-def pass_over(spec: AttentionSpec) -> list[str]:
+def auto_skip(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
-    reasons = []
-    filled, least = _fill(spec)
+    reasons, tile = [], block_size_for(spec, mask)
+    filled, least = _fill(spec, mask, tile)
     if filled < least:
         reasons.append(
-            f"blocks of {spec.block_size} cover {filled:.0%} of the {tiling(spec)} tiles that "
+            f"blocks of {spec.block_size} cover {filled:.0%} of the {tile} tiles that "
             f"they touch, which pays from {least:.0%} on"
         )
     if spec.few_queries:
@@ -122,39 +132,24 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse); see sparseflash.backends.Backend."""
+def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse); see sparseflash.backends.base."""
     forward_pass, _ = _passes()
-    return forward_pass.forward(query, key, value, table, key_lengths, seed, spec)
+    rest = (call.table, call.key_lengths, call.seed, call.spec)
+    return forward_pass.forward(query, key, value, *rest)
 
 
 def backward(
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
+    saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients; see sparseflash.backends.Backend."""
+    """The gradients; see sparseflash.backends.base."""
     _, backward_pass = _passes()
-    saved = (query, key, value, out, lse)
-    call = (table, key_lengths, seed, spec, needs[:3])
-    return *backward_pass.backward(grad_out, grad_lse, *saved, *call), None, None
+    rest = (call.table, call.key_lengths, call.seed, call.spec, needs[:3])
+    return *backward_pass.backward(grad_out, grad_lse, *saved, *rest), None, None
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 """The backend "triton": kernels in Triton, on any GPU that Triton compiles for.
 
-`why_not`, `forward` and `backward` make a sparseflash.backends.Backend. Triton is imported by the
+The module is a sparseflash.backends.base.Backend. Triton is imported by the
 first call that needs it, so this package can be imported where Triton is not installed.
 """
 
@@ -11,10 +11,15 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from masks import BlockMask, DynamicMask
 from masks.lookup_table import LookupTable
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 from sparseflash.score import named
 
+name = "triton"
+extras = EVERY_EXTRA
+TILE = (128, 128)  # tokens
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)
 BLOCK_SIDES = (16, 32, 64, 128, 256)
@@ -27,7 +32,7 @@ MIN_MERGED_SIDE = 64
 MIN_COVERAGE = {16: 0.5, 32: 0.7}
 
 
-def why_not(spec: AttentionSpec) -> list[str]:
+def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
     """The reasons for which the kernels cannot serve a call; empty when they can."""
     if find_spec("triton") is None:
         return ["triton is not installed"]
@@ -75,12 +80,18 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def tiling(spec: AttentionSpec) -> tuple[int, int]:
+def auto_skip(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+    """Nothing: no other backend can serve what comes to this one."""
+    return []
+
+
+def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[int, int]:
     """Larger blocks where small ones cover enough of the tiles that they touch, else their own."""
     least = MIN_COVERAGE.get(min(spec.block_size))
-    if least is None or spec.fill is None or spec.few_queries or spec.device.type != "cuda":
+    if least is None or spec.few_queries or spec.device.type != "cuda":
         return spec.block_size
-    if spec.fill < least:
+    coverage = mask.coverage(TILE)
+    if coverage is None or coverage < least:
         return spec.block_size
     block_q, block_k = spec.block_size
     return max(block_q, MIN_MERGED_SIDE), max(block_k, MIN_MERGED_SIDE)
@@ -97,14 +108,14 @@ def _in_blocks(spec: AttentionSpec, block_size: tuple[int, int]) -> AttentionSpe
 
 
 def describe(
-    query: Tensor, key: Tensor, value: Tensor, table: LookupTable, spec: AttentionSpec
+    call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
     """The configuration of each pass, and the tiles into which small blocks are merged; see
-    sparseflash.backends.Backend.
+    sparseflash.backends.base.
     """
     from sparseflash.backends.triton import decode, launch
 
-    tiles = {}
+    tiles, spec, table = {}, call.spec, call.table
     if table.block_size != spec.block_size:
         tiles["tiles"] = f"{table.block_size}, merged from blocks of {spec.block_size}"
     spec = _as_read(spec, table)
@@ -118,45 +129,25 @@ def describe(
     return tiles | passes
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse); see sparseflash.backends.Backend."""
+def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse); see sparseflash.backends.base."""
     decode, forward_pass, _ = _passes()
-    spec = _as_read(spec, table)
+    spec = _as_read(call.spec, call.table)
     run = decode.forward if spec.few_queries else forward_pass.forward
-    return run(query, key, value, table, key_lengths, seed, spec, bias)
+    return run(query, key, value, call.table, call.key_lengths, call.seed, spec, call.bias)
 
 
 def backward(
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
+    saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients; see sparseflash.backends.Backend."""
+    """The gradients; see sparseflash.backends.base."""
     _, _, backward_pass = _passes()
-    spec = _as_read(spec, table)
-    saved = (query, key, value, out, lse)
-    return backward_pass.backward(
-        grad_out, grad_lse, *saved, table, key_lengths, seed, spec, needs, bias
-    )
+    rest = (call.table, call.key_lengths, call.seed, _as_read(call.spec, call.table), needs)
+    return backward_pass.backward(grad_out, grad_lse, *saved, *rest, call.bias)
 
 
 @lru_cache(maxsize=1)

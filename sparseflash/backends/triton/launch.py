@@ -200,8 +200,9 @@ def _variant_of(
     pass_name: str, spec: AttentionSpec, describable: bool, packed_rows: int
 ) -> KernelVariant:
     facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size)
-    variants = (spec.dropout_p > 0, spec.softcap > 0, spec.score, spec.bias, spec.precision)
-    return kernel_variant(pass_name, *facts, *variants, describable, packed_rows)
+    scores = (spec.softcap is not None, spec.score, spec.bias, spec.precision)
+    dropout = spec.dropout_p > 0
+    return kernel_variant(pass_name, *facts, dropout, *scores, describable, packed_rows)
 
 
 @contextmanager
@@ -320,4 +321,4 @@ def _sizes_and_grid(
 
 def _scalars(spec: AttentionSpec) -> tuple[float, float, int, float]:
     least = dropout.threshold(spec.dropout_p)
-    return spec.scale * LOG2E.value, spec.softcap, least, 1.0 / (1.0 - spec.dropout_p)
+    return spec.scale * LOG2E.value, spec.softcap or 0.0, least, 1.0 / (1.0 - spec.dropout_p)

@@ -4,12 +4,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from masks import BlockMask
-from sparseflash.backends import cpu, select
+from sparseflash.backends import cpu
 from sparseflash.backends.cpu import plan
 from sparseflash.dispatch.autograd import run
-from sparseflash.dispatch.call import Call
-from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+from tests.helpers.calls import call_on, spec_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PATTERNS = {
@@ -29,43 +28,22 @@ def dense_mask(pattern: str, q_len: int, k_len: int) -> torch.Tensor:
     return pairs.expand(q_len, k_len)
 
 
-def table_of(dense: torch.Tensor, block_size=16):
-    return BlockMask.from_dense(dense, block_size).table()
+def mask_of(dense: torch.Tensor, block_size=16) -> BlockMask:
+    return BlockMask.from_dense(dense, block_size)
 
 
-def spec_of(query, key, table, *, scale=None, dropout_p=0.0, key_lengths=None) -> AttentionSpec:
-    return AttentionSpec(
-        batch=query.shape[0],
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        q_len=query.shape[2],
-        k_len=key.shape[2],
-        head_dim=query.shape[3],
-        dtype=query.dtype,
-        device=query.device,
-        block_size=table.block_size,
-        mask_heads=table.head_to_mask.shape[1],
-        scale=query.shape[3] ** -0.5 if scale is None else scale,
-        dropout_p=dropout_p,
-        has_key_lengths=key_lengths is not None,
-    )
-
-
-def attention_with(table, seed=None, **options):
+def attention_with(mask, seed=0, **options):
     """fn(query, key, value) -> (out, lse) on the cpu backend."""
 
     def attention(query, key, value):
-        spec = spec_of(query, key, table, **options)
-        lengths = options.get("key_lengths")
-        backend = select("cpu", spec)
-        return run(Call(spec, backend, table, lengths, seed), query, key, value)
+        return run(call_on(cpu, query, key, mask, seed=seed, **options), query, key, value)
 
     return attention
 
 
 def check(dense, inputs, block_size=16, **options):
     query, key, value, grad_out = inputs
-    attention = attention_with(table_of(dense, block_size), **options)
+    attention = attention_with(mask_of(dense, block_size), **options)
     with poisoned_empty():
         return check_attention(attention, query, key, value, dense, grad_out=grad_out, **options)
 
@@ -137,7 +115,7 @@ def test_scale_and_large_scores():
 
 
 def test_gradcheck():
-    table = table_of(dense_mask("no keys", 50, 45))
+    table = mask_of(dense_mask("no keys", 50, 45))
     attention = attention_with(table, seed=3, dropout_p=0.2, key_lengths=torch.tensor([37]))
     query, key, value, _ = make_inputs(1, 2, 50, 45, 3, kv_heads=1, dtype=torch.float64)
 
@@ -157,7 +135,7 @@ def results_of(attention, query, key, value, grad_out):
 
 
 def test_repeated_runs_give_the_same_bits():
-    attention = attention_with(table_of(dense_mask("scattered", 300, 300)), seed=1, dropout_p=0.1)
+    attention = attention_with(mask_of(dense_mask("scattered", 300, 300)), seed=1, dropout_p=0.1)
     inputs = make_inputs(2, 4, 300, 300, 24, kv_heads=2)
     first = results_of(attention, *inputs)
     for _ in range(3):
@@ -166,7 +144,7 @@ def test_repeated_runs_give_the_same_bits():
 
 def test_masked_keys_change_no_bit():
     dense = dense_mask("causal", 100, 100) & (torch.arange(100) % 3 != 1)
-    attention = attention_with(table_of(dense))
+    attention = attention_with(mask_of(dense))
     query, key, value, grad_out = make_inputs(1, 2, 100, 100, 16)
     first = results_of(attention, query, key, value, grad_out)
     key[:, :, 1::3], value[:, :, 1::3] = 100.0, -100.0
@@ -175,7 +153,7 @@ def test_masked_keys_change_no_bit():
 
 def test_padded_keys_change_no_bit_even_when_nan():
     attention = attention_with(
-        table_of(dense_mask("causal", 100, 100)), key_lengths=torch.tensor([37])
+        mask_of(dense_mask("causal", 100, 100)), key_lengths=torch.tensor([37])
     )
     query, key, value, grad_out = make_inputs(1, 2, 100, 100, 16)
     first = results_of(attention, query, key, value, grad_out)
@@ -185,13 +163,11 @@ def test_padded_keys_change_no_bit_even_when_nan():
 
 def test_computes_only_what_is_needed():
     query, key, value, grad_out = make_inputs(1, 2, 70, 70, 16)
-    table = table_of(dense_mask("causal", 70, 70))
-    spec = spec_of(query, key, table)
-    out, lse = cpu.forward(query, key, value, table, None, None, spec)
+    call = call_on(cpu, query, key, mask_of(dense_mask("causal", 70, 70)))
+    saved = (query, key, value, *cpu.forward(call, query, key, value))
 
     def grads(*needs):
-        call = grad_out, None, query, key, value, out, lse, table, None, None, spec, needs
-        return cpu.backward(*call)
+        return cpu.backward(call, grad_out, None, saved, needs)
 
     everything = grads(True, True, True, False, False)
     for i in range(3):
@@ -218,7 +194,7 @@ def test_flops_are_those_of_the_non_zero_blocks(pattern):
     inputs = [x.requires_grad_() for x in (query, key, value)]
     product = 2 * dim * batch * heads * mask.nnz_blocks * block**2
     with count_flops() as forward:
-        out, _ = attention_with(mask.table())(*inputs)
+        out, _ = attention_with(mask)(*inputs)
     assert forward.get_total_flops() == 2 * product
     with count_flops() as backward:
         torch.autograd.grad(out, inputs, grad_out)
@@ -241,7 +217,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1, "seed": 1}], ids=["plain", "dropout"])
 def test_no_tensor_grows_faster_than_the_sequence(small_chunks, options):
     def largest(length: int) -> int:
-        table = table_of(dense_mask("full", length, length))
+        table = mask_of(dense_mask("full", length, length))
         query, key, value, grad_out = make_inputs(1, 1, length, length, 16)
         with LargestTensor() as mode:
             results_of(attention_with(table, **options), query, key, value, grad_out)
@@ -254,7 +230,7 @@ def test_saves_inputs_and_results_only():
     saved = []
     query, key, value, _ = make_inputs(1, 2, 128, 128, 16)
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    attention = attention_with(table_of(dense_mask("full", 128, 128)))
+    attention = attention_with(mask_of(dense_mask("full", 128, 128)))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape), lambda x: x):
         attention(*inputs)
     assert sorted(saved) == sorted([query.shape] * 4 + [query.shape[:3]])
@@ -262,9 +238,7 @@ def test_saves_inputs_and_results_only():
 
 def test_why_not():
     query, key, _, _ = make_inputs(1, 1, 16, 16, 8)
-    spec = spec_of(query, key, table_of(dense_mask("full", 16, 16)))
-    assert cpu.why_not(spec) == []
-    meta = spec_of(query.to("meta"), key, table_of(dense_mask("full", 16, 16)))
-    assert "meta" in cpu.why_not(meta)[0]
-    integers = spec_of(query.int(), key, table_of(dense_mask("full", 16, 16)))
-    assert "torch.int32" in cpu.why_not(integers)[0]
+    mask = mask_of(dense_mask("full", 16, 16))
+    assert cpu.why_not(spec_of(query, key, mask), mask) == []
+    assert "meta" in cpu.why_not(spec_of(query.to("meta"), key, mask), mask)[0]
+    assert "torch.int32" in cpu.why_not(spec_of(query.int(), key, mask), mask)[0]

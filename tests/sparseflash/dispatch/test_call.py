@@ -1,8 +1,8 @@
 """How a call is made ready for its backend, and that every option of a caller comes there."""
 
 import sys
-from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,45 +10,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import masks
 import sparseflash
-from masks.lookup_table import LookupTable
-from sparseflash.backends import BACKENDS, select
-from sparseflash.dispatch.call import _compiled, block_mask, prepare, spec_of
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash import backends
+from sparseflash.backends import cpu
+from sparseflash.dispatch.plan import _compiled, plan_call
 from sparseflash.nn import SparseAttention
 
 explanation = sys.modules["sparseflash.explain"]
 
 
-def forget_calls():
-    """What is known of calls by their facts, and what the masks of patterns keep of them."""
-    select.cache_clear()
+@pytest.fixture
+def only_backend(monkeypatch):
+    """Makes a copy of the backend "cpu" with other functions the only one."""
+
+    def replaced(**functions):
+        backend = SimpleNamespace(**vars(cpu) | functions)
+        monkeypatch.setattr(backends, "BACKENDS", (backend,))
+        _compiled.cache_clear()
+        return backend
+
+    yield replaced
     _compiled.cache_clear()
 
 
-@pytest.fixture
-def tiled(monkeypatch):
-    """A backend that reads tables of blocks of 128, whatever those of the mask."""
-    backend = replace(
-        BACKENDS[0],
+def test_a_backend_gets_the_table_that_it_reads(only_backend):
+    backend = only_backend(
         name="tiled",
-        tiling=lambda spec: (128, 128),
-        describe=lambda query, key, value, table, spec: {"blocks": str(table.block_size)},
+        block_size_for=lambda spec, mask: (128, 128),
+        describe=lambda call, mask, *tensors: {"blocks": str(call.table.block_size)},
     )
-    monkeypatch.setattr("sparseflash.backends.BACKENDS", (backend,))
-    forget_calls()
-    yield backend
-    forget_calls()
-
-
-def test_a_backend_gets_the_table_that_it_reads(tiled):
-    tensors = torch.empty(2, 1, 1, 300, 16)
+    tensors = torch.empty(3, 1, 1, 300, 16)
     mask = masks.local(40)(300, block_size=32)
-    call = prepare(*tensors, mask)
-    assert (call.backend, call.spec.block_size) == (tiled, (32, 32))
-    assert call.table is mask.table(block_size=(128, 128))
-    assert call.table is prepare(*tensors, mask).table
-    tensors = [*tensors, tensors[0]]
-    found = sparseflash.explain(mask, *tensors, measure=False)
+    plan = plan_call(*tensors, mask).plan
+    assert (plan.backend, plan.spec.block_size) == (backend, (32, 32))
+    assert plan.table is mask.table(block_size=(128, 128))
+    assert plan_call(*tensors, mask).plan is plan
+    found = sparseflash.explain(*tensors, mask)
     assert found.configuration == {"blocks": "(128, 128)"}
 
 
@@ -56,7 +52,7 @@ def test_a_backend_gets_the_table_that_it_reads(tiled):
 def times_checked(monkeypatch):
     """How often tensors are checked."""
     checks = []
-    module = sys.modules["sparseflash.attention"]
+    module = sys.modules["sparseflash.dispatch.plan"]
     check = module.check_tensors
 
     def counted(*tensors):
@@ -116,21 +112,6 @@ def test_a_kind_that_was_checked_lets_nothing_else_pass(change, message):
         sparseflash.attention(**(right | {"mask": mask} | change))
 
 
-def test_a_spec_says_how_far_blocks_fill_tiles():
-    tensors = torch.empty(2, 1, 1, 512, 16)
-
-    def fills(pattern, block_size):
-        mask = block_mask(pattern(512, block_size), *tensors)
-        spec = spec_of(*tensors, mask, False, None, 0.0, None, 0.0, "ieee")
-        return spec.fill, spec.small_fill
-
-    assert fills(masks.full(), 16) == (1.0, 1.0)
-    assert fills(masks.local(1), 256) == (1.0, 1.0)
-    assert fills(masks.local(1, align="top-left"), 32)[0] < 0.8
-    one_of_each_row = masks.pattern(lambda q, k: q // 32 == k // 32)
-    assert fills(one_of_each_row, 32) == (0.25, 0.5)
-
-
 class OnGpu(torch.Tensor):
     """A tensor of the CPU that says that it is on a GPU."""
 
@@ -143,51 +124,35 @@ def test_lengths_on_a_gpu_are_clamped_while_a_graph_is_captured_and_else_checked
 ):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     lengths = torch.tensor([-3, 0, 10, 99]).as_subclass(OnGpu)
-    tensors = torch.empty(2, 4, 1, 10, 16)
+    tensors = torch.empty(3, 4, 1, 10, 16)
     if capturing:
-        call = prepare(*tensors, masks.full(), lengths)
+        call = plan_call(*tensors, masks.full(), key_lengths=lengths)
         assert call.key_lengths.tolist() == [0, 0, 10, 10]
         assert call.key_lengths.dtype == torch.int32
         return
     with pytest.raises(ValueError, match=r"key_lengths must be 0 to 10, got \[-3, 0, 10, 99\]"):
-        prepare(*tensors, masks.full(), lengths)
+        plan_call(*tensors, masks.full(), key_lengths=lengths)
     lengths = torch.tensor([10, 0, 0, -1])
     with pytest.raises(ValueError, match="key_lengths must be 0 to 10"):
-        prepare(*tensors, masks.full(), lengths)
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What a backend was given in one of its passes."""
-
-    which: str
-    table: LookupTable
-    key_lengths: torch.Tensor | None
-    seed: int
-    spec: AttentionSpec
-    bias: torch.Tensor | None
+        plan_call(*tensors, masks.full(), key_lengths=lengths)
 
 
 @pytest.fixture
-def passed(monkeypatch):
-    """Everything that the backend "cpu", now the only one, is given."""
-    cpu, found = BACKENDS[0], []
+def passed(only_backend, monkeypatch):
+    """Every (pass, call) that the backend "cpu", now the only one, is given."""
+    found = []
 
-    def forward(query, key, value, *rest, bias=None):
-        found.append(Passed("forward", *rest, bias))
-        return cpu.forward(query, key, value, *rest, **({} if bias is None else {"bias": bias}))
+    def forward(call, *tensors):
+        found.append(("forward", call))
+        return cpu.forward(call, *tensors)
 
-    def backward(*arguments, bias=None):
-        found.append(Passed("backward", *arguments[7:11], bias))
-        return cpu.backward(*arguments, **({} if bias is None else {"bias": bias}))
+    def backward(call, *rest):
+        found.append(("backward", call))
+        return cpu.backward(call, *rest)
 
-    watched = (replace(cpu, forward=forward, backward=backward),)
-    monkeypatch.setattr("sparseflash.backends.BACKENDS", watched)
-    monkeypatch.setattr(explanation, "BACKENDS", watched)
+    only_backend(forward=forward, backward=backward)
     monkeypatch.setattr(explanation, "SECONDS", 1e-3)
-    forget_calls()
-    yield found
-    forget_calls()
+    return found
 
 
 LENGTH = 40
@@ -218,10 +183,10 @@ def test_options_come_to_both_passes(passed, traced):
     attend = partial(sparseflash.attention, score=HALF, bias=bias, key_lengths=lengths, seed=7)
     with Watching() if traced else torch.enable_grad():
         attend(*tensors(1, 2, LENGTH, 8), masks.local(3), **FACTS).sum().backward()
-    assert [given.which for given in passed] == ["forward", "backward"]
-    for given in passed:
-        assert {name: getattr(given.spec, name) for name in FACTS} == FACTS
+    assert [which for which, _ in passed] == ["forward", "backward"]
+    for _, given in passed:
         spec = given.spec
+        assert {name: getattr(spec, name) for name in FACTS} == FACTS
         assert (spec.score, spec.bias, spec.has_key_lengths) == (HALF.name, True, True)
         assert (given.seed, given.key_lengths.tolist()) == (7, [30])
         assert given.key_lengths.dtype == torch.int32
@@ -232,7 +197,7 @@ def test_options_of_packed_sequences_come_to_the_backend(passed):
     bounds = torch.tensor([0, 15, LENGTH])
     attend = partial(sparseflash.attention_varlen, *tensors(LENGTH, 2, 8), bounds, bounds)
     out = attend(seed=7, **FACTS)
-    (given,) = passed
+    ((_, given),) = passed
     assert {name: getattr(given.spec, name) for name in FACTS} == FACTS
     assert given.seed == 7
     assert isinstance(out, torch.Tensor)
@@ -247,8 +212,8 @@ def test_options_of_a_module_come_to_the_backend(passed):
     x = torch.randn(1, LENGTH, 16)
     module(x)
     module.eval()(x)
-    assert [given.spec.dropout_p for given in passed] == [0.25, 0.0]
-    assert not any(given.spec.deterministic for given in passed)
+    assert [given.spec.dropout_p for _, given in passed] == [0.25, 0.0]
+    assert not any(given.spec.deterministic for _, given in passed)
     module.backend = "none"
     with pytest.raises(ValueError, match="backend must be"):
         module(x)
@@ -258,8 +223,8 @@ def test_options_of_an_explained_call_are_those_that_are_measured(passed):
     bias, lengths = torch.randn(2, 2 * LENGTH - 1), torch.tensor([30])
     sinks, mask = torch.zeros(2), masks.local(3)(LENGTH, 16)
     options = FACTS | {"score": HALF, "bias": bias, "key_lengths": lengths, "sinks": sinks}
-    found = sparseflash.explain(mask, *tensors(1, 2, LENGTH, 8), **options)
-    assert {given.which for given in passed} == {"forward", "backward"}
-    for spec in (found.spec, *(given.spec for given in passed)):
+    found = sparseflash.explain(*tensors(1, 2, LENGTH, 8), mask, measure=True, **options)
+    assert {which for which, _ in passed} == {"forward", "backward"}
+    for spec in (found.spec, *(given.spec for _, given in passed)):
         assert {name: getattr(spec, name) for name in FACTS} == FACTS
         assert (spec.score, spec.bias, spec.has_key_lengths) == (HALF.name, True, True)

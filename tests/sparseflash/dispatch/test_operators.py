@@ -1,5 +1,6 @@
 """Attention inside torch's own machinery: compile, export, func, autocast, checkpointing."""
 
+import sys
 from functools import partial
 from shutil import which
 
@@ -112,15 +113,16 @@ def test_opcheck(backend, strides):
     bias = torch.randn(2, 35, device=BACKENDS[backend], requires_grad=True)
     scores = torch.rand(2, 1, 1, 2, device=BACKENDS[backend], requires_grad=True)
     chosen = DynamicMask.from_topk(scores, 1, 16, (16, 20))
-    for options in (
-        (None, None, None, mask.handle, None, None, None, 0.0, None, 0.0, "ieee", True, backend),
-        (bias, None, None, mask.handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", True, backend),
+    handle = mask.handle
+    for rest in (
+        (None, None, None, handle, None, None, None, None, None, 0.0, "ieee", True, backend),
+        (bias, None, None, handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", True, backend),
         (
-            *(None, scores, *operators.mask_arguments(chosen)),
-            *(None, None, None, 0.0, None, 0.0, "ieee", True, backend),
+            *(None, scores, chosen.blocks, chosen.support.handle),
+            *(None, None, None, None, None, 0.0, "ieee", True, backend),
         ),
     ):
-        torch.library.opcheck(operators.attention, (*tensors, *options))
+        torch.library.opcheck(operators.attention, (*tensors, *rest))
 
 
 class Module(torch.nn.Module):
@@ -231,7 +233,7 @@ def test_vmap_does_not_draw_dropout():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_second_derivatives_are_refused(traced, monkeypatch):
-    monkeypatch.setattr(operators, "is_traced", lambda tensor: traced)
+    monkeypatch.setattr(sys.modules["sparseflash.attention"], "is_traced", lambda tensor: traced)
     tensors = inputs()
     out = sparseflash.attention(*tensors)
     grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)

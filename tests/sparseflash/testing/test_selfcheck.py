@@ -1,6 +1,6 @@
 import io
 import pickle
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,16 +9,17 @@ from typer.testing import CliRunner
 
 import sparseflash
 from sparseflash import __main__, backends
-from sparseflash.testing import selfcheck as conformance
+from sparseflash.backends import cpu
+from sparseflash.testing import selfcheck
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(conformance, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(conformance, "HEAD_DIMS", (32, 64, 80))
-    monkeypatch.setattr(conformance, "CHECKS", conformance.CHECKS[4:])
-    monkeypatch.setattr(conformance, "BACKENDS", backends.BACKENDS[:1])
-    monkeypatch.setattr(conformance, "_devices", lambda: ["cpu"])
+    monkeypatch.setattr(selfcheck, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(selfcheck, "HEAD_DIMS", (32, 64, 80))
+    monkeypatch.setattr(selfcheck, "CHECKS", selfcheck.CHECKS[4:])
+    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS[:1])
+    monkeypatch.setattr(selfcheck, "_devices", lambda: ["cpu"])
 
 
 def run() -> tuple[int, str]:
@@ -50,7 +51,7 @@ def test_processes_share_the_cases(monkeypatch):
             return [check(*pickle.loads(pickle.dumps(part))) for part in zip(*parts, strict=True)]
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(conformance, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(selfcheck, "ProcessPoolExecutor", Pool)
     output = io.StringIO()
     assert sparseflash.selfcheck(Console(file=output, width=200), processes=3) == 0
     assert shared == [(3, "spawn", torch.set_num_threads, (2,))]
@@ -60,18 +61,17 @@ def test_processes_share_the_cases(monkeypatch):
 def test_every_check_is_made_once(monkeypatch):
     checked = []
     monkeypatch.setattr(
-        conformance.Case, "run", lambda case, *check: checked.append((case, *check))
+        selfcheck.Case, "run", lambda case, *check: checked.append((case, *check))
     )
     assert run()[0] == 0
-    expected = {(case, *check) for case in conformance.cases() for check in conformance.CHECKS}
+    expected = {(case, *check) for case in selfcheck.cases() for check in selfcheck.CHECKS}
     assert len(checked) == len(expected) == 6
     assert set(checked) == expected
 
 
 def test_a_wrong_backend_fails(monkeypatch):
-    wrong = replace(backends.BACKENDS[0], forward=lambda *a: [1.01 * x for x in cpu.forward(*a)])
-    cpu = backends.BACKENDS[0]
-    monkeypatch.setattr("sparseflash.dispatch.call.select", lambda name, spec: wrong)
+    wrong = vars(cpu) | {"forward": lambda *call: [1.01 * x for x in cpu.forward(*call)]}
+    monkeypatch.setattr(backends, "BACKENDS", (SimpleNamespace(**wrong),))
     result = CliRunner().invoke(__main__.app, ["selfcheck"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "error" in result.output
@@ -79,8 +79,8 @@ def test_a_wrong_backend_fails(monkeypatch):
 
 
 def test_nothing_checked_is_a_failure(monkeypatch):
-    nothing = replace(backends.BACKENDS[0], name="nothing", why_not=lambda spec: ["it is a stub"])
-    monkeypatch.setattr(conformance, "BACKENDS", (nothing,))
+    nothing = vars(cpu) | {"name": "nothing", "why_not": lambda spec, mask: ["it is a stub"]}
+    monkeypatch.setattr(backends, "BACKENDS", (SimpleNamespace(**nothing),))
     failures, output = run()
     assert failures == 1
     assert "nothing is not checked: it is a stub" in output

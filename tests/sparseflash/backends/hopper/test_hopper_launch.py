@@ -8,12 +8,12 @@ import torch
 
 import masks
 from sparseflash.backends.hopper import launch
-from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.testing import STRIDES, make_inputs
+from tests.helpers.calls import spec_of
 
-SPEC = AttentionSpec(
-    *(3, 4, 2, 1024, 1024, 64, torch.bfloat16, torch.device("cpu")),
-    *((128, 128), 1, 0.125, 0.0, False),
+SPEC = spec_of(
+    *(torch.empty(3, heads, 1024, 64, dtype=torch.bfloat16) for heads in (4, 2)),
+    masks.full()(1024),
 )
 
 

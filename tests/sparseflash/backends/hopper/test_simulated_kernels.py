@@ -10,7 +10,8 @@ import masks
 from sparseflash.backends import hopper
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers import simulated_gluon
-from tests.helpers.simulated_hopper import check, simulation, spec_of
+from tests.helpers.calls import call_on
+from tests.helpers.simulated_hopper import check, simulation
 
 FUSED = [(dropout, dim) for dropout, dims in hopper.FUSED_HEAD_DIMS.items() for dim in dims]
 PATTERNS = {
@@ -105,13 +106,15 @@ def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
     kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd"}
     query, key, value, grad_out = make_inputs(2, 2, 300, 200, head_dim, **kinds)
     mask = masks.pattern(lambda q, k: q >= 140)((300, 200), block_size)
-    call = (mask.table(), None, 0, spec_of(query, key, mask))
+    call = call_on(hopper, query, key, mask)
     grad_lse = torch.randn(2, 300, 2).mT if with_grad_lse else None
     with simulation():
-        out, lse = hopper.forward(query, key, value, *call)
-        saved = (grad_out, grad_lse, query, key, value, out, lse, *call)
+        out, lse = hopper.forward(call, query, key, value)
+        saved = (query, key, value, out, lse)
         padded_len = -(-300 // block_size) * block_size
-        written, by_their_own = (written_terms(padded_len, x, *saved) for x in (True, False))
+        written, by_their_own = (
+            written_terms(padded_len, x, call, grad_out, grad_lse, saved) for x in (True, False)
+        )
     lse2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
     delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
     expected = torch.zeros(2, 2, 2, padded_len)
@@ -121,9 +124,9 @@ def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
     assert torch.equal(by_their_own, written)
 
 
-def written_terms(padded_len, needs_query, *saved_and_call):
+def written_terms(padded_len, needs_query, *call_and_gradients):
     """The row terms of a backward pass that is to make dQ, or nothing."""
     terms = torch.full((2 * 2 * 2, padded_len), torch.nan)
     with patch(f"{hopper.__name__}.row_terms.empty", return_value=terms):
-        hopper.backward(*saved_and_call, (needs_query, False, False))
+        hopper.backward(*call_and_gradients, (needs_query, False, False, False, False))
     return terms

@@ -12,9 +12,9 @@ import masks
 import sparseflash
 from masks.block_mask import BlockMask
 from sparseflash.backends import triton as triton_backend
-from sparseflash.backends.hopper import pass_over
+from sparseflash.backends.hopper import auto_skip
 from sparseflash.backends.triton import decode, forward_pass
-from sparseflash.dispatch.spec import FEW_QUERIES, AttentionSpec
+from sparseflash.dispatch.spec import FEW_QUERIES
 from sparseflash.reference import standard_attention
 from sparseflash.testing import (
     STRIDES,
@@ -23,6 +23,7 @@ from sparseflash.testing import (
     make_inputs,
     poisoned_empty,
 )
+from tests.helpers.calls import call_on
 from tests.helpers.triton_calls import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 
@@ -181,19 +182,17 @@ def test_few_queries_are_decoded_and_more_are_not(monkeypatch):
         monkeypatch.setattr(module, "forward", lambda *_, m=module: taken.append(m))
     key = torch.empty(1, 1, 64, 16, device=DEVICE)
     for q_len in (FEW_QUERIES, FEW_QUERIES + 1):
-        spec = AttentionSpec(
-            *(1, 1, 1, q_len, 64, 16, key.dtype, DEVICE, (16, 16), 1, 1.0, 0.0, False)
-        )
-        table = masks.full()((q_len, 64), 16, DEVICE).table()
-        triton_backend.forward(key[:, :, :q_len], key, key, table, None, 0, spec)
-        assert bool(pass_over(replace(spec, head_dim=128))) == (q_len == FEW_QUERIES)
+        mask = masks.full()((q_len, 64), 16, DEVICE)
+        call = call_on(triton_backend, key[:, :, :q_len], key, mask)
+        triton_backend.forward(call, key[:, :, :q_len], key, key)
+        assert bool(auto_skip(replace(call.spec, head_dim=128), mask)) == (q_len == FEW_QUERIES)
     assert taken == [decode, forward_pass]
 
 
 def test_explain_says_in_how_many_splits(split):
     split(8)
     query, key, value, _ = make_inputs(1, 1, 1, 1000, 16, device=DEVICE)
-    found = sparseflash.explain(None, query, key, value, backend="triton", measure=False)
+    found = sparseflash.explain(query, key, value, backend="triton")
     assert found.configuration["forward"].startswith("decoding in 8 splits of the keys, Config(")
 
 

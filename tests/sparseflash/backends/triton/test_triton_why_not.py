@@ -8,18 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+import masks
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.triton import configs
-from sparseflash.dispatch.spec import AttentionSpec
+from tests.helpers.calls import mask_that_covers, spec_of
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-SPEC = AttentionSpec(
-    1, 2, 2, 64, 64, 64, torch.float16, DEVICE, (64, 64), 1, 0.125, 0.0, False
-)  # fmt: skip
+MASK = masks.full()(64, 64)
+QUERY = torch.empty(1, 2, 64, 64, dtype=torch.float16, device=DEVICE)
+SPEC = spec_of(QUERY, QUERY, MASK)
 
 
 def test_serves_a_plain_call():
-    assert triton_backend.why_not(SPEC) == []
+    assert triton_backend.why_not(SPEC, MASK) == []
 
 
 @pytest.mark.parametrize(
@@ -35,26 +36,26 @@ def test_serves_a_plain_call():
     ],
 )
 def test_says_what_came_and_what_is_allowed(change, words):
-    (reason,) = triton_backend.why_not(replace(SPEC, **change))
+    (reason,) = triton_backend.why_not(replace(SPEC, **change), MASK)
     assert all(word in reason for word in words)
 
 
 @pytest.mark.interpret
 def test_interpreter_refuses_bfloat16():
-    (reason,) = triton_backend.why_not(replace(SPEC, dtype=torch.bfloat16))
+    (reason,) = triton_backend.why_not(replace(SPEC, dtype=torch.bfloat16), MASK)
     assert "bfloat16" in reason
 
 
 def test_refuses_devices_that_are_too_old(monkeypatch):
     monkeypatch.setattr(configs, "limits", lambda device: (75, 65536))
-    (reason,) = triton_backend.why_not(SPEC)
+    (reason,) = triton_backend.why_not(SPEC, MASK)
     assert "7.5" in reason
     assert "8.0" in reason
 
 
 def test_refuses_calls_that_fit_no_configuration(monkeypatch):
     monkeypatch.setattr(configs, "limits", lambda device: (80, 20000))
-    reasons = triton_backend.why_not(replace(SPEC, head_dim=256, block_size=(16, 16)))
+    reasons = triton_backend.why_not(replace(SPEC, head_dim=256, block_size=(16, 16)), MASK)
     assert [reason.split()[0] for reason in reasons] == list(configs.PASSES)
     assert all("20000" in reason for reason in reasons)
 
@@ -91,11 +92,14 @@ def test_plain_calls_in_small_blocks_take_several_at_a_time(monkeypatch, which, 
 
 def test_small_blocks_that_fill_large_tiles_are_put_together():
     spec = replace(SPEC, device=torch.device("cuda"), block_size=(16, 32))
-    sides = {fill: triton_backend.tiling(replace(spec, fill=fill)) for fill in (0.1, 0.95, None)}
-    assert sides == {0.1: (16, 32), 0.95: (64, 64), None: (16, 32)}
-    assert triton_backend.tiling(replace(spec, q_len=1)) == (16, 32)
-    assert triton_backend.tiling(replace(spec, block_size=(128, 32), fill=0.95)) == (128, 64)
-    assert triton_backend.tiling(replace(spec, block_size=(64, 64), fill=0.95)) == (64, 64)
+
+    def side(coverage, **change):
+        return triton_backend.block_size_for(replace(spec, **change), mask_that_covers(coverage))
+
+    assert [side(coverage) for coverage in (0.1, 0.95, None)] == [(16, 32), (64, 64), (16, 32)]
+    assert side(0.95, q_len=1) == (16, 32)
+    assert side(0.95, block_size=(128, 32)) == (128, 64)
+    assert side(0.95, block_size=(64, 64)) == (64, 64)
 
 
 def test_imports_without_triton():
@@ -104,9 +108,6 @@ import sys
 sys.modules["triton"] = None
 import torch
 from sparseflash.backends import triton as triton_backend
-from sparseflash.dispatch.spec import AttentionSpec
-device = torch.device("cuda")
-spec = AttentionSpec(1, 1, 1, 8, 8, 8, torch.float16, device, (16, 16), 1, 1.0, 0.0, False)
-assert triton_backend.why_not(spec) == ["triton is not installed"]
+assert triton_backend.why_not(None, None) == ["triton is not installed"]
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,80 @@
+"""What a backend is: one implementation of both passes."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from masks import BlockMask, DynamicMask
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import AttentionSpec
+
+
+class BackendError(RuntimeError):
+    """No backend, or not the one that was asked for, can serve a call."""
+
+
+class Backend(Protocol):
+    """One way to compute attention; a module with these names is one.
+
+    Attributes:
+        name: By which calls ask for it.
+        extras: Those of AttentionSpec.extras that it knows; others never come to it.
+    """
+
+    name: str
+    extras: frozenset[str]
+
+    def why_not(self, spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+        """The reasons for which it cannot serve a call; empty when it can."""
+        ...
+
+    def auto_skip(self, spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+        """The reasons for which "auto" looks for another backend although this one can serve the
+        call; empty when it is the fastest.
+        """
+        ...
+
+    def block_size_for(
+        self, spec: AttentionSpec, mask: BlockMask | DynamicMask
+    ) -> tuple[int, int]:
+        """The block size, in tokens, of the table that it reads: that of the mask, or larger
+        blocks of the same elements.
+        """
+        ...
+
+    def describe(
+        self, call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
+    ) -> dict[str, str]:
+        """How each pass of a call would run; empty when there is one way."""
+        ...
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of checked tensors.
+
+        Returns:
+            out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads,
+            q_len), contiguous.
+        """
+        ...
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: tuple[Tensor, ...],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of one call.
+
+        Args:
+            saved: query, key, value, out and lse.
+            needs: Whether each of the gradients is wanted.
+
+        Returns:
+            The gradients of query, key, value, bias and blocks, None where `needs` says no. That
+            of the blocks is float32 (batch, heads, nq, nk): see masks.DynamicMask.
+        """
+        ...

@@ -1,0 +1,36 @@
+"""The backend of a call."""
+
+from masks import BlockMask, DynamicMask
+from sparseflash import backends
+from sparseflash.backends.base import Backend, BackendError
+from sparseflash.dispatch.spec import AttentionSpec
+
+
+def select(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> Backend:
+    """The backend that a call names, or for "auto" the first that can serve it and gains by it.
+
+    Raises:
+        ValueError: No backend has the name.
+        BackendError: None can serve the call; the message lists the reasons of each.
+    """
+    known = [backend.name for backend in backends.BACKENDS]
+    if spec.backend != "auto" and spec.backend not in known:
+        raise ValueError(f"backend must be 'auto' or one of {known}, got {spec.backend!r}")
+    reasons = {}
+    for backend in backends.BACKENDS:
+        if spec.backend in ("auto", backend.name):
+            against = reasons_against(backend, spec, mask)
+            if not against:
+                return backend
+            reasons[backend.name] = against
+    listing = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
+    raise BackendError(f"no backend can serve this call ({spec}):\n{listing}")
+
+
+def reasons_against(
+    backend: Backend, spec: AttentionSpec, mask: BlockMask | DynamicMask
+) -> list[str]:
+    """The reasons for which a backend does not serve a call; empty when it does."""
+    unknown = [f"takes no {extra}" for extra in sorted(spec.extras - backend.extras)]
+    against = unknown + backend.why_not(spec, mask)
+    return against or (backend.auto_skip(spec, mask) if spec.backend == "auto" else [])

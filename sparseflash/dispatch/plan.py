@@ -1,0 +1,144 @@
+"""The plan of a call: looked up once per call in the cache of its mask, or made there."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from masks import BlockMask, DynamicMask, Pattern
+from sparseflash.arguments import AnyMask, check_tensors, lengths_in_range
+from sparseflash.backends.base import Backend
+from sparseflash.backends.select import select
+from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.options import AttentionOptions
+
+
+def plan_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AnyMask,
+    *,
+    key_lengths: Tensor | None = None,
+    seed: int = 0,
+    bias: Tensor | None = None,
+    differentiates_bias: bool = False,
+    differentiates_blocks: bool = False,
+    **options: Any,
+) -> Call:
+    """The call of these arguments.
+
+    Args:
+        options: Those of AttentionOptions.
+
+    Raises:
+        ValueError: key_lengths are out of range.
+        TypeError, ValueError, BackendError: As `find_plan` does.
+    """
+    plan = find_plan(
+        *(query, key, value, mask, options),
+        *(key_lengths is not None, bias is not None, differentiates_bias, differentiates_blocks),
+    )
+    return Call(plan, lengths_in_range(key_lengths, key), seed, bias)
+
+
+def find_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AnyMask,
+    options: Mapping[str, Any],
+    has_key_lengths: bool = False,
+    bias: bool = False,
+    differentiates_bias: bool = False,
+    differentiates_blocks: bool = False,
+) -> Plan:
+    """The plan of a call, made by the first call of its signature.
+
+    A DynamicMask is often new at every call. So its plan is looked up in the cache of its support
+    too, and only the table is its own.
+
+    Raises:
+        TypeError, ValueError: A tensor, an option or the mask is wrong; the message names it.
+        BackendError: No backend can serve the call.
+    """
+    if isinstance(mask, Pattern):
+        check_tensors(query, key, value)
+        mask = fitted_mask(mask, query, key)
+    signature = (
+        *(query.shape, key.shape, value.shape),
+        *(query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+        *(has_key_lengths, bias, differentiates_bias, differentiates_blocks),
+        torch.are_deterministic_algorithms_enabled(),
+        *options.items(),
+    )
+    try:
+        plan = mask.cache.get(signature)
+    except TypeError:  # an option that cannot be hashed: the checks say more
+        plan = None
+    if plan is not None:
+        return plan
+    facts = (has_key_lengths, bias, differentiates_bias, differentiates_blocks)
+    if isinstance(mask, DynamicMask):
+        shared = (*signature, mask.num_batches, mask.num_heads)
+        found = mask.support.cache.get(shared)
+        if found is None:
+            found = _select(query, key, value, mask, options, *facts)
+            mask.support.cache[shared] = found
+    else:
+        found = _select(query, key, value, mask, options, *facts)
+    spec, backend = found
+    table = mask.table(spec.device, backend.block_size_for(spec, mask))
+    plan = mask.cache[signature] = Plan(spec, backend, table)
+    return plan
+
+
+def _select(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask | DynamicMask,
+    options: Mapping[str, Any],
+    has_key_lengths: bool,
+    bias: bool,
+    differentiates_bias: bool,
+    differentiates_blocks: bool,
+) -> tuple[AttentionSpec, Backend]:
+    """The spec of a call after all checks, and the backend that serves it."""
+    check_tensors(query, key, value)
+    spec = AttentionSpec.from_call(
+        *(query, key, fitted_mask(mask, query, key), AttentionOptions(**options)),
+        has_key_lengths=has_key_lengths,
+        bias=bias,
+        differentiates_bias=differentiates_bias,
+        differentiates_blocks=differentiates_blocks,
+    )
+    return spec, select(spec, mask)
+
+
+def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> BlockMask | DynamicMask:
+    """The mask of a call; a pattern is compiled in blocks of its own size.
+
+    Raises:
+        ValueError: The mask is of other lengths, heads or batch elements.
+    """
+    batch, heads, q_len, k_len = *query.shape[:3], key.shape[2]
+    if isinstance(mask, Pattern):
+        mask = _compiled(mask, q_len, k_len, query.device)
+    if mask.seq_len != (q_len, k_len):
+        raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
+    if mask.num_heads not in (1, heads):
+        raise ValueError(f"mask must have 1 or {heads} heads, got {mask.num_heads}")
+    if mask.num_batches not in (1, batch):
+        raise ValueError(f"mask must be of 1 or {batch} batch elements, got {mask.num_batches}")
+    return mask
+
+
+@lru_cache(maxsize=128)
+def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
+    """Patterns are equal by value, so one that is made anew for every call is compiled once."""
+    return pattern((q_len, k_len), device=device)

@@ -1,0 +1,124 @@
+"""The scalar arguments of attention: listed, documented and checked here alone."""
+
+import math
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, TypedDict
+
+import torch
+
+from sparseflash.score import ScoreFunction, named
+
+PRECISIONS = ("ieee", "tf32")
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of AttentionOptions, as the keywords of functions that take them."""
+
+    scale: float | None
+    softcap: float | None
+    score: ScoreFunction | str | None
+    dropout_p: float
+    precision: str
+    deterministic: bool
+    backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """The options of a call, checked when they are made. Equal options have equal hashes.
+
+    Args:
+        scale: Factor of the scores, positive; 1 / sqrt(head_dim) if None.
+        softcap: c > 0 keeps scores within (-c, c): softcap(s) = c tanh(s / c); None for none.
+        score: A ScoreFunction, or the name of one, which is what the attribute holds.
+        dropout_p: Probability in [0, 1) with which dropout zeroes an entry of P.
+        precision: Of float32 products: "ieee", or "tf32", which lets a backend round operands
+            to 10 bits where the device multiplies those faster.
+        deterministic: False lets a backend choose a faster backward pass that adds to the
+            gradient of query in no fixed order, so that its last bits differ from run to run,
+            and that accumulates one in float32 meanwhile. True under
+            torch.use_deterministic_algorithms.
+        backend: "auto", or the name of a backend, which then never falls back.
+
+    Raises:
+        TypeError: An option is of another type; the message names it.
+        ValueError: An option is out of range; the message names it and what is allowed.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    score: ScoreFunction | str | None = None
+    dropout_p: float = 0.0
+    precision: str = "ieee"
+    deterministic: bool = True
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+    def items(self) -> dict[str, Any]:
+        """The options by name."""
+        return {name: getattr(self, name) for name in OPTION_NAMES}
+
+
+def _positive(name: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    _check_number(name, value)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)
+
+
+def _score_name(name: str, score: ScoreFunction | str | None) -> str | None:
+    if score is None or isinstance(score, ScoreFunction):
+        return None if score is None else score.name
+    if not isinstance(score, str):
+        raise TypeError(
+            f"{name} must be a ScoreFunction or the name of one, got {type(score).__name__}"
+        )
+    return named(score).name
+
+
+def _probability(name: str, value: float) -> float:
+    _check_number(name, value)
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
+    return float(value)
+
+
+def _precision(name: str, precision: str) -> str:
+    if precision not in PRECISIONS:
+        raise ValueError(f"{name} must be one of {PRECISIONS}, got {precision!r}")
+    return precision
+
+
+def _deterministic(name: str, deterministic: bool) -> bool:
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"{name} must be a bool, got {deterministic!r}")
+    return deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _backend(name: str, backend: str) -> str:
+    if not isinstance(backend, str):
+        raise TypeError(f"{name} must be 'auto' or the name of a backend, got {backend!r}")
+    return backend  # `select` knows the names
+
+
+def _check_number(name: str, value: float) -> None:
+    if not isinstance(value, Real):  # nor a tensor, whose gradient would be lost
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+
+
+_CHECKS = {
+    "scale": _positive,
+    "softcap": _positive,
+    "score": _score_name,
+    "dropout_p": _probability,
+    "precision": _precision,
+    "deterministic": _deterministic,
+    "backend": _backend,
+}
+OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))

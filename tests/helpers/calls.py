@@ -1,0 +1,29 @@
+"""Calls made by hand, for tests of one backend: nothing selects it, and nothing is checked."""
+
+from types import SimpleNamespace
+
+from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.options import OPTION_NAMES, AttentionOptions
+
+
+def spec_of(query, key, mask, **facts) -> AttentionSpec:
+    """facts: options, and facts of AttentionSpec.from_call."""
+    options = AttentionOptions(**{n: facts.pop(n) for n in OPTION_NAMES if n in facts})
+    return AttentionSpec.from_call(query, key, mask, options, **facts)
+
+
+def call_on(backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, **facts) -> Call:
+    """The call of a mask in its own blocks; facts: see spec_of."""
+    spec = spec_of(
+        *(query, key, mask),
+        has_key_lengths=key_lengths is not None,
+        bias=bias is not None,
+        **facts,
+    )
+    return Call(Plan(spec, backend, mask.table(query.device)), key_lengths, seed, bias)
+
+
+def mask_that_covers(large, small=1.0):
+    """What a backend asks of a mask: how far its blocks cover tiles of 128, and of 64 tokens."""
+    return SimpleNamespace(coverage=lambda tile: large if tile == (128, 128) else small)
