@@ -23,4 +23,4 @@ out, lse = sparseflash.attention(query, key, value, mask, return_lse=True)
 out.float().square().mean().backward()
 print("output", tuple(out.shape), "log-sum-exp", tuple(lse.shape), "dK", tuple(key.grad.shape))
 
-print(sparseflash.explain(query=query, key=key, value=value, mask=mask, measure=False))
+print(sparseflash.explain(query, key, value, mask))

@@ -57,6 +57,21 @@ def test_public_name_has_a_summary(module, name):
     assert len(summary) <= 250, summary
 
 
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_parameters_that_a_docstring_explains_exist(module, name):
+    found = getattr(importlib.import_module(module), name)
+    documented = [(name, found)]
+    if inspect.isclass(found):
+        documented += [m for m in vars(found).items() if inspect.isroutine(m[1])]
+    for path, member in documented:
+        own = not path.startswith("_") and (inspect.getdoc(member) or "")
+        if own and (section := re.search(r"^Args:\n((?: {4}.*\n?|\n)*)", own, re.MULTILINE)):
+            explained = re.findall(r"^ {4}(?! )([*\w, ]+):", section[1], re.MULTILINE)
+            names = {part.strip(" *") for entry in explained for part in entry.split(",")}
+            fields = {*getattr(member, "__annotations__", {}), *vars(found)}
+            assert names <= {*inspect.signature(member).parameters} | fields, path
+
+
 def test_gallery_shows_every_pattern():
     assert gallery.ENTRIES.keys() == BUILTIN.keys()
 
