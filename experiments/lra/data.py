@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from experiments.lra.tasks import Samples, Task, collate
 from experiments.lra.tasks.hashing import shuffled, stream_of
-from experiments.lra.tasks.task import Subset
+from experiments.lra.tasks.task import Subset, in_memory
 
 
 class StepBatches(Sampler[list[int]]):
@@ -91,12 +91,13 @@ class ArenaData(L.LightningDataModule):
     def _evaluation(self, split: str) -> DataLoader:
         trainer, samples = self._trainer(), self.samples[split]
         mine = Subset(samples, np.arange(trainer.global_rank, len(samples), trainer.world_size))
-        return self._loader(mine, batch_size=-(-self.batch_size // trainer.world_size))
+        size = -(-self.batch_size // trainer.world_size)
+        return self._loader(mine, evaluated=True, batch_size=size)
 
-    def _loader(self, samples: Samples, **options) -> DataLoader:
+    def _loader(self, samples: Samples, evaluated: bool = False, **options) -> DataLoader:
         return DataLoader(
             cast(Dataset, samples),  # which asks for no more than Samples has
-            num_workers=self.workers,
+            num_workers=0 if evaluated and in_memory(samples) else self.workers,
             collate_fn=partial(collate, self.task.shape),
             pin_memory=self._trainer().strategy.root_device.type == "cuda",
             **options,

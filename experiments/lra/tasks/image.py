@@ -37,6 +37,10 @@ class ImageTask(Task):
 
 
 class GreyImages:
+    """The images of batches, in memory."""
+
+    in_memory = True
+
     def __init__(self, folder: Path, names: tuple[str, ...]):
         batches = [read_batch(folder / name) for name in names]
         self.images = np.concatenate([images for images, _ in batches])

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import DTypeLike
 from PIL import Image
 from rich.progress import track
 
 from experiments.lra.tasks.hashing import seed_of, split_by_hash, stream_of
-from experiments.lra.tasks.snakes import DIFFICULTIES, Drawing, draw
+from experiments.lra.tasks.snakes import DIFFICULTIES, RELEASE, Drawing, Rules, draw
 from experiments.lra.tasks.store import Allocate, Arrays, stored
 from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
 
@@ -23,21 +24,33 @@ FOLDERS = {
     "hard": "curv_contour_length_14",
 }
 SHORTEST = 3  # segments: distractors are a third as long
+GENERATOR = 2  # 1 had "described" distractors and "any" directions
 NPY_MAGIC = b"\x93NUMPY"
 
 
 class Pathfinder(Task):
     """Images by the published algorithm, or the released ones.
 
-    side: 32, 64, 128 or 256 pixels; difficulty: length of the marked contours (the arena: hard).
-    source: "fresh" draws every image when it is asked for, with no end of training images;
-        "stored" draws `sizes` images once; "released" packs the published pathfinder<side>/.
-    sizes: samples of train, validation and test; seed: of the generator.
-    shorter: part of the fresh training images whose contours have fewer segments, evenly from 3
-        up: a curriculum. Validation and test have the task's own.
-    traced: fresh training images come with a trace: how many discs the contour of each pixel
-        has. That is more than the arena's labels say.
-    skip_corrupt: leave out (and count) released images that cannot be read, instead of stopping.
+    Args:
+        side: 32, 64, 128 or 256 pixels.
+        difficulty: Length of the marked contours; "hard" is the arena's.
+        source: "fresh" draws every image when it is asked for, with no end of training images;
+            "stored" draws `sizes` images once; "released" packs the published pathfinder<side>/.
+        sizes: Samples of train, validation and test.
+        seed: Of the generator.
+        skip_corrupt: Leave out (and count) released images that cannot be read, instead of
+            stopping.
+        shorter: Part of the fresh training images whose contours have fewer segments, evenly from
+            3 up: a curriculum. Validation and test have the task's own.
+        traced: Fresh training images come with a trace: how many discs the contour of each pixel
+            has. That is more than the arena's labels say.
+        distractors: How many distractors images have: "release" as the arena's images,
+            "described" as the arena's code says; see `snakes.Rules`.
+        directions: Directions of first segments: "release" as in the arena's images, "any"
+            without its preference, from which the discs' coordinates say less.
+
+    Raises:
+        ValueError: For options that do not go with the source, or are out of range.
     """
 
     def __init__(
@@ -50,6 +63,8 @@ class Pathfinder(Task):
         skip_corrupt: bool = False,
         shorter: float = 0.0,
         traced: bool = False,
+        distractors: Literal["release", "described"] = "release",
+        directions: Literal["release", "any"] = "release",
     ):
         if (shorter or traced) and source != "fresh":
             raise ValueError(
@@ -59,7 +74,15 @@ class Pathfinder(Task):
         if not 0 <= shorter <= 1:
             raise ValueError(f"shorter must be from 0 to 1, got {shorter}")
         self.shorter, self.traced = shorter, traced
+        self.rules = Rules(distractors, directions)
+        if source == "released" and self.rules != RELEASE:
+            raise ValueError(
+                f"distractors and directions are of drawn images, got {distractors!r} and "
+                f"{directions!r} with 'released'"
+            )
         self.name = f"pathfinder{side}-{difficulty}"
+        if self.rules != RELEASE:
+            self.name += f"-distractors-{distractors}-directions-{directions}"
         self.shape = Shape(seq_len=side * side, vocabulary=256, classes=2, side=side)
         self.side, self.difficulty, self.source = side, difficulty, source
         self.sizes, self.seed, self.skip_corrupt = sizes, seed, skip_corrupt
@@ -72,18 +95,21 @@ class Pathfinder(Task):
         }
         if self.source == "stored":
             return {split: self._stored(data_root, split, fresh[split]) for split in SPLITS}
-        return fresh | {"train": self.images("train", ENDLESS, self.shorter, self.traced)}
+        evaluated = {split: DrawnImages(fresh[split]) for split in SPLITS[1:]}
+        return evaluated | {"train": self.images("train", ENDLESS, self.shorter, self.traced)}
 
     def images(
         self, split: str, count: int, shorter: float = 0.0, traced: bool = False
     ) -> "FreshImages":
         """Images 0 to count - 1 of a split, drawn when they are asked for."""
         segments = DIFFICULTIES[self.difficulty]
-        return FreshImages(self.side, segments, split, self.seed, count, shorter, traced)
+        return FreshImages(
+            self.side, segments, split, self.seed, count, shorter, traced, self.rules
+        )
 
     def _stored(self, data_root: Path, split: str, fresh: "FreshImages") -> "PackedImages":
         name = f"{self.name}-seed{self.seed}-{split}-{len(fresh)}"
-        facts = {"generator": 1, "images": name}
+        facts = {"generator": GENERATOR, "images": name}
         return PackedImages(stored(data_root / name, facts, fresh.pack))
 
     def _released(self, data_root: Path) -> Mapping[str, Samples]:
@@ -115,9 +141,10 @@ class FreshImages:
         count: int,
         shorter: float = 0.0,
         traced: bool = False,
+        rules: Rules = RELEASE,
     ):
         self.side, self.segments, self.count = side, segments, count
-        self.shorter, self.traced = shorter, traced
+        self.shorter, self.traced, self.rules = shorter, traced, rules
         self.stream = stream_of("pathfinder", side, segments, seed, split)
         self.lengths = stream_of("pathfinder", "segments", seed, split)
 
@@ -130,7 +157,8 @@ class FreshImages:
         return Sample([drawing.image.reshape(-1)], drawing.label, trace)
 
     def draw(self, index: int, moved: bool = False) -> Drawing:
-        return draw(self.side, self.segments_of(index), self.stream, index, moved)
+        segments = self.segments_of(index)
+        return draw(self.side, segments, self.stream, index, moved, self.rules)
 
     def segments_of(self, index: int) -> int:
         """Segments of the marked contours of an image."""
@@ -154,8 +182,35 @@ class FreshImages:
                 pass
 
 
+class DrawnImages:
+    """Fresh images, all of them drawn when the first is asked for, and stored in memory."""
+
+    in_memory = True
+
+    def __init__(self, fresh: FreshImages):
+        self.fresh = fresh
+        self._packed: PackedImages | None = None
+
+    def __len__(self) -> int:
+        return len(self.fresh)
+
+    def __getitem__(self, index: int) -> Sample:
+        if self._packed is None:
+            arrays: Arrays = {}
+
+            def allocate(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+                arrays[name] = np.empty(shape, dtype)
+                return arrays[name]
+
+            self.fresh.pack(allocate)
+            self._packed = PackedImages(arrays)
+        return self._packed[index]
+
+
 class PackedImages:
     """Images in one array."""
+
+    in_memory = True
 
     def __init__(self, arrays: Arrays):
         self.images, self.labels = arrays["images"], arrays["labels"]

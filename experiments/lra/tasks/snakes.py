@@ -2,16 +2,20 @@
 and a disc on an end of the same or of the other.
 
 The published generator's algorithm and parameters; everything that it draws again and again is
-drawn once here (stamps), and its images of free pixels are asked about candidates only.
+drawn once here (stamps), and its images of free pixels are asked about candidates only. `Rules`
+names the two facts of the release that its paper does not say.
 
-Source: Linsley et al. 2018, Learning long-range spatial dependencies; Kim, Linsley et al. 2020;
-parameters of Tay et al. 2021, Long Range Arena.
+Reference:
+    Linsley et al. 2018, Learning long-range spatial dependencies with horizontal gated recurrent
+    units; Kim, Linsley et al. 2020, Disentangling neural mechanisms for perceptual grouping;
+    Tay et al. 2021, Long Range Arena. Code: github.com/drewlinsley/pathfinder, which made the
+    release.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, cos, pi, radians, sin
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numba
 import numpy as np
@@ -32,9 +36,9 @@ NO_CHOICE = 1e-4  # a contour ends where the weights of its candidates sum to le
 
 @dataclass(frozen=True)
 class Parameters:
-    """Lengths in pixels. margins: one is drawn for each image. others: segments of all
-    distractors, each a third as long as the marked contours. target, distractor: contrasts before
-    the image is scaled to 0..255; discs have 1."""
+    """Lengths in pixels. margins: one is drawn for each image. distractor_segments: of all
+    distractors of an image, as the arena's code describes them. target, distractor: contrasts
+    before the image is scaled to 0..255; discs have 1."""
 
     side: int
     padding: int
@@ -44,7 +48,7 @@ class Parameters:
     seed_distance: int
     disc_radius: float
     continuity: float
-    others: int
+    distractor_segments: int
     target: float
     distractor: float
 
@@ -57,6 +61,48 @@ PARAMETERS = {
 }
 # Segments of the marked contours.
 DIFFICULTIES = {"easy": 6, "intermediate": 9, "hard": 14}
+# Segments of a distractor of the baseline, by which the release divided for every difficulty.
+BASELINE_DISTRACTOR = 2
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Two rules of the generator; the defaults are those by which the arena's images were made.
+
+    Attributes:
+        distractors: "release" asks for `distractor_segments / 2` distractors, whatever their
+            length: 10, 11, 18 and 15 in images of 32, 64, 128 and 256 pixels. The script of the
+            release (`snakes2_wrapper.py`) divides once, by the distractor length 2 of its
+            baseline, and its loop over longer contours changes lengths only; the metadata of the
+            release names distractors of 4.67 segments beside contours of 14. "described" asks for
+            `distractor_segments / length`: 5, 5, 8 and 7 for contours of 14 segments, as the
+            docstrings of the arena's loaders have it.
+        directions: "release" gives a first segment only the directions that the border rule of
+            the release leaves: 30 of 360 degrees in images of 32 pixels, 95 in images of 64,
+            354 to 360 in larger ones. `find_available_coordinates` takes a negative minimum of
+            `cv2.dilate`, whose border is the lowest float, for "nothing is free": so it is where
+            the stamp, one pixel off its centre, does not reach into all four quadrants. It holds
+            for the first marked contour and for all distractors. "any" takes every direction: its
+            contours prefer none, and the places of the discs say less of the label.
+    """
+
+    distractors: Literal["release", "described"] = "release"
+    directions: Literal["release", "any"] = "release"
+
+    def count(self, side: int, segments: int) -> int:
+        """Distractors that an image is to have; those that find no free place are left out."""
+        total = PARAMETERS[side].distractor_segments
+        if self.distractors == "release":
+            return ceil(total / BASELINE_DISTRACTOR)
+        return total // distractor_length(segments)
+
+
+RELEASE = Rules()
+
+
+def distractor_length(segments: int) -> int:
+    """Segments of a distractor beside marked contours of so many segments."""
+    return segments // 3
 
 
 class Stamps(NamedTuple):
@@ -66,6 +112,7 @@ class Stamps(NamedTuple):
         occupies, centred on its start; first those of whole degrees, then one per candidate, which
         runs from the candidate back
     solid:        int64 (360, 2, 2): lowest and highest row and column of fully occupied pixels
+    directions:   bool (360,): degrees, from -180 on, that a first segment may have
     circle:       int64 (candidates, 2): pixels around a pivot where the next segment may end
     strides:      int64 (360 + candidates, 2): from the pivot of a segment to that of the next
     straightness: float32 (360 + candidates, candidates): the weight of the turn from a segment
@@ -79,12 +126,12 @@ class Stamps(NamedTuple):
     segment: int
     margin: int
     seed_distance: int
-    others: int
     target: float
     distractor: float
     lines: np.ndarray
     masks: np.ndarray
     solid: np.ndarray
+    directions: np.ndarray
     circle: np.ndarray
     strides: np.ndarray
     straightness: np.ndarray
@@ -93,15 +140,15 @@ class Stamps(NamedTuple):
 
 
 @lru_cache
-def stamps(side: int) -> tuple[Stamps, ...]:
+def stamps(side: int, rules: Rules = RELEASE) -> tuple[Stamps, ...]:
     """The stamps of an image size, for each of its margins. Raises ValueError for other sizes."""
     if side not in PARAMETERS:
         raise ValueError(f"side must be one of {sorted(PARAMETERS)} pixels, got {side}")
     parameters = PARAMETERS[side]
-    return tuple(_stamps(parameters, margin) for margin in parameters.margins)
+    return tuple(_stamps(parameters, margin, rules) for margin in parameters.margins)
 
 
-def _stamps(p: Parameters, margin: int) -> Stamps:
+def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
     circle = _circle(p.segment + margin)
     degrees = [radians(degree) for degree in range(-180, 180)]
     towards = np.arctan2(circle[:, 0], circle[:, 1])
@@ -114,12 +161,14 @@ def _stamps(p: Parameters, margin: int) -> Stamps:
         segment=p.segment,
         margin=margin,
         seed_distance=p.seed_distance,
-        others=p.others,
         target=p.target,
         distractor=p.distractor,
         lines=lines,
         masks=masks,
         solid=np.stack([_solid_box(mask) for mask in masks[:360]]),
+        directions=np.array(
+            [rules.directions == "any" or _reaches_all_quadrants(mask) for mask in masks[:360]]
+        ),
         circle=circle,
         strides=np.stack([_moved(p.segment + 2 * margin, angle) for angle in angles]),
         straightness=_straightness(angles[:, None] - towards, p.continuity),
@@ -181,6 +230,13 @@ def _solid_box(mask: np.ndarray) -> np.ndarray:
     return np.stack([pixels.min(0), pixels.max(0)])
 
 
+def _reaches_all_quadrants(mask: np.ndarray) -> bool:
+    """Whether fully occupied pixels, one pixel off the centre, lie in each closed quadrant."""
+    row, column = (np.argwhere(mask == 1) - mask.shape[0] // 2 + 1).T
+    signs = ((1, 1), (1, -1), (-1, 1), (-1, -1))
+    return all(((a * row >= 0) & (b * column >= 0)).any() for a, b in signs)
+
+
 def _marker(radius: float) -> np.ndarray:
     half = ceil(radius) + 3  # wide enough for the ringing of the resampling
     row, column = np.ogrid[
@@ -201,16 +257,25 @@ class Drawing(NamedTuple):
     trace: np.ndarray
 
 
-def draw(side: int, segments: int, stream: np.uint64, index: int, moved: bool = False) -> Drawing:
+def draw(
+    side: int,
+    segments: int,
+    stream: np.uint64,
+    index: int,
+    moved: bool = False,
+    rules: Rules = RELEASE,
+) -> Drawing:
     """Image `index` of a stream; with `moved`, the same with its second disc on the other contour,
-    which is the smallest change that turns the label."""
+    which is the smallest change that changes the label."""
     seed = np.uint64(seed_of(stream, np.uint64(index)))
-    choices = stamps(side)
-    return Drawing(*_draw(choices[int(seed % np.uint64(len(choices)))], segments, seed, moved))
+    choices = stamps(side, rules)
+    chosen = choices[int(seed % np.uint64(len(choices)))]
+    lengths = segments, distractor_length(segments), rules.count(side, segments)
+    return Drawing(*_draw(chosen, *lengths, seed, moved))
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw(s, segments, seed, moved):
+def _draw(s, segments, distractor_segments, distractors, seed, moved):
     state = np.array([seed], np.uint64)
     mask = np.empty((s.side, s.side), np.float32)
     # The contours, segment by segment: row and column of the start, and stamp.
@@ -220,8 +285,8 @@ def _draw(s, segments, seed, moved):
     image = np.zeros((s.side, s.side), np.float32)
     for contour in contours:
         _paint(s, image, contour, s.target)
-    shorter = np.empty((segments // 3, 3), np.int64)
-    for _ in range(s.others // len(shorter)):
+    shorter = np.empty((distractor_segments, 3), np.int64)
+    for _ in range(distractors):
         _distractor(s, state, mask, image, shorter)
     label = below(state, 2)
     first = below(state, 2)
@@ -281,6 +346,8 @@ def _seed_pair(s, state, contours, pivots):
     edge = 2 * s.seed_distance
     for _ in range(TRIES):
         degree = below(state, 360)
+        if not s.directions[degree]:
+            return False
         # The solid pixels of the segment must stay off the edge. They lie one pixel further than
         # those of the segment that is drawn, as in the published generator.
         low, high = s.solid[degree, 0] + 1, s.solid[degree, 1] + 1
@@ -397,7 +464,7 @@ def _paint(s, image, contour, contrast):
 
 @numba.njit(nogil=True)
 def _distractor(s, state, mask, image, contour):
-    """One shorter contour where there is room for it."""
+    """Draws one shorter contour where one fits; leaves the image as it is where none does."""
     pivot = np.empty(2, np.int64)
     trial = np.empty_like(mask)
     for _ in range(DISTRACTOR_TRIES):
@@ -436,6 +503,8 @@ def _grow(s, state, mask, contour, pivot):
 def _seed_anywhere(s, state, mask, contour, pivot):
     for _ in range(TRIES):
         degree = below(state, 360)
+        if not s.directions[degree]:
+            return False
         row, column = _free_pixel(s, state, mask, degree)
         if row < 0:
             return False

@@ -105,11 +105,17 @@ def collate(shape: Shape, samples: Sequence[Sample]) -> Batch:
     )
 
 
+def in_memory(samples: Samples) -> bool:
+    """Whether samples are at hand, so that no process need be started to read them."""
+    return getattr(samples, "in_memory", False)
+
+
 class Subset:
     """The samples at chosen indices of others."""
 
     def __init__(self, samples: Samples, indices: np.ndarray):
         self.samples, self.indices = samples, indices
+        self.in_memory = in_memory(samples)
 
     def __len__(self) -> int:
         return len(self.indices)
