@@ -9,20 +9,21 @@ given on the command line, as --help lists them.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
 from experiments.environment import environment
 from experiments.files import write_json
 from experiments.lra import presets, tasks
-from experiments.lra.callbacks import Curve, Deadline, StuckAtChance, folder_of
+from experiments.lra.callbacks import Curve, Deadline, Enough, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
 from experiments.lra.data import ArenaData
 from experiments.lra.floors import floors
@@ -31,32 +32,87 @@ from experiments.lra.tasks import Pathfinder, Task
 
 
 class ArenaCLI(LightningCLI):
-    """Lightning's command line, with one task for data and model, and a test after each run."""
+    """Lightning's command line, with one task for data and model, and a test after each run.
+
+    Args:
+        folder: Of the run; Lightning chooses one where it is None. A run that goes on from
+            `FOLDER/checkpoints/last.ckpt` goes on in its own folder.
+        trained: Called after training, with the command line.
+        test: Whether a trained model is tested.
+    """
+
+    def __init__(
+        self,
+        *args,
+        folder: Path | None = None,
+        trained: Callable[["ArenaCLI"], None] = lambda cli: None,
+        test: bool = True,
+        **options,
+    ):
+        self.folder, self.trained, self.test = folder, trained, test
+        super().__init__(
+            Learner,
+            ArenaData,
+            *args,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            **options,
+        )
 
     def add_arguments_to_parser(self, parser) -> None:
         parser.link_arguments("data.task", "model.task", apply_on="instantiate")
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
         parser.add_lightning_class_args(Deadline, "deadline")
+        parser.add_lightning_class_args(Enough, "enough")
 
     def instantiate_classes(self) -> None:
         with told_plainly():
             super().instantiate_classes()
 
     def before_fit(self) -> None:
-        if path := self.config[str(self.subcommand)].ckpt_path:
-            with told_plainly():
-                read_checkpoint(Path(path))
+        path = self._checkpoint()
+        folder = self.folder
+        if folder is None and path is not None and path.parent.name == "checkpoints":
+            folder = path.parent.parent
+        if folder is not None:
+            logger = TensorBoardLogger(folder.parent, name="", version=folder.name)
+            self.trainer.logger = logger
 
-    before_test = before_fit
+    def before_test(self) -> None:
+        self._checkpoint()
+
+    def _checkpoint(self) -> Path | None:
+        """The checkpoint that was named, if one was; ends the program where it cannot be read."""
+        path = self.config[str(self.subcommand)].ckpt_path
+        if not path:
+            return None
+        with told_plainly():
+            read_checkpoint(Path(path))
+        return Path(path)
+
+    @property
+    def stuck(self) -> bool:
+        return any(callback.stuck for callback in self._callbacks(StuckAtChance))
+
+    @property
+    def ended(self) -> bool:
+        """Whether a run was trained to its end, not to that of its time."""
+        enough = any(callback.reached for callback in self._callbacks(Enough))
+        return enough or self.trainer.global_step >= int(self.trainer.max_steps)
 
     def after_fit(self) -> None:
+        self.trained(self)
+        if self.test:
+            self._test()
+
+    def _test(self) -> None:
         checkpoint = self.trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "") or None
         steps = self.trainer.global_step
         # Testing reads the best checkpoint, which knows no more than the run did when it was made.
         run = {
-            "stuck": any(callback.stuck for callback in self._callbacks(StuckAtChance)),
+            "stuck": self.stuck,
             "steps": steps,
             "tested_step": read_checkpoint(Path(best))["global_step"] if best else steps,
             "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
@@ -155,12 +211,36 @@ def told_plainly() -> Iterator[None]:
         sys.exit(f"error: {error}")
 
 
+def fit(
+    arguments: list[str], folder: Path, trained: Callable[[bool, bool], None], test: bool
+) -> None:
+    """Trains one stage of several in one process, which share compiled code.
+
+    Args:
+        arguments: Of `python -m experiments.lra fit`.
+        folder: Of the stage.
+        trained: Called after training with whether the run came to its end, and whether it was
+            stuck at chance.
+        test: Whether the model is tested then.
+    """
+    _command(
+        ["fit", *arguments],
+        folder=folder,
+        trained=lambda cli: trained(cli.ended, cli.stuck),
+        test=test,
+    )
+
+
 def main() -> None:
+    _command(sys.argv[1:])
+
+
+def _command(arguments: list[str], **options) -> None:
     torch.set_float32_matmul_precision("high")
     with told_plainly():
-        check_task(sys.argv)
-        sys.argv[1:] = with_presets(sys.argv[1:])
-    ArenaCLI(Learner, ArenaData, seed_everything_default=0, save_config_kwargs={"overwrite": True})
+        check_task(arguments)
+        sys.argv[1:] = with_presets(arguments)
+    ArenaCLI(**options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ masked.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,11 +20,23 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def attend_by(expression: str | Sequence[str], block_size: int = 128) -> Attend:
-    """The attend that `expression` names.
+    """The attend that `expression` names, one and the same for equal arguments.
 
-    expression: one of NAMED; a pattern as masks.parse reads it; or a list of patterns, one for
-    each head. block_size: of the patterns, in tokens. Raises ValueError with the known names.
+    So compiled code, which holds a pattern by its identity, serves all layers and models of it.
+
+    Args:
+        expression: One of NAMED; a pattern as masks.parse reads it; or a list of patterns, one
+            for each head.
+        block_size: Of the patterns, in tokens.
+
+    Raises:
+        ValueError: With the known names.
     """
+    return _attend_by(expression if isinstance(expression, str) else tuple(expression), block_size)
+
+
+@lru_cache
+def _attend_by(expression: str | tuple[str, ...], block_size: int) -> Attend:
     if isinstance(expression, str) and expression in NAMED:
         return NAMED[expression]
     try:

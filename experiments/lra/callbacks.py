@@ -5,6 +5,7 @@ import time
 from math import sqrt
 from pathlib import Path
 from threading import current_thread, main_thread
+from typing import Literal
 
 import lightning as L
 import torch
@@ -12,13 +13,14 @@ from lightning.pytorch.callbacks import (
     Callback,
     Checkpoint,
     EMAWeightAveraging,
+    ModelCheckpoint,
     TQDMProgressBar,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from experiments.files import write_json
-from experiments.lra.learner import Learner
+from experiments.lra.learner import Learner, read_checkpoint
 from experiments.lra.tasks import Batch
 
 # A run is stuck when its accuracy is not so many standard errors above guessing.
@@ -44,6 +46,64 @@ class Averaged(EMAWeightAveraging):
     ) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+class Best(ModelCheckpoint):
+    """Saves the best checkpoint of a run as `checkpoints/best.ckpt` in its folder.
+
+    A run that goes on knows it by the file itself, wherever the folder was moved to: Lightning's
+    own forgets it when the path is another.
+    """
+
+    def __init__(self, monitor: str = "validation/accuracy", mode: Literal["min", "max"] = "max"):
+        super().__init__(filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        path = Path(self.dirpath or "") / f"best{self.FILE_EXTENSION}"
+        if not path.exists():
+            return
+        score = read_checkpoint(path)["callbacks"][self.state_key]["current_score"]
+        super().load_state_dict(
+            state_dict
+            | {
+                "dirpath": self.dirpath,
+                "best_model_path": str(path),
+                "best_model_score": score,
+                "best_k_models": {str(path): score},
+                "kth_best_model_path": str(path),
+                "kth_value": score,
+            }
+        )
+
+
+class Enough(Callback):
+    """Ends a run by its validation accuracy.
+
+    Args:
+        accuracy: The run ends when validation accuracy is at least this; None for never.
+        patience: The run ends after so many validations without a better one; None for never.
+    """
+
+    def __init__(self, accuracy: float | None = None, patience: int | None = None):
+        self.accuracy, self.patience = accuracy, patience
+        self.best, self.since_best = 0.0, 0
+        self.reached = False
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Learner) -> None:
+        if trainer.sanity_checking or "validation/accuracy" not in trainer.callback_metrics:
+            return
+        accuracy = float(trainer.callback_metrics["validation/accuracy"])
+        self.since_best = 0 if accuracy > self.best else self.since_best + 1
+        self.best = max(accuracy, self.best)
+        enough = self.accuracy is not None and accuracy >= self.accuracy
+        if enough or (self.patience is not None and self.since_best >= self.patience):
+            self.reached = trainer.should_stop = True
+
+    def state_dict(self) -> dict:
+        return {"best": self.best, "since_best": self.since_best}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.best, self.since_best = state_dict["best"], state_dict["since_best"]
 
 
 class StuckAtChance(Callback):

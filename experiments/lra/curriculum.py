@@ -1,0 +1,271 @@
+"""Pathfinder with labels alone, from short contours to those of the arena, as one command.
+
+    python -m experiments.lra.curriculum --output runs/curriculum/seed0 -- \
+        --preset curriculum/pathfinder32
+
+What follows `--` goes to every stage, as to `python -m experiments.lra fit`. A stage ends when its
+validation accuracy is enough, when it no longer rises, or after its steps; the next begins with
+its best weights. The same command goes on where it was stopped, by `--seconds`, Ctrl-C or a kill;
+`--export` and `--resume` carry a run to another machine in files of less than 15 MB.
+"""
+
+import io
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from experiments.files import write_json
+from experiments.lra.pieces import export, restore
+from experiments.lra.tasks.snakes import DIFFICULTIES
+
+EVALUATION_SECONDS = 40.0
+PROGRESS, RESULT = "progress.json", "curriculum.json"
+STAGE_SEED = 10_000  # from the seed of one stage to that of the next
+# Of a checkpoint from which nothing goes on: the best one is tested and started from only.
+RESUMPTION_ONLY = ("optimizer_states", "lr_schedulers", "current_model_state", "averaging_state")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a curriculum.
+
+    Attributes:
+        difficulty: Of the images that validate it; see `tasks.Pathfinder`.
+        shorter: Part of the training images whose contours are shorter.
+        enough: Validation accuracy at which it ends; more than 1 for never.
+        steps: At most.
+    """
+
+    difficulty: str
+    shorter: float
+    enough: float
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Stage":
+        """Reads `difficulty:shorter:enough:steps`.
+
+        Raises:
+            ValueError: For any other text.
+        """
+        try:
+            difficulty, shorter, enough, steps = text.split(":")
+            stage = cls(difficulty, float(shorter), float(enough), int(steps))
+        except ValueError as error:
+            raise ValueError(
+                f"a stage is difficulty:shorter:enough:steps, got {text!r}"
+            ) from error
+        if difficulty not in DIFFICULTIES or not 0 <= stage.shorter <= 1 or stage.steps < 1:
+            raise ValueError(
+                f"a stage needs a difficulty of {sorted(DIFFICULTIES)}, shorter from 0 to 1 and "
+                f"at least one step, got {text!r}"
+            )
+        return stage
+
+    def folder(self, number: int) -> str:
+        return f"{number}-{self.difficulty}-{self.shorter:g}"
+
+
+STAGES = (
+    "easy:1:0.85:2000",
+    "easy:0.5:0.93:4000",
+    "intermediate:0.5:0.9:6000",
+    "hard:0.5:2:12000",
+)
+
+
+def main(
+    arguments: Annotated[list[str], typer.Argument(help="of python -m experiments.lra fit")],
+    output: Annotated[Path, typer.Option(file_okay=False, help="folder of the run")],
+    stage: Annotated[
+        list[str], typer.Option(help="difficulty:shorter:enough:steps, in their order")
+    ] = list(STAGES),  # noqa: B006
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seconds: Annotated[
+        float | None, typer.Option(help="after which the run ends, its test included", min=1)
+    ] = None,
+    patience: Annotated[
+        int, typer.Option(help="validations without a better one that end a stage", min=1)
+    ] = 8,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
+    ] = None,
+) -> None:
+    """Trains through the stages of a curriculum."""
+    end = None if seconds is None else time.time() + seconds
+    try:
+        if resume is not None and not (output / PROGRESS).exists():
+            restore(resume, output)
+        run = Run.of(output, [Stage.parse(text) for text in stage], seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        while not run.ended:
+            run.train_stage(arguments, patience, end, export_to)
+            if end is not None and time.time() >= end - EVALUATION_SECONDS:
+                break
+    except SystemExit:  # interrupted: what was done is carried away as after any other end
+        run.save(export_to)
+        raise
+    run.save(export_to)
+
+
+@dataclass
+class Run:
+    """A curriculum in a folder: where it stands.
+
+    Attributes:
+        output: The folder; each stage has one of its own in it.
+        stages: All of them.
+        seed: Of the first stage; the others have seeds of their own that follow from it.
+        number: Of the stage that is trained, or len(stages) after the last.
+        stuck: Whether a stage was given up at chance.
+        seconds: That earlier commands took.
+        started: When this command did, seconds after 1970.
+    """
+
+    output: Path
+    stages: list[Stage]
+    seed: int
+    number: int = 0
+    stuck: bool = False
+    seconds: float = 0.0
+    started: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, output: Path, stages: list[Stage], seed: int) -> "Run":
+        """The run of a folder, a new one where there is none.
+
+        Raises:
+            ValueError: For a folder that holds another run, or a damaged one.
+        """
+        path = output / PROGRESS
+        if not path.exists():
+            return cls(output, stages, seed)
+        try:
+            facts = json.loads(path.read_text())
+            found = [Stage(**stage) for stage in facts.pop("stages")]
+            run = cls(output, found, **facts)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        # Stages that are over may differ: they were not longer than they are.
+        if found[run.number :] != stages[run.number :] or run.seed != seed:
+            raise ValueError(f"{output} holds a run of seed {run.seed} and stages {found}")
+        return run
+
+    @property
+    def ended(self) -> bool:
+        return self.stuck or self.number == len(self.stages)
+
+    def folder(self, number: int) -> Path:
+        return self.output / self.stages[number].folder(number)
+
+    def checkpoint(self, number: int, name: str) -> Path:
+        return self.folder(number) / "checkpoints" / f"{name}.ckpt"
+
+    def train_stage(
+        self, arguments: list[str], patience: int, end: float | None, export_to: Path | None
+    ) -> None:
+        """Trains the stage at hand to its end, or to the end of the time."""
+        # Late, so that --help and what cannot be are answered at once.
+        from experiments.lra.__main__ import fit
+
+        number = self.number
+        last = number == len(self.stages) - 1
+        given = [*arguments, *self._arguments(number, None if last else patience)]
+        if end is not None:
+            given += ["--deadline.at", str(end - EVALUATION_SECONDS)]
+
+        def trained(ended: bool, stuck: bool) -> None:
+            self.stuck = stuck
+            self.number += ended and not stuck
+            self.save(export_to)
+
+        fit(given, self.folder(number), trained, test=last)
+
+    def _arguments(self, number: int, patience: int | None) -> list[str]:
+        stage = self.stages[number]
+        values: dict[str, object] = {
+            "data.task.init_args.difficulty": stage.difficulty,
+            "data.task.init_args.shorter": stage.shorter,
+            "seed_everything": self.seed + STAGE_SEED * number,
+            "trainer.max_steps": stage.steps,
+        }
+        if stage.enough <= 1:
+            values["enough.accuracy"] = stage.enough
+        if patience is not None:
+            values["enough.patience"] = patience
+        if (last := self.checkpoint(number, "last")).exists():
+            values["ckpt_path"] = last
+        elif number:
+            values["model.init_from"] = self.checkpoint(number - 1, "best")
+        return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+    def save(self, export_to: Path | None) -> None:
+        """Writes where the run stands, and exports what it goes on from."""
+        facts = {
+            "stages": [asdict(stage) for stage in self.stages],
+            "seed": self.seed,
+            "number": self.number,
+            "stuck": self.stuck,
+            "seconds": self._seconds(),
+        }
+        write_json(self.output / PROGRESS, facts)
+        write_json(self.output / RESULT, self.result())
+        if export_to is not None:
+            export(self._files(), export_to)
+            write_json(export_to / RESULT, self.result())
+
+    def result(self) -> dict:
+        """What was trained so far: the curve of each stage, and the test of the last."""
+        stages = []
+        for number, stage in enumerate(self.stages[: self.number + 1]):
+            path = self.folder(number) / "curve.json"
+            curve = json.loads(path.read_text()) if path.exists() else []
+            stages.append(
+                asdict(stage) | {"trained": curve[-1][0] if curve else 0, "curve": curve}
+            )
+        path = self.folder(len(self.stages) - 1) / "result.json"
+        tested = json.loads(path.read_text()) if path.exists() else {}
+        facts = {"seed": self.seed, "stuck": self.stuck, "ended": self.ended}
+        return tested | facts | {"seconds": round(self._seconds()), "stages": stages}
+
+    def _seconds(self) -> float:
+        return self.seconds + time.time() - self.started
+
+    def _files(self) -> dict[str, bytes]:
+        """What another machine needs to go on: the last checkpoint of the stage at hand, the best
+        of it or of the one before, the curves."""
+        paths = [self.output / PROGRESS, *self.output.glob("*/curve.json")]
+        files = {str(path.relative_to(self.output)): path.read_bytes() for path in paths}
+        best = [
+            path
+            for number in range(min(self.number, len(self.stages) - 1), -1, -1)
+            if (path := self.checkpoint(number, "best")).exists()
+        ][:1]
+        last = [self.checkpoint(self.number, "last")] if self.number < len(self.stages) else []
+        for path in (*best, *filter(Path.exists, last)):
+            files[str(path.relative_to(self.output))] = compact(path, path in last)
+        return files
+
+
+def compact(path: Path, resumable: bool) -> bytes:
+    """A checkpoint without what nothing reads: of one that is not resumed, all but its weights."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if not resumable:
+        checkpoint = {k: v for k, v in checkpoint.items() if k not in RESUMPTION_ONLY}
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return buffer.getvalue()
+
+
+if __name__ == "__main__":
+    typer.run(main)
