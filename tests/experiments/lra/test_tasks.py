@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import scipy.ndimage
 import torch
 from PIL import Image
 
@@ -20,6 +21,7 @@ from experiments.lra.tasks import (
     collate,
     listops,
     pathfinder,
+    snakes,
     store,
 )
 from experiments.lra.tasks.hashing import shuffled, split_by_hash, stream_of
@@ -236,16 +238,77 @@ class TestPathfinder:
         first = {bytes(splits[split][i][0][0]) for split in SPLITS for i in range(3)}
         assert len(first) == 9
 
-    def test_images_have_the_published_statistics(self):
+    def test_labels_are_even_and_neither_ink_nor_distance_says_them(self):
         drawings = [Pathfinder().images("train", 10**6).draw(i) for i in range(1500)]
         labels = np.array([d.label for d in drawings])
         ink = np.array([(d.image > 0).mean() for d in drawings])
         apart = np.array([np.linalg.norm(d.discs[0] - d.discs[1]) for d in drawings])
         assert labels.mean() == pytest.approx(0.5, abs=0.05)
         assert abs(ink[labels == 1].mean() - ink[labels == 0].mean()) < 0.01
-        assert ink.mean() == pytest.approx(0.45, abs=0.02)
+        # The public generator, run for 25 images: 0.33 to 0.38.
+        assert 0.33 < ink.mean() < 0.38
         # Discs of one contour are not much further apart than discs of two: distance says little.
         assert abs(np.median(apart[labels == 1]) - np.median(apart[labels == 0])) < 2
+
+    @pytest.mark.parametrize(
+        ("side", "directions"), [(32, [30]), (64, [95]), (128, [354, 360]), (256, [360])]
+    )
+    def test_first_segments_have_the_directions_that_the_border_rule_leaves(
+        self, side, directions
+    ):
+        # Counted in the public generator with the same stamps.
+        assert [int(s.directions.sum()) for s in snakes.stamps(side)] == directions
+        anywhere = snakes.stamps(side, snakes.Rules(directions="any"))
+        assert all(s.directions.all() for s in anywhere)
+
+    def test_the_first_contour_of_small_images_has_a_preferred_direction(self):
+        def drift(**rules):
+            images = Pathfinder(32, **rules).images("train", 2500)
+            drawn = [images.draw(i) for i in range(2500)]
+            positive = np.stack([d.discs[1] - d.discs[0] for d in drawn if d.label])
+            return positive.mean(0), positive.std(0) / len(positive) ** 0.5
+
+        # Of the contours with both discs half are first ones. In the public generator these lead
+        # 4.3 rows and 3.0 columns away (standard error 0.6), the others nowhere.
+        mean, error = drift()
+        assert mean == pytest.approx([2.15, 1.5], abs=1)
+        assert (mean > 4 * error).all()
+        mean, error = drift(directions="any")
+        assert (abs(mean) < 1).all()
+
+    @pytest.mark.parametrize(
+        ("side", "release", "described"), [(32, 10, 5), (64, 11, 5), (128, 18, 8), (256, 15, 7)]
+    )
+    def test_distractors_are_as_many_as_the_release_asked_for(self, side, release, described):
+        for difficulty in snakes.DIFFICULTIES.values():
+            assert snakes.Rules().count(side, difficulty) == release
+        assert snakes.Rules(distractors="described").count(side, 14) == described
+
+    def test_images_of_path_x_have_as_many_pieces_as_released_ones(self):
+        def pieces(**rules):
+            images = Pathfinder(128, **rules).images("train", 12)
+            return [scipy.ndimage.label(images.draw(i).image > 64)[1] for i in range(12)]
+
+        # Eight released images: 87.2 with a standard error of 2.4; other rules give 57.
+        assert np.mean(pieces()) == pytest.approx(87.2, abs=10)
+        assert np.mean(pieces(distractors="described")) < 70
+
+    def test_other_rules_make_another_task(self):
+        assert Pathfinder().name == "pathfinder32-hard"
+        described = Pathfinder(distractors="described", directions="any")
+        assert described.name == "pathfinder32-hard-distractors-described-directions-any"
+        assert not np.array_equal(
+            described.images("test", 1)[0][0][0], Pathfinder().images("test", 1)[0][0][0]
+        )
+        with pytest.raises(ValueError, match="distractors and directions are of drawn images"):
+            Pathfinder(source="released", directions="any")
+
+    def test_images_that_evaluate_are_drawn_once(self, tmp_path, monkeypatch):
+        test = Pathfinder(sizes=(1, 1, 3)).splits(tmp_path)["test"]
+        first = [test[i][0][0] for i in range(3)]
+        assert np.array_equal(first[2], Pathfinder().images("test", 3)[2][0][0])
+        monkeypatch.setattr(pathfinder, "draw", lambda *arguments: pytest.fail("drawn again"))
+        assert np.array_equal(test[2][0][0], first[2])
 
     def test_a_part_of_the_training_images_has_shorter_contours(self, tmp_path):
         images = Pathfinder().images("train", 2000, shorter=0.5)
@@ -303,7 +366,7 @@ class TestPathfinder:
         drawings = [images.draw(i) for i in range(100)]
         # A positive image has both discs on one contour, a negative one has them on two.
         pixels = np.mean([(d.trace > 0).sum() / (2 - d.label) for d in drawings])
-        assert pixels / segments == pytest.approx(3.3, abs=0.05)
+        assert pixels / segments == pytest.approx(3.25, abs=0.1)
 
     def test_stored_images_are_the_fresh_ones(self, tmp_path):
         stored = Pathfinder(source="stored", sizes=(3, 2, 2)).splits(tmp_path)

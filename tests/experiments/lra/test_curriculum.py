@@ -1,0 +1,104 @@
+import json
+import sys
+
+import pytest
+import torch
+from typer import Typer
+from typer.testing import CliRunner
+
+from experiments.lra import curriculum
+from experiments.lra.curriculum import Run, Stage
+
+PRESET = ["--preset", "curriculum/pathfinder32"]
+TINY = {
+    "trainer.accelerator": "cpu",
+    "trainer.precision": "32-true",
+    "trainer.enable_model_summary": False,
+    "trainer.val_check_interval": 2,
+    "data.workers": 0,
+    "data.batch_size": 2,
+    "data.task.init_args.sizes": [9, 4, 4],
+    "model.passes": "eager",
+    "model.encoder.attention": "local(16)",
+    "model.encoder.dim": 4,
+    "model.encoder.heads": 1,
+    "model.encoder.layers": 1,
+    "model.encoder.feedforward": 4,
+}
+FIT = PRESET + [part for name, value in TINY.items() for part in (f"--{name}", str(value))]
+STAGES = ["easy:1:0:4", "hard:0.5:2:4"]
+
+
+def run(*arguments):
+    app = Typer()
+    app.command()(curriculum.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def stages(*texts):
+    return [part for text in texts for part in ("--stage", text)]
+
+
+def test_a_stage_is_read_from_text():
+    assert Stage.parse("easy:1:0.9:20") == Stage("easy", 1.0, 0.9, 20)
+    for text in ("easy", "easy:1:x:20", "easy:1:1:2.5"):
+        with pytest.raises(ValueError, match="a stage is difficulty:shorter:enough:steps, got"):
+            Stage.parse(text)
+    for text in ("trivial:1:1:20", "easy:2:1:20", "easy:1:1:0"):
+        with pytest.raises(ValueError, match=r"a stage needs a difficulty of .*'easy'.*, got"):
+            Stage.parse(text)
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    one, other = (
+        [Stage.parse(text) for text in texts] for texts in (STAGES, ["easy:1:0.5:4", *STAGES[1:]])
+    )
+    Run(tmp_path, one, seed=1).save(None)
+    assert Run.of(tmp_path, one, seed=1).number == 0
+    with pytest.raises(ValueError, match="holds a run of seed 1 and stages"):
+        Run.of(tmp_path, one, seed=2)
+    with pytest.raises(ValueError, match="holds a run of seed 1 and stages"):
+        Run.of(tmp_path, other, seed=1)
+    # What is over is over: the stages to come are those that must agree.
+    Run(tmp_path, one, seed=1, number=1).save(None)
+    assert Run.of(tmp_path, other, seed=1).number == 1
+    (tmp_path / "progress.json").write_text("{")
+    with pytest.raises(ValueError, match=r"progress\.json cannot be read"):
+        Run.of(tmp_path, one, seed=1)
+
+
+def test_errors_are_told_without_a_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("--output", "run", *stages("easy"), "--", *FIT)
+    assert done.exit_code == 2
+    assert "difficulty:shorter:enough:steps" in done.output
+    done = run("--output", "run", "--import", "none", "--", *FIT)
+    assert done.exit_code == 2
+    assert "holds no piece-" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning and of how it calls jsonargparse
+def test_a_run_goes_through_its_stages_and_goes_on_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["curriculum"])
+    monkeypatch.setattr(curriculum, "EVALUATION_SECONDS", 1000)  # of 1001: the time is up at once
+    here, there, pieces = (tmp_path / name for name in ("here", "there", "pieces"))
+    first = run(
+        "--output", here, *stages(*STAGES), "--seconds", 1001, "--export", pieces, "--", *FIT
+    )
+    assert first.exit_code == 0, first.output
+    # Any accuracy is enough for the first stage; the deadline comes before its first validation.
+    result = json.loads((pieces / "curriculum.json").read_text())
+    assert [stage["trained"] for stage in result["stages"]] == [2, 0][: len(result["stages"])]
+    assert not result["ended"]
+    rest = run(
+        "--output", there, *stages(*STAGES), "--import", pieces, "--export", pieces, "--", *FIT
+    )
+    assert rest.exit_code == 0, rest.output
+    result = json.loads((pieces / "curriculum.json").read_text())
+    assert result["ended"]
+    assert [stage["trained"] for stage in result["stages"]] == [2, 4]
+    assert result["task"] == "pathfinder32-hard"
+    assert result["test/samples"] == 4
+    (checkpoint,) = (there / "1-hard-0.5").rglob("best.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] in (2, 4)
