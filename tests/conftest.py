@@ -1,6 +1,7 @@
 """Fixtures of every test, and the rules that say which tests run on this machine."""
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,24 @@ settings.load_profile("sparseflash")
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--seed", default="0", help="of the first case of each fuzzer: a number, or 'random'"
+    )
+    parser.addoption("--fuzz-cases", type=int, help="how many cases each fuzzer tries")
+    parser.addoption(
         "--every-kernel",
         action="store_true",
         help="compile all kernels of the triton backend, not only those that calls take first",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist tells its workers
+def pytest_configure(config):
+    seed = config.option.seed
+    config.option.seed = random.randrange(2**31) if seed == "random" else int(seed)
+
+
+def pytest_report_header(config) -> str:
+    return f"fuzzers: --seed {config.option.seed}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker

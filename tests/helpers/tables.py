@@ -7,7 +7,7 @@ from masks import tiles
 
 def decode(table, rows, transposed: bool) -> torch.Tensor:
     """bool (mask batch, mask heads, q, k): what one direction lists, over whole blocks of its
-    columns. A kernel row_ptr its own rows, and relies on the table for its columns.
+    columns. A kernel bounds its own rows, and relies on the table for its columns.
     """
     (bq, bk), bit_tiles = table.block_size, tiles.unpack(table.bit_tiles, table.block_size[1])
     nq, nk = (-(-n // b) for n, b in zip(table.seq_len, table.block_size, strict=True))
