@@ -2,6 +2,10 @@
 
 from importlib import import_module
 
+from sparseflash._shadowing import check_masks
+
+check_masks()
+
 from sparseflash import nn
 from sparseflash.attention import attention
 from sparseflash.backends.base import BackendError

@@ -16,9 +16,12 @@ MADE_BY = {Tensor: "masks.BlockMask.from_dense", str: "masks.parse"}
 def checked_tensors(
     query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(query, key, value), cast if autocast says so."""
+    """(query, key, value) of a call that has pairs, cast if autocast says so."""
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value)
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.numel() == 0:
+            raise ValueError(f"{name} must not be empty, got {tuple(tensor.shape)}")
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
     return query, key, value
@@ -63,9 +66,9 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4 or 0 in tensor.shape:
+        if tensor.dim() != 4 or 0 in (tensor.shape[1], tensor.shape[3]):
             raise ValueError(
-                f"{name} must be (batch, heads, seq, head_dim) with nothing empty, got "
+                f"{name} must be (batch, heads, seq, head_dim) with a head and a dim, got "
                 f"{tuple(tensor.shape)}"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:

@@ -21,7 +21,7 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
-from sparseflash.merge import with_sinks
+from sparseflash.merge import with_sinks, without_pairs
 from sparseflash.options import AttentionOptions, OptionKeywords
 
 
@@ -101,7 +101,7 @@ def attention(
     Returns:
         out like query, and with return_lse the natural logsumexp of the masked scores, float32
         (batch, heads, q_len), whose gradient is supported. A query without a key gets out 0,
-        lse -inf and zero gradients.
+        lse -inf and zero gradients. An empty batch, no query or no key at all are allowed.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.
@@ -113,31 +113,31 @@ def attention(
     query, key, value = autocast(query, key, value)
     mask = checked_mask(mask)
     block_scores = checked_block_scores(mask)
-    plan = checked = None
-    if is_traced(query):
+    if is_traced(query) or not (query.numel() and key.numel()):
+        plan, checked = None, AttentionOptions(**options)
         check_tensors(query, key, value)
-        checked = AttentionOptions(**options)
-        dropout_p = checked.dropout_p
     else:
         plan = find_plan(
             *(query, key, value, mask, options, key_lengths is not None, bias is not None),
             *(wants_gradient(bias), wants_gradient(block_scores)),
         )
-        dropout_p = plan.spec.dropout_p
+        checked = plan.spec
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
     if bias is not None:
         bias = checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
-    drawn = checked_seed(seed, dropout_p)
-    if plan is None:
-        rest = (bias, block_scores, key_lengths, drawn)
-        out, lse = traced_attention(query, key, value, mask, *rest, checked)
-    else:
+    drawn = checked_seed(seed, checked.dropout_p)
+    if plan is not None:
         lengths = lengths_in_range(key_lengths, key)
         call = Call(plan, lengths, 0 if drawn is None else int(drawn), bias)
         out, lse = run(call, query, key, value, block_scores)
+    elif query.numel() and key.numel():
+        rest = (bias, block_scores, key_lengths, drawn)
+        out, lse = traced_attention(query, key, value, mask, *rest, checked)
+    else:
+        out, lse = without_pairs(query, key, value)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

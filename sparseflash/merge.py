@@ -1,10 +1,11 @@
-"""Attention over parts of the keys, put together."""
+"""Attention over parts of the keys, merged."""
 
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -12,13 +13,21 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     lse = log sum_i exp(lse_i),    O = sum_i exp(lse_i - lse) O_i
 
-    outs: each (..., q_len, head_dim) of one dtype; lses: each (..., q_len), natural logarithms,
-        float32 or wider. A query without a key in any set gets out 0, lse -inf and zero gradients.
+    Exact up to rounding, in any order and grouping; differentiable, any number of times.
 
-    Returns (out, lse) like one of each, computed in the dtype of the lses. Exact up to rounding,
-    in any order and grouping; differentiable, any number of times.
-    Raises TypeError or ValueError naming the argument.
-    Source: Rabe, Staats, "Self-attention does not need O(n^2) memory", 2021.
+    Args:
+        outs: Each (..., q_len, head_dim), of one dtype.
+        lses: Each (..., q_len), natural logarithms, float32 or wider. A query without a key in
+            any set gets out 0, lse -inf and zero gradients.
+
+    Returns:
+        (out, lse) like one of each, computed in the dtype of the lses.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message names it.
+
+    Reference:
+        Rabe, Staats, "Self-attention does not need O(n^2) memory", 2021.
     """
     _check(outs, lses)
     lse = torch.stack(list(lses))
@@ -34,12 +43,30 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention to one more key, of value 0 and with the score sinks[head].
 
-    out: (batch, heads, q_len, head_dim); lse: (batch, heads, q_len); sinks: (1 or heads,)
-    Source: Xiao et al., "Efficient streaming language models with attention sinks", 2023.
+    out: (batch, heads, q_len, head_dim); lse: (batch, heads, q_len); sinks: (1 or heads,), -inf
+    for none.
+
+    Reference:
+        Xiao et al., "Efficient streaming language models with attention sinks", 2023.
     """
-    sinks = sinks.to(lse.dtype).view(-1, 1)
-    kept = torch.sigmoid(lse - sinks).unsqueeze(-1)
-    return (out * kept).to(out.dtype), torch.logaddexp(lse, sinks.expand_as(lse))
+    # In place of -inf the least number: of two scores of -inf the difference would be NaN.
+    least = torch.finfo(lse.dtype).min
+    sinks = sinks.to(lse.dtype).clamp(min=least).view(-1, 1)
+    share = torch.sigmoid(lse - sinks).unsqueeze(-1)
+    lse = torch.logaddexp(lse, sinks.expand_as(lse))
+    return (out * share).to(out.dtype), threshold(lse, least, -math.inf)
+
+
+def without_pairs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention without a single pair: of an empty batch, no query or no key.
+
+    Sums over nothing have the right values, and the right gradients too.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = query @ key.mT
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return scores @ value, scores.to(wide).logsumexp(-1)
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:

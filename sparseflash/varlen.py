@@ -98,11 +98,14 @@ def attention_varlen(
     query, key, value = (
         rearrange(x, "total heads dim -> 1 heads total dim") for x in (query, key, value)
     )
+    mask = None
+    if query.numel() and key.numel():
+        mask = _packed(q_lengths, k_lengths, own, query.device)
     out, lse = attention(
         query,
         key,
         value,
-        _packed(q_lengths, k_lengths, own, query.device),
+        mask,
         sinks=sinks,
         seed=seed,
         return_lse=True,

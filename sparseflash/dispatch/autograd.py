@@ -44,13 +44,17 @@ class _BlockSparseAttention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * 6
         *saved, key_lengths, bias = ctx.saved_tensors
-        call = Call(ctx.plan, key_lengths, ctx.seed, bias)
+        saved, call = tuple(saved), Call(ctx.plan, key_lengths, ctx.seed, bias)
         needs = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # the gradients may be differentiated once more
             grads = _Gradients.apply(call, needs, grad_out, grad_lse, *saved)
         else:
             grads = call.backward(grad_out, grad_lse, saved, needs)
         return *grads, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_tangents(ctx, *tangents)
 
 
 # Function.apply without what it does for torch.func, whose calls do not come here: see
@@ -75,4 +79,13 @@ def refuse_second_derivative(ctx, *grads):
     raise NotImplementedError(
         "sparseflash.attention has no second derivative; "
         "sparseflash.reference.standard_attention has"
+    )
+
+
+def refuse_tangents(ctx, *tangents):
+    """The forward-mode derivative (jvp) of either pass."""
+    raise NotImplementedError(
+        "sparseflash.attention has no forward-mode derivative, of which torch.func.jvp, jacfwd, "
+        "linearize and hessian are made; torch.func.grad, vjp and jacrev work, and "
+        "sparseflash.reference.standard_attention has all of them"
     )

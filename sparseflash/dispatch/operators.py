@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from masks import DynamicMask
 from masks.handle import find
 from sparseflash.arguments import AnyMask
-from sparseflash.dispatch.autograd import refuse_second_derivative
+from sparseflash.dispatch.autograd import refuse_second_derivative, refuse_tangents
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.options import OPTION_NAMES, AttentionOptions
@@ -69,8 +70,26 @@ def traced_attention(
     """(out, lse) of checked arguments through the operator."""
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
-    rest = (bias, block_scores, blocks, handle, key_lengths, seed)
-    return attention(query, key, value, *rest, *options.items().values())
+    rest = (bias, block_scores, blocks, handle, key_lengths, seed, *options.items().values())
+    if torch.compiler.is_compiling():
+        if _is_differentiated_by_torch_func():
+            return _transformed(query, key, value, *rest)
+    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return _Transformed.apply(query, key, value, *rest)
+    return attention(query, key, value, *rest)
+
+
+@torch.compiler.assume_constant_result
+def _is_differentiated_by_torch_func() -> bool:
+    """Whether the compiler traces what torch.func.grad, jvp or their like run."""
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return any(transform.key() in kinds for transform in transforms)
+
+
+@torch.compiler.disable(reason="torch.func differentiates sparseflash.attention outside of graphs")
+def _transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _Transformed.apply(*arguments)
 
 
 @torch.library.custom_op("sparseflash::attention", mutates_args=(), schema=_SCHEMA)
@@ -143,6 +162,50 @@ def _(*arguments):
     return [torch.empty_like(given[name]) for name, needed in wanted if needed]
 
 
+class _Transformed(torch.autograd.Function):
+    """The operator for torch.func, which does not differentiate custom operators."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _differentiate(ctx, *grads, _TransformedGradients.apply)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_tangents(ctx, *tangents)
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """The operator of the backward pass for torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return tuple(attention_backward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_second_derivative(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_tangents(ctx, *tangents)
+
+
 def _save(ctx, inputs, output):
     given = _named(attention, inputs)
     given["out"], given["lse"] = output
@@ -153,14 +216,14 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad_out, grad_lse):
+def _differentiate(ctx, grad_out, grad_lse, backward=attention_backward):
     needs = ctx.needs_input_grad
     if grad_out is None and grad_lse is None:
         return (None,) * len(needs)
     given = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
     given |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": list(needs[:5])}
     names = [argument.name for argument in attention_backward._opoverload._schema.arguments]
-    grads = iter(attention_backward(*(given[name] for name in names)))
+    grads = iter(backward(*(given[name] for name in names)))
     return tuple(next(grads) if needed else None for needed in needs)
 
 

@@ -31,7 +31,7 @@ class AttentionSpec(AttentionOptions):
         differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
     """
 
-    scale: float
+    scale: float  # pyright: ignore[reportGeneralTypeIssues]  (resolved, so it has no default)
     score: str | None = None
     batch: int
     heads: int

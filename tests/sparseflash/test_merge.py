@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import masks
 import sparseflash
 from masks import BlockMask
 from sparseflash import merge_attention
@@ -106,3 +107,21 @@ def test_huge_and_equal_logits():
 def test_bad_input_names_the_argument(outs, lses, message):
     with pytest.raises((TypeError, ValueError), match=message):
         merge_attention(outs, lses)
+
+
+def test_sinks_of_minus_infinity_are_none():
+    query, key, value, _ = make_inputs(1, 2, 40, 40, 8)
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    attends = masks.pattern(lambda q, k: q - k >= 8)  # the first queries have no key
+    sinks = torch.full((2,), -torch.inf, requires_grad=True)
+    results = [
+        sparseflash.attention(*tensors, attends, sinks=s, return_lse=True) for s in (None, sinks)
+    ]
+    grads = [
+        torch.autograd.grad(out.square().sum() + lse.exp().sum(), tensors) for out, lse in results
+    ]
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(grads[1], grads[0])
+    again = sparseflash.attention(*tensors, attends, sinks=sinks)
+    (grad_sinks,) = torch.autograd.grad(again.sum(), sinks)
+    assert torch.equal(grad_sinks, torch.zeros(2))

@@ -90,3 +90,11 @@ def test_bad_input_names_the_argument(change, message):
     arguments |= {"cu_seqlens_q": torch.tensor([0, 3, 8]), "cu_seqlens_k": torch.tensor([0, 4, 8])}
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.attention_varlen(**(arguments | change))
+
+
+def test_documents_without_a_token():
+    bounds = torch.tensor([0, 0, 0])
+    empty = torch.randn(0, 2, 8, requires_grad=True)
+    out, lse = sparseflash.attention_varlen(empty, empty, empty, bounds, bounds, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 2, 8), (2, 0))
+    assert torch.autograd.grad(out.sum(), empty)[0].shape == (0, 2, 8)

@@ -1,0 +1,123 @@
+"""torch.func and forward-mode derivatives: right against float64, or refused with a sentence."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import func
+from torch.autograd import forward_ad
+
+import masks
+import sparseflash
+from sparseflash.reference import standard_attention
+
+MASK = masks.causal()(12, 16)
+TENSORS = [torch.randn(2, 2, 12, 4, dtype=torch.float64) for _ in range(3)]
+QUERY, KEY, VALUE = TENSORS
+
+
+def attend(*tensors, **options):
+    return sparseflash.attention(*tensors, MASK, **options)
+
+
+def expected(*tensors, **options):
+    return standard_attention(*tensors, MASK, **options)[0]
+
+
+def of_one(f):
+    """f of tensors without a batch."""
+    return lambda *tensors: f(*(x[None] for x in tensors))[0]
+
+
+def loss(f):
+    return lambda *tensors: f(*tensors).square().sum()
+
+
+EVERY = (0, 1, 2)
+RIGHT = {
+    "grad": lambda f: func.grad(loss(f), EVERY)(*TENSORS),
+    "grad of one": lambda f: func.grad(lambda x: loss(f)(QUERY, x, VALUE))(KEY),
+    "value": lambda f: func.grad_and_value(loss(f))(*TENSORS),
+    "vjp": lambda f: func.vjp(f, *TENSORS)[1](QUERY),
+    "jacrev": lambda f: func.jacrev(of_one(f), EVERY)(*(x[0] for x in TENSORS)),
+    "vmap of grad": lambda f: func.vmap(func.grad(loss(of_one(f)), EVERY))(*TENSORS),
+    "grad of vmap": lambda f: func.grad(loss(func.vmap(of_one(f))), EVERY)(*TENSORS),
+    "vmap of vjp": lambda f: func.vmap(lambda x: func.vjp(f, *TENSORS)[1](x))(QUERY[None]),
+    "bias": lambda f: func.grad(lambda b: loss(partial(f, bias=b))(*TENSORS))(torch.ones(2, 23)),
+    "jacobian": lambda f: torch.autograd.functional.jacobian(f, tuple(TENSORS)),
+}
+
+
+@pytest.mark.parametrize("derivative", RIGHT.values(), ids=RIGHT)
+def test_derivatives_are_right(derivative):
+    torch.testing.assert_close(derivative(attend), derivative(expected))
+
+
+def test_the_scores_of_a_dynamic_mask_get_their_gradient():
+    def attended(scores):
+        mask = masks.DynamicMask.from_topk(scores, 1, 16, 40)
+        query = torch.ones(1, 1, 40, 8)
+        return sparseflash.attention(query, query, query, mask, return_lse=True)[1].sum()
+
+    scores = torch.rand(3, 3)
+    right = torch.autograd.grad(attended(scores.requires_grad_()), scores)[0]
+    torch.testing.assert_close(func.grad(attended)(scores.detach()), right)
+    assert right.abs().sum() > 0
+
+
+TANGENTS = {
+    "jvp": lambda f: func.jvp(f, (QUERY,), (QUERY,)),
+    "jacfwd": lambda f: func.jacfwd(f)(QUERY),
+    "hessian": lambda f: func.hessian(lambda x: f(x).sum())(QUERY),
+    "linearize": lambda f: func.linearize(f, QUERY)[1](QUERY),
+    "compiled": lambda f: torch.compile(lambda x: func.jvp(f, (x,), (x,))[1], backend="aot_eager")(
+        QUERY
+    ),
+}
+
+
+@pytest.mark.parametrize("derivative", TANGENTS.values(), ids=TANGENTS)
+def test_forward_mode_is_refused_with_what_works(derivative):
+    with pytest.raises(NotImplementedError, match=r"no forward-mode .* torch.func.grad, vjp and"):
+        derivative(lambda x: attend(x, KEY, VALUE))
+
+
+def test_forward_mode_of_plain_autograd_is_refused_too():
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode"):
+        attend(forward_ad.make_dual(QUERY, QUERY), KEY, VALUE)
+
+
+SECOND = {
+    "grad of grad": lambda f: func.grad(lambda x: func.grad(loss(f))(x).sum())(QUERY),
+    "jacrev of jacrev": lambda f: func.jacrev(func.jacrev(lambda x: f(x).sum()))(QUERY),
+    "hvp": lambda f: torch.autograd.functional.hvp(lambda x: f(x).sum(), QUERY, QUERY),
+}
+
+
+@pytest.mark.parametrize("derivative", SECOND.values(), ids=SECOND)
+def test_second_derivatives_are_refused(derivative):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        derivative(lambda x: attend(x, KEY, VALUE))
+
+
+def test_a_compiled_function_may_take_gradients():
+    torch._dynamo.reset()
+    gradient = func.grad(lambda x: loss(attend)(x, KEY, VALUE))
+    compiled = torch.compile(gradient, backend="aot_eager")
+    right = func.grad(lambda x: loss(expected)(x, KEY, VALUE))(QUERY)
+    torch.testing.assert_close(compiled(QUERY), right)
+
+
+@pytest.mark.parametrize("changed", ["key_lengths", "bias", "query"])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_what_the_backward_reads_must_not_change(changed, differentiated):
+    query, key = torch.randn(2, 2, 12, 4), torch.randn(2, 2, 12, 4, requires_grad=True)
+    options = {
+        "key_lengths": torch.tensor([12, 5], dtype=torch.int32),
+        "bias": torch.randn(2, 23, requires_grad=differentiated),
+    }
+    out = attend(query, key, key, **options)
+    with torch.no_grad():
+        (options | {"query": query})[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

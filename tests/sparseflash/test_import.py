@@ -1,0 +1,58 @@
+"""`import sparseflash`: what it costs, what it needs, and what must not stand in its way."""
+
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import sparseflash
+from sparseflash import _shadowing
+
+ROOT = Path(sparseflash.__file__).parents[1]
+SLOW = ("matplotlib", "rich", "torch.utils.benchmark", "transformers", "typer")
+
+
+def run(program: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
+    code = f"import sys; sys.path[:0] = ['', {str(ROOT)!r}]\n{program}"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+
+
+def test_what_takes_long_to_import_is_imported_when_it_is_used():
+    found = run(f"import sparseflash; print([m for m in {SLOW} if m in sys.modules])")
+    assert found.stdout.strip() == "[]", found.stderr
+
+
+def test_what_is_imported_on_demand_is_found():
+    names = (*sparseflash.__all__, "reference", "testing")
+    assert {*names, "huggingface"} <= set(dir(sparseflash))
+    assert all(hasattr(sparseflash, name) for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        sparseflash.atention  # noqa: B018
+
+
+@pytest.mark.parametrize("own", ["masks.py", "masks/__init__.py"])
+def test_masks_of_ones_own_are_named_and_not_run(own, tmp_path):
+    path = tmp_path / own
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("raise SystemExit('it was run')")
+    found = run("import sparseflash", tmp_path)
+    named = path if own == "masks.py" else path.parent
+    assert f"Python finds {named} under this name: rename that" in found.stderr
+    assert "it was run" not in found.stderr
+
+
+def test_a_folder_of_data_that_hides_ours_is_named(monkeypatch):
+    spec = ModuleSpec("masks", None, is_package=True)
+    spec.submodule_search_locations = ["/home/one/masks"]
+    monkeypatch.setattr(_shadowing, "find_spec", lambda name: spec)
+    with pytest.raises(
+        ImportError, match=r"package 'masks', .*, but Python finds /home/one/masks"
+    ):
+        _shadowing.check_masks()
+
+
+def test_the_version_is_that_of_the_package():
+    assert sparseflash.__version__ == version("sparseflash")
