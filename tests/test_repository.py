@@ -29,6 +29,7 @@ def readme_code(language: str) -> list[str]:
     "command",
     [
         pytest.param(("ruff", "check", "--no-cache"), id="style"),
+        pytest.param(("ruff", "format", "--check", "--no-cache"), id="format"),
         pytest.param(("lint-imports", "--no-cache"), id="layers"),
         pytest.param(
             ("basedpyright", "--pythonpath", sys.executable), id="types", marks=pytest.mark.slow
@@ -39,8 +40,10 @@ def test_linter_has_nothing_to_say(command):
     run(BIN / command[0], *command[1:])
 
 
-def test_pytest_takes_the_package_and_not_its_tests():
-    run(BIN / "pytest", "-q", "-n", "0", "--collect-only", "tests/sparseflash/test_call.py")
+@pytest.mark.parametrize("command", [("pytest",), ("python", "-m", "pytest")])
+def test_pytest_collects_as_a_command_and_as_a_module(command):
+    files = ("tests/sparseflash/test_attention.py", "tests/masks/test_block_mask.py")
+    run(BIN / command[0], *command[1:], "-q", "-n", "0", "--collect-only", *files)
 
 
 def test_every_folder_of_code_is_distributed():
@@ -58,7 +61,8 @@ def test_readme_example_runs(code):
     run(sys.executable, "-c", code)
 
 
-def test_ci_runs_the_test_command_of_the_readme():
-    script = (ROOT / ".ci/run").read_text()
-    command = script.strip().splitlines()[-1]
-    assert any(command in block for block in readme_code("bash"))
+def test_ci_runs_the_test_command_of_the_readme_and_then_all_other_tests():
+    commands = (ROOT / ".ci/run").read_text().splitlines()
+    ordinary, others = commands[-2:]
+    assert any(ordinary in block for block in readme_code("bash"))
+    assert others == '.venv/bin/python -m pytest -m "slow or records"'

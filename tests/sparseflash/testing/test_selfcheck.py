@@ -60,9 +60,7 @@ def test_processes_share_the_cases(monkeypatch):
 
 def test_every_check_is_made_once(monkeypatch):
     checked = []
-    monkeypatch.setattr(
-        selfcheck.Case, "run", lambda case, *check: checked.append((case, *check))
-    )
+    monkeypatch.setattr(selfcheck.Case, "run", lambda case, *check: checked.append((case, *check)))
     assert run()[0] == 0
     expected = {(case, *check) for case in selfcheck.cases() for check in selfcheck.CHECKS}
     assert len(checked) == len(expected) == 6
