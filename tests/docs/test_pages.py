@@ -1,6 +1,7 @@
 """Pages are as long as they may be, name what exists, and leave out no public name."""
 
 import importlib
+import importlib.util
 import inspect
 import re
 import runpy
@@ -37,6 +38,14 @@ def test_paths_that_a_page_names_exist(page):
     named = PATH.findall(page.read_text())
     history = page.parent.name == "notebook" or page.name == "CHANGELOG.md"
     assert history or [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_name_modules_that_exist(page):
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    modules = {name for block in blocks for name in re.findall(r"python -m ([\w.]+)", block)}
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    assert missing == []
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
