@@ -15,13 +15,11 @@ import torch
 import masks
 from masks import BlockMask
 from sparseflash.backends import hopper
-from sparseflash.backends.hopper import (
-    forward_pass,
-    fused_gradient,
-    key_value_gradient,
-    launch,
-    query_gradient,
-)
+from sparseflash.backends.hopper import configs, launch
+from sparseflash.backends.hopper.kernels.backward_dkdv import backward_dkdv_kernel
+from sparseflash.backends.hopper.kernels.backward_dq import backward_dq_kernel
+from sparseflash.backends.hopper.kernels.backward_fused import backward_fused_kernel
+from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
     compile_instead_of_launching,
@@ -34,10 +32,10 @@ from tests.helpers.compile_only import (
 from tests.helpers.operands import unset_operands
 
 KERNELS = {
-    "forward": forward_pass.forward_kernel,
-    "dq": query_gradient.query_gradient_kernel,
-    "dkdv": key_value_gradient.key_value_gradient_kernel,
-    "fused": fused_gradient.fused_gradient_kernel,
+    "forward": forward_kernel,
+    "dq": backward_dq_kernel,
+    "dkdv": backward_dkdv_kernel,
+    "fused": backward_fused_kernel,
 }
 
 
@@ -84,7 +82,7 @@ def report_variants(head_dim: int, block: int):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block), head_dim, **options)
-        if head_dim in hopper.FUSED_HEAD_DIMS["dropout_p" in options] and block == 128:
+        if head_dim in configs.FUSED_HEAD_DIMS["dropout_p" in options] and block == 128:
             call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
@@ -104,7 +102,7 @@ def report_variants(head_dim: int, block: int):
 
 
 def registers(made) -> int:
-    """Of all threads of a program, when it starts."""
+    """Of all threads of a CTA, when it starts."""
     return made.metadata.num_warps * 32 * registers_per_thread(made.asm["cubin"])
 
 
@@ -153,6 +151,6 @@ if __name__ == "__main__":
     if what != "variants":
         count_instead_of_compiling()
     launch.multiprocessors = lambda device: 132
-    hopper.FUSED_BLOCKS = 0
+    configs.MIN_FUSED_BLOCKS = 0
     for report in globals()[f"report_{what}"](*map(int, numbers)):
         print(json.dumps(report), flush=True)

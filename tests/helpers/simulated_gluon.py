@@ -1,4 +1,4 @@
-"""A stand-in for sparseflash.backends.hopper.gluon_shim that runs the kernels on the CPU.
+"""A stand-in for hopper.device.gluon_compat and hopper.device.barriers: kernels run on the CPU.
 
 It is unkind where the hardware may be, and the same at every run. The partitions of a program
 take turns: who has to wait for a barrier, or arrives at one, lets all others go first that can; or
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 HURRY = None  # or min, or max
-RING_BARRIERS = 9  # in hardware, beside those for turns and those of Triton
+FIRST_PIPELINE_BARRIER = 7  # the named barriers below are for ping-pong, for warps, and Triton's
+NAMED_BARRIERS = 16
 _partition = threading.local()
 _program = SimpleNamespace()
 
@@ -49,7 +50,7 @@ class Partitions:
     def run(self, number, function, arguments):
         _partition.number = number
         try:
-            self.await_turn()
+            self.wait_to_run()
             _run(function, *arguments)
         except Exception as error:
             self.failure = self.failure or error
@@ -62,9 +63,9 @@ class Partitions:
         self.waits[_partition.number] = (reached, what)
         with self.changed:
             self.pass_on()
-        self.await_turn()
+        self.wait_to_run()
 
-    def await_turn(self):
+    def wait_to_run(self):
         with self.changed:
             self.changed.wait_for(lambda: self.failure or self.running == _partition.number)
             if self.failure:
@@ -238,46 +239,48 @@ def opaque(number):
     return number
 
 
-def copied(matrix):
+def copy_registers(matrix):
     return matrix.clone()
 
 
-def widened(matrix):
+def to_float32(matrix):
     return matrix.float()
 
 
-def gather_lanes(warp):
+def sync_warp(barrier):
     """A partition is one thread here."""
 
 
-def gather():
+def sync_partition():
     """A partition is one thread here."""
 
 
-def await_turn(member, relays):
-    turns, let_in = _program.turns, _program.let_in
+def pingpong_wait(warpgroup, load_wait_warps):
+    from_warpgroup, from_warps = _program.pingpong, _program.load_wait_signals
     _program.partitions.wait(
-        lambda: turns[member] and let_in[member] >= relays, f"the turn of group {member}"
+        lambda: from_warpgroup[warpgroup] and from_warps[warpgroup] >= load_wait_warps,
+        f"signals to warpgroup {warpgroup}",
     )
-    turns[member] -= 1
-    let_in[member] = 0
+    from_warpgroup[warpgroup] -= 1
+    from_warps[warpgroup] = 0
 
 
-def let_in(member, relays):
-    _program.let_in[member] += 1
+def signal_warpgroup(warpgroup, load_wait_warps):
+    _program.load_wait_signals[warpgroup] += 1
     _program.partitions.wait(
-        lambda: not _program.let_in[member], f"group {member} to take its turn"
+        lambda: not _program.load_wait_signals[warpgroup],
+        f"warpgroup {warpgroup} to pass its ping-pong barrier",
     )
 
 
-def pass_turn(member, relays):
-    _program.turns[1 - member] += 1
-    if _program.turns[1 - member] > 1:
-        raise Failure("a turn is passed to a group that has not taken the last one")
+def pingpong_signal(warpgroup, load_wait_warps):
+    _program.pingpong[1 - warpgroup] += 1
+    if _program.pingpong[1 - warpgroup] > 1:
+        raise Failure("a warpgroup is signalled again that has not passed its ping-pong barrier")
 
 
-def arrive(number, threads):
-    arrived = _program.arrived[hardware_barrier(number)]
+def named_barrier_arrive(number, threads):
+    arrived = _program.arrived[pipeline_barrier(number)]
     if _partition.number in arrived:
         raise Failure(f"a partition arrives at barrier {int(number)} again before it is awaited")
     arrived.add(_partition.number)
@@ -286,12 +289,21 @@ def arrive(number, threads):
     _program.partitions.wait(lambda: True, "its turn")
 
 
-def await_arrivals(number, threads):
-    arrived = _program.arrived[hardware_barrier(number)]
+def named_barrier_wait(number, threads):
+    arrived = _program.arrived[pipeline_barrier(number)]
     _program.partitions.wait(
         lambda: len(arrived) == arrivals_of(threads), f"arrivals at {int(number)}"
     )
     arrived.clear()
+
+
+BARRIERS = {
+    function.__name__: function
+    for function in (
+        *(pingpong_wait, pingpong_signal, signal_warpgroup),
+        *(named_barrier_arrive, named_barrier_wait, sync_warp),
+    )
+}  # in place of those of hopper.device.barriers
 
 
 def arrivals_of(threads):
@@ -299,9 +311,9 @@ def arrivals_of(threads):
     return threads // 128 + threads % 128 // 32 - 1
 
 
-def hardware_barrier(number):
-    if not 0 <= number < len(_program.arrived):
-        raise Failure(f"there is no barrier {int(number)}")
+def pipeline_barrier(number):
+    if not FIRST_PIPELINE_BARRIER <= number < NAMED_BARRIERS:
+        raise Failure(f"named barrier {int(number)} is none of a pipeline")
     return int(number)
 
 
@@ -317,7 +329,7 @@ def load_tile(descriptor, start, barrier, buffer):
     barrier.copies.append(land)
 
 
-def reinterpreted(buffer, dtype, shape, layout):
+def reinterpret(buffer, dtype, shape, layout):
     return Buffer(buffer.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
 
 
@@ -380,8 +392,8 @@ def _atomic_add(pointer, value, sem):
 
 def _warp_specialize(partitions, warps, registers):
     _program.partitions = Partitions(partitions)
-    _program.turns, _program.let_in = [0, 0], [0, 0]
-    _program.arrived = [set() for _ in range(RING_BARRIERS)]
+    _program.pingpong, _program.load_wait_signals = [0, 0], [0, 0]
+    _program.arrived = [set() for _ in range(NAMED_BARRIERS)]
     _program.partitions.join()
 
 

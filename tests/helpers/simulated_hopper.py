@@ -20,7 +20,7 @@ from tests.helpers.calls import call_on
 from tests.helpers.planted_bugs import Bug, plant
 
 PREFIX = f"{hopper.__name__}."
-PROGRAMS = 2
+CTAS = 2
 
 
 class Planter(SourceFileLoader):
@@ -52,13 +52,13 @@ class Finder:
 
 @contextmanager
 def simulation(
-    bugs: Mapping[str, Sequence[Bug]] | None = None, programs: int = PROGRAMS
+    bugs: Mapping[str, Sequence[Bug]] | None = None, ctas: int = CTAS
 ) -> Iterator[None]:
     """The backend with its kernels simulated.
 
     Args:
         bugs: Those to plant, by module of the backend.
-        programs: How many programs a launch has at most.
+        ctas: How many CTAs a launch has at most.
     """
     finder = Finder(bugs or {})
     with (
@@ -71,14 +71,16 @@ def simulation(
         for name, module in list(vars(hopper).items()):
             if isinstance(module, ModuleType) and module.__name__ == PREFIX + name:
                 delattr(hopper, name)
-        sys.modules[f"{PREFIX}gluon_shim"] = hopper.gluon_shim = simulated_gluon
+        sys.modules[f"{PREFIX}device.gluon_compat"] = simulated_gluon
+        barriers = importlib.import_module(f"{PREFIX}device.barriers")
+        vars(barriers).update(simulated_gluon.BARRIERS)
         launch = importlib.import_module(f"{PREFIX}launch")
-        launch.multiprocessors = lambda device: programs
+        launch.multiprocessors = lambda device: ctas
         for name in ("forward_pass", "backward_pass"):
             importlib.import_module(PREFIX + name)
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
-        hopper.FUSED_BLOCKS = 0
+        importlib.import_module(f"{PREFIX}configs").MIN_FUSED_BLOCKS = 0
         hopper._passes.cache_clear()
         try:
             yield

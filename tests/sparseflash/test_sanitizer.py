@@ -5,7 +5,7 @@ tensor memory accelerator nor what tensor cores read there: whether the hopper k
 those is checked in simulation, by backends/hopper/test_simulated_kernels.py. Of those kernels it
 reports how Triton hands work to its warps: one group writes to shared memory which part the others
 are to run, and they read it after a barrier. Such reports name the first line of a kernel or of
-its function `specialize`, or the call of that; any other line is a failure.
+its function `specialize_warps`, or the call of that; any other line is a failure.
 """
 
 import os
@@ -26,7 +26,7 @@ FOUND = 9  # the exit code of a sanitizer that found something
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-HANDS_OVER = re.compile(r"def \w+_kernel\(|(def )?specialize\(")
+HANDS_OVER = re.compile(r"def \w+_kernel\(|(def )?specialize_warps\(")
 
 
 def races(printed: str) -> list[str]:
@@ -40,21 +40,20 @@ def lines_of(report: str) -> list[str]:
 
 
 def code(file: str, line: str) -> str:
-    return (KERNELS / file).read_text().splitlines()[int(line) - 1].strip()
+    (path,) = KERNELS.rglob(file)
+    return path.read_text().splitlines()[int(line) - 1].strip()
 
 
 def test_lines_that_hand_work_over_are_told_from_others():
-    source = (KERNELS / "forward_pass.py").read_text().splitlines()
+    source = (KERNELS / "kernels/forward.py").read_text().splitlines()
 
     def report(beginning: str) -> str:
         (line,) = (i for i, text in enumerate(source, 1) if text.strip().startswith(beginning))
-        return (
-            f"Error: Race reported between Read access at kernel+0x4b0 in forward_pass.py:{line}"
-        )
+        return f"Error: Race reported between Read access at kernel+0x4b0 in forward.py:{line}"
 
-    handed_over = ("def forward_kernel(", "def specialize(", "specialize(")
+    handed_over = ("def forward_kernel(", "def specialize_warps(", "specialize_warps(")
     assert not races("".join(map(report, handed_over)))
-    race = report("def consume(")
+    race = report("def consumer(")
     assert races(report("def forward_kernel(") + race) == [race.removeprefix("Error:")]
 
 

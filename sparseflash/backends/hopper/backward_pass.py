@@ -1,59 +1,42 @@
-"""The backward pass: dQ by query rows, then dK and dV by key columns; or all by key columns.
+"""The backward pass: what the host makes of one call.
 
     P  = exp2(scale * log2(e) * Q K^T - log2(e) * LSE)
-    dS = P * (dO V^T - delta)
+    dS = P * (dO V^T - delta),    delta = rowsum(dO * O) - dLSE
     dQ = scale dS K,    dK = scale dS^T Q,    dV = P^T dO
 
-P is computed anew, tile by tile, by both kernels. The first writes LSE and delta for the second;
-see row_terms. Neither adds to memory that another program writes, so the same inputs give the same
-bits. The kernel of all gradients does; see `fuses`.
+Either the kernel of dQ over rows of queries and then that of dK and dV over rows of keys: each
+recomputes P, the first also writes LSE and delta for the second (kernels/lse_delta.py), and no CTA
+adds to memory that another one writes, so the same inputs give the same bits. Or the fused kernel
+over rows of keys, which adds to dQ in no fixed order; see select.uses_fused_backward.
 """
 
 import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.backends.compiled import launch as launch_kernel
 from sparseflash.backends.compiled import on_device
-from sparseflash.backends.hopper import fuses, launch, query_sums, row_terms
-from sparseflash.backends.hopper.device import PART
-from sparseflash.backends.hopper.fused_gradient import fused_gradient_kernel
-from sparseflash.backends.hopper.key_value_gradient import key_value_gradient_kernel
-from sparseflash.backends.hopper.launch import PART_TILES, Pieces, Room
-from sparseflash.backends.hopper.query_gradient import query_gradient_kernel
+from sparseflash.backends.hopper import launch
+from sparseflash.backends.hopper.configs import (
+    DKDV_CONFIGS,
+    DQ_CONFIGS,
+    FUSED_CONFIGS,
+    MAX_DKDV_DIMS,
+    MAX_WHOLE_DQ_DIMS,
+    tile_width,
+)
+from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
+from sparseflash.backends.hopper.kernels.backward_dkdv import backward_dkdv_kernel
+from sparseflash.backends.hopper.kernels.backward_dq import backward_dq_kernel
+from sparseflash.backends.hopper.kernels.backward_fused import backward_fused_kernel
+from sparseflash.backends.hopper.kernels.dq_accumulator import convert_dq_kernel
+from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
+from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, TmaBox2D
+from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.dispatch.spec import AttentionSpec
 
-# By the side of blocks and the width of tiles: buffers of keys and values for dQ; those of queries
-# and dO, and of keys and values, for dK and dV.
-QUERY_ROOMS = {
-    128: {
-        64: Room(1, {"STAGES": 4}),
-        128: Room(1, {"STAGES": 2}),
-        256: Room(1, {"STAGES": 1}),
-    },
-    64: {
-        64: Room(3, {"STAGES": 3}),
-        128: Room(2, {"STAGES": 2}),
-    },
-}
-KEY_ROOMS = {
-    128: {
-        64: Room(1, {"STAGES": 4, "KEY_STAGES": 2}),
-        128: Room(1, {"STAGES": 3, "KEY_STAGES": 2}),
-        256: Room(1, {"STAGES": 1, "KEY_STAGES": 1}),
-    },
-    64: {
-        64: Room(2, {"STAGES": 4, "KEY_STAGES": 2}),
-        128: Room(2, {"STAGES": 2, "KEY_STAGES": 1}),
-    },
-}
-TERMS = Pieces(PART.value)  # as queries come
-# By the width of tiles: buffers of the kernel of all gradients, likewise.
-FUSED_ROOMS = {
-    64: Room(1, {"STAGES": 4, "KEY_STAGES": 2}),
-    128: Room(1, {"STAGES": 3, "KEY_STAGES": 1}),
-}
-# Registers do not hold both dK and dV of tiles that are wider.
-WIDEST_TOGETHER = 128
+LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
+DQ_COLUMNS = 256  # of the matrix that is the accumulator of dQ: the most that a TMA box may have
 
 
 def backward(
@@ -70,94 +53,122 @@ def backward(
     spec: AttentionSpec,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.Backend."""
+    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.base."""
     needs_query, needs_key, needs_value = needs
-    query, grad_out, out = (
-        launch.addressable(query),
-        launch.addressable(grad_out),
-        launch.addressable(out),
-    )
-    key, value = (launch.addressable(launch.unpadded(x, key_lengths)) for x in (key, value))
+    query, grad_out, out = (launch.addressable(x) for x in (query, grad_out, out))
+    key, value = (launch.addressable(launch.zero_padding(x, key_lengths)) for x in (key, value))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_query = grad_key = grad_value = None
     with on_device(query.device):
-        terms = row_terms.empty(query, table.block_size[0])
-        call = (query, grad_out, key, value, terms, table, key_lengths, seed, spec)
-        if all(needs) and fuses(table, spec):
-            row_terms.compute(grad_out, out, lse, grad_lse, terms)
-            return _fused_gradients(*call)
+        lse_delta = empty_lse_delta(query, table.block_size[0])
+        call = (query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec)
+        if all(needs) and uses_fused_backward(table, spec):
+            _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
+            return _fused(*call)
         if needs_query:
-            grad_query = _query_gradient(out, lse, grad_lse, *call)
+            grad_query = _dq(out, lse, grad_lse, *call)
         else:
-            row_terms.compute(grad_out, out, lse, grad_lse, terms)
-        if launch.width(spec.head_dim) <= WIDEST_TOGETHER:
+            _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
+        if tile_width(spec.head_dim) <= MAX_DKDV_DIMS:
             if needs_key or needs_value:
-                grad_key, grad_value = _key_value_gradient(*call)
+                grad_key, grad_value = _dkdv(*call)
         else:
             if needs_key:
-                grad_key, _ = _key_value_gradient(*call, with_value=False)
+                grad_key, _ = _dkdv(*call, with_value=False)
             if needs_value:
-                _, grad_value = _key_value_gradient(*call, with_key=False)
+                _, grad_value = _dkdv(*call, with_key=False)
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 
-def _fused_gradients(
-    query, grad_out, key, value, terms, table, key_lengths, seed, spec
+def empty_lse_delta(query: Tensor, block: int) -> Tensor:
+    """Memory for LSE and delta: float32 (2 * batch * heads, q_len rounded up to whole blocks)."""
+    batch, heads, q_len, _ = query.shape
+    padded_len = -(-q_len // block) * block
+    shape = (2 * batch * heads, padded_len)
+    return torch.empty(shape, dtype=torch.float32, device=query.device)
+
+
+def _compute_lse_delta(
+    grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, lse_delta: Tensor
+) -> None:
+    """Writes LSE and delta of all queries; zeros past the sequence."""
+    _, heads, q_len, head_dim = out.shape
+    tiles = (WARPGROUP_TILE.of(x) for x in (grad_out, out))
+    arguments = (*tiles, lse, grad_lse, lse_delta, heads, q_len, lse_delta.shape[1])
+    grid = (lse_delta.numel() // (2 * WARPGROUP_M.value), 1, 1)
+    variant = (out.device, out.dtype, head_dim, grad_lse is None)
+    launch_kernel(lse_delta_kernel, grid, arguments, variant, OPTIONS)
+
+
+def _fused(
+    query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums = query_sums.zeros(query, table)
+    tile = WARPGROUP_TILE
+    dq_accumulator = _zero_dq_accumulator(query, table)
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-    tensors = (query, grad_out, terms, key, value, sums, grad_key, grad_value)
-    shares = query_sums.shares(spec)
-    read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, shares, PART_TILES, PART_TILES)
-    room = FUSED_ROOMS[launch.width(spec.head_dim)]
+    tensors = (query, grad_out, lse_delta, key, value, dq_accumulator, grad_key, grad_value)
+    access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
+    config = FUSED_CONFIGS[tile_width(spec.head_dim)]
     launch.launch_pass(
-        fused_gradient_kernel, tensors, read, table, key_lengths, seed, spec, room, by_key=True
+        *(backward_fused_kernel, tensors, access, table, key_lengths, seed, spec, config),
+        by_key=True,
     )
-    query_sums.finish(sums, spec.scale, grad_query)
+    _convert_dq(dq_accumulator, spec.scale, grad_query)
     return grad_query, grad_key, grad_value
 
 
-def _query_gradient(
-    out, lse, grad_lse, query, grad_out, key, value, terms, table, key_lengths, seed, spec
+def _dq_box(spec: AttentionSpec) -> TmaBox2D:
+    """What a warpgroup of the fused kernel adds to the accumulator of dQ at a time."""
+    dims = tile_width(spec.head_dim)
+    if dims > MAX_WHOLE_DQ_DIMS or spec.dropout_p > 0:
+        dims //= 2
+    return TmaBox2D(DQ_COLUMNS, WARPGROUP_M.value * dims // DQ_COLUMNS)
+
+
+def _zero_dq_accumulator(query: Tensor, table: LookupTable) -> Tensor:
+    """Zeros for all queries in blocks of the table, float32, a matrix of DQ_COLUMNS columns."""
+    batch, heads, _, head_dim = query.shape
+    tokens = batch * heads * table.by_query.num_rows * table.block_size[0]
+    shape = (tokens * tile_width(head_dim) // DQ_COLUMNS, DQ_COLUMNS)
+    return torch.zeros(shape, dtype=torch.float32, device=query.device)
+
+
+def _convert_dq(dq_accumulator: Tensor, scale: float, grad_query: Tensor) -> None:
+    """Writes scale * dq_accumulator to grad_query."""
+    batch, heads, _, head_dim = grad_query.shape
+    tiles = dq_accumulator.numel() // (WARPGROUP_M.value * tile_width(head_dim))
+    tiles_per_head = tiles // (batch * heads)
+    arguments = (dq_accumulator, WARPGROUP_TILE.of(grad_query), scale, heads, tiles_per_head)
+    variant = (grad_query.device, grad_query.dtype, head_dim)
+    launch_kernel(convert_dq_kernel, (tiles, 1, 1), arguments, variant, OPTIONS)
+
+
+def _dq(
+    out, lse, grad_lse, query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec
 ) -> Tensor:
-    """The gradient of query; also writes the terms."""
+    """The gradient of query; also writes lse_delta."""
+    tile, block = WARPGROUP_TILE, table.block_size[0]
     grad_query = torch.empty_like(query)
-    block = table.block_size[0]
-    keys = launch.key_tiles(block, spec.head_dim)
-    tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, terms)
-    read = (PART_TILES, PART_TILES, PART_TILES, keys, keys, PART_TILES, None, None, None)
-    room = QUERY_ROOMS[block][launch.width(spec.head_dim)]
-    launch.launch_pass(query_gradient_kernel, tensors, read, table, key_lengths, seed, spec, room)
+    kv_tile = launch.kv_tile(block, spec.head_dim)
+    tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, lse_delta)
+    access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
+    config = DQ_CONFIGS[block][tile_width(spec.head_dim)]
+    launch.launch_pass(backward_dq_kernel, tensors, access, table, key_lengths, seed, spec, config)
     return grad_query
 
 
-def _key_value_gradient(
-    query,
-    grad_out,
-    key,
-    value,
-    terms,
-    table,
-    key_lengths,
-    seed,
-    spec,
-    with_key=True,
-    with_value=True,
+def _dkdv(
+    *call, with_key: bool = True, with_value: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
+    query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec = call
+    tile = WARPGROUP_TILE
     grad_key = torch.empty_like(key) if with_key else None
     grad_value = torch.empty_like(value) if with_value else None
-    tensors = (query, grad_out, terms, key, value, grad_key, grad_value)
-    read = (PART_TILES, PART_TILES, TERMS, PART_TILES, PART_TILES, PART_TILES, PART_TILES)
-    room = KEY_ROOMS[table.block_size[0]][launch.width(spec.head_dim)]
+    tensors = (query, grad_out, lse_delta, key, value, grad_key, grad_value)
+    access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
+    config = DKDV_CONFIGS[table.block_size[0]][tile_width(spec.head_dim)]
     launch.launch_pass(
-        key_value_gradient_kernel,
-        tensors,
-        read,
-        table,
-        key_lengths,
-        seed,
-        spec,
-        room,
+        *(backward_dkdv_kernel, tensors, access, table, key_lengths, seed, spec, config),
         by_key=True,
     )
     return grad_key, grad_value

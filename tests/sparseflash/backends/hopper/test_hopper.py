@@ -7,15 +7,9 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash.backends import compiled, hopper
-from sparseflash.backends.hopper import (
-    CAPABILITY,
-    HEAD_DIMS,
-    TILE_PAYS,
-    backward_pass,
-    forward_pass,
-    launch,
-)
+from sparseflash.backends import compiled
+from sparseflash.backends.hopper import configs
+from sparseflash.backends.hopper.select import CAPABILITY, HEAD_DIMS
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
@@ -24,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0"),
 ]
 DEVICE = torch.device("cuda", 0)
-SIZES = [(dim, 128) for dim in HEAD_DIMS] + [(dim, 64) for dim in TILE_PAYS]
+SMALL_TILE_DIMS = tuple(configs.MIN_COVERAGE_RATIO_FOR_128)
+SIZES = [(dim, 128) for dim in HEAD_DIMS] + [(dim, 64) for dim in SMALL_TILE_DIMS]
 
 PATTERNS = {
     "full": masks.full(),
@@ -42,7 +37,8 @@ PATTERNS = {
 
 @pytest.fixture(autouse=True)
 def read_blocks_of_64_however_full_tiles_are(monkeypatch):
-    monkeypatch.setattr(hopper, "TILE_PAYS", dict.fromkeys(TILE_PAYS, 2.0))
+    ratios = dict.fromkeys(SMALL_TILE_DIMS, 2.0)
+    monkeypatch.setattr(configs, "MIN_COVERAGE_RATIO_FOR_128", ratios)
 
 
 def attend(query, key, value, mask, **options):
@@ -78,11 +74,11 @@ def test_patterns(name, lengths, head_dim, block_size):
     check(PATTERNS[name], lengths, head_dim, block_size=block_size)
 
 
-@pytest.mark.parametrize("tile_pays", [0.0, 2.0])  # whatever there is, or never
+@pytest.mark.parametrize("min_ratio", [0.0, 2.0])  # whatever there is, or never
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256, (128, 64), (32, 256)])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_blocks_of_other_sizes(name, block_size, tile_pays, monkeypatch):
-    monkeypatch.setitem(hopper.TILE_PAYS, 128, tile_pays)
+def test_blocks_of_other_sizes(name, block_size, min_ratio, monkeypatch):
+    monkeypatch.setitem(configs.MIN_COVERAGE_RATIO_FOR_128, 128, min_ratio)
     check(PATTERNS[name], (700, 460), 128, kv_heads=1, block_size=block_size)
 
 
@@ -152,18 +148,18 @@ def test_dropout_drops_the_pairs_that_the_triton_backend_drops(head_dim):
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
 
 
-FUSED = [(dropout, dim) for dropout, dims in hopper.FUSED_HEAD_DIMS.items() for dim in dims]
+FUSED = [(dropout, dim) for dropout, dims in configs.FUSED_HEAD_DIMS.items() for dim in dims]
 
 
 @pytest.fixture
 def always_fused(monkeypatch):
-    monkeypatch.setattr(hopper, "FUSED_BLOCKS", 0)
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", 0)
 
 
 @pytest.mark.usefixtures("always_fused")
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("head_dim", hopper.FUSED_HEAD_DIMS[False])
+@pytest.mark.parametrize("head_dim", configs.FUSED_HEAD_DIMS[False])
 def test_gradients_in_no_fixed_order(head_dim, name, lengths):
     check(PATTERNS[name], lengths, head_dim, deterministic=False)
 
@@ -214,23 +210,23 @@ def test_strides(strides, deterministic):
 
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize("name", ["full", "causal", "blocks", "one heavy row"])
-def test_many_tiles_for_each_program(name, head_dim, block_size):
+def test_many_work_tiles_for_each_cta(name, head_dim, block_size):
     sizes = {"batch": 4, "heads": 16, "kv_heads": 8, "block_size": block_size}
     check(PATTERNS[name], (1500, 1500), head_dim, **sizes)
 
 
-@pytest.mark.parametrize("head_dim", TILE_PAYS)
-def test_programs_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
+@pytest.mark.parametrize("head_dim", SMALL_TILE_DIMS)
+def test_ctas_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
     monkeypatch.setattr(compiled, "_COMPILED", {})
     check(PATTERNS["causal"], (300, 300), head_dim, block_size=64)
     kernels = [kernel for kernel, _ in compiled._COMPILED.values()]
-    rooms = (forward_pass.ROOMS, backward_pass.QUERY_ROOMS, backward_pass.KEY_ROOMS)
-    wanted = [room[64][launch.width(head_dim)].programs for room in rooms]
-    assert [programs_at_a_time(kernel) for kernel in kernels] == wanted
+    tables = (configs.FORWARD_CONFIGS, configs.DQ_CONFIGS, configs.DKDV_CONFIGS)
+    wanted = [table[64][configs.tile_width(head_dim)].ctas_per_sm for table in tables]
+    assert [occupancy(kernel) for kernel in kernels] == wanted
 
 
-def programs_at_a_time(kernel) -> int:
-    """How many programs of a kernel the driver lets share a multiprocessor."""
+def occupancy(kernel) -> int:
+    """How many CTAs of a kernel the driver lets share a multiprocessor."""
     found = ctypes.c_int()
     ask = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
     ask.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)

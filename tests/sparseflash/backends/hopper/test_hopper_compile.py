@@ -2,8 +2,10 @@
 
 import pytest
 
-from sparseflash.backends.hopper import backward_pass, forward_pass
-from sparseflash.backends.hopper.launch import REGISTERS, Room
+from sparseflash.backends.hopper import configs
+from sparseflash.backends.hopper.configs import KernelConfig
+from sparseflash.backends.hopper.device import barriers
+from sparseflash.backends.hopper.kernels.forward import num_load_wait_warps
 from tests.helpers.compile_only import SHARED_MEMORY, finish, start
 from tests.helpers.operands import unset_operands
 
@@ -12,8 +14,8 @@ SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of til
 # Bytes per thread, without and with all options.
 STACK_LIMIT = {64: (56, 320), 128: (160, 544), 256: (560, 800)}
 KEYS = {64: 128, 128: 128, 256: 64}  # of a tile where rows are queries, if a block has as many
-RESERVED = 1024  # bytes of shared memory for each program, beside its own
-ROOMS = {"forward": forward_pass.ROOMS, "dq": backward_pass.QUERY_ROOMS}
+RESERVED = 1024  # bytes of shared memory for each CTA, beside its own
+CONFIGS = {"forward": configs.FORWARD_CONFIGS, "dq": configs.DQ_CONFIGS}
 
 
 @pytest.mark.slow
@@ -27,19 +29,19 @@ def test_kernels_that_ship(head_dim, block):
 
 
 def check_memory(report: dict) -> None:
-    programs = room_of(report).programs
-    memory = (SHARED_MEMORY[90] + RESERVED) // programs - RESERVED
+    ctas_per_sm = config_of(report).ctas_per_sm
+    memory = (SHARED_MEMORY[90] + RESERVED) // ctas_per_sm - RESERVED
     assert report["shared"] <= memory, report
-    assert report["registers"] <= REGISTERS // programs, report
+    assert report["registers"] <= configs.REGISTERS_PER_SM // ctas_per_sm, report
     limit = STACK_LIMIT[report["head_dim"]]["options" in report["mask"]]
     assert report["stack"] <= limit, report
 
 
-def room_of(report: dict) -> Room:
+def config_of(report: dict) -> KernelConfig:
     if report["which"] == "fused":
-        return backward_pass.FUSED_ROOMS[report["head_dim"]]
-    rooms = ROOMS.get(report["which"], backward_pass.KEY_ROOMS)
-    return rooms[report["block"]][report["head_dim"]]
+        return configs.FUSED_CONFIGS[report["head_dim"]]
+    table = CONFIGS.get(report["which"], configs.DKDV_CONFIGS)
+    return table[report["block"]][report["head_dim"]]
 
 
 def check_products(report: dict) -> None:
@@ -50,7 +52,7 @@ def check_products(report: dict) -> None:
     """
     depth, loops = report["head_dim"] // 16, 1 if report["mask"] == "full" else 2
     keys = min(KEYS[report["head_dim"]], report["block"]) // 16
-    groups = report["block"] // 64  # of warps that compute
+    warpgroups = report["block"] // 64
     products, waits = {
         "forward": (2 * (depth + keys), 4),
         "dq": (loops * (2 * depth + keys), loops * 3),
@@ -59,16 +61,16 @@ def check_products(report: dict) -> None:
         "dv": (loops * (depth + 4), loops * 2),
         "fused": fused_products(report),
     }[report["which"]]
-    assert report["products"] == groups * products, report
-    # The first tile of a row may wait for S^T before it begins dP^T, in one group or in both.
-    assert report["waits"] - groups * waits in range(3 if report["which"] == "fused" else 1), (
+    assert report["products"] == warpgroups * products, report
+    # The first tile of a row may wait for S^T before it begins dP^T, in one warpgroup or in both.
+    assert report["waits"] - warpgroups * waits in range(3 if report["which"] == "fused" else 1), (
         report
     )
 
 
 def fused_products(report: dict) -> tuple[int, int]:
-    """(products, waits) of a group, which begins the first tile before the loop and ends the last
-    one after it. Where it adds every other tile of dQ, the loop has two tiles, and one more
+    """(products, waits) of a warpgroup, which begins the first tile before the loop and ends the
+    last one after it. Where it adds every other tile of dQ, the loop has two tiles, and one more
     follows.
     """
     tile, dq = 2 * (report["head_dim"] // 16) + 2 * 4, 2 * 4
@@ -78,24 +80,25 @@ def fused_products(report: dict) -> tuple[int, int]:
 
 
 def check_barriers(report: dict) -> None:
-    """In turns all 256 threads that compute, and a warp that relays if there is one; those of the
-    warp that loads, and of the other; two rings, at which the groups and the other arrive and that
-    warp waits; none of Triton's.
+    """Ping-pong of both warpgroups, with the load-wait warp if there is one; the threads of the
+    producer, and of the load-wait warp; two pipelines, at which warpgroups and the load-wait warp
+    arrive and the producer waits; none of Triton's.
     """
-    relays = 0
+    load_wait_warps = 0
     if report["which"] == "forward":
         is_masked = report["mask"] != "full"
-        relays = forward_pass.relays(report["block"], report["head_dim"], is_masked)
-    threads = f"{128 * (report['block'] // 64) + 32 * (1 + relays):#x}"
+        load_wait_warps = num_load_wait_warps(report["block"], report["head_dim"], is_masked)
+    threads = f"{128 * (report['block'] // 64) + 32 * (1 + load_wait_warps):#x}"
     taken = {b for b in report["barriers"] if b.startswith("0x") and int(b.split(",")[0], 16) > 3}
-    in_turns = report["which"] == "forward" and report["block"] == 128
-    rings = range(7, 7 + 2 * room_of(report).constants["STAGES"])
-    wanted = {"0x6, 0x20"} | ({"0xf, 0x20"} if relays else set())
-    turn = f"{256 + 32 * relays:#x}"
-    wanted |= {f"0x4, {turn}", f"0x5, {turn}"} if in_turns else set()
-    wanted |= {f"{number:#x}, {threads}" for number in rings}
+    has_pingpong = report["which"] == "forward" and report["block"] == 128
+    first = barriers.FIRST_PIPELINE_BARRIER.value
+    pipelines = range(first, first + 2 * config_of(report).constants["STAGES"])
+    wanted = {"0x6, 0x20"} | ({"0xf, 0x20"} if load_wait_warps else set())
+    pingpong = f"{256 + 32 * load_wait_warps:#x}"
+    wanted |= {f"0x4, {pingpong}", f"0x5, {pingpong}"} if has_pingpong else set()
+    wanted |= {f"{number:#x}, {threads}" for number in pipelines}
     assert taken == wanted, report
-    assert max(rings) < 16 - relays, report
+    assert max(pipelines) < 16 - load_wait_warps, report
     at_run_time = {b.split(", ")[1] for b in report["barriers"] if b.startswith("R")}
     assert at_run_time <= {threads}, report
     assert "0x0, 0x80" in report["barriers"], report

@@ -8,6 +8,7 @@ import torch
 
 import masks
 from sparseflash.backends.hopper import launch
+from sparseflash.backends.hopper.configs import KernelConfig
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers.calls import spec_of
 
@@ -28,7 +29,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
     addressed = launch.addressable(query)
     assert torch.equal(addressed, query)
     assert (addressed is query) == (strides in ("contiguous", "bshd"))
-    descriptor = launch.Tiles(64).of(addressed)
+    descriptor = launch.TmaTile(64).of(addressed)
     assert descriptor.block_shape == [1, 1, 64, 64]
     assert descriptor.strides == list(addressed.stride())
 
@@ -36,7 +37,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (96, 128), (192, 256), (256, 256)])
 def test_tiles_are_as_wide_as_a_power_of_two(head_dim, width):
     query, *_ = make_inputs(1, 1, 40, 40, head_dim, dtype=torch.float16)
-    descriptor = launch.Tiles(64).of(query)
+    descriptor = launch.TmaTile(64).of(query)
     assert descriptor.block_shape == [1, 1, 64, width]
     assert descriptor.shape == list(query.shape)
 
@@ -46,11 +47,11 @@ def test_strides_of_single_entries_do_not_matter():
         (1, 1, 40, 64), (3, 5, 64, 1)
     )
     assert launch.addressable(query) is query
-    assert launch.Tiles(64).of(query).strides[:2] == [8, 8]
+    assert launch.TmaTile(64).of(query).strides[:2] == [8, 8]
 
 
 @pytest.mark.parametrize(
-    ("pattern", "counted", "together"),
+    ("pattern", "is_dynamic", "heads_per_group"),
     [
         (masks.full(), False, 1),
         (masks.strided(2), False, 1),
@@ -59,35 +60,38 @@ def test_strides_of_single_entries_do_not_matter():
         (masks.global_tokens(1) - masks.full(), False, 1),
     ],
 )
-def test_uneven_rows_are_counted_out_and_very_heavy_ones_come_first(pattern, counted, together):
+def test_uneven_rows_are_scheduled_dynamically_and_very_long_ones_first(
+    pattern, is_dynamic, heads_per_group
+):
     table = pattern(1024, block_size=128).table()
-    assert (launch.counter_of(table.by_query, SPEC.device) is not None) == counted
-    sizes, grid = launch.schedule(SPEC, table.by_query, SPEC.heads, 1)
-    assert sizes == (4, 1024, 1024, 1, 8, 3 * 4 * 8, together)
+    counter = launch.make_work_counter(table.by_query, SPEC.device)
+    assert (counter is not None) == is_dynamic
+    sizes, grid = launch.sizes_and_grid(SPEC, table.by_query, SPEC.heads, 1)
+    assert sizes == (4, 1024, 1024, 1, 8, 3 * 4 * 8, heads_per_group)
     assert grid == (10, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "programs", "grid"), [(1024, 2, 20), (1024, 3, 30), (64, 2, 12)]
+    ("tokens", "ctas_per_sm", "grid"), [(1024, 2, 20), (1024, 3, 30), (64, 2, 12)]
 )
-def test_programs_share_a_multiprocessor(tokens, programs, grid):
+def test_ctas_share_a_multiprocessor(tokens, ctas_per_sm, grid):
     rows = masks.full()(tokens, block_size=64).table().by_query
     spec = replace(SPEC, q_len=tokens)
-    assert launch.schedule(spec, rows, SPEC.heads, programs)[1] == (grid, 1, 1)
+    assert launch.sizes_and_grid(spec, rows, SPEC.heads, ctas_per_sm)[1] == (grid, 1, 1)
 
 
-@pytest.mark.parametrize(("programs", "registers"), [(2, 128), (3, 80), (4, 64)])
-def test_and_its_registers(programs, registers):
-    assert launch.registers(programs) == {"maxnreg": registers}
-    assert launch.registers(1) == {}
+@pytest.mark.parametrize(("ctas_per_sm", "registers"), [(2, 128), (3, 80), (4, 64)])
+def test_and_its_registers(ctas_per_sm, registers):
+    assert launch.max_registers(ctas_per_sm) == {"maxnreg": registers}
+    assert launch.max_registers(1) == {}
 
 
-def test_a_pass_starts_as_many_programs_as_there_is_room_for(monkeypatch):
+def test_a_pass_starts_as_many_ctas_as_run_at_a_time(monkeypatch):
     launched = []
     monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
     table = masks.full()(1024, block_size=64).table()
-    kernel, room = SimpleNamespace(__name__="kernel"), launch.Room(3, {"STAGES": 2})
-    launch.launch_pass(kernel, (), (), table, None, 0, SPEC, room)
+    kernel, config = SimpleNamespace(__name__="kernel"), KernelConfig(3, {"STAGES": 2})
+    launch.launch_pass(kernel, (), (), table, None, 0, SPEC, config)
     ((_, grid, _, _, constants),) = launched
     assert grid == (30, 1, 1)
     assert constants.items() >= {"STAGES": 2, "maxnreg": 80}.items()
@@ -96,8 +100,8 @@ def test_a_pass_starts_as_many_programs_as_there_is_room_for(monkeypatch):
 def test_padded_keys_become_zero():
     key = torch.full((2, 1, 5, 8), torch.nan)
     lengths = torch.tensor([2, 5])
-    assert launch.unpadded(key, None) is key
-    zeroed = launch.unpadded(key, lengths)
+    assert launch.zero_padding(key, None) is key
+    zeroed = launch.zero_padding(key, lengths)
     assert zeroed[0, :, 2:].count_nonzero() == 0
     assert zeroed[0, :, :2].isnan().all()
     assert zeroed[1].isnan().all()

@@ -15,7 +15,7 @@ from tests.helpers.simulated_hopper import check, simulation
 
 # What finds a bug: nobody can go on; a barrier counts what it should not; results are wrong.
 DEADLOCK = "deadlock"
-BARRIER = "more arrivals|arrives at barrier .* again|a turn is passed"
+BARRIER = "more arrivals|arrives at barrier .* again|is signalled again"
 NUMBERS = "NaN|largest absolute error"
 BOUNDS = "out of bounds"
 FOUND = (simulated_gluon.Failure, AssertionError, IndexError)
@@ -33,178 +33,216 @@ def planted(module: str, found: str, *changes: Bug) -> Planted:
     return Planted(module, found, changes)
 
 
-NO_SIGNAL = Drop(Call("step", "pass_turn"))
-NO_FIRST_SIGNAL = Drop(Call("consume", "pass_turn"))
-NO_WAIT_FOR_STORES = Drop(Call("hand_back", "wait_for_stores"))
+NO_SIGNAL = Drop(Call("mma_one_tile", "pingpong_signal"))
+NO_FIRST_SIGNAL = Drop(Call("consumer", "pingpong_signal"))
+NO_WAIT_FOR_STORES = Drop(Call("release_query_after_store", "wait_for_stores"))
 TWO_WARPGROUPS = {
     "V is released before O += P V has read it": planted(
-        "forward_pass",
+        "kernels.forward",
         NUMBERS,
-        Move(Call("step", "leave", "value_ring"), Call("step", "warpgroup_mma_wait", "acc")),
+        Move(
+            Call("mma_one_tile", "consumer_release", "value_pipeline"),
+            Call("mma_one_tile", "warpgroup_mma_wait", "acc"),
+        ),
     ),
     "V of the next block is released": planted(
-        "forward_pass", BARRIER, Argument(Call("step", "leave", "value_ring"), 1, "stage")
+        "kernels.forward",
+        BARRIER,
+        Argument(Call("mma_one_tile", "consumer_release", "value_pipeline"), 1, "stage"),
     ),
     "the last V is not waited for": planted(
-        "forward_pass", NUMBERS, Drop(Call("attend", "wait", "value_ring"))
+        "kernels.forward", NUMBERS, Drop(Call("mainloop", "consumer_wait", "value_pipeline"))
     ),
     "the first tile is not masked": planted(
-        "forward_pass", NUMBERS, Replace("attend", "masked > 0", "masked > 1")
+        "kernels.forward", NUMBERS, Replace("mainloop", "n_masked > 0", "n_masked > 1")
     ),
     "a full tile is masked": planted(
-        "forward_pass", NUMBERS, Replace("step", "i < masked", "i <= masked")
+        "kernels.forward", NUMBERS, Replace("mma_one_tile", "i < n_masked", "i <= n_masked")
     ),
     "ping-pong: the other warpgroup is not signalled": planted(
-        "forward_pass", DEADLOCK, NO_SIGNAL
+        "kernels.forward", DEADLOCK, NO_SIGNAL
     ),
     "ping-pong: a warpgroup does not wait": planted(
-        "forward_pass", BARRIER, Drop(Call("step", "await_turn"))
+        "kernels.forward", BARRIER, Drop(Call("mma_one_tile", "pingpong_wait"))
     ),
-    "ping-pong: nobody is signalled first": planted("forward_pass", DEADLOCK, NO_FIRST_SIGNAL),
+    "ping-pong: nobody is signalled first": planted("kernels.forward", DEADLOCK, NO_FIRST_SIGNAL),
     "load-wait warp: one warpgroup is not signalled": planted(
-        "forward_pass", DEADLOCK, Drop(Call("relay", "let_in", nth=1))
+        "kernels.forward", DEADLOCK, Drop(Call("load_wait_warp", "signal_warpgroup", nth=1))
     ),
     "load-wait warp: signals come before K": planted(
-        "forward_pass",
+        "kernels.forward",
         NUMBERS,
-        Move(Call("relay", "let_in", nth=0), Call("relay", "wait", "key_ring")),
+        Move(
+            Call("load_wait_warp", "signal_warpgroup", nth=0),
+            Call("load_wait_warp", "consumer_wait", "key_pipeline"),
+        ),
     ),
     "load-wait warp: V is not waited for": planted(
-        "forward_pass", BARRIER, Drop(Call("relay", "wait", "value_ring"))
+        "kernels.forward", BARRIER, Drop(Call("load_wait_warp", "consumer_wait", "value_pipeline"))
     ),
     "load-wait warp: V is not released": planted(
-        "forward_pass", DEADLOCK, Drop(Call("relay", "leave", "value_ring"))
+        "kernels.forward",
+        DEADLOCK,
+        Drop(Call("load_wait_warp", "consumer_release", "value_pipeline")),
     ),
     "load-wait warp: empty barriers do not count it": planted(
-        "device", BARRIER, Replace("group_ring", "1 + RELAYS", "1")
+        "device.pipeline",
+        BARRIER,
+        Replace("make_named_barrier_pipeline", "1 + LOAD_WAIT_WARPS", "1"),
     ),
     "load-wait warp: work tiles do not count it": planted(
-        "forward_pass", DEADLOCK, Argument(Call("forward_kernel", "row_ring"), 0, "GROUPS")
+        "kernels.forward",
+        DEADLOCK,
+        Argument(Call("forward_kernel", "make_work_queue"), 0, "WARPGROUPS"),
     ),
     "Q is released before O is stored from its buffer": planted(
-        "forward_pass", NUMBERS, NO_WAIT_FOR_STORES
+        "kernels.forward", NUMBERS, NO_WAIT_FOR_STORES
     ),
     "the phase never changes": planted(
-        "device", DEADLOCK, Replace("advance", "phase ^ 1", "phase")
+        "device.pipeline", DEADLOCK, Replace("advance", "phase ^ 1", "phase")
     ),
     "empty barriers count one warpgroup": planted(
-        "device", BARRIER, Replace("group_ring", "128 * GROUPS", "128")
+        "device.pipeline",
+        BARRIER,
+        Replace("make_named_barrier_pipeline", "128 * WARPGROUPS", "128"),
     ),
     "K and V share empty barriers": planted(
-        "forward_pass", BARRIER, Argument(Call("forward_kernel", "group_ring", "values"), 1, "0")
+        "kernels.forward",
+        BARRIER,
+        Argument(
+            Call("forward_kernel", "make_named_barrier_pipeline", "values"),
+            1,
+            "FIRST_PIPELINE_BARRIER",
+        ),
     ),
     "V begins with no empty stage": planted(
-        "query_gradient", DEADLOCK, Drop(Call("consume", "hand_over", "value_ring"))
+        "kernels.backward_dq", DEADLOCK, Drop(Call("consumer", "prime", "value_pipeline"))
     ),
     "the producer does not acquire": planted(
-        "device", BARRIER, Drop(Call("refill", "await_empty"))
+        "device.pipeline", BARRIER, Drop(Call("producer_load", "producer_acquire"))
     ),
     "a work tile without its number of full blocks": planted(
-        "device", DEADLOCK, Drop(Call("announce", "tell", "FULLS"))
+        "device.scheduler", DEADLOCK, Drop(Call("publish_work", "write_field", "N_FULL"))
     ),
     "the end of work has no content": planted(
-        "device", DEADLOCK, Drop(Call("announce_end", "tell"))
+        "device.scheduler", DEADLOCK, Drop(Call("publish_end", "write_field"))
     ),
     "the end of work is not published": planted(
-        "forward_pass", DEADLOCK, Drop(Call("produce", "announce_end"))
+        "kernels.forward", DEADLOCK, Drop(Call("producer", "publish_end"))
     ),
     "Q is released before dK += dS Q has read it": planted(
-        "key_value_gradient",
+        "kernels.backward_dkdv",
         NUMBERS,
-        Move(Call("step", "leave", "query_ring"), Call("step", "warpgroup_mma_wait", "dk")),
+        Move(
+            Call("mma_one_tile", "consumer_release", "query_pipeline"),
+            Call("mma_one_tile", "warpgroup_mma_wait", "dk"),
+        ),
     ),
     "the bytes of LSE and delta are not expected": planted(
-        "key_value_gradient",
+        "kernels.backward_dkdv",
         BARRIER,
-        Argument(Call("load_queries", "expect"), 1, "queries.block_type.nbytes"),
+        Argument(Call("load_query_tiles", "expect"), 1, "queries.block_type.nbytes"),
     ),
     "O is not waited for": planted(
-        "query_gradient", BARRIER, Drop(Call("begin", "wait", "key_ring"))
+        "kernels.backward_dq", BARRIER, Drop(Call("prologue", "consumer_wait", "key_pipeline"))
     ),
     "O is released before it is read": planted(
-        "query_gradient",
+        "kernels.backward_dq",
         NUMBERS,
-        Move(Call("begin", "leave", "value_ring"), Call("begin", "as_matrix")),
-        Move(Call("begin", "leave", "key_ring"), Call("begin", "as_matrix")),
+        Move(
+            Call("prologue", "consumer_release", "value_pipeline"), Call("prologue", "as_matrix")
+        ),
+        Move(Call("prologue", "consumer_release", "key_pipeline"), Call("prologue", "as_matrix")),
     ),
     "O of the other warpgroup is read": planted(
-        "query_gradient", NUMBERS, Replace("begin", "MEMBER == 0", "MEMBER == 1")
+        "kernels.backward_dq", NUMBERS, Replace("prologue", "WARPGROUP == 0", "WARPGROUP == 1")
     ),
     "LSE of one warpgroup alone is written": planted(
-        "row_terms", NUMBERS, Argument(Call("write", "store", "lse2"), "mask", "tokens % 128 < 64")
+        "kernels.lse_delta",
+        NUMBERS,
+        Argument(Call("write_lse_delta", "store", "lse_log2"), "mask", "tokens % 128 < 64"),
     ),
     "Q is released before dQ is stored from its buffer": planted(
-        "query_gradient",
+        "kernels.backward_dq",
         NUMBERS,
-        Move(Call("consume", "release", "query_ring"), Call("consume", "wait_for_stores")),
+        Move(
+            Call("consumer", "consumer_release", "query_pipeline"),
+            Call("consumer", "wait_for_stores"),
+        ),
     ),
 }
 WITHOUT_LOAD_WAIT_WARP = {
     "K is not waited for": planted(
-        "forward_pass", BARRIER, Drop(Call("step", "wait", "key_ring"))
+        "kernels.forward", BARRIER, Drop(Call("mma_one_tile", "consumer_wait", "key_pipeline"))
     ),
     "V is not waited for": planted(
-        "forward_pass", BARRIER, Drop(Call("step", "wait", "value_ring"))
+        "kernels.forward", BARRIER, Drop(Call("mma_one_tile", "consumer_wait", "value_pipeline"))
     ),
     "ping-pong: the other warpgroup is not signalled": planted(
-        "forward_pass", DEADLOCK, NO_SIGNAL
+        "kernels.forward", DEADLOCK, NO_SIGNAL
     ),
-    "ping-pong: nobody is signalled first": planted("forward_pass", DEADLOCK, NO_FIRST_SIGNAL),
+    "ping-pong: nobody is signalled first": planted("kernels.forward", DEADLOCK, NO_FIRST_SIGNAL),
 }
 ONE_WARPGROUP = {
     "V is not signalled where O takes one stage": planted(
-        "query_gradient", DEADLOCK, Drop(Call("produce", "skip"))
+        "kernels.backward_dq", DEADLOCK, Drop(Call("producer", "producer_commit"))
     ),
     "empty barriers count a second warpgroup": planted(
-        "key_value_gradient",
+        "kernels.backward_dkdv",
         DEADLOCK,
-        Argument(Call("key_value_gradient_kernel", "group_ring", "queries"), 3, "2"),
+        Argument(Call("backward_dkdv_kernel", "make_named_barrier_pipeline", "queries"), 3, "2"),
     ),
     "the one stage of Q is released before O is stored from it": planted(
-        "forward_pass", NUMBERS, NO_WAIT_FOR_STORES
+        "kernels.forward", NUMBERS, NO_WAIT_FOR_STORES
     ),
     "K is loaded before its work tile is published": planted(
-        "key_value_gradient",
+        "kernels.backward_dkdv",
         DEADLOCK,
-        Move(Call("produce", "load_own_keys"), Call("produce", "announce")),
+        Move(Call("producer", "load_key_value_row"), Call("producer", "publish_work")),
     ),
     "bit tiles are read as those of blocks of 128": planted(
-        "element_masks", BOUNDS, Replace("mask_words", "call.block // 32", "128 // 32")
+        "device.masking", BOUNDS, Replace("bit_tile_words", "params.block // 32", "128 // 32")
     ),
 }
 ALL_GRADIENTS = {
     "dS of the other warpgroup is not waited for": planted(
-        "fused_gradient", NUMBERS, Drop(Call("begin_query_gradient", "wait"))
+        "kernels.backward_fused", NUMBERS, Drop(Call("issue_dq_mma", "wait"))
     ),
     "dS has one buffer: it is overwritten before it is read": planted(
-        "fused_gradient", DEADLOCK, Constant("SIDES", "gl.constexpr(1)")
+        "kernels.backward_fused", DEADLOCK, Constant("NUM_DS_SLOTS", "gl.constexpr(1)")
     ),
     "dQ is overwritten before it is stored": planted(
-        "fused_gradient", NUMBERS, Drop(Call("visit_tile", "wait_for_stores"))
+        "kernels.backward_fused", NUMBERS, Drop(Call("mma_one_tile", "wait_for_stores"))
     ),
     "dQ is added to that of the next tile": planted(
-        "fused_gradient", NUMBERS, Replace("visit_tiles", "i + part - 1", "i + part")
+        "kernels.backward_fused", NUMBERS, Replace("mainloop", "i + half - 1", "i + half")
     ),
     "Q of this tile is released in place of the last one": planted(
-        "fused_gradient", DEADLOCK, Argument(Call("visit_tile", "leave", "query_ring"), 1, "stage")
+        "kernels.backward_fused",
+        DEADLOCK,
+        Argument(Call("mma_one_tile", "consumer_release", "query_pipeline"), 1, "stage"),
     ),
     "empty barriers of K count one warpgroup": planted(
-        "fused_gradient", DEADLOCK, Argument(Call("fused_gradient_kernel", "ring", "keys"), 2, "1")
+        "kernels.backward_fused",
+        DEADLOCK,
+        Argument(Call("backward_fused_kernel", "make_pipeline", "keys"), 2, "1"),
     ),
     "K of the first stage is read in every row": planted(
-        "fused_gradient",
+        "kernels.backward_fused",
         NUMBERS,
-        Replace("begin_query_gradient", "place.own + group", "place.own * 0 + group"),
+        Replace(
+            "issue_dq_mma", "cursor.kv_buffer + warpgroup", "cursor.kv_buffer * 0 + warpgroup"
+        ),
     ),
     "a full tile is masked": planted(
-        "fused_gradient", NUMBERS, Replace("visit_tile", "i < masked", "i <= masked")
+        "kernels.backward_fused", NUMBERS, Replace("mma_one_tile", "i < n_masked", "i <= n_masked")
     ),
 }
 AT_64_ALONE = ("K of the first stage is read in every row",)  # 128 dims have one stage of K
 
 
 def two_warpgroups(head_dim):
-    """In one order of the partitions after another, by one program that has all rows."""
+    """In one order of the partitions after another, by one CTA that has all work tiles."""
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 450))
     for hurry in (None, min, max):
         with patch.object(simulated_gluon, "HURRY", hurry):
@@ -224,21 +262,21 @@ def all_gradients(head_dim):
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_two_warpgroups_without_a_bug(head_dim):
-    with simulation(programs=1):
+    with simulation(ctas=1):
         two_warpgroups(head_dim)
 
 
 @pytest.mark.parametrize("bug", TWO_WARPGROUPS)
 def test_two_warpgroups(bug):
     module, found, changes = TWO_WARPGROUPS[bug]
-    with simulation({module: changes}, programs=1), pytest.raises(FOUND, match=found):
+    with simulation({module: changes}, ctas=1), pytest.raises(FOUND, match=found):
         two_warpgroups(128)
 
 
 @pytest.mark.parametrize("bug", WITHOUT_LOAD_WAIT_WARP)
 def test_two_warpgroups_without_load_wait_warp(bug):
     module, found, changes = WITHOUT_LOAD_WAIT_WARP[bug]
-    with simulation({module: changes}, programs=1), pytest.raises(FOUND, match=found):
+    with simulation({module: changes}, ctas=1), pytest.raises(FOUND, match=found):
         two_warpgroups(256)
 
 

@@ -8,12 +8,13 @@ import torch
 
 import masks
 from sparseflash.backends import hopper
+from sparseflash.backends.hopper import configs
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers import simulated_gluon
 from tests.helpers.calls import call_on
 from tests.helpers.simulated_hopper import check, simulation
 
-FUSED = [(dropout, dim) for dropout, dims in hopper.FUSED_HEAD_DIMS.items() for dim in dims]
+FUSED = [(dropout, dim) for dropout, dims in configs.FUSED_HEAD_DIMS.items() for dim in dims]
 PATTERNS = {
     "full": masks.full(),
     "causal": masks.causal(align="top-left"),
@@ -44,7 +45,7 @@ def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
         check(pattern, head_dim, lengths=(250, 200), block_size=64, **options)
 
 
-def test_a_group_alone_far_behind_what_is_loaded(monkeypatch):
+def test_a_warpgroup_alone_far_behind_what_is_loaded(monkeypatch):
     monkeypatch.setattr(simulated_gluon, "HURRY", max)
     with simulation():
         check(PATTERNS["causal"], 128, lengths=(300, 260), block_size=64)
@@ -59,20 +60,20 @@ def test_simulated_kernels_with_all_that_is_optional(head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_the_simulated_kernel_of_all_gradients(name, head_dim):
+def test_the_simulated_fused_kernel(name, head_dim):
     with simulation():
         check(PATTERNS[name], head_dim, deterministic=False)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_one_group_far_ahead_of_the_other(head_dim, monkeypatch):
+def test_one_warpgroup_far_ahead_of_the_other(head_dim, monkeypatch):
     monkeypatch.setattr(simulated_gluon, "HURRY", max)
     with simulation():
         check(PATTERNS["causal"], head_dim, deterministic=False)
 
 
 @pytest.mark.parametrize(("dropout", "head_dim"), FUSED)
-def test_the_simulated_kernel_of_all_gradients_with_all_that_is_optional(dropout, head_dim):
+def test_the_simulated_fused_kernel_with_all_that_is_optional(dropout, head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
     options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3 * dropout, "scale": 0.3}
     with simulation():
@@ -88,7 +89,7 @@ def test_no_key_past_the_end_has_weight_where_all_scores_are_far_below(determini
 
 
 @pytest.mark.parametrize("strides", STRIDES)
-def test_the_simulated_kernel_of_all_gradients_with_other_strides(strides):
+def test_the_simulated_fused_kernel_with_other_strides(strides):
     with simulation():
         check(PATTERNS["causal"], 128, lengths=(300, 300), strides=strides, deterministic=False)
 
@@ -100,7 +101,7 @@ def test_simulated_kernels_of_the_widest_tiles():
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 128), (96, 128), (256, 128), (96, 64)])
 @pytest.mark.parametrize("with_grad_lse", [False, True])
-def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
+def test_the_kernel_of_dq_writes_the_lse_and_delta_that_their_own_kernel_writes(
     with_grad_lse, head_dim, block_size
 ):
     kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd"}
@@ -113,7 +114,8 @@ def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
         saved = (query, key, value, out, lse)
         padded_len = -(-300 // block_size) * block_size
         written, by_their_own = (
-            written_terms(padded_len, x, call, grad_out, grad_lse, saved) for x in (True, False)
+            written_lse_delta(padded_len, x, call, grad_out, grad_lse, saved)
+            for x in (True, False)
         )
     lse2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
     delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
@@ -124,9 +126,9 @@ def test_the_kernel_of_dq_writes_the_row_terms_that_their_own_kernel_writes(
     assert torch.equal(by_their_own, written)
 
 
-def written_terms(padded_len, needs_query, *call_and_gradients):
-    """The row terms of a backward pass that is to make dQ, or nothing."""
-    terms = torch.full((2 * 2 * 2, padded_len), torch.nan)
-    with patch(f"{hopper.__name__}.row_terms.empty", return_value=terms):
+def written_lse_delta(padded_len, needs_query, *call_and_gradients):
+    """LSE and delta of a backward pass that is to make dQ, or nothing."""
+    lse_delta = torch.full((2 * 2 * 2, padded_len), torch.nan)
+    with patch(f"{hopper.__name__}.backward_pass.empty_lse_delta", return_value=lse_delta):
         hopper.backward(*call_and_gradients, (needs_query, False, False, False, False))
-    return terms
+    return lse_delta

@@ -1,0 +1,95 @@
+"""What was measured: pipeline stages and occupancy of every kernel, and thresholds of dispatch.
+
+Imports no Triton, so that a call can be judged where Triton is not installed.
+"""
+
+from typing import NamedTuple
+
+
+class KernelConfig(NamedTuple):
+    """How a kernel is built.
+
+    ctas_per_sm: CTAs that share a multiprocessor
+    constants:   of the kernel: the stages of its pipelines
+    """
+
+    ctas_per_sm: int
+    constants: dict[str, int]
+
+
+# Configurations by block size and tile width (dims, a power of 2).
+# STAGES: of K and V; QUERY_STAGES: of Q.
+FORWARD_CONFIGS = {
+    128: {
+        64: KernelConfig(1, {"STAGES": 4, "QUERY_STAGES": 3}),
+        128: KernelConfig(1, {"STAGES": 2, "QUERY_STAGES": 2}),
+        256: KernelConfig(1, {"STAGES": 2, "QUERY_STAGES": 1}),
+    },
+    64: {
+        64: KernelConfig(3, {"STAGES": 3, "QUERY_STAGES": 2}),
+        128: KernelConfig(2, {"STAGES": 3, "QUERY_STAGES": 1}),
+    },
+}
+# STAGES: of K and V.
+DQ_CONFIGS = {
+    128: {
+        64: KernelConfig(1, {"STAGES": 4}),
+        128: KernelConfig(1, {"STAGES": 2}),
+        256: KernelConfig(1, {"STAGES": 1}),
+    },
+    64: {
+        64: KernelConfig(3, {"STAGES": 3}),
+        128: KernelConfig(2, {"STAGES": 2}),
+    },
+}
+# STAGES: of Q and dO; KEY_STAGES: of K and V.
+DKDV_CONFIGS = {
+    128: {
+        64: KernelConfig(1, {"STAGES": 4, "KEY_STAGES": 2}),
+        128: KernelConfig(1, {"STAGES": 3, "KEY_STAGES": 2}),
+        256: KernelConfig(1, {"STAGES": 1, "KEY_STAGES": 1}),
+    },
+    64: {
+        64: KernelConfig(2, {"STAGES": 4, "KEY_STAGES": 2}),
+        128: KernelConfig(2, {"STAGES": 2, "KEY_STAGES": 1}),
+    },
+}
+# By tile width, for blocks of 128; stages as for dK and dV.
+FUSED_CONFIGS = {
+    64: KernelConfig(1, {"STAGES": 4, "KEY_STAGES": 2}),
+    128: KernelConfig(1, {"STAGES": 3, "KEY_STAGES": 1}),
+}
+# By tile width: the most keys of one tile where work tiles are rows of queries.
+MAX_KV_TILE = {64: 128, 128: 128, 256: 64}
+# The widest tiles of which registers hold both dK and dV.
+MAX_DKDV_DIMS = 128
+# The widest tiles of which a warpgroup of the fused kernel has the registers to add all dims of
+# dQ, of every other tile; there are none left for dropout.
+MAX_WHOLE_DQ_DIMS = 64
+
+REGISTERS_PER_SM = 65536
+# Most blocks in a row over the mean: above the first the tile scheduler is dynamic, above the
+# second the longest rows of all heads come first (LPT).
+MIN_DYNAMIC_IMBALANCE, MIN_LPT_IMBALANCE = 1.25, 3
+
+# By head dim, where several CTAs on tiles of 64 share a multiprocessor: coverage of tiles of 128,
+# over that of tiles of 64, from which on tiles of 128 take less time.
+MIN_COVERAGE_RATIO_FOR_128 = {64: 0.96, 96: 0.9, 128: 0.9}
+# Coverage from which on tiles take less time than the blocks themselves do on another backend: by
+# the shorter side of the mask's blocks; of tiles of 64 by head dim as well (96 dims take 128).
+MIN_COVERAGE = {16: 0.4, 32: 0.5, 64: 0.9}
+MIN_COVERAGE_OF_64 = {
+    64: {16: 0.4, 32: 0.65},
+    96: {16: 0.35, 32: 0.52},
+    128: {16: 0.35, 32: 0.52},
+}
+# Mean blocks in a row of keys from which on the fused backward kernel takes less time than that of
+# dQ and that of dK and dV: it does at 8, and does not at 6.
+MIN_FUSED_BLOCKS = 7
+# By whether there is dropout, for which wider tiles leave no registers.
+FUSED_HEAD_DIMS = {False: (64, 96, 128), True: (64,)}
+
+
+def tile_width(head_dim: int) -> int:
+    """Dims of a tile: a power of 2. What lies past head_dim is zero in shared memory alone."""
+    return 1 << (head_dim - 1).bit_length()

@@ -1,0 +1,82 @@
+"""Named barriers of a CTA: their ids, ping-pong between warpgroups, and warps on their own."""
+
+from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
+
+# A CTA has sixteen. Triton takes up to four, from 0 on: two, and one for each further partition of
+# several warps.
+PINGPONG_BARRIER = gl.constexpr(4)  # and 5: one for each of two warpgroups
+PRODUCER_WARP_BARRIER = gl.constexpr(6)
+FIRST_PIPELINE_BARRIER = gl.constexpr(7)  # and the next ones: one for each stage
+LOAD_WAIT_WARP_BARRIER = gl.constexpr(15)
+
+
+@gluon.jit
+def pingpong_wait(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
+    """Waits until the other of two warpgroups has signalled this one, and so has each load-wait
+    warp.
+    """
+    _run(_pingpong("sync", WARPGROUP, LOAD_WAIT_WARPS))
+
+
+@gluon.jit
+def pingpong_signal(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
+    """Lets the other of two warpgroups issue its products; does not wait."""
+    _run(_pingpong("arrive", 1 - WARPGROUP, LOAD_WAIT_WARPS))
+
+
+@gluon.jit
+def signal_warpgroup(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
+    """Signals a warpgroup from the load-wait warp, and waits until it has passed its barrier."""
+    _run(_pingpong("sync", WARPGROUP, LOAD_WAIT_WARPS))
+
+
+@gluon.constexpr_function
+def _pingpong(what, warpgroup, load_wait_warps):
+    return _barrier_asm(what, PINGPONG_BARRIER.value + warpgroup, 2 * 128 + 32 * load_wait_warps)
+
+
+@gluon.jit
+def sync_warp(BARRIER: gl.constexpr):
+    """Synchronises the threads of a partition of one warp at a named barrier of its own.
+
+    Triton's own barrier of a warp leaves nothing in the machine code, since the threads run
+    together anyway; racecheck of compute-sanitizer cannot know that.
+    """
+    _run(_barrier_asm("sync", BARRIER, 32))
+
+
+# A number that is known at run time alone would be no part of Triton's cache key if it were a
+# global one: the id is part of the code.
+@gluon.constexpr_function
+def _barrier_asm(what, barrier, threads):
+    return f"bar.{what} {barrier}, {threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def _run(ASM: gl.constexpr):
+    number = gl.num_programs(0)  # any: inline assembly that is not pure needs an argument
+    gl.inline_asm_elementwise(ASM, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive(barrier, threads):
+    """Arrives and does not wait. Every warp arrives for itself: at an mbarrier Triton would
+    synchronise the warpgroup first.
+
+    threads: of all that arrive, and of the warp that waits
+    """
+    _barrier_of_stage("bar.arrive", barrier, threads)
+
+
+@gluon.jit
+def named_barrier_wait(barrier, threads):
+    """Lets one warp wait until all others have arrived, once each."""
+    _barrier_of_stage("bar.sync", barrier, threads)
+
+
+@gluon.jit
+def _barrier_of_stage(WHAT: gl.constexpr, barrier, threads):
+    ASM: gl.constexpr = WHAT + " $1, $2; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(
+        ASM, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,143 @@
+"""The blocks of one work tile, out of the lookup table, and the loads of their tiles."""
+
+from typing import NamedTuple
+
+from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
+from sparseflash.backends.hopper.device.pipeline import advance, producer_load
+
+
+class BlockRange(NamedTuple):
+    """The blocks of one block row, in the order in which kernels take them: partial ones, the full
+    one that the key length clips, full ones.
+
+    key_length: keys of the batch element; n_clipped: 0 or 1. The clipped block follows the full
+    ones in the table, at full_start + n_full.
+    """
+
+    key_length: gl.tensor
+    partial_start: gl.tensor
+    n_partial: gl.tensor
+    n_clipped: gl.tensor
+    full_start: gl.tensor
+    n_full: gl.tensor
+
+
+@gluon.jit
+def read_key_length(params, batch):
+    """How many keys a batch element has."""
+    length = params.sizes.k_len
+    if params.key_lengths is not None:
+        length = gl.load(params.key_lengths + batch)
+    return length
+
+
+@gluon.jit
+def read_block_row(params, batch, head, row):
+    """All blocks of a block row of a query head."""
+    table, sizes = params.table, params.sizes
+    mask = gl.load(table.head_to_mask + head % sizes.mask_heads)
+    row_ptr = table.row_ptr + (mask * sizes.num_rows + row) * 4
+    full_start, n_full = gl.load(row_ptr), gl.load(row_ptr + 1)
+    partial_start, n_partial = gl.load(row_ptr + 2), gl.load(row_ptr + 3)
+    key_length = read_key_length(params, batch)
+    return BlockRange(key_length, partial_start, n_partial, n_full * 0, full_start, n_full)
+
+
+@gluon.jit
+def key_blocks_of_row(params, batch, head, row):
+    """The blocks of a row of queries that hold keys of the batch element."""
+    blocks = read_block_row(params, batch, head, row)
+    if params.key_lengths is not None:
+        length, start, full_start = blocks.key_length, blocks.partial_start, blocks.full_start
+        reached = gl.cdiv(length, params.block)
+        n_partial = count_below(params.table.partial_index, start, blocks.n_partial, reached)
+        whole_blocks = length // params.block
+        n_full = count_below(params.table.full_index, full_start, blocks.n_full, whole_blocks)
+        upto = count_below(params.table.full_index, full_start, blocks.n_full, reached)
+        blocks = BlockRange(length, start, n_partial, upto - n_full, full_start, n_full)
+    return blocks
+
+
+@gluon.jit
+def query_blocks_of_row(params, batch, head, row):
+    """The blocks of a row of keys: none if the batch element has none of its keys."""
+    blocks = read_block_row(params, batch, head, row)
+    if params.key_lengths is not None:
+        inside = row * params.block < blocks.key_length
+        n_partial = gl.where(inside, blocks.n_partial, 0)
+        n_full = gl.where(inside, blocks.n_full, 0)
+        blocks = BlockRange(blocks.key_length, blocks.partial_start, n_partial, blocks.n_clipped,
+                            blocks.full_start, n_full)  # fmt: skip
+    return blocks
+
+
+@gluon.jit
+def tile_start(params, blocks, i, TILE: gl.constexpr):
+    """The first token of the i-th tile of TILE tokens."""
+    TILES_PER_BLOCK: gl.constexpr = params.block // TILE
+    block = block_index(params, blocks, i // TILES_PER_BLOCK)
+    return block * params.block + i % TILES_PER_BLOCK * TILE
+
+
+@gluon.jit
+def block_index(params, blocks, i):
+    """The column of the i-th block."""
+    table = params.table
+    is_partial = i < blocks.n_partial
+    i_full = i - blocks.n_partial - blocks.n_clipped
+    partial = table.partial_index + blocks.partial_start + i
+    full = table.full_index + blocks.full_start + gl.where(i_full < 0, blocks.n_full, i_full)
+    block = gl.load(partial, mask=is_partial, other=0)
+    return block + gl.load(full, mask=is_partial == 0, other=0)
+
+
+@gluon.jit
+def count_below(index, start, count, limit):
+    """How many of the ascending entries index[start : start + count] are below `limit`."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(index + start + middle) < limit:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@gluon.jit
+def load_key_value_tiles(keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
+                         blocks, stage, phase, STAGES: gl.constexpr):  # fmt: skip
+    """Loads the keys and values of all blocks of a row of queries."""
+    table = params.table
+    stage, phase = load_block_list(
+        keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
+        table.partial_index, blocks.partial_start, blocks.n_partial, stage, phase, STAGES,
+    )  # fmt: skip
+    if params.key_lengths is not None:
+        stage, phase = load_block_list(
+            keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
+            table.full_index, blocks.full_start + blocks.n_full, blocks.n_clipped,
+            stage, phase, STAGES,
+        )  # fmt: skip
+    return load_block_list(
+        keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
+        table.full_index, blocks.full_start, blocks.n_full, stage, phase, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, kv_head, index,
+                    start, count, stage, phase, STAGES: gl.constexpr):  # fmt: skip
+    """Loads the keys and values of listed blocks; the index is read one block ahead."""
+    TILE_N: gl.constexpr = keys.block_type.shape[2]
+    block = gl.load(index + start)
+    for i in range(start, start + count):
+        next_block = gl.load(index + i + 1)
+        for tile in gl.static_range(params.block // TILE_N):
+            token = block * params.block + tile * TILE_N
+            producer_load(key_pipeline, keys, batch, kv_head, token, stage, phase)
+            producer_load(value_pipeline, values, batch, kv_head, token, stage, phase)
+            stage, phase = advance(stage, phase, STAGES)
+        block = next_block
+    return stage, phase

@@ -1,0 +1,87 @@
+"""Gluon for Hopper under one set of names: what differs between Triton 3.6 and 3.9 is here.
+
+Triton 3.8 renamed the asynchronous copies and gave the one that adds a function.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = ["TensorDescriptor", "gl", "gluon", "mbarrier"]
+
+fence_async_shared = hopper.fence_async_shared
+warpgroup_mma = hopper.warpgroup_mma
+warpgroup_mma_wait = hopper.warpgroup_mma_wait
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+wait_for_stores = tma.store_wait
+sync_partition = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@builtin
+def _add_tile(descriptor, start, buffer, _semantic=None):
+    start = _semantic._convert_to_ir_values(start, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, start, buffer.handle)
+
+
+add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory as a buffer of another dtype, shape and layout."""
+    dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
+    shape = [_unwrap_if_constexpr(n) for n in shape]
+    return _semantic.memdesc_reinterpret(buffer, dtype, shape, layout)
+
+
+@gluon.jit
+def opaque(number):
+    """The number, which is the same in all threads, as one that the compiler knows nothing about.
+
+    ptxas of CUDA 12.8 computes an address once for two branches, but only in the first of them.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+        "=r,r",
+        [number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def to_float32(matrix):
+    """A matrix of 16 bits in float32, by way of pairs that share a register.
+
+    With a plain conversion LLVM would keep its elements in a register each from where they were
+    made to where they are converted.
+    """
+    ASM: gl.constexpr = _widening(matrix.dtype)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,=r,r", [matrix], dtype=gl.float32, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def copy_registers(matrix):
+    """A matrix of 16 bits in registers of its own."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [matrix], dtype=matrix.dtype, is_pure=False, pack=2
+    )
+
+
+@gluon.constexpr_function
+def _widening(dtype):
+    if dtype == gl.bfloat16:
+        return "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+        " cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+    )

@@ -1,0 +1,38 @@
+"""Layouts of registers: accumulators of wgmma, left operands, what threads have of a row."""
+
+from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
+
+WARPGROUP_M = gl.constexpr(64)  # rows of the accumulator of one warpgroup
+THREADS_PER_ROW = gl.constexpr(4)  # threads that share a row of an accumulator
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """The layout of an accumulator [WARPGROUP_M, columns] of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def row_share_layout():
+    """The layout of [WARPGROUP_M, THREADS_PER_ROW]: one element per thread and accumulator row."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.constexpr_function
+def operand_a_layout(accumulator):
+    """The layout of the left operand of a product, of 16 bits in registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=2)
+
+
+@gluon.jit
+def as_operand_a(matrix, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """An accumulator as the left operand of a product with accumulator layout LAYOUT."""
+    return gl.convert_layout(matrix.to(DTYPE), operand_a_layout(LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def rescale_rows(acc, factor, LAYOUT: gl.constexpr):
+    """The rows of `acc` [M, N] times their factors [M]."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    return acc * gl.expand_dims(factor, 1)

@@ -1,0 +1,99 @@
+"""Which pairs of a tile are element_mask: words of bits, a row of pairs in each few of them."""
+
+from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
+from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
+
+
+@gluon.jit
+def bit_tile_words(params, entry, first_row, first_word, TILE_N: gl.constexpr,
+               LAYOUT: gl.constexpr):  # fmt: skip
+    """Words of the bit tile of a partial block: two or four tensors [64], for 64 or 128 columns.
+
+    Of the rows from `first_row` of the block on, and of the words of each row from `first_word`
+    on. LAYOUT is that of S.
+    """
+    WORDS: gl.constexpr = params.block // 32  # of a row of a bit tile
+    tile = gl.load(params.table.partial_bit_tile + entry).to(gl.int64)
+    rows = first_row + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
+    words = params.table.bit_tiles + (tile * params.block + rows) * WORDS + first_word
+    loaded = (gl.load(words), gl.load(words + 1))
+    if TILE_N == 128:
+        loaded = (loaded[0], loaded[1], gl.load(words + 2), gl.load(words + 3))
+    return loaded
+
+
+@gluon.jit
+def key_words_if_masked(params, blocks, i, n_masked, first_row, TILE_N: gl.constexpr,
+                        LAYOUT: gl.constexpr):  # fmt: skip
+    """key_mask_words of the i-th tile of a row of queries if i < n_masked, else zeros."""
+    none = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
+    words = (none, none) if TILE_N == 64 else (none, none, none, none)
+    if i < n_masked:
+        words = key_mask_words(params, blocks, i, first_row, TILE_N, LAYOUT)
+    return words
+
+
+@gluon.jit
+def query_words_if_masked(params, blocks, i, n_masked, first_row, LAYOUT: gl.constexpr):
+    """bit_tile_words of the i-th tile of queries of a row of keys if i < n_masked, else zeros."""
+    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
+    none = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
+    words = none, none
+    if i < n_masked:
+        entry = blocks.partial_start + i // TILES_PER_BLOCK
+        first_word = i % TILES_PER_BLOCK * (WARPGROUP_M // 32)
+        words = bit_tile_words(params, entry, first_row, first_word, WARPGROUP_M, LAYOUT)
+    return words
+
+
+@gluon.jit
+def key_mask_words(params, blocks, i, first_row, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """bit_tile_words of the i-th tile of TILE_N keys of a row of queries; keys past the key length
+    have 0.
+    """
+    table = params.table
+    TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
+    block, first_key = i // TILES_PER_BLOCK, i % TILES_PER_BLOCK * TILE_N
+    entry = blocks.partial_start + block
+    words = bit_tile_words(params, entry, first_row, first_key // 32, TILE_N, LAYOUT)
+    if params.key_lengths is not None:
+        is_partial = block < blocks.n_partial
+        all_bits = gl.where(is_partial, 0, -1)
+        partial = gl.load(table.partial_index + entry)
+        clipped = gl.load(table.full_index + blocks.full_start + blocks.n_full)
+        column = gl.where(is_partial, partial, clipped)
+        keys = blocks.key_length - column * params.block - first_key
+        bounded = (
+            (words[0] | all_bits) & low_bits(keys),
+            (words[1] | all_bits) & low_bits(keys - 32),
+        )
+        if TILE_N == 128:
+            bounded = (
+                bounded[0],
+                bounded[1],
+                (words[2] | all_bits) & low_bits(keys - 64),
+                (words[3] | all_bits) & low_bits(keys - 96),
+            )
+        words = bounded
+    return words
+
+
+@gluon.jit
+def low_bits(count):
+    """A word whose lowest `count` bits are set; none for negative counts, all for large ones."""
+    low = (1 << gl.minimum(gl.maximum(count, 0), 31)) - 1
+    return gl.where(count >= 32, -1, low)
+
+
+@gluon.jit
+def element_mask(words, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Element mask [64, TILE_N] out of the words of its rows.
+
+    A thread's columns differ in their lowest bit and in multiples of 8: split there, one shift
+    serves all of its bits in a word, and the compiler knows the bit that is left to test.
+    """
+    columns = gl.expand_dims(gl.arange(0, TILE_N, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    word = gl.expand_dims(words[0], 1) >> (columns & 6)
+    for i in gl.static_range(1, TILE_N // 32):
+        word = gl.where(columns // 32 == i, gl.expand_dims(words[i], 1) >> (columns & 6), word)
+    return (word & (1 << (columns & 25))) != 0

@@ -1,0 +1,156 @@
+"""Circular buffers of tiles in shared memory, in the words of CUTLASS.
+
+    producer    producer_acquire: wait until a stage is empty; TMA load; full barrier completes
+    consumer    consumer_wait: wait until it is full; read; consumer_release: it is empty again
+
+`stage` counts around the buffer and `phase` is the parity of the lap, which `advance` returns
+together. A producer starts at phase 1, for all stages are empty at first.
+"""
+
+from typing import NamedTuple
+
+from sparseflash.backends.hopper.device.barriers import named_barrier_arrive, named_barrier_wait
+from sparseflash.backends.hopper.device.gluon_compat import (
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    reinterpret,
+)
+
+
+class Pipeline(NamedTuple):
+    """Stages of one tile each, full and empty barriers.
+
+    Consumers release a stage at an mbarrier, or at a named barrier if there are no mbarriers for
+    it. At a named barrier every warp arrives for itself, while Triton synchronises a warpgroup
+    before it arrives at an mbarrier.
+
+    buffers:             [STAGES, *tile]
+    full_barriers:       mbarriers, one a stage
+    empty_barriers:      mbarriers, one a stage, or None
+    first_named_barrier: id of the named barrier of stage 0, or None
+    num_threads:         threads that meet at a named barrier, those of the producer included, or
+        None
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full_barriers: gl.shared_memory_descriptor
+    empty_barriers: gl.shared_memory_descriptor
+    first_named_barrier: gl.tensor
+    num_threads: gl.tensor
+
+
+@gluon.jit
+def make_pipeline(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """STAGES stages for tiles of a descriptor; CONSUMERS partitions release each."""
+    full_barriers, empty_barriers = make_mbarriers(STAGES, 1), make_mbarriers(STAGES, CONSUMERS)
+    return Pipeline(allocate_stages(descriptor, STAGES), full_barriers, empty_barriers, None, None)
+
+
+@gluon.jit
+def make_named_barrier_pipeline(descriptor, FIRST: gl.constexpr, STAGES: gl.constexpr,
+                                WARPGROUPS: gl.constexpr,
+                                LOAD_WAIT_WARPS: gl.constexpr = 0):  # fmt: skip
+    """STAGES stages for tiles of a descriptor; all warpgroups and LOAD_WAIT_WARPS warps release
+    each, at named barriers from FIRST on. Each of them calls `prime` first.
+    """
+    threads: gl.constexpr = 128 * WARPGROUPS + 32 * (1 + LOAD_WAIT_WARPS)
+    buffers, full_barriers = allocate_stages(descriptor, STAGES), make_mbarriers(STAGES, 1)
+    return Pipeline(buffers, full_barriers, None, FIRST, threads)
+
+
+@gluon.jit
+def allocate_stages(descriptor, STAGES: gl.constexpr):
+    shape: gl.constexpr = [STAGES] + descriptor.block_type.shape  # noqa: RUF005 (no star in Gluon)
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def make_mbarriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """One a stage, at which COUNT arrive."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=COUNT)
+    return barriers
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a pipeline and its phase."""
+    stage = stage + 1
+    if stage == STAGES:
+        stage = 0
+        phase = phase ^ 1
+    return stage, phase
+
+
+@gluon.jit
+def producer_acquire(pipeline, stage, phase):
+    """Waits until all consumers have released a stage; a named barrier has no phase."""
+    if pipeline.empty_barriers is not None:
+        mbarrier.wait(pipeline.empty_barriers.index(stage), phase)
+    else:
+        named_barrier_wait(pipeline.first_named_barrier + stage, pipeline.num_threads)
+
+
+@gluon.jit
+def producer_commit(pipeline, stage):
+    """Signals a stage as full that no TMA load fills."""
+    mbarrier.arrive(pipeline.full_barriers.index(stage), count=1)
+
+
+@gluon.jit
+def producer_load(pipeline, descriptor, batch, head, token, stage, phase):
+    """Acquires a stage and loads the tile of a head that starts at `token` into it.
+
+    What lies past the sequence becomes zero.
+    """
+    producer_acquire(pipeline, stage, phase)
+    full_barrier = pipeline.full_barriers.index(stage)
+    mbarrier.expect(full_barrier, descriptor.block_type.nbytes)
+    tile = stage_tile(pipeline, stage, descriptor)
+    load_tile(descriptor, [batch, head, token, 0], full_barrier, tile)
+
+
+@gluon.jit
+def prime(pipeline):
+    """Releases all stages of a pipeline with named barriers: they are empty at first."""
+    STAGES: gl.constexpr = pipeline.buffers.shape[0]
+    for stage in gl.static_range(STAGES):
+        consumer_release(pipeline, stage)
+
+
+@gluon.jit
+def consumer_wait(pipeline, stage, phase):
+    """Waits until a stage is full."""
+    mbarrier.wait(pipeline.full_barriers.index(stage), phase)
+
+
+@gluon.jit
+def consumer_release(pipeline, stage):
+    """Hands a stage back to the producer."""
+    if pipeline.empty_barriers is not None:
+        mbarrier.arrive(pipeline.empty_barriers.index(stage), count=1)
+    else:
+        named_barrier_arrive(pipeline.first_named_barrier + stage, pipeline.num_threads)
+
+
+@gluon.jit
+def stage_tile(pipeline, stage, descriptor):
+    """A stage as a tile of another descriptor: its beginning if those tiles are smaller."""
+    shape: gl.constexpr = descriptor.block_type.shape
+    buffer = pipeline.buffers.index(stage)
+    return reinterpret(buffer, descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def stage_matrix(pipeline, stage):
+    """A stage as a matrix [tokens, dims]."""
+    return as_matrix(pipeline.buffers.index(stage))
+
+
+@gluon.jit
+def as_matrix(buffer):
+    """A tile [1, 1, tokens, dims] as a matrix [tokens, dims]."""
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])

@@ -1,0 +1,156 @@
+"""The tile scheduler, and the queue by which the producer publishes work tiles to the other warps.
+
+A work tile is one block row of one (batch, head). Only the producer decodes it and reads its row
+of the table: that takes several dependent loads, for which consumers would wait at the beginning
+of every work tile.
+"""
+
+from sparseflash.backends.hopper.device.barriers import (
+    LOAD_WAIT_WARP_BARRIER,
+    PRODUCER_WARP_BARRIER,
+    sync_warp,
+)
+from sparseflash.backends.hopper.device.block_list import BlockRange
+from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
+from sparseflash.backends.hopper.device.pipeline import (
+    Pipeline,
+    advance,
+    consumer_release,
+    consumer_wait,
+    make_mbarriers,
+    producer_acquire,
+    producer_commit,
+)
+
+WORK_QUEUE_DEPTH = gl.constexpr(4)  # work tiles that are published ahead
+WORK_TILE_FIELDS = gl.constexpr(9)  # of a work tile that is published:
+ROW, BATCH, HEAD, PARTIAL_START, N_PARTIAL, FULL_START, N_FULL, KEY_LENGTH, N_CLIPPED = map(
+    gl.constexpr, range(WORK_TILE_FIELDS.value)
+)
+
+
+@gluon.jit
+def make_work_queue(CONSUMERS: gl.constexpr):
+    """A pipeline of WORK_TILE_FIELDS integers a stage; CONSUMERS partitions read each."""
+    buffers = gl.allocate_shared_memory(
+        gl.int32, [WORK_QUEUE_DEPTH * WORK_TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    full_barriers = make_mbarriers(WORK_QUEUE_DEPTH, 1)
+    empty_barriers = make_mbarriers(WORK_QUEUE_DEPTH, CONSUMERS)
+    return Pipeline(buffers, full_barriers, empty_barriers, None, None)
+
+
+@gluon.jit
+def next_work_id(params, work_id):
+    """The work tile of this CTA after `work_id`; the first one is its own number.
+
+    Static where all rows take the same time: CTAs stride over the work tiles. Else dynamic: an
+    atomic counter hands them out as CTAs ask.
+    """
+    following = work_id + gl.num_programs(0)
+    if params.work_counter is not None:
+        following = gl.num_programs(0) + gl.atomic_add(params.work_counter, 1, sem="relaxed")
+    return following
+
+
+@gluon.jit
+def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
+    """(batch, head, block row) of a work tile: groups of heads one after another, in each group
+    the longest rows of all heads first.
+
+    QHEADS_PER_WORK_TILE: 1 where a work tile is of a query head; the query heads of a key head
+    where it is of a key head.
+    """
+    table, sizes = params.table, params.sizes
+    heads = sizes.heads // QHEADS_PER_WORK_TILE
+    tiles_per_group = sizes.heads_per_group * sizes.num_rows
+    first_bh = work_id // tiles_per_group * sizes.heads_per_group
+    # The last group may have fewer heads.
+    group = gl.minimum(sizes.heads_per_group, sizes.num_work_tiles // sizes.num_rows - first_bh)
+    bh = first_bh + work_id % tiles_per_group % group
+    rank = work_id % tiles_per_group // group
+    batch = bh // heads
+    head = bh % heads
+    mask = gl.load(table.head_to_mask + head * QHEADS_PER_WORK_TILE % sizes.mask_heads)
+    return batch, head, gl.load(table.schedule + mask * sizes.num_rows + rank)
+
+
+@gluon.jit
+def publish_work(params, batch, head, row, blocks, stage, phase):
+    """Publishes a work tile; returns (stage, phase) of the next one."""
+    acquire_work_slot(params, stage, phase)
+    write_field(params, stage, ROW, row)
+    write_field(params, stage, BATCH, batch)
+    write_field(params, stage, HEAD, head)
+    write_field(params, stage, PARTIAL_START, blocks.partial_start)
+    write_field(params, stage, N_PARTIAL, blocks.n_partial)
+    write_field(params, stage, FULL_START, blocks.full_start)
+    write_field(params, stage, N_FULL, blocks.n_full)
+    if params.key_lengths is not None:
+        write_field(params, stage, KEY_LENGTH, blocks.key_length)
+        write_field(params, stage, N_CLIPPED, blocks.n_clipped)
+    commit_work_slot(params, stage)
+    return advance(stage, phase, WORK_QUEUE_DEPTH)
+
+
+@gluon.jit
+def publish_end(params, stage, phase):
+    """Publishes that no work tile follows."""
+    acquire_work_slot(params, stage, phase)
+    write_field(params, stage, ROW, -1)
+    commit_work_slot(params, stage)
+
+
+@gluon.jit
+def acquire_work_slot(params, stage, phase):
+    producer_acquire(params.work_queue, stage, phase)
+    sync_warp(PRODUCER_WARP_BARRIER)
+
+
+@gluon.jit
+def commit_work_slot(params, stage):
+    sync_warp(PRODUCER_WARP_BARRIER)
+    producer_commit(params.work_queue, stage)
+
+
+@gluon.jit
+def receive_work(params, stage, phase):
+    """(batch, head, row, blocks, stage, phase) of a published work tile; row -1 after the last."""
+    # Twice, since racecheck takes no notice of a wait that had to try again.
+    consumer_wait(params.work_queue, stage, phase)
+    sync_single_warp()
+    consumer_wait(params.work_queue, stage, phase)
+    sync_single_warp()
+    row = read_field(params, stage, ROW)
+    batch, head = read_field(params, stage, BATCH), read_field(params, stage, HEAD)
+    partial_start = read_field(params, stage, PARTIAL_START)
+    n_partial = read_field(params, stage, N_PARTIAL)
+    full_start, n_full = read_field(params, stage, FULL_START), read_field(params, stage, N_FULL)
+    key_length, n_clipped = params.sizes.k_len, n_full * 0
+    if params.key_lengths is not None:
+        key_length = read_field(params, stage, KEY_LENGTH)
+        n_clipped = read_field(params, stage, N_CLIPPED)
+    sync_single_warp()
+    consumer_release(params.work_queue, stage)
+    stage, phase = advance(stage, phase, WORK_QUEUE_DEPTH)
+    blocks = BlockRange(key_length, partial_start, n_partial, n_clipped, full_start, n_full)
+    return batch, head, row, blocks, stage, phase
+
+
+@gluon.jit
+def sync_single_warp():
+    """sync_warp in a partition of one warp; Triton synchronises warpgroups itself."""
+    if gl.num_warps() == 1:
+        sync_warp(LOAD_WAIT_WARP_BARRIER)
+
+
+@gluon.jit
+def write_field(params, stage, FIELD: gl.constexpr, number):
+    number = gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    params.work_queue.buffers.index(stage * WORK_TILE_FIELDS + FIELD).store(number)
+
+
+@gluon.jit
+def read_field(params, stage, FIELD: gl.constexpr):
+    number = params.work_queue.buffers.index(stage * WORK_TILE_FIELDS + FIELD)
+    return gl.max(number.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)

@@ -1,0 +1,1 @@
+"""The kernels: device code alone, one kernel a module."""

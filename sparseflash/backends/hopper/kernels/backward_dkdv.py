@@ -1,0 +1,370 @@
+"""The kernel of dK and dV: one block row of keys per work tile, four products a tile of queries.
+
+Persistent and warp specialised. A work tile sums over the query heads of its key head. In blocks
+of 128:
+
+    producer      | K V | Q LSE delta dO | Q LSE delta dO | ...                  TMA, one warp
+    warpgroup 0   | dP^T S^T | P^T | dV, dS^T | dK | dP^T S^T | ...      | store dK, dV
+    warpgroup 1   | dP^T S^T | P^T | dV, dS^T | dK | dP^T S^T | ...      | store dK, dV
+
+Each warpgroup owns 64 of the 128 keys. S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, which stay
+in registers as the left operands of dV += P^T dO and dK += dS^T Q. Tiles of 64 queries leave
+registers for both accumulators, up to 128 dims; for more the kernel runs once for each of them,
+with None for the other.
+"""
+
+from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
+from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
+from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from sparseflash.backends.hopper.device.dropout import dropout_keep_words, transposed_element_mask
+from sparseflash.backends.hopper.device.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sparseflash.backends.hopper.device.layouts import (
+    WARPGROUP_M,
+    accumulator_layout,
+    as_operand_a,
+)
+from sparseflash.backends.hopper.device.masking import bit_tile_words, element_mask
+from sparseflash.backends.hopper.device.params import (
+    LN2,
+    Dropout,
+    Params,
+    Sizes,
+    Table,
+    unspecialized_arguments,
+)
+from sparseflash.backends.hopper.device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    make_named_barrier_pipeline,
+    make_pipeline,
+    prime,
+    producer_acquire,
+    producer_load,
+    stage_matrix,
+)
+from sparseflash.backends.hopper.device.scheduler import (
+    decode_work_id,
+    make_work_queue,
+    next_work_id,
+    publish_end,
+    publish_work,
+    receive_work,
+)
+
+
+@gluon.jit(**unspecialized_arguments("key_lengths", "work_counter"))
+def backward_dkdv_kernel(
+    queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
+    row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
+    key_lengths, work_counter,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
+    seed_low, seed_high, threshold, keep_scale,
+    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+):  # fmt: skip
+    table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
+                  head_to_mask)  # fmt: skip
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
+    GRAD_OUT_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
+    query_pipeline = make_named_barrier_pipeline(
+        queries, FIRST_PIPELINE_BARRIER, STAGES, WARPGROUPS
+    )
+    grad_out_pipeline = make_named_barrier_pipeline(
+        grad_outs, GRAD_OUT_BARRIER, STAGES, WARPGROUPS
+    )
+    key_pipeline = make_pipeline(keys, WARPGROUPS * KEY_STAGES, 1)
+    value_pipeline = key_pipeline  # dV alone needs no values, and leaves by the buffers of keys
+    if grad_keys is not None:
+        value_pipeline = make_pipeline(values, WARPGROUPS * KEY_STAGES, 1)
+    lse_delta_buffers = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout
+    )
+    work_queue = make_work_queue(WARPGROUPS)
+    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    fence_async_shared()
+    specialize_warps(
+        queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
+        (query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def specialize_warps(queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
+                     pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+                     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
+    """Starts a consumer in each warpgroup and the producer in one warp."""
+    if params.block == WARPGROUP_M:
+        gl.warp_specialize(
+            [
+                (consumer, (grad_keys, grad_values, pipelines, params, 0, QHEADS_PER_KVHEAD,
+                            MASKED, STAGES, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines,
+                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (grad_keys, grad_values, pipelines, params, 0, QHEADS_PER_KVHEAD,
+                            MASKED, STAGES, KEY_STAGES)),
+                (consumer, (grad_keys, grad_values, pipelines, params, 1, QHEADS_PER_KVHEAD,
+                            MASKED, STAGES, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines,
+                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, params,
+             QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr,
+             KEY_STAGES: gl.constexpr):  # fmt: skip
+    """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
+    query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
+    stage, phase = 0, 1
+    key_stage, key_phase = 0, 1
+    work_stage, work_phase = 0, 1
+    work_id = gl.program_id(0)
+    while work_id < params.sizes.num_work_tiles:
+        next_work = next_work_id(params, work_id)
+        batch, kv_head, row = decode_work_id(params, work_id, QHEADS_PER_KVHEAD)
+        for i in range(QHEADS_PER_KVHEAD):
+            head = kv_head * QHEADS_PER_KVHEAD + i
+            blocks = query_blocks_of_row(params, batch, head, row)
+            work_stage, work_phase = publish_work(
+                params, batch, kv_head, row, blocks, work_stage, work_phase
+            )
+            if i == 0:
+                load_key_value_row(
+                    keys, values, key_pipeline, value_pipeline, grad_keys is not None, params,
+                    batch, kv_head, row, key_stage, key_phase,
+                )  # fmt: skip
+                key_stage, key_phase = advance(key_stage, key_phase, KEY_STAGES)
+            stage, phase = load_query_tiles(
+                queries, grad_outs, lse_delta, query_pipeline, grad_out_pipeline,
+                lse_delta_buffers, params, batch, head, params.table.partial_index,
+                blocks.partial_start, blocks.n_partial, stage, phase, STAGES,
+            )  # fmt: skip
+            stage, phase = load_query_tiles(
+                queries, grad_outs, lse_delta, query_pipeline, grad_out_pipeline,
+                lse_delta_buffers, params, batch, head, params.table.full_index,
+                blocks.full_start, blocks.n_full, stage, phase, STAGES,
+            )  # fmt: skip
+        work_id = next_work
+    publish_end(params, work_stage, work_phase)
+
+
+@gluon.jit
+def load_key_value_row(keys, values, key_pipeline, value_pipeline, WITH_VALUES: gl.constexpr,
+                       params, batch, kv_head, row, stage, phase):  # fmt: skip
+    """Loads the keys of a row and, if wanted, their values."""
+    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    for warpgroup in gl.static_range(WARPGROUPS):
+        token = row * params.block + warpgroup * WARPGROUP_M
+        buffer = stage * WARPGROUPS + warpgroup
+        producer_load(key_pipeline, keys, batch, kv_head, token, buffer, phase)
+        if WITH_VALUES:
+            producer_load(value_pipeline, values, batch, kv_head, token, buffer, phase)
+
+
+@gluon.jit
+def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pipeline,
+                     lse_delta_buffers, params, batch, head, index, start, count, stage, phase,
+                     STAGES: gl.constexpr):  # fmt: skip
+    """Loads all tiles of listed blocks: Q with LSE and delta at one full barrier, and dO."""
+    lse_row = (batch * params.sizes.heads + head) * 2
+    block = gl.load(index + start)
+    for i in range(start, start + count):
+        next_block = gl.load(index + i + 1)
+        for tile in gl.static_range(params.block // WARPGROUP_M):
+            token = block * params.block + tile * WARPGROUP_M
+            full_barrier = query_pipeline.full_barriers.index(stage)
+            producer_acquire(query_pipeline, stage, phase)
+            mbarrier.expect(
+                full_barrier, queries.block_type.nbytes + 2 * lse_delta.block_type.nbytes
+            )
+            query_tile = query_pipeline.buffers.index(stage)
+            load_tile(queries, [batch, head, token, 0], full_barrier, query_tile)
+            lse_tile = lse_delta_buffers.index(2 * stage)
+            load_tile(lse_delta, [lse_row, token], full_barrier, lse_tile)
+            delta_row = lse_row + 1
+            delta_tile = lse_delta_buffers.index(2 * stage + 1)
+            load_tile(lse_delta, [delta_row, token], full_barrier, delta_tile)
+            producer_load(grad_out_pipeline, grad_outs, batch, head, token, stage, phase)
+            stage, phase = advance(stage, phase, STAGES)
+        block = next_block
+    return stage, phase
+
+
+@gluon.jit
+def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
+             QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+             KEY_STAGES: gl.constexpr):  # fmt: skip
+    """Computes 64 keys of each work tile. `stage` is that of the next tile of queries."""
+    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
+    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
+    DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
+    DTYPE: gl.constexpr = key_pipeline.buffers.dtype
+    WITH_KEYS: gl.constexpr = grad_keys is not None
+    WITH_VALUES: gl.constexpr = grad_values is not None
+    S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
+    GRAD_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    offsets = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, GRAD_LAYOUT))
+    prime(query_pipeline)
+    prime(grad_out_pipeline)
+    stage, phase = 0, 0
+    key_stage, key_phase = 0, 0
+    work_stage, work_phase = 0, 0
+    batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
+        params, work_stage, work_phase
+    )
+    while row >= 0:
+        key_start = row * params.block + WARPGROUP * WARPGROUP_M
+        # receive_work replaces the others by those of the next row before dK and dV are stored.
+        own_batch, own_head, key_length = batch, kv_head, blocks.key_length
+        buffer = key_stage * WARPGROUPS + WARPGROUP
+        key, value = stage_matrix(key_pipeline, buffer), stage_matrix(value_pipeline, buffer)
+        dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
+        dv = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
+        consumer_wait(key_pipeline, buffer, key_phase)
+        if WITH_KEYS:
+            consumer_wait(value_pipeline, buffer, key_phase)
+        for i_head in range(QHEADS_PER_KVHEAD):
+            bh = own_batch * params.sizes.heads + own_head * QHEADS_PER_KVHEAD + i_head
+            # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
+            # keys only in front of the first, which a row without partial blocks jumps over.
+            for i in range(0, TILES_PER_BLOCK * (blocks.n_partial + blocks.n_full)):
+                if MASKED and i < TILES_PER_BLOCK * blocks.n_partial:
+                    dk, dv = mma_one_tile(
+                        dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
+                        lse_delta_buffers, stage, phase, params, blocks, bh, key_start,
+                        WARPGROUP, True, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT,
+                    )  # fmt: skip
+                else:
+                    dk, dv = mma_one_tile(
+                        dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
+                        lse_delta_buffers, stage, phase, params, blocks, bh, key_start,
+                        WARPGROUP, False, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT,
+                    )  # fmt: skip
+                stage, phase = advance(stage, phase, STAGES)
+            batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
+                params, work_stage, work_phase
+            )
+        dk = dk * (params.scale_log2 * LN2)
+        if params.dropout.threshold is not None:
+            dv = dv * params.dropout.keep_scale
+        if params.key_lengths is not None:
+            inside = gl.expand_dims(key_start + offsets < key_length, 1)
+            dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
+        # All products have completed: the buffers of K and V hold dK and dV on their way out.
+        if WITH_KEYS:
+            key.store(dk.to(DTYPE))
+        if WITH_VALUES:
+            value.store(dv.to(DTYPE))
+        fence_async_shared()
+        if WITH_KEYS:
+            dk_buffer = key_pipeline.buffers.index(buffer)
+            store_tile(grad_keys, [own_batch, own_head, key_start, 0], dk_buffer)
+        if WITH_VALUES:
+            dv_buffer = value_pipeline.buffers.index(buffer)
+            store_tile(grad_values, [own_batch, own_head, key_start, 0], dv_buffer)
+        wait_for_stores(0)
+        consumer_release(key_pipeline, buffer)
+        if WITH_KEYS:
+            consumer_release(value_pipeline, buffer)
+        key_stage, key_phase = advance(key_stage, key_phase, KEY_STAGES)
+
+
+@gluon.jit
+def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_delta_buffers,
+                 stage, phase, params, blocks, bh, key_start, WARPGROUP: gl.constexpr,
+                 PARTIAL: gl.constexpr, WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr,
+                 S_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr):  # fmt: skip
+    """(dK + dS^T Q, dV + P^T dO) of the i-th tile of 64 queries."""
+    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
+    BOTH: gl.constexpr = WITH_KEYS and WITH_VALUES
+    if PARTIAL:
+        entry = blocks.partial_start + i // TILES_PER_BLOCK
+        first_word = i % TILES_PER_BLOCK * 2
+        words = bit_tile_words(
+            params, entry, WARPGROUP * WARPGROUP_M, first_word, WARPGROUP_M, S_LAYOUT
+        )
+    query, grad_out = stage_matrix(query_pipeline, stage), stage_matrix(grad_out_pipeline, stage)
+    zeros = gl.zeros([WARPGROUP_M, WARPGROUP_M], gl.float32, S_LAYOUT)
+    dp = zeros
+    consumer_wait(query_pipeline, stage, phase)
+    lse_log2 = lse_delta_buffers.index(2 * stage).reshape([WARPGROUP_M])
+    minus_delta = lse_delta_buffers.index(2 * stage + 1).reshape([WARPGROUP_M])
+    if BOTH:
+        # A load from shared memory waits behind all that products in flight read there.
+        lse_log2 = lse_log2.load(COLUMN_LAYOUT)  # [64 queries]
+        consumer_wait(grad_out_pipeline, stage, phase)
+        if params.dropout.threshold is None:
+            dp = minus_delta.load(COLUMN_LAYOUT)
+            dp = gl.expand_dims(dp, 0).broadcast_to([WARPGROUP_M, WARPGROUP_M])
+        # First, for the compiler lets no product run while it sets what another is added to.
+        # dP^T - delta = V dO^T - delta: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
+        dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, is_async=True)
+        # S^T = K Q^T: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
+        scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        # Wide tiles leave no registers that could hold LSE and delta while products run.
+        scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        consumer_wait(grad_out_pipeline, stage, phase)
+        if WITH_KEYS:
+            dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
+        lse_log2 = lse_log2.load(COLUMN_LAYOUT)
+    if params.dropout.threshold is not None:
+        query_start = tile_start(params, blocks, i, WARPGROUP_M)
+        keep = dropout_keep_words(
+            params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
+        )
+        keep = transposed_element_mask(keep, S_LAYOUT)
+    scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
+    p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 0))
+    if PARTIAL:
+        p = gl.where(element_mask(words, WARPGROUP_M, S_LAYOUT), p, 0.0)
+    if WITH_VALUES:
+        p_dropped = p
+        if params.dropout.threshold is not None:
+            p_dropped = gl.where(keep, p, 0.0)
+        p_dropped = as_operand_a(p_dropped, query.dtype, GRAD_LAYOUT)
+        # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
+        dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
+    if WITH_KEYS:
+        dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
+        if params.dropout.threshold is not None:
+            dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
+        if not BOTH or params.dropout.threshold is not None:
+            dp = dp + gl.expand_dims(minus_delta.load(COLUMN_LAYOUT), 0)
+        # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
+        ds = as_operand_a(p * dp, query.dtype, GRAD_LAYOUT)
+        # dK += dS^T Q: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
+        dk = warpgroup_mma(ds, query, dk, is_async=True)
+    if WITH_VALUES:
+        dv = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(dv,))
+    consumer_release(grad_out_pipeline, stage)
+    if WITH_KEYS:
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+    consumer_release(query_pipeline, stage)
+    return dk, dv

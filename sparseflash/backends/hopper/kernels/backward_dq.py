@@ -1,0 +1,304 @@
+"""The kernel of dQ: one block row of queries per work tile, three products a tile of keys.
+
+Persistent and warp specialised like the forward kernel. In blocks of 128:
+
+    producer      | O (through the buffers of K0, V0) dO Q | K V K V ...         TMA, one warp
+    warpgroup 0   | LSE, delta | S dP | dS | dQ | S dP | dS | dQ | ...  | store dQ
+    warpgroup 1   | LSE, delta | S dP | dS | dQ | S dP | dS | dQ | ...  | store dQ
+
+S = Q K^T and dP = dO V^T give dS = P * (dP - delta), which stays in registers as the left operand
+of dQ += dS K. Warpgroups do not wait for one another.
+
+The prologue computes delta out of dO and O, and writes it with LSE for the kernel of dK and dV. O
+comes through the pipelines of keys and values ahead of the first tile, so that it is there when dO
+is: the 64 queries of warpgroup 0 through that of keys, those of warpgroup 1, if there is one,
+through that of values.
+"""
+
+from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
+from sparseflash.backends.hopper.device.block_list import (
+    key_blocks_of_row,
+    load_key_value_tiles,
+    tile_start,
+)
+from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from sparseflash.backends.hopper.device.dropout import dropout_keep_words
+from sparseflash.backends.hopper.device.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    store_tile,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sparseflash.backends.hopper.device.layouts import (
+    WARPGROUP_M,
+    accumulator_layout,
+    as_operand_a,
+)
+from sparseflash.backends.hopper.device.masking import element_mask, key_mask_words
+from sparseflash.backends.hopper.device.params import (
+    LN2,
+    Dropout,
+    Params,
+    Sizes,
+    Table,
+    unspecialized_arguments,
+)
+from sparseflash.backends.hopper.device.pipeline import (
+    advance,
+    as_matrix,
+    consumer_release,
+    consumer_wait,
+    make_named_barrier_pipeline,
+    make_pipeline,
+    prime,
+    producer_acquire,
+    producer_commit,
+    producer_load,
+    stage_matrix,
+    stage_tile,
+)
+from sparseflash.backends.hopper.device.scheduler import (
+    decode_work_id,
+    make_work_queue,
+    next_work_id,
+    publish_end,
+    publish_work,
+    receive_work,
+)
+from sparseflash.backends.hopper.kernels.lse_delta import (
+    LseTensors,
+    compute_minus_delta,
+    read_lse,
+    row_product_layout,
+    write_lse_delta,
+)
+
+
+@gluon.jit(
+    **unspecialized_arguments("lse", "grad_lse", "lse_delta", "key_lengths", "work_counter")
+)
+def backward_dq_kernel(
+    queries, grad_outs, outs, keys, values, grad_queries, lse, grad_lse, lse_delta,
+    row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
+    key_lengths, work_counter,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
+    seed_low, seed_high, threshold, keep_scale,
+    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
+                  head_to_mask)  # fmt: skip
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
+    VALUE_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
+    pipelines = (
+        make_pipeline(queries, WARPGROUPS, 1),
+        make_pipeline(grad_outs, WARPGROUPS, 1),
+        make_named_barrier_pipeline(keys, FIRST_PIPELINE_BARRIER, STAGES, WARPGROUPS),
+        make_named_barrier_pipeline(values, VALUE_BARRIER, STAGES, WARPGROUPS),
+    )
+    work_queue = make_work_queue(WARPGROUPS)
+    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    lse_tensors = LseTensors(lse, grad_lse, lse_delta)
+    fence_async_shared()
+    specialize_warps(
+        queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        QHEADS_PER_KVHEAD, MASKED, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def specialize_warps(queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
+                     params, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+                     STAGES: gl.constexpr):  # fmt: skip
+    """Starts a consumer in each warpgroup and the producer in one warp."""
+    if params.block == WARPGROUP_M:
+        gl.warp_specialize(
+            [
+                (consumer, (grad_queries, lse_tensors, pipelines, params, 0, MASKED, STAGES)),
+                (producer, (queries, grad_outs, outs, keys, values, pipelines, params,
+                            QHEADS_PER_KVHEAD, STAGES)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (grad_queries, lse_tensors, pipelines, params, 0, MASKED, STAGES)),
+                (consumer, (grad_queries, lse_tensors, pipelines, params, 1, MASKED, STAGES)),
+                (producer, (queries, grad_outs, outs, keys, values, pipelines, params,
+                            QHEADS_PER_KVHEAD, STAGES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def producer(queries, grad_outs, outs, keys, values, pipelines, params,
+             QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
+    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
+    stage, phase = 0, 1
+    query_phase = 1
+    work_stage, work_phase = 0, 1
+    work_id = gl.program_id(0)
+    while work_id < params.sizes.num_work_tiles:
+        next_work = next_work_id(params, work_id)
+        batch, head, row = decode_work_id(params, work_id, 1)
+        blocks = key_blocks_of_row(params, batch, head, row)
+        work_stage, work_phase = publish_work(
+            params, batch, head, row, blocks, work_stage, work_phase
+        )
+        query_start = row * params.block
+        producer_load(key_pipeline, outs, batch, head, query_start, stage, phase)
+        if WARPGROUPS == 1:
+            producer_acquire(value_pipeline, stage, phase)
+            producer_commit(value_pipeline, stage)
+        else:
+            second_half = query_start + WARPGROUP_M
+            producer_load(value_pipeline, outs, batch, head, second_half, stage, phase)
+        stage, phase = advance(stage, phase, STAGES)
+        # In the order in which consumers release the buffers of the work tile before.
+        for warpgroup in gl.static_range(WARPGROUPS):
+            token = row * params.block + warpgroup * WARPGROUP_M
+            producer_load(grad_out_pipeline, grad_outs, batch, head, token, warpgroup, query_phase)
+            producer_load(query_pipeline, queries, batch, head, token, warpgroup, query_phase)
+        query_phase = query_phase ^ 1
+        stage, phase = load_key_value_tiles(
+            keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
+            blocks, stage, phase, STAGES,
+        )  # fmt: skip
+        work_id = next_work
+    publish_end(params, work_stage, work_phase)
+
+
+@gluon.jit
+def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constexpr,
+             MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Computes 64 queries of each work tile; `stage` is that of the tile last consumed or of O."""
+    query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
+    DIMS: gl.constexpr = grad_queries.block_type.shape[3]
+    TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
+    TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
+    S_LAYOUT: gl.constexpr = accumulator_layout(TILE_N)
+    DQ_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    query = stage_matrix(query_pipeline, WARPGROUP)
+    grad_out = stage_matrix(grad_out_pipeline, WARPGROUP)
+    prime(key_pipeline)
+    prime(value_pipeline)
+    stage, phase = STAGES - 1, 1
+    query_phase = 0
+    work_stage, work_phase = 0, 0
+    batch, head, row, blocks, work_stage, work_phase = receive_work(params, work_stage, work_phase)
+    while row >= 0:
+        n_masked = (blocks.n_partial + blocks.n_clipped) * TILES_PER_BLOCK
+        n_tiles = n_masked + blocks.n_full * TILES_PER_BLOCK
+        bh = batch * params.sizes.heads + head
+        query_start = row * params.block + WARPGROUP * WARPGROUP_M
+        stage, phase = advance(stage, phase, STAGES)
+        lse_log2, minus_delta = prologue(
+            grad_queries, lse_tensors, pipelines, params, bh, query_start, stage, phase,
+            query_phase, WARPGROUP, S_LAYOUT,
+        )  # fmt: skip
+        dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, DQ_LAYOUT)  # [64, D]
+        consumer_wait(query_pipeline, WARPGROUP, query_phase)
+        if MASKED:
+            for i in range(0, n_masked):
+                dq, stage, phase = mma_one_tile(
+                    dq, stage, phase, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
+                    value_pipeline, params, blocks, bh, query_start, WARPGROUP, True, STAGES,
+                    S_LAYOUT, DQ_LAYOUT,
+                )  # fmt: skip
+        for i in range(n_masked, n_tiles):
+            dq, stage, phase = mma_one_tile(
+                dq, stage, phase, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
+                value_pipeline, params, blocks, bh, query_start, WARPGROUP, False, STAGES,
+                S_LAYOUT, DQ_LAYOUT,
+            )  # fmt: skip
+        consumer_release(grad_out_pipeline, WARPGROUP)
+        # The last product that reads Q has completed: its buffer holds dQ on the way out.
+        query.store((dq * (params.scale_log2 * LN2)).to(grad_queries.dtype))
+        fence_async_shared()
+        dq_buffer = query_pipeline.buffers.index(WARPGROUP)
+        store_tile(grad_queries, [batch, head, query_start, 0], dq_buffer)
+        wait_for_stores(0)
+        consumer_release(query_pipeline, WARPGROUP)
+        query_phase = query_phase ^ 1
+        batch, head, row, blocks, work_stage, work_phase = receive_work(
+            params, work_stage, work_phase
+        )
+
+
+@gluon.jit
+def prologue(grad_queries, lse_tensors, pipelines, params, bh, query_start, stage, phase,
+             query_phase, WARPGROUP: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
+    """(log2(e) * LSE, -delta) [64] of this warpgroup's queries, which are written too.
+
+    O lies in the stages of keys and values at `stage`, in tiles like those of dQ.
+    """
+    _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
+    LAYOUT: gl.constexpr = row_product_layout(grad_queries.block_type.shape[3])
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
+    lse_log2, grad_lse = read_lse(lse_tensors, bh, tokens, params.sizes.q_len)
+    consumer_wait(key_pipeline, stage, phase)
+    consumer_wait(value_pipeline, stage, phase)
+    out_pipeline = key_pipeline if WARPGROUP == 0 else value_pipeline
+    out = as_matrix(stage_tile(out_pipeline, stage, grad_queries)).load(LAYOUT)  # [64, D]
+    consumer_wait(grad_out_pipeline, WARPGROUP, query_phase)
+    grad_out = stage_matrix(grad_out_pipeline, WARPGROUP).load(LAYOUT)  # [64, D]
+    minus_delta = compute_minus_delta(out, grad_out, grad_lse)
+    padded_len = params.sizes.num_rows * params.block
+    write_lse_delta(lse_tensors, lse_log2, minus_delta, bh, tokens, padded_len)
+    # Threads loaded O: those loads must complete before TMA overwrites its buffers.
+    fence_async_shared()
+    consumer_release(value_pipeline, stage)
+    consumer_release(key_pipeline, stage)
+    lse_log2 = gl.convert_layout(lse_log2, ROW_LAYOUT, assert_trivial=True)
+    return lse_log2, gl.convert_layout(minus_delta, ROW_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def mma_one_tile(dq, stage, phase, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
+                 value_pipeline, params, blocks, bh, query_start, WARPGROUP: gl.constexpr,
+                 PARTIAL: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+                 DQ_LAYOUT: gl.constexpr):  # fmt: skip
+    """dQ + dS_i K_i of tile i, which follows `stage`."""
+    TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
+    stage, phase = advance(stage, phase, STAGES)
+    if PARTIAL:
+        words = key_mask_words(params, blocks, i, WARPGROUP * WARPGROUP_M, TILE_N, S_LAYOUT)
+    key, value = stage_matrix(key_pipeline, stage), stage_matrix(value_pipeline, stage)
+    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, S_LAYOUT)
+    consumer_wait(key_pipeline, stage, phase)
+    # S = Q K^T: [64, D] [D, N] -> [64, N]
+    scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    consumer_wait(value_pipeline, stage, phase)
+    # dP = dO V^T: [64, D] [D, N] -> [64, N]
+    dp = warpgroup_mma(grad_out, value.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if params.dropout.threshold is not None:
+        key_start = tile_start(params, blocks, i, TILE_N)
+        keep = dropout_keep_words(params.dropout, bh, query_start, key_start, TILE_N, S_LAYOUT)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 1))
+    if PARTIAL:
+        p = gl.where(element_mask(words, TILE_N, S_LAYOUT), p, 0.0)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    consumer_release(value_pipeline, stage)
+    if params.dropout.threshold is not None:
+        keep = element_mask(keep, TILE_N, S_LAYOUT)
+        dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
+    # dS = P * (dP - delta): [64, N]
+    ds = as_operand_a(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, DQ_LAYOUT)
+    # dQ += dS K: [64, N] [N, D] -> [64, D]
+    dq = warpgroup_mma(ds, key, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    consumer_release(key_pipeline, stage)
+    return dq, stage, phase

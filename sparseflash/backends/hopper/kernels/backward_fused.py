@@ -1,0 +1,480 @@
+"""The fused kernel of dQ, dK and dV: one block row of keys per work tile, five products a tile.
+
+Persistent and warp specialised like the kernel of dK and dV, with two warpgroups:
+
+    producer      | K V | Q LSE delta dO | Q LSE delta dO | ...                  TMA, one warp
+    warpgroup 0   | dK_{i-1} S_i dP_i | P_i | dV_i, dQ_{i-1} | dS_i -> shared | add dQ_{i-1} | ...
+    warpgroup 1   | dK_{i-1} S_i dP_i | P_i | dV_i, dQ_{i-1} | dS_i -> shared | add dQ_{i-1} | ...
+
+S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and dK += dS^T
+Q. dS also goes through shared memory, where each warpgroup finds the keys of the other: each
+computes half of dS K (half the dims of every tile; all of them of every other tile at 64 dims) and
+adds it to dQ in global memory, beside the CTAs of other keys. The order of those sums, and with it
+the last bits of dQ, differs from run to run.
+
+dK and dQ of a tile are computed with the next one, beside S^T and dV: so no warpgroup waits for
+the other, and products run while P and dS are computed. No product may be in flight from one
+iteration of the loop to the next: ptxas would then wait for every product.
+"""
+
+from typing import NamedTuple
+
+from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
+from sparseflash.backends.hopper.device.block_list import block_index, tile_start
+from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from sparseflash.backends.hopper.device.dropout import dropout_keep_words, transposed_element_mask
+from sparseflash.backends.hopper.device.gluon_compat import (
+    copy_registers,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    opaque,
+    reinterpret,
+    store_tile,
+    to_float32,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sparseflash.backends.hopper.device.layouts import (
+    WARPGROUP_M,
+    accumulator_layout,
+    as_operand_a,
+    operand_a_layout,
+)
+from sparseflash.backends.hopper.device.masking import element_mask, query_words_if_masked
+from sparseflash.backends.hopper.device.params import (
+    LN2,
+    NEG_INF,
+    Dropout,
+    Params,
+    Sizes,
+    Table,
+    unspecialized_arguments,
+)
+from sparseflash.backends.hopper.device.pipeline import (
+    Pipeline,
+    advance,
+    as_matrix,
+    consumer_release,
+    consumer_wait,
+    make_mbarriers,
+    make_named_barrier_pipeline,
+    make_pipeline,
+    prime,
+    stage_matrix,
+)
+from sparseflash.backends.hopper.device.scheduler import make_work_queue, receive_work
+from sparseflash.backends.hopper.kernels.backward_dkdv import producer
+from sparseflash.backends.hopper.kernels.dq_accumulator import (
+    added_dims,
+    first_tile_of_head,
+    owned_tile,
+    reduce_add,
+    store_to_shared,
+)
+
+TILES_PER_BLOCK = gl.constexpr(2)  # tiles of 64 queries
+# Buffers of dS of each warpgroup. Where the other one reads dS, a warpgroup overwrites a buffer
+# only after it has found the next one of the other there, which had then read it.
+NUM_DS_SLOTS = gl.constexpr(2)
+
+
+class DsExchange(NamedTuple):
+    """dS^T of both warpgroups: buffer 2 * slot + warpgroup is written by that one for both."""
+
+    buffers: gl.shared_memory_descriptor
+    full_barriers: gl.shared_memory_descriptor
+
+
+class Pipelines(NamedTuple):
+    """dq_buffers: for each warpgroup what it adds to dQ in global memory at a time"""
+
+    query_pipeline: Pipeline
+    grad_out_pipeline: Pipeline
+    key_pipeline: Pipeline
+    value_pipeline: Pipeline
+    lse_delta_buffers: gl.shared_memory_descriptor
+    ds_exchange: DsExchange
+    dq_buffers: gl.shared_memory_descriptor
+
+
+class PipelineCursor(NamedTuple):
+    """Where a tile of queries lies: its stage of Q and dO, its slot of the exchange, and the first
+    buffer of the K and V of its work tile.
+    """
+
+    stage: gl.tensor
+    phase: gl.tensor
+    ds_slot: gl.tensor
+    ds_phase: gl.tensor
+    kv_buffer: gl.tensor
+
+
+@gluon.jit(**unspecialized_arguments("key_lengths", "work_counter"))
+def backward_fused_kernel(
+    queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
+    row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
+    key_lengths, work_counter,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
+    seed_low, seed_high, threshold, keep_scale,
+    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+):  # fmt: skip
+    table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
+                  head_to_mask)  # fmt: skip
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    GRAD_OUT_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
+    dq_shape: gl.constexpr = [2] + dq_accumulator.block_type.shape  # noqa: RUF005 (no star in Gluon)
+    pipelines = Pipelines(
+        make_named_barrier_pipeline(queries, FIRST_PIPELINE_BARRIER, STAGES, 2),
+        make_named_barrier_pipeline(grad_outs, GRAD_OUT_BARRIER, STAGES, 2),
+        make_pipeline(keys, 2 * KEY_STAGES, 2),
+        make_pipeline(values, 2 * KEY_STAGES, 1),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout),
+        make_ds_exchange(queries.dtype),
+        gl.allocate_shared_memory(gl.float32, dq_shape, dq_accumulator.layout),
+    )
+    loaded = (
+        pipelines.query_pipeline,
+        pipelines.grad_out_pipeline,
+        pipelines.key_pipeline,
+        pipelines.value_pipeline,
+        pipelines.lse_delta_buffers,
+    )
+    work_queue = make_work_queue(2)
+    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    fence_async_shared()
+    specialize_warps(
+        queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
+        pipelines, loaded,
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys,
+                     grad_values, pipelines, loaded, params, QHEADS_PER_KVHEAD: gl.constexpr,
+                     MASKED: gl.constexpr, STAGES: gl.constexpr,
+                     KEY_STAGES: gl.constexpr):  # fmt: skip
+    """Starts a consumer in each warpgroup and the producer in one warp."""
+    gl.warp_specialize(
+        [
+            (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
+                        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES)),
+            (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
+                        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES)),
+            (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, loaded, params,
+                        QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_ds_exchange(DTYPE: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_M, WARPGROUP_M], DTYPE)
+    shape: gl.constexpr = [NUM_DS_SLOTS * 2, WARPGROUP_M, WARPGROUP_M]
+    buffers = gl.allocate_shared_memory(DTYPE, shape, LAYOUT)
+    return DsExchange(buffers, make_mbarriers(NUM_DS_SLOTS * 2, 1))
+
+
+@gluon.jit
+def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
+             QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+             KEY_STAGES: gl.constexpr):  # fmt: skip
+    """Computes dK and dV of 64 keys of each work tile, and half of dQ of all queries."""
+    DIMS: gl.constexpr = pipelines.key_pipeline.buffers.shape[4]
+    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+        pipelines.dq_buffers, pipelines.key_pipeline.buffers
+    )
+    GRAD_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    # dV and dK leave by the buffer by which dQ did.
+    out_buffer = reinterpret(
+        pipelines.dq_buffers.index(WARPGROUP), grad_keys.dtype, grad_keys.block_type.shape,
+        grad_keys.layout,
+    )  # fmt: skip
+    prime(pipelines.query_pipeline)
+    prime(pipelines.grad_out_pipeline)
+    cursor = PipelineCursor(0, 0, 0, 0, 0)
+    key_stage, key_phase = 0, 0
+    work_stage, work_phase = 0, 0
+    batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
+        params, work_stage, work_phase
+    )
+    while row >= 0:
+        key_start = row * params.block + WARPGROUP * WARPGROUP_M
+        # receive_work replaces the others by those of the next row before dK and dV are stored.
+        own_batch, own_head = batch, kv_head
+        dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
+        dv = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
+        kv_buffer = key_stage * 2
+        cursor = PipelineCursor(
+            cursor.stage, cursor.phase, cursor.ds_slot, cursor.ds_phase, kv_buffer
+        )
+        for warpgroup in gl.static_range(2):
+            consumer_wait(pipelines.key_pipeline, kv_buffer + warpgroup, key_phase)
+        consumer_wait(pipelines.value_pipeline, kv_buffer + WARPGROUP, key_phase)
+        kv_operands = None, None
+        if WHOLE_TILES:
+            key = load_operand_a(pipelines.key_pipeline, kv_buffer + WARPGROUP)
+            value = load_operand_a(pipelines.value_pipeline, kv_buffer + WARPGROUP)
+            kv_operands = key, value
+            # Those loads must complete before TMA overwrites their buffers.
+            fence_async_shared()
+        for i_head in range(QHEADS_PER_KVHEAD):
+            head = own_head * QHEADS_PER_KVHEAD + i_head
+            if blocks.n_partial + blocks.n_full > 0:
+                dk, dv, cursor = mainloop(
+                    dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blocks,
+                    own_batch, head, key_start, WARPGROUP, MASKED, STAGES, GRAD_LAYOUT,
+                )  # fmt: skip
+            batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
+                params, work_stage, work_phase
+            )
+        for warpgroup in gl.static_range(2):
+            consumer_release(pipelines.key_pipeline, kv_buffer + warpgroup)
+        consumer_release(pipelines.value_pipeline, kv_buffer + WARPGROUP)
+        key_stage, key_phase = advance(key_stage, key_phase, KEY_STAGES)
+        dk = dk * (params.scale_log2 * LN2)
+        if params.dropout.threshold is not None:
+            dv = dv * params.dropout.keep_scale
+        store_gradient(grad_values, out_buffer, dv, own_batch, own_head, key_start)
+        store_gradient(grad_keys, out_buffer, dk, own_batch, own_head, key_start)
+    wait_for_stores(0)
+
+
+@gluon.constexpr_function
+def adds_whole_tiles(dq_buffers, key_buffers):
+    """Whether a warpgroup adds all dims of every other tile of dQ, not half of them of every tile.
+
+    Then it has the registers to hold its keys and values, too.
+    """
+    return added_dims(dq_buffers) == key_buffers.shape[4]
+
+
+@gluon.jit
+def load_operand_a(pipeline, buffer):
+    """This warpgroup's half of K or V as a left operand in registers: products that read it there
+    leave the bandwidth of shared memory to others.
+    """
+    LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
+    return stage_matrix(pipeline, buffer).load(operand_a_layout(LAYOUT))
+
+
+@gluon.jit
+def store_gradient(descriptor, buffer, gradient, batch, head, token):
+    """Stores a gradient [64, D] as soon as what is on its way from the buffer has left it."""
+    wait_for_stores(0)
+    as_matrix(buffer).store(gradient.to(buffer.dtype))
+    fence_async_shared()
+    store_tile(descriptor, [batch, head, token, 0], buffer)
+
+
+@gluon.jit
+def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blocks, batch, head,
+             key_start, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+             GRAD_LAYOUT: gl.constexpr):  # fmt: skip
+    """All tiles of queries of a head, at least those of one block.
+
+    kv_operands: K and V of this warpgroup in registers, or None and None
+    """
+    bh = batch * params.sizes.heads + head
+    # Where a warpgroup adds dQ of every other tile, the half of the block must be a constant.
+    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+        pipelines.dq_buffers, pipelines.key_pipeline.buffers
+    )
+    STEP: gl.constexpr = TILES_PER_BLOCK if WHOLE_TILES else 1
+    first_tile = first_tile_of_head(bh, params)
+    n_tiles = (blocks.n_partial + blocks.n_full) * TILES_PER_BLOCK
+    block = block_index(params, blocks, 0)
+    dk, dv, ds = mma_one_tile(
+        dk, dv, None, None, None, cursor, kv_operands, dq_accumulator, pipelines, params, blocks,
+        bh, key_start, 0, WARPGROUP, MASKED, GRAD_LAYOUT,
+    )  # fmt: skip
+    for i in range(1, n_tiles + 1 - STEP, STEP):
+        next_block = block_index(params, blocks, (i + STEP - 1) // TILES_PER_BLOCK)
+        for half in gl.static_range(STEP):
+            tile = first_tile + block * TILES_PER_BLOCK + (i + half - 1) % TILES_PER_BLOCK
+            next_cursor = advance_cursor(cursor, STAGES)
+            dk, dv, ds = mma_one_tile(
+                dk, dv, ds, cursor, owned_tile(tile, half, WARPGROUP, WHOLE_TILES), next_cursor,
+                kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start, i + half,
+                WARPGROUP, MASKED, GRAD_LAYOUT,
+            )  # fmt: skip
+            cursor = next_cursor
+        block = next_block
+    tile = first_tile + block * TILES_PER_BLOCK
+    last_tile = owned_tile(
+        tile + (TILES_PER_BLOCK - 1), TILES_PER_BLOCK - 1, WARPGROUP, WHOLE_TILES
+    )
+    if WHOLE_TILES:
+        next_cursor = advance_cursor(cursor, STAGES)
+        dk, dv, ds = mma_one_tile(
+            dk, dv, ds, cursor, owned_tile(tile, 0, WARPGROUP, WHOLE_TILES), next_cursor,
+            kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start, n_tiles - 1,
+            WARPGROUP, MASKED, GRAD_LAYOUT,
+        )  # fmt: skip
+        cursor = next_cursor
+    dk = issue_dk_mma(dk, ds, pipelines, cursor)
+    if last_tile is None:
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+    else:
+        dq = issue_dq_mma(pipelines, cursor, WARPGROUP)
+        wait_for_stores(0)
+        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+        dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
+        store_to_shared(dq_buffer, dq)
+        fence_async_shared()
+        reduce_add(dq_accumulator, dq_buffer, last_tile, WARPGROUP, WHOLE_TILES)
+    consumer_release(pipelines.query_pipeline, cursor.stage)
+    return dk, dv, advance_cursor(cursor, STAGES)
+
+
+@gluon.jit
+def advance_cursor(cursor, STAGES: gl.constexpr):
+    """The cursor of the next tile."""
+    stage, phase = advance(cursor.stage, cursor.phase, STAGES)
+    ds_slot, ds_phase = advance(cursor.ds_slot, cursor.ds_phase, NUM_DS_SLOTS)
+    return PipelineCursor(stage, phase, ds_slot, ds_phase, cursor.kv_buffer)
+
+
+@gluon.jit
+def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands, dq_accumulator,
+                 pipelines, params, blocks, bh, key_start, i, WARPGROUP: gl.constexpr,
+                 MASKED: gl.constexpr, GRAD_LAYOUT: gl.constexpr):  # fmt: skip
+    """(dK + dS_{i-1}^T Q_{i-1}, dV + P_i^T dO_i, dS_i^T); adds dS_{i-1} K to dQ.
+
+    last_cursor:  of tile i - 1, None at the first tile
+    last_dq_tile: number of tile i - 1 in the accumulator of dQ, None where the other warpgroup
+        adds it
+    """
+    S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
+    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+        pipelines.dq_buffers, pipelines.key_pipeline.buffers
+    )
+    stage = cursor.stage
+    key, value = kv_operands
+    if key is None:
+        # Computed anew in every step: descriptors that live through the loop take registers.
+        buffer = opaque(cursor.kv_buffer + WARPGROUP)
+        key = stage_matrix(pipelines.key_pipeline, buffer)
+        value = stage_matrix(pipelines.value_pipeline, buffer)
+    query = stage_matrix(pipelines.query_pipeline, stage)
+    grad_out = stage_matrix(pipelines.grad_out_pipeline, stage)
+    n_masked = blocks.n_partial * TILES_PER_BLOCK
+    if MASKED:
+        words = query_words_if_masked(
+            params, blocks, i, n_masked, WARPGROUP * WARPGROUP_M, S_LAYOUT
+        )
+    consumer_wait(pipelines.grad_out_pipeline, stage, cursor.phase)
+    consumer_wait(pipelines.query_pipeline, stage, cursor.phase)
+    scores, minus_delta = load_lse_delta(
+        pipelines.lse_delta_buffers, params, stage, key_start, blocks.key_length, S_LAYOUT
+    )
+    dp = minus_delta
+    if params.dropout.threshold is not None:
+        dp = gl.zeros([WARPGROUP_M, WARPGROUP_M], gl.float32, S_LAYOUT)
+    if last_cursor is not None:
+        dk = issue_dk_mma(dk, last_ds, pipelines, last_cursor)
+    # S^T - LSE / scale = K Q^T - LSE / scale: [64 keys, D] [D, 64 queries] -> [64, 64]
+    scores = warpgroup_mma(key, query.permute((1, 0)), scores, is_async=True)
+    # dP^T - delta = V dO^T - delta: [64 keys, D] [D, 64 queries] -> [64, 64]
+    dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, is_async=True)
+    if params.dropout.threshold is not None:
+        query_start = tile_start(params, blocks, i, WARPGROUP_M)
+        keep = dropout_keep_words(
+            params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
+        )
+        keep = transposed_element_mask(keep, S_LAYOUT)
+    if last_dq_tile is not None:
+        wait_for_stores(0)
+    dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
+    p = gl.exp2(scores * params.scale_log2)
+    if MASKED and i < n_masked:
+        p = gl.where(element_mask(words, WARPGROUP_M, S_LAYOUT), p, 0.0)
+    p = p.to(value.dtype)  # which leaves registers for dQ
+    p_dropped = p
+    if params.dropout.threshold is not None:
+        p_dropped = gl.where(keep, p, 0.0)
+    # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
+    p_dropped = as_operand_a(p_dropped, value.dtype, GRAD_LAYOUT)
+    dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
+    if last_dq_tile is not None:
+        dq = issue_dq_mma(pipelines, last_cursor, WARPGROUP)
+    dp = warpgroup_mma_wait(1 if last_dq_tile is None else 3, deps=(dp,))
+    if params.dropout.threshold is not None:
+        dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0) + minus_delta
+    # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
+    ds = (to_float32(p) * dp).to(value.dtype)
+    entry = cursor.ds_slot * 2 + WARPGROUP
+    pipelines.ds_exchange.buffers.index(entry).store(ds)
+    dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
+    if last_dq_tile is None:
+        dv = warpgroup_mma_wait(0, deps=(dv,))
+    else:
+        dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
+        store_to_shared(dq_buffer, dq)
+    fence_async_shared()
+    mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(entry), count=1)
+    if last_dq_tile is not None:
+        reduce_add(dq_accumulator, dq_buffer, last_dq_tile, WARPGROUP, WHOLE_TILES)
+    if last_cursor is not None:
+        consumer_release(pipelines.query_pipeline, last_cursor.stage)
+    consumer_release(pipelines.grad_out_pipeline, stage)
+    # While products run ptxas has no registers for it but those that it was computed in.
+    return dk, dv, as_operand_a(copy_registers(ds), value.dtype, GRAD_LAYOUT)
+
+
+@gluon.jit
+def load_lse_delta(lse_delta_buffers, params, stage, key_start, key_length,
+                   S_LAYOUT: gl.constexpr):  # fmt: skip
+    """(-LSE / scale, -delta) [64 keys, 64 queries], to begin S^T and dP^T with; -inf for keys past
+    the last one, whose P might be inf otherwise, and dQ NaN.
+
+    Before any product is issued: a load from shared memory would wait behind all that products
+    read there, and the compiler lets none run while it sets what another is added to.
+    """
+    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    lse_log2 = lse_delta_buffers.index(2 * stage).reshape([WARPGROUP_M]).load(COLUMN_LAYOUT)
+    minus_delta = lse_delta_buffers.index(2 * stage + 1).reshape([WARPGROUP_M])
+    minus_delta = minus_delta.load(COLUMN_LAYOUT)
+    keys = key_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, S_LAYOUT))
+    past_end = gl.where(keys < key_length, 0.0, NEG_INF)
+    scores = gl.expand_dims(lse_log2, 0) * (-1.0 / params.scale_log2)
+    scores = scores + gl.expand_dims(past_end, 1)
+    return scores, gl.expand_dims(minus_delta, 0).broadcast_to([WARPGROUP_M, WARPGROUP_M])
+
+
+@gluon.jit
+def issue_dk_mma(dk, ds, pipelines, cursor):
+    """dK + dS^T Q, in flight: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]"""
+    query = stage_matrix(pipelines.query_pipeline, cursor.stage)
+    return warpgroup_mma(ds, query, dk, is_async=True)
+
+
+@gluon.jit
+def issue_dq_mma(pipelines, cursor, WARPGROUP: gl.constexpr):
+    """What this warpgroup adds of dS K, in flight: one product for the keys of each warpgroup, its
+    own first, [64 queries, 64 keys] [64 keys, added dims] -> [64 queries, added dims].
+    """
+    DIMS: gl.constexpr = added_dims(pipelines.dq_buffers)
+    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+        pipelines.dq_buffers, pipelines.key_pipeline.buffers
+    )
+    ds_exchange = pipelines.ds_exchange
+    dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, accumulator_layout(DIMS))
+    for i in gl.static_range(2):
+        warpgroup = (WARPGROUP + i) % 2
+        entry = cursor.ds_slot * 2 + warpgroup
+        if i == 1:
+            mbarrier.wait(ds_exchange.full_barriers.index(entry), cursor.ds_phase)
+        ds = ds_exchange.buffers.index(entry).permute((1, 0))
+        key = stage_matrix(pipelines.key_pipeline, opaque(cursor.kv_buffer + warpgroup))
+        if not WHOLE_TILES:
+            key = key.slice(WARPGROUP * DIMS, DIMS, dim=1)
+        dq = warpgroup_mma(ds, key, dq, use_acc=i == 1, is_async=True)
+    return dq

@@ -1,0 +1,101 @@
+"""The float32 accumulator of dQ in global memory, to which the CTAs of the fused kernel add.
+
+It lies tile after tile, [64, D] each, in the order of the registers of an accumulator: four
+elements of one thread are neighbours, and so are those of the threads of a warp. So they come into
+shared memory as they are, 16 bytes of a thread at a time. A kernel of its own brings them into the
+order of the gradient:
+
+    one warpgroup | read a tile | scale, convert | shared memory | TMA store
+"""
+
+from sparseflash.backends.hopper.device.gluon_compat import (
+    add_tile,
+    fence_async_shared,
+    gl,
+    gluon,
+    reinterpret,
+    store_tile,
+    wait_for_stores,
+)
+from sparseflash.backends.hopper.device.layouts import WARPGROUP_M, accumulator_layout
+from sparseflash.backends.hopper.device.pipeline import as_matrix
+
+
+@gluon.jit(do_not_specialize=["scale", "heads", "tiles_per_head"])
+def convert_dq_kernel(dq_accumulator, grad_queries, scale, heads, tiles_per_head):
+    """dQ = scale * accumulator; a CTA takes a tile [64, D]."""
+    DIMS: gl.constexpr = grad_queries.block_type.shape[3]
+    SIZE: gl.constexpr = WARPGROUP_M * DIMS
+    tile = gl.program_id(0)
+    bh, tile_of_head = tile // tiles_per_head, tile % tiles_per_head
+    offsets = gl.arange(0, SIZE, layout=flat_layout(SIZE))
+    dq = as_accumulator(gl.load(dq_accumulator + tile.to(gl.int64) * SIZE + offsets), DIMS) * scale
+    shape: gl.constexpr = grad_queries.block_type.shape
+    buffer = gl.allocate_shared_memory(grad_queries.dtype, shape, grad_queries.layout)
+    as_matrix(buffer).store(dq.to(grad_queries.dtype))
+    fence_async_shared()
+    store_tile(grad_queries, [bh // heads, bh % heads, tile_of_head * WARPGROUP_M, 0], buffer)
+    wait_for_stores(0)
+
+
+@gluon.constexpr_function
+def added_dims(dq_buffers):
+    """The dims of a tile that a warpgroup adds at a time, by the buffers that it adds from."""
+    return dq_buffers.shape[1] * dq_buffers.shape[2] // WARPGROUP_M
+
+
+@gluon.jit
+def first_tile_of_head(bh, params):
+    """The number of the first tile of a (batch, head)."""
+    return bh * (gl.cdiv(params.sizes.q_len, params.block) * (params.block // WARPGROUP_M))
+
+
+@gluon.jit
+def owned_tile(tile, half, WARPGROUP: gl.constexpr, WHOLE_TILES: gl.constexpr):
+    """The tile, or None where the other warpgroup adds that half of a block."""
+    if WHOLE_TILES and half != WARPGROUP:
+        tile = None
+    return tile
+
+
+@gluon.jit
+def store_to_shared(buffer, dq):
+    """Brings what a warpgroup adds, an accumulator [64, added_dims], into shared memory."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat = as_flat(dq)
+    reinterpret(buffer, gl.float32, flat.shape, FLAT).store(flat)
+
+
+@gluon.jit
+def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr, WHOLE_TILES: gl.constexpr):
+    """Adds what the buffer holds by TMA: a tile, or this warpgroup's half of its dims."""
+    box = tile
+    if not WHOLE_TILES:
+        box = tile * 2 + WARPGROUP
+    add_tile(dq_accumulator, [box * buffer.shape[0], 0], buffer)
+
+
+@gluon.constexpr_function
+def flat_layout(size):
+    """Of a flat tile: which thread has which element of an accumulator."""
+    rest = [[1 << i] for i in range(9, size.bit_length() - 1)]
+    lanes = [[4], [8], [16], [32], [64]]
+    return gl.DistributedLinearLayout([[1], [2], *rest], lanes, [[128], [256]], [], [size])
+
+
+@gluon.jit
+def as_flat(acc):
+    """An accumulator of one warpgroup in the order of its registers."""
+    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
+    # four warps, two halves of eight rows; columns by eight, four threads and two registers
+    split = acc.reshape([4, 2, 8, acc.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return gl.convert_layout(split.reshape([SIZE]), flat_layout(SIZE), assert_trivial=True)
+
+
+@gluon.jit
+def as_accumulator(flat, COLUMNS: gl.constexpr):
+    """The inverse of as_flat."""
+    split = flat.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    return gl.convert_layout(
+        split.reshape([WARPGROUP_M, COLUMNS]), accumulator_layout(COLUMNS), assert_trivial=True
+    )

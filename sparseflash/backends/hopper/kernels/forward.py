@@ -1,0 +1,433 @@
+"""The forward kernel: O = softmax(S) V and LSE of one block row of queries per work tile.
+
+Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In blocks of 128:
+
+    producer        | Q  K0 V0 K1 V1 K2 V2 ...                      TMA loads, one warp
+    load-wait warp  |    K0 full, K1 full: signal both, V0 full ...           one warp
+    warpgroup 0     |   S0 | softmax 0 | S1, PV0 | softmax 1 | S2, PV1 | ... | O, LSE
+    warpgroup 1     |      S0 | softmax 0 | S1, PV0 | softmax 1 | ...        | O, LSE
+
+Each warpgroup owns 64 of the 128 queries. Ping-pong: they issue S_i = Q K_i^T and O += P_{i-1}
+V_{i-1} in turns, so that the tensor cores work for one while the other is in softmax; within a
+warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup, and other
+CTAs on the same multiprocessor take the place of the second one.
+
+Base-2 online softmax: `row_max` is the running maximum of the raw scores, `row_sum` the running
+sum of exp2(scale_log2 * (S - row_max)), spread over the threads that share a row, scale_log2 =
+scale * log2(e).
+"""
+
+from sparseflash.backends.hopper.device.barriers import (
+    FIRST_PIPELINE_BARRIER,
+    pingpong_signal,
+    pingpong_wait,
+    signal_warpgroup,
+)
+from sparseflash.backends.hopper.device.block_list import (
+    key_blocks_of_row,
+    load_key_value_tiles,
+    tile_start,
+)
+from sparseflash.backends.hopper.device.budgets import (
+    CONSUMER_REGISTERS,
+    MAX_QUERY_REGISTER_DIMS,
+    PRODUCER_REGISTERS,
+)
+from sparseflash.backends.hopper.device.dropout import dropout_keep_words
+from sparseflash.backends.hopper.device.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    opaque,
+    store_tile,
+    sync_partition,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sparseflash.backends.hopper.device.layouts import (
+    THREADS_PER_ROW,
+    WARPGROUP_M,
+    accumulator_layout,
+    as_operand_a,
+    operand_a_layout,
+    rescale_rows,
+    row_share_layout,
+)
+from sparseflash.backends.hopper.device.masking import element_mask, key_words_if_masked
+from sparseflash.backends.hopper.device.params import (
+    LN2,
+    NEG_INF,
+    Dropout,
+    Params,
+    Sizes,
+    Table,
+    unspecialized_arguments,
+)
+from sparseflash.backends.hopper.device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    make_named_barrier_pipeline,
+    make_pipeline,
+    prime,
+    producer_load,
+    stage_matrix,
+)
+from sparseflash.backends.hopper.device.scheduler import (
+    decode_work_id,
+    make_work_queue,
+    next_work_id,
+    publish_end,
+    publish_work,
+    receive_work,
+)
+
+
+@gluon.jit(**unspecialized_arguments("lse", "key_lengths", "work_counter"))
+def forward_kernel(
+    queries, keys, values, outs, lse,
+    row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
+    key_lengths, work_counter,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
+    seed_low, seed_high, threshold, keep_scale,
+    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+):  # fmt: skip
+    table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
+                  head_to_mask)  # fmt: skip
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
+    LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(BLOCK, queries.block_type.shape[3], MASKED)
+    VALUE_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
+    query_pipeline = make_pipeline(queries, WARPGROUPS * QUERY_STAGES, 1)
+    key_pipeline = make_named_barrier_pipeline(
+        keys, FIRST_PIPELINE_BARRIER, STAGES, WARPGROUPS, LOAD_WAIT_WARPS
+    )
+    value_pipeline = make_named_barrier_pipeline(
+        values, VALUE_BARRIER, STAGES, WARPGROUPS, LOAD_WAIT_WARPS
+    )
+    work_queue = make_work_queue(WARPGROUPS + LOAD_WAIT_WARPS)
+    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    fence_async_shared()
+    specialize_warps(
+        queries, keys, values, outs, lse, (query_pipeline, key_pipeline, value_pipeline),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def num_load_wait_warps(block, dims, masked):
+    """1 where a load-wait warp makes the kernel faster, else 0."""
+    return int(block > WARPGROUP_M.value and (dims == 128 or (dims == 64 and masked)))
+
+
+@gluon.jit
+def specialize_warps(queries, keys, values, outs, lse, pipelines, params,
+                     LOAD_WAIT_WARPS: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr,
+                     MASKED: gl.constexpr, STAGES: gl.constexpr,
+                     QUERY_STAGES: gl.constexpr):  # fmt: skip
+    """Starts a consumer in each warpgroup, the producer and the load-wait warp in a warp each."""
+    if params.block == WARPGROUP_M:
+        gl.warp_specialize(
+            [
+                (consumer, (outs, lse, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED, STAGES,
+                            QUERY_STAGES)),
+                (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            QUERY_STAGES)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (outs, lse, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED, STAGES,
+                            QUERY_STAGES)),
+                (consumer, (outs, lse, pipelines, params, 1, LOAD_WAIT_WARPS, MASKED, STAGES,
+                            QUERY_STAGES)),
+                (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            QUERY_STAGES)),
+                (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, STAGES)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr,
+             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
+    """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
+    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    query_pipeline, key_pipeline, value_pipeline = pipelines
+    stage, phase = 0, 1
+    query_stage, query_phase = 0, 1
+    work_stage, work_phase = 0, 1
+    work_id = gl.program_id(0)
+    while work_id < params.sizes.num_work_tiles:
+        next_work = next_work_id(params, work_id)
+        batch, head, row = decode_work_id(params, work_id, 1)
+        blocks = key_blocks_of_row(params, batch, head, row)
+        work_stage, work_phase = publish_work(
+            params, batch, head, row, blocks, work_stage, work_phase
+        )
+        for warpgroup in gl.static_range(WARPGROUPS):
+            token = row * params.block + warpgroup * WARPGROUP_M
+            buffer = query_stage * WARPGROUPS + warpgroup
+            producer_load(query_pipeline, queries, batch, head, token, buffer, query_phase)
+        query_stage, query_phase = advance(query_stage, query_phase, QUERY_STAGES)
+        stage, phase = load_key_value_tiles(
+            keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
+            blocks, stage, phase, STAGES,
+        )  # fmt: skip
+        work_id = next_work
+    publish_end(params, work_stage, work_phase)
+
+
+@gluon.jit
+def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.constexpr):
+    """Waits for loads in the place of both warpgroups and signals their ping-pong barriers.
+
+    Triton lowers mbarrier.wait in a partition of several warps with a partition-wide bar.sync,
+    which would join the four warps of a warpgroup in every step. This warp must release every
+    stage too, for the empty barriers count it.
+    """
+    _, key_pipeline, value_pipeline = pipelines
+    TILES_PER_BLOCK: gl.constexpr = params.block // key_pipeline.buffers.shape[3]
+    if LOAD_WAIT_WARPS > 0:
+        stage, phase = 0, 0
+        work_stage, work_phase = 0, 0
+        prime(key_pipeline)
+        prime(value_pipeline)
+        _, _, row, blocks, work_stage, work_phase = receive_work(params, work_stage, work_phase)
+        while row >= 0:
+            n_blocks = blocks.n_partial + blocks.n_clipped + blocks.n_full
+            for i in range(n_blocks * TILES_PER_BLOCK):
+                consumer_wait(key_pipeline, stage, phase)
+                consumer_release(key_pipeline, stage)
+                # S_i needs K_i, and P_{i-1} V_{i-1} in the same turn V_{i-1}: both are full now.
+                if i > 0:
+                    signal_warpgroup(0, LOAD_WAIT_WARPS)
+                    signal_warpgroup(1, LOAD_WAIT_WARPS)
+                consumer_wait(value_pipeline, stage, phase)
+                consumer_release(value_pipeline, stage)
+                stage, phase = advance(stage, phase, STAGES)
+            _, _, row, blocks, work_stage, work_phase = receive_work(
+                params, work_stage, work_phase
+            )
+
+
+@gluon.jit
+def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr,
+             MASKED: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
+    """Computes 64 queries of each work tile. `stage` is that of the tile last consumed."""
+    query_pipeline, key_pipeline, value_pipeline = pipelines
+    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    DIMS: gl.constexpr = outs.block_type.shape[3]
+    TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
+    TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
+    S_LAYOUT: gl.constexpr = accumulator_layout(TILE_N)
+    O_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    offsets = gl.arange(0, WARPGROUP_M, layout=ROW_LAYOUT)
+    stage, phase = STAGES - 1, 1
+    query_stage, query_phase = 0, 0
+    query_buffer = WARPGROUP
+    rows_done = 0
+    work_stage, work_phase = 0, 0
+    prime(key_pipeline)
+    prime(value_pipeline)
+    # Warpgroup 0 issues first.
+    if WARPGROUP == 1:
+        pingpong_signal(WARPGROUP, LOAD_WAIT_WARPS)
+    batch, head, row, blocks, work_stage, work_phase = receive_work(params, work_stage, work_phase)
+    while row >= 0:
+        n_masked = (blocks.n_partial + blocks.n_clipped) * TILES_PER_BLOCK
+        n_tiles = n_masked + blocks.n_full * TILES_PER_BLOCK
+        stored_buffer = query_buffer
+        query_buffer = query_stage * WARPGROUPS + WARPGROUP
+        bh = batch * params.sizes.heads + head
+        query_start = row * params.block + WARPGROUP * WARPGROUP_M
+        row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)  # [64]
+        row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, row_share_layout())
+        acc = gl.zeros([WARPGROUP_M, DIMS], gl.float32, O_LAYOUT)  # [64, D]
+        # O of the last row may still be on its way out of its query buffer.
+        is_storing = (rows_done > 0) & (QUERY_STAGES > 1)
+        if QUERY_STAGES == 1:
+            release_query_after_store(query_pipeline, stored_buffer, rows_done > 0)
+        consumer_wait(query_pipeline, query_buffer, query_phase)
+        if n_tiles > 0:
+            acc, row_max, row_sum, stage, phase = mainloop(
+                acc, row_max, row_sum, stage, phase, query_buffer, pipelines, stored_buffer,
+                is_storing, params, blocks, bh, query_start, n_masked, n_tiles,
+                WARPGROUP, LOAD_WAIT_WARPS, MASKED, STAGES, S_LAYOUT, O_LAYOUT,
+            )  # fmt: skip
+        else:
+            release_query_after_store(query_pipeline, stored_buffer, is_storing)
+        row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT, assert_trivial=True)
+        is_empty = row_sum == 0.0
+        row_sum = gl.where(is_empty, 1.0, row_sum)
+        row_lse = gl.where(
+            is_empty, NEG_INF, (row_max * params.scale_log2 + gl.log2(row_sum)) * LN2
+        )
+        tokens = query_start + offsets
+        lse_row = lse + bh.to(gl.int64) * params.sizes.q_len
+        gl.store(lse_row + tokens, row_lse, mask=tokens < params.sizes.q_len)
+        factor = 1.0 / row_sum
+        if params.dropout.threshold is not None:
+            factor = factor * params.dropout.keep_scale
+        # The last product that reads Q has completed: its buffer holds O on the way out.
+        out_tile = stage_matrix(query_pipeline, query_buffer)
+        out_tile.store(rescale_rows(acc, factor, O_LAYOUT).to(outs.dtype))  # [64, D]
+        fence_async_shared()
+        store_tile(outs, [batch, head, query_start, 0], query_pipeline.buffers.index(query_buffer))
+        query_stage, query_phase = advance(query_stage, query_phase, QUERY_STAGES)
+        rows_done += 1
+        batch, head, row, blocks, work_stage, work_phase = receive_work(
+            params, work_stage, work_phase
+        )
+    wait_for_stores(0)
+
+
+@gluon.jit
+def mainloop(acc, row_max, row_sum, stage, phase, query_buffer, pipelines, stored_buffer,
+             is_storing, params, blocks, bh, query_start, n_masked, n_tiles,
+             WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr, MASKED: gl.constexpr,
+             STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):  # fmt: skip
+    """All tiles of a row, at least one, of which the first `n_masked` have element masks.
+
+    stored_buffer, is_storing: the query buffer of the last row, and whether O leaves it
+    """
+    query_pipeline, key_pipeline, value_pipeline = pipelines
+    TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
+    DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
+    if DIMS <= MAX_QUERY_REGISTER_DIMS:
+        query = stage_matrix(query_pipeline, query_buffer).load(operand_a_layout(S_LAYOUT))
+    else:
+        query = stage_matrix(query_pipeline, opaque(query_buffer))
+    stage, phase = advance(stage, phase, STAGES)
+    if MASKED:
+        words = key_words_if_masked(
+            params, blocks, 0, n_masked, WARPGROUP * WARPGROUP_M, TILE_N, S_LAYOUT
+        )
+    consumer_wait(key_pipeline, stage, phase)
+    key = stage_matrix(key_pipeline, stage)
+    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, S_LAYOUT)
+    # S_0 = Q K_0^T: [64, D] [D, N] -> [64, N]
+    scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    consumer_release(key_pipeline, stage)
+    if MASKED and n_masked > 0:
+        scores = gl.where(element_mask(words, TILE_N, S_LAYOUT), scores, NEG_INF)
+    p, row_max, correction = online_softmax(scores, row_max, params.scale_log2, MASKED)
+    row_sum = update_row_sum(row_sum, correction, p, params.dropout.threshold is not None)
+    if params.dropout.threshold is not None:
+        key_start = tile_start(params, blocks, 0, TILE_N)
+        keep = dropout_keep_words(params.dropout, bh, query_start, key_start, TILE_N, S_LAYOUT)
+        p = gl.where(element_mask(keep, TILE_N, S_LAYOUT), p, 0.0)
+    acc = rescale_rows(acc, correction, O_LAYOUT)
+    p = as_operand_a(p, query.dtype, O_LAYOUT)
+    release_query_after_store(query_pipeline, stored_buffer, is_storing)
+    if LOAD_WAIT_WARPS > 0:
+        sync_partition()  # else Triton would synchronise the warpgroup in every step
+    for i in range(1, n_tiles):
+        acc, row_max, row_sum, p, stage, phase = mma_one_tile(
+            acc, row_max, row_sum, p, stage, phase, query, key_pipeline, value_pipeline,
+            params, blocks, bh, query_start, i, n_masked,
+            WARPGROUP, LOAD_WAIT_WARPS, MASKED, STAGES, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
+    consumer_wait(value_pipeline, stage, phase)
+    # O += P V of the last tile: [64, N] [N, D] -> [64, D]
+    acc = warpgroup_mma(p, stage_matrix(value_pipeline, stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    consumer_release(value_pipeline, stage)
+    return acc, row_max, row_sum, stage, phase
+
+
+@gluon.jit
+def mma_one_tile(acc, row_max, row_sum, last_p, stage, phase, query, key_pipeline, value_pipeline,
+                 params, blocks, bh, query_start, i, n_masked,
+                 WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr, MASKED: gl.constexpr,
+                 STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+                 O_LAYOUT: gl.constexpr):  # fmt: skip
+    """S_i and its softmax; O += P_{i-1} V_{i-1}, which is at `stage`."""
+    TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
+    last_value = stage_matrix(value_pipeline, stage)
+    last_stage, last_phase = stage, phase
+    stage, phase = advance(stage, phase, STAGES)
+    if MASKED:
+        words = key_words_if_masked(
+            params, blocks, i, n_masked, WARPGROUP * WARPGROUP_M, TILE_N, S_LAYOUT
+        )
+    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, S_LAYOUT)
+    if LOAD_WAIT_WARPS == 0:
+        consumer_wait(key_pipeline, stage, phase)
+    key = stage_matrix(key_pipeline, stage)
+    if params.block > WARPGROUP_M:
+        pingpong_wait(WARPGROUP, LOAD_WAIT_WARPS)
+    # S_i = Q K_i^T: [64, D] [D, N] -> [64, N]
+    scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if LOAD_WAIT_WARPS == 0:
+        consumer_wait(value_pipeline, last_stage, last_phase)
+    # O += P_{i-1} V_{i-1}: [64, N] [N, D] -> [64, D]
+    acc = warpgroup_mma(last_p, last_value, acc, is_async=True)
+    if params.block > WARPGROUP_M:
+        pingpong_signal(WARPGROUP, LOAD_WAIT_WARPS)
+    if params.dropout.threshold is not None:
+        key_start = tile_start(params, blocks, i, TILE_N)
+        keep = dropout_keep_words(params.dropout, bh, query_start, key_start, TILE_N, S_LAYOUT)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    consumer_release(key_pipeline, stage)
+    if MASKED and i < n_masked:
+        scores = gl.where(element_mask(words, TILE_N, S_LAYOUT), scores, NEG_INF)
+    p, row_max, correction = online_softmax(scores, row_max, params.scale_log2, MASKED)
+    row_sum = update_row_sum(row_sum, correction, p, params.dropout.threshold is not None)
+    if params.dropout.threshold is not None:
+        p = gl.where(element_mask(keep, TILE_N, S_LAYOUT), p, 0.0)
+    # The compiler moves this wait up, behind some of the exponentials or before the row maxima.
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    consumer_release(value_pipeline, last_stage)
+    acc = rescale_rows(acc, correction, O_LAYOUT)
+    return acc, row_max, row_sum, as_operand_a(p, last_value.dtype, O_LAYOUT), stage, phase
+
+
+@gluon.jit
+def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
+    """row_sum * correction + the row sums of P, [64, 4]: each thread adds up its own columns.
+
+    Threads add up a row together only when it ends, so none waits for others meanwhile. With
+    dropout one thread has all of it: ptxas of CUDA 13 would run short of registers, and wait for
+    every product.
+    """
+    SHARES: gl.constexpr = row_share_layout()
+    TILE_N: gl.constexpr = p.shape[1]
+    sums = p.reshape([WARPGROUP_M, TILE_N // (2 * THREADS_PER_ROW), THREADS_PER_ROW, 2])
+    sums = gl.sum(gl.sum(sums, axis=3), axis=1)  # [64, 4]
+    sums = gl.convert_layout(sums, SHARES, assert_trivial=True)
+    if DROPOUT:
+        threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, SHARES))
+        threads = gl.expand_dims(threads, 0)
+        sums = gl.where(threads == 0, gl.expand_dims(gl.sum(sums, axis=1), 1), 0.0)
+    return rescale_rows(row_sum, correction, SHARES) + sums
+
+
+@gluon.jit
+def online_softmax(scores, row_max, scale_log2, MASKED: gl.constexpr):
+    """(P = exp2(scale_log2 * (S - new row_max)) [64, N], new row_max [64], correction [64])."""
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
+    shift = new_max * scale_log2
+    if MASKED:
+        # A row without a key so far: -inf less -inf would be NaN.
+        shift = gl.where(new_max == NEG_INF, 0.0, shift)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
+    return p, new_max, gl.exp2(row_max * scale_log2 - shift)
+
+
+@gluon.jit
+def release_query_after_store(query_pipeline, query_buffer, is_storing):
+    """Releases the query buffer of the last row once O has left it."""
+    wait_for_stores(0)
+    mbarrier.arrive(query_pipeline.empty_barriers.index(query_buffer), count=1, pred=is_storing)

@@ -1,0 +1,104 @@
+"""Which calls the backend serves, in which tiles, and which it leaves to others."""
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from masks import BlockMask, DynamicMask
+from masks.lookup_table import LookupTable
+from sparseflash.backends.hopper import configs
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.spec import AttentionSpec
+
+TILE = (128, 128)  # tokens: the (queries, keys) that kernels on large tiles compute at a time
+SMALL_TILE = (64, 64)  # likewise those on small ones
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+CAPABILITY = (9, 0)
+
+
+def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+    """The reasons for which the kernels cannot serve a call; empty when they can."""
+    if find_spec("triton") is None:
+        return ["triton is not installed"]
+    reasons = []
+    if spec.device.type != "cuda":
+        reasons.append(f"device is {spec.device}, needs cuda")
+    elif (found := _capability(spec.device)) != CAPABILITY:
+        found, needed = ("{}.{}".format(*version) for version in (found, CAPABILITY))
+        reasons.append(f"compute capability is {found}, needs {needed}")
+    if spec.dtype not in DTYPES:
+        reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
+    if spec.head_dim not in HEAD_DIMS:
+        reasons.append(f"head_dim is {spec.head_dim}, needs one of {HEAD_DIMS}")
+    if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
+        reasons.append(
+            f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} for one of the head "
+            f"dims {tuple(configs.MIN_COVERAGE_RATIO_FOR_128)}, where the device chooses the "
+            "blocks"
+        )
+    return reasons
+
+
+def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[int, int]:
+    """The block size (tokens) of the table that the kernels read: tiles of 128, or of 64 where
+    smaller blocks leave more of a tile of 128 empty than pays.
+    """
+    min_ratio = configs.MIN_COVERAGE_RATIO_FOR_128.get(spec.head_dim)
+    if min(spec.block_size) >= min(TILE) or min_ratio is None:
+        return TILE
+    coverage, small_coverage = mask.coverage(TILE), mask.coverage(SMALL_TILE)
+    if coverage is None or small_coverage is None:  # the device chooses the blocks
+        return SMALL_TILE
+    return SMALL_TILE if coverage < min_ratio * small_coverage else TILE
+
+
+def describe(
+    call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
+) -> dict[str, str]:
+    """How a mask of other blocks is served, and gradients in no fixed order; see
+    sparseflash.backends.base.
+    """
+    found, spec = {}, call.spec
+    tile = call.table.block_size
+    if spec.block_size != tile or tile == SMALL_TILE:
+        found["tiles"] = f"{tile}"
+    if spec.block_size != tile:
+        covered = f"{mask.coverage(tile):.0%} of them covered by blocks of {spec.block_size}"
+        found["tiles"] += f", {covered}"
+    if tile == SMALL_TILE:
+        found["tiles"] += ", of which several programs share a multiprocessor"
+    if uses_fused_backward(call.table, spec):
+        found["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
+    return found
+
+
+def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
+    """Whether one kernel computes all gradients, if all are wanted."""
+    head_dims = configs.FUSED_HEAD_DIMS[spec.dropout_p > 0]
+    if spec.deterministic or spec.head_dim not in head_dims or table.block_size != TILE:
+        return False
+    blocks = table.by_key.mean_blocks
+    return blocks is not None and blocks >= configs.MIN_FUSED_BLOCKS
+
+
+def auto_skip(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+    """The reasons for which "auto" should look for another backend; empty when this is faster."""
+    reasons, tile, side = [], block_size_for(spec, mask), min(spec.block_size)
+    coverage = mask.coverage(tile)
+    least = configs.MIN_COVERAGE if tile == TILE else configs.MIN_COVERAGE_OF_64[spec.head_dim]
+    if coverage is not None and coverage < least.get(side, 0.0):
+        reasons.append(
+            f"blocks of {spec.block_size} cover {coverage:.0%} of the {tile} tiles that they "
+            f"touch, which pays from {least[side]:.0%} on"
+        )
+    if spec.few_queries:
+        reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")
+    return reasons
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
