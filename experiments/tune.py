@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import torch
 import typer
@@ -36,7 +37,7 @@ from experiments.measure import DTYPES
 from experiments.timing import Clock, time_call
 from masks import BlockMask
 from sparseflash.backends import triton as triton_backend
-from sparseflash.backends.triton import configs, launch
+from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec
@@ -142,14 +143,14 @@ def problems(which: str, size: Problem) -> list[Problem]:
 
 
 def fitting(which: str, problem: Problem) -> Iterator[Config]:
-    """Every configuration whose tiles divide the block, or hold several, and fit the device."""
+    """Every configuration whose tiles divide the block and fit the device."""
     architecture, memory = configs.limits(torch.device("cuda"))
-    dtype, block = DTYPES[problem.dtype], problem.block_size
+    dtype = DTYPES[problem.dtype]
     stages = DECODE_STAGES if which == "decode" else STAGES
-    axes = itertools.product(SIDES, SIDES, WARPS, stages, (True, False), REGISTERS, (True, False))
+    axes = itertools.product(SIDES, SIDES, WARPS, stages, (True, False), REGISTERS)
     for config in itertools.starmap(Config, axes):
         if (
-            (holds_several(config, which, block) if config.flipped else divides(config, problem))
+            divides(config, problem)
             and configs.shared_memory(config, which, dtype, problem.head_dim) <= memory
             and sensible(which, config, problem.head_dim)
             and (architecture >= 90 or not config.tma)
@@ -163,18 +164,8 @@ def divides(config: Config, problem: Problem) -> bool:
     if problem.packed:
         room = min(side for side in SIDES if side >= problem.packed)
         return config.bm == room and config.bn <= block <= PARTS * config.bn
-    return in_few_parts(config, block) and configs.divides(config, (block, block))
-
-
-def holds_several(config: Config, which: str, block: int) -> bool:
-    """Whether a flipped tile, of which no pass of decoding is made, holds several blocks."""
-    if which == "decode" or config.tma or not in_few_parts(config, block):
-        return False
-    return configs.holds_several(config, which, (block, block))
-
-
-def in_few_parts(config: Config, block: int) -> bool:
-    return PARTS * min(config.bm, config.bn) >= block
+    few_parts = PARTS * min(config.bm, config.bn) >= block
+    return few_parts and configs.divides(config, (block, block))
 
 
 def sensible(which: str, config: Config, head_dim: int) -> bool:
@@ -203,8 +194,24 @@ def _compile(which: str, problem: Problem, config: Config) -> None:
     small = replace(problem, batch=1, heads=1, seq_len=1024)
     mask = small.masks()["1"]
     # One that does not compile is left out, with its reason, where it would be measured.
-    with contextlib.suppress(*FAILURES), launch.forced(config, which):
+    with contextlib.suppress(*FAILURES), configured(config, which):
         runner(which, small, mask)()
+
+
+@contextlib.contextmanager
+def configured(config: Config, *passes: str) -> Iterator[None]:
+    """Calls that are planned meanwhile run some passes with `config`, whatever it needs."""
+    choose = configs.choose
+
+    def chosen(pass_name: str, *facts, **options) -> Config | None:
+        return config if pass_name in passes else choose(pass_name, *facts, **options)
+
+    configs.kernel_variant.cache_clear()
+    try:
+        with mock.patch.object(configs, "choose", chosen):
+            yield
+    finally:
+        configs.kernel_variant.cache_clear()
 
 
 def measure(which: str, problem: Problem, config: Config, console: Console) -> Iterator[dict]:
@@ -212,7 +219,7 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
     for density, mask in problem.masks().items():
         expected = runner(which, problem, mask)()
         try:
-            with launch.forced(config, which):
+            with configured(config, which):
                 run = runner(which, problem, mask)
                 agree(run(), expected, f"{which} with {config}")
                 timing = time_call(lambda run=run: run, Clock.GRAPH, BUDGET_MS)

@@ -16,16 +16,15 @@ import sys
 import torch
 import triton
 
+from experiments.tune import configured
 from masks import BlockMask, DynamicMask
 from sparseflash.backends import triton as triton_backend
-from sparseflash.backends.triton import (
-    backward_pass,
-    configs,
-    decode,
-    ds_sums,
-    forward_pass,
-    launch,
-)
+from sparseflash.backends.triton import configs
+from sparseflash.backends.triton.kernels.decode import decode_kernel
+from sparseflash.backends.triton.kernels.dkdv import key_value_gradient_kernel
+from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
+from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
+from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
@@ -37,11 +36,11 @@ from tests.helpers.compile_only import (
 )
 
 KERNELS = {
-    "forward": forward_pass.forward_kernel,
-    "dq": backward_pass.query_gradient_kernel,
-    "dkdv": backward_pass.key_value_gradient_kernel,
-    "ds_sums": ds_sums.ds_sums_kernel,
-    "decode": decode.decode_kernel,
+    "forward": forward_kernel,
+    "dq": query_gradient_kernel,
+    "dkdv": key_value_gradient_kernel,
+    "ds_sums": ds_sums_kernel,
+    "decode": decode_kernel,
 }
 
 
@@ -129,9 +128,6 @@ def every_choice(architecture: int):
             yield which, torch.bfloat16, head_dim, best, {"softcap": 20.0}
             yield which, torch.bfloat16, head_dim, best, {"score": BENT.name}
             yield which, torch.bfloat16, head_dim, best, {"bias": True}
-    for (which, head_dim), by_side in configs.PACKED.items() if architecture >= 90 else ():
-        for config in by_side.values():
-            yield which, torch.bfloat16, head_dim, config, {}
     for head_dim, options in itertools.product((64, 128), ({}, {"bias": True})):
         best, *_ = configs.candidates(architecture, "dq", torch.bfloat16, head_dim)
         yield "ds_sums", torch.bfloat16, head_dim, best, options
@@ -148,7 +144,7 @@ def report_every(architecture: int):
 def report(architecture: int, choices):
     for which, dtype, head_dim, config, options in choices:
         KERNELS[which].device_caches.clear()
-        side = (min if config.flipped else max)(config.bm, config.bn)
+        side = max(config.bm, config.bn)
         query = torch.empty(1, 1, 2 * side, head_dim, dtype=dtype)
         tensors = {}
         if "dropout_p" in options:
@@ -156,7 +152,7 @@ def report(architecture: int, choices):
         if "bias" in options:
             tensors["bias"] = torch.zeros(1, 4 * side - 1)
         mask = causal(2 * side, (side, side))
-        with launch.forced(config, which):
+        with configured(config, which):
             call(which, query, mask, **(options | tensors))
         (kernel,) = compiled(KERNELS[which])
         yield {
@@ -166,8 +162,7 @@ def report(architecture: int, choices):
             "limit": SHARED_MEMORY[architecture],
             "stack": stack_bytes(kernel.asm["cubin"]),
             "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
-            "wants_warpgroups": dtype != torch.float32
-            and (config.flipped or min(config.bm, config.bn) >= 64),
+            "wants_warpgroups": dtype != torch.float32 and min(config.bm, config.bn) >= 64,
         }
 
 

@@ -10,4 +10,4 @@ def configuration_in_use(which, problem):
     """That of an H200."""
     dtype, block_size = tune.DTYPES[problem.dtype], (problem.block_size, problem.block_size)
     facts = (which, *H200, dtype, problem.head_dim, block_size)
-    return configs.choose(*facts, tma=True, packed_rows=problem.packed, may_pack=True)
+    return configs.choose(*facts, tma=True, packed_rows=problem.packed)

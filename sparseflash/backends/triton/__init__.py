@@ -4,7 +4,6 @@ The module is a sparseflash.backends.base.Backend. Triton is imported by the
 first call that needs it, so this package can be imported where Triton is not installed.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask
-from masks.lookup_table import LookupTable
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 from sparseflash.score import named
@@ -97,16 +95,6 @@ def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[
     return max(block_q, MIN_MERGED_SIDE), max(block_k, MIN_MERGED_SIDE)
 
 
-def _as_read(spec: AttentionSpec, table: LookupTable) -> AttentionSpec:
-    """The facts of a call for kernels that read its table."""
-    return spec if table.block_size == spec.block_size else _in_blocks(spec, table.block_size)
-
-
-@lru_cache(maxsize=4096)
-def _in_blocks(spec: AttentionSpec, block_size: tuple[int, int]) -> AttentionSpec:
-    return replace(spec, block_size=block_size)
-
-
 def describe(
     call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
@@ -115,26 +103,28 @@ def describe(
     """
     from sparseflash.backends.triton import decode, launch
 
-    tiles, spec, table = {}, call.spec, call.table
-    if table.block_size != spec.block_size:
-        tiles["tiles"] = f"{table.block_size}, merged from blocks of {spec.block_size}"
-    spec = _as_read(spec, table)
-    streamed = {"forward": (key, value), "dq": (key, value), "dkdv": (query, query)}
-    passes = {
-        pass_name: str(launch.prepare(pass_name, spec, tensors, (0, 1)).config)
-        for pass_name, tensors in streamed.items()
+    plan, described = call.plan, {}
+    if plan.table.block_size != plan.spec.block_size:
+        merged = f"{plan.table.block_size}, merged from blocks of {plan.spec.block_size}"
+        described["tiles"] = merged
+    streamed = {
+        "forward": {"key": key, "value": value},
+        "dq": {"key": key, "value": value},
+        "dkdv": {"query": query, "grad_out": query},
     }
-    if spec.few_queries:
-        passes["forward"] = decode.describe(key, value, table, spec)
-    return tiles | passes
+    for pass_name, tensors in streamed.items():
+        described[pass_name] = str(launch.prepare_pass(plan, pass_name, tensors).config)
+    if plan.spec.few_queries:
+        described["forward"] = decode.describe(plan, key, value)
+    return described
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.base."""
-    decode, forward_pass, _ = _passes()
-    spec = _as_read(call.spec, call.table)
-    run = decode.forward if spec.few_queries else forward_pass.forward
-    return run(query, key, value, call.table, call.key_lengths, call.seed, spec, call.bias)
+    decode, passes, on_device = _modules()
+    run = decode.forward if call.spec.few_queries else passes.forward
+    with on_device(query.device):
+        return run(call, query, key, value)
 
 
 def backward(
@@ -145,14 +135,15 @@ def backward(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients; see sparseflash.backends.base."""
-    _, _, backward_pass = _passes()
-    rest = (call.table, call.key_lengths, call.seed, _as_read(call.spec, call.table), needs)
-    return backward_pass.backward(grad_out, grad_lse, *saved, *rest, call.bias)
+    _, passes, on_device = _modules()
+    with on_device(grad_out.device):
+        return passes.backward(call, grad_out, grad_lse, saved, needs)
 
 
 @lru_cache(maxsize=1)
-def _passes():
-    """(decode, forward_pass, backward_pass), imported once: in every call it would take time."""
-    from sparseflash.backends.triton import backward_pass, decode, forward_pass
+def _modules():
+    """What imports Triton, imported once: in every call it would take time."""
+    from sparseflash.backends.compiled import on_device
+    from sparseflash.backends.triton import decode, passes
 
-    return decode, forward_pass, backward_pass
+    return decode, passes, on_device

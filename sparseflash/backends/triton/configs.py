@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from sparseflash.backends.triton import tiles
+from sparseflash.backends.triton.kernels.block_lists import work_tile
 from sparseflash.score import named
 
 
@@ -21,8 +21,6 @@ class Config:
 
     tma:       the loop reads through the tensor memory accelerator
     registers: most registers per thread, so that more programs share a multiprocessor
-    flipped:   products are computed transposed: the tokens that the loop reads, of several blocks
-               at a time, make up the 64 rows of a product, the tokens of the program its columns
     """
 
     bm: int
@@ -31,7 +29,6 @@ class Config:
     stages: int
     tma: bool = False
     registers: int | None = None
-    flipped: bool = False
 
 
 MAX_ACCUMULATORS_WITH_DROPOUT = 112  # accumulators of a thread
@@ -89,7 +86,12 @@ SMALL_HOPPER = {
         Config(16, 16, 1, 3, registers=128),
     ),
     ("dkdv", 128): (Config(32, 32, 2, 2, tma=True), Config(32, 32, 2, 2), Config(16, 16, 1, 3)),
-    ("dkdv", 256): (Config(32, 16, 2, 2, tma=True), Config(32, 16, 2, 2), Config(16, 16, 1, 3)),
+    ("dkdv", 256): (
+        Config(32, 16, 2, 2, tma=True),
+        Config(32, 16, 2, 2),
+        Config(16, 16, 2, 2, tma=True),
+        Config(16, 16, 2, 2),
+    ),
 }
 
 HOPPER = {
@@ -161,9 +163,6 @@ HOPPER = {
         Config(64, 32, 4, 4, tma=True),
     ),
 }
-# Tiles that hold several blocks, by pass, dims and side of the blocks, where they are faster on an
-# H200 than tiles within a block.
-PACKED = {("dkdv", 256): {16: Config(64, 16, 4, 2, flipped=True)}}
 AMPERE = {
     ("forward", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
     ("forward", 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
@@ -219,35 +218,8 @@ def candidates(
     return AMPERE[bucket] + (SMALL_DECODE if pass_name == "decode" else SMALL)
 
 
-def packed_candidates(
-    architecture: int,
-    pass_name: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: tuple[int, int],
-) -> tuple[Config, ...]:
-    """Configurations whose tiles hold several of these blocks, best first; for products of 16 bits
-    on Hopper, which were measured.
-    """
-    by_side = PACKED.get((pass_name, _bucket(head_dim)), {})
-    walked = block_size[0 if pass_name == "dkdv" else 1]
-    if architecture < 90 or dtype == torch.float32 or walked not in by_side:
-        return ()
-    config = by_side[walked]
-    return (config,) if holds_several(config, pass_name, block_size) else ()
-
-
 def _bucket(head_dim: int) -> int:
     return max(32, padded_dims(head_dim))
-
-
-def holds_several(config: Config, pass_name: str, block_size: tuple[int, int]) -> bool:
-    """Whether a tile holds several blocks along the axis that the loop of a pass walks, and
-    divides a block along the other.
-    """
-    sides = [(config.bm, block_size[0]), (config.bn, block_size[1])]
-    (rows, block_rows), (walked, block_walked) = sides[::-1] if pass_name == "dkdv" else sides
-    return rows <= block_rows and walked > block_walked
 
 
 def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: int) -> int:
@@ -259,9 +231,7 @@ def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: 
     ) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
     pairs = config.bm * config.bn
-    # Transposed weights reach their product through shared memory, those of dK and of dV.
-    weights = pairs * dtype.itemsize * (2 if pass_name == "dkdv" else 1) if config.flipped else 0
-    return operands + vectors + pairs + weights
+    return operands + vectors + pairs
 
 
 def accumulators(config: Config, pass_name: str, head_dim: int) -> float:
@@ -312,24 +282,22 @@ def choose(
     block_size: tuple[int, int],
     tma: bool,
     packed_rows: int = 0,
-    may_pack: bool = False,
 ) -> Config | None:
     """The best configuration that divides the block, fits `memory` and uses tma only if it may.
 
     packed_rows: of "decode", whose tiles hold rows of several heads: the best of those whose tile
         holds them all, if any does.
-    packs: a tile may hold several blocks, and does where that is faster.
     """
     tallest = (
         max(block_size[0], MAX_PACKED_ROWS) if packed_rows else block_size[0],
         block_size[1],
     )
-    several = packed_candidates(architecture, pass_name, dtype, head_dim, block_size)
-    single = candidates(architecture, pass_name, dtype, head_dim)
     found = [
         config
-        for config in (*(several if may_pack else ()), *(c for c in single if divides(c, tallest)))
-        if shared_memory(config, pass_name, dtype, head_dim) <= memory and tma >= config.tma
+        for config in candidates(architecture, pass_name, dtype, head_dim)
+        if divides(config, tallest)
+        and shared_memory(config, pass_name, dtype, head_dim) <= memory
+        and tma >= config.tma
     ]
     tall = [config for config in found if config.bm >= min(packed_rows, MAX_PACKED_ROWS)]
     return next(iter(tall or found), None)
@@ -337,7 +305,7 @@ def choose(
 
 def interpreted() -> bool:
     """Whether Triton interprets the kernels instead of compiling them."""
-    return not isinstance(tiles.work_tile, triton.JITFunction)
+    return not isinstance(work_tile, triton.JITFunction)
 
 
 @lru_cache(maxsize=64)
@@ -355,9 +323,8 @@ def resident_programs(
     """How many programs of a pass the device runs at a time, about."""
     _, memory = limits(device)
     by_memory = memory // shared_memory(config, pass_name, dtype, head_dim)
-    return multiprocessors(device) * max(
-        1, min(by_memory, WARPS_PER_MULTIPROCESSOR // config.warps)
-    )
+    by_warps = WARPS_PER_MULTIPROCESSOR // config.warps
+    return multiprocessors(device) * max(1, min(by_memory, by_warps))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -374,10 +341,6 @@ class KernelVariant:
 
     config: Config
     constants: dict
-
-
-# By pass: the configuration to run with instead, whatever it needs. See launch.forced.
-FORCED: dict[str, Config] = {}
 
 
 @lru_cache(maxsize=4096)
@@ -397,11 +360,9 @@ def kernel_variant(
 ) -> KernelVariant:
     """The configuration of one pass, with the compile-time constants that follow from it."""
     sloped = softcap or score is not None
-    may_pack = not (dropout or sloped or bias)
-    found = choose(
-        pass_name, *limits(device), dtype, head_dim, block_size, tma, packed_rows, may_pack
-    )
-    config = FORCED.get(pass_name, found)
+    config = choose(pass_name, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
+    if config is None:
+        raise ValueError(f"no configuration of {pass_name} fits {device}: why_not says so before")
     if sloped and pass_name == "dkdv":
         # Scores and their slopes are held side by side: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
@@ -425,7 +386,6 @@ def kernel_variant(
         "BN": config.bn,
         # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
         "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
-        **({"SWAP_AB": config.flipped} if pass_name in PASSES else {}),
         "num_warps": config.warps,
         "num_stages": config.stages,
         "maxnreg": config.registers,

@@ -1,104 +1,194 @@
 """The host side of all kernels: their arguments, their constants and their grid of programs."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from masks.lookup_table import BlockLists, LookupTable
 from sparseflash import dropout
 from sparseflash.backends.compiled import launch
 from sparseflash.backends.relaunch import again, remember
-from sparseflash.backends.triton.configs import (
-    FORCED,
-    Config,
-    KernelVariant,
-    kernel_variant,
-    resident_programs,
+from sparseflash.backends.triton.configs import Config, kernel_variant, resident_programs
+from sparseflash.backends.triton_common.arguments import Descriptor, table_arguments
+from sparseflash.backends.triton_common.constants import (
+    ALIGNMENT,
+    LOG2E,
+    LONGEST_FIRST_IMBALANCE,
 )
-from sparseflash.backends.triton.tiles import LOG2E
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.call import Call, Plan
 
-VECTOR_BYTES = 16  # widest load of a thread, and the alignment of the tensor memory accelerator
 MAX_TILE = 256
-# From this ratio on of the longest row to the mean, the longest rows of all heads start first.
-LONGEST_FIRST_IMBALANCE = 3
 MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
 RANK = 4  # of query, key and value: each comes with so many strides
+# The tensors that the loop of a pass reads, for which its kernel takes descriptors.
+STREAMED = {
+    "forward": ("key", "value"),
+    "decode": ("key", "value"),
+    "dq": ("key", "value"),
+    "ds_sums": ("key", "value"),
+    "dkdv": ("query", "grad_out"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedPass:
+    """What is the same in all launches of a pass with one plan and one layout of tensors.
+
+    Args:
+        config: Tile shape, warps and pipeline stages.
+        streamed: Names of the tensors that the loop reads.
+        variant, constants: See triton_common.launcher.
+        strides: Those of the tensors, as the kernel takes them.
+        tile: Shape of the tiles that descriptors describe; None where the loop reads pointers.
+        table: Arguments of the lookup table, by query or by key.
+        sizes: kernels.block_lists.Sizes.
+        scalars: scale * log2(e), the soft cap, the least random word that keeps a pair,
+            1 / (1 - dropout_p).
+        grid: A program for each tile of rows.
+        heads, tiles_per_row: Programs along the heads, and for each block row.
+        resident_programs: How many programs run at a time, about.
+    """
+
+    config: Config
+    streamed: tuple[str, ...]
+    variant: tuple
+    constants: dict[str, Any]
+    strides: tuple[tuple[int, ...], ...]
+    tile: list[int] | None
+    table: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    scalars: tuple[float, float, int, float]
+    grid: tuple[int, int, int]
+    heads: int
+    tiles_per_row: int
+    resident_programs: int
+
+
+def prepare_pass(plan: Plan, pass_name: str, tensors: dict[str, Tensor]) -> PreparedPass:
+    """What a pass over these tensors launches with.
+
+    Args:
+        pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
+        tensors: Those that the kernel takes with their strides, in its order.
+    """
+    layout = _strides_and_alignment(tensors.values())
+    prepared = plan.cache.get((pass_name, layout))
+    if prepared is None:
+        prepared = plan.cache[pass_name, layout] = _prepare(plan, pass_name, [*tensors], *layout)
+    return prepared
+
+
+def _prepare(
+    plan: Plan,
+    pass_name: str,
+    names: list[str],
+    strides: tuple[tuple[int, ...], ...],
+    aligned: tuple[bool, ...],
+) -> PreparedPass:
+    spec, table = plan.spec, plan.table
+    block_q, block_k = table.block_size
+    size = spec.dtype.itemsize
+    places = [names.index(name) for name in STREAMED[pass_name] if name in names]
+    describable = all(aligned[i] and _is_describable(size, strides[i]) for i in places)
+    group = spec.heads // spec.kv_heads
+    shares_mask = spec.mask_heads == 1 or table.by_query.row_ptr.shape[0] == 1
+    heads_per_tile = group if pass_name == "decode" and shares_mask else 1
+    packed_rows = spec.q_len * heads_per_tile if pass_name == "decode" else 0
+    chosen = kernel_variant(
+        *(pass_name, spec.device, spec.dtype, spec.head_dim, table.block_size),
+        *(spec.dropout_p > 0, spec.softcap is not None, spec.score, spec.bias, spec.precision),
+        *(describable, packed_rows),
+    )
+    config = chosen.config
+    constants: dict[str, Any] = {"GROUP": group}
+    if pass_name == "dkdv":
+        heads, tiles_per_row, step = spec.kv_heads, block_k // config.bn, config.bm
+    elif pass_name == "decode":
+        heads, tiles_per_row = spec.heads // heads_per_tile, -(-packed_rows // config.bm)
+        step, constants["HEADS_PER_TILE"] = config.bn, heads_per_tile
+    else:
+        heads, tiles_per_row, step = spec.heads, block_q // config.bm, config.bn
+    scaled, layout = _layout(size, strides, aligned)
+    rows = table.by_key if pass_name == "dkdv" else table.by_query
+    tiles = rows.num_rows * tiles_per_row
+    longest_first = rows.imbalance > LONGEST_FIRST_IMBALANCE and tiles <= MAX_GRID_YZ
+    return PreparedPass(
+        config=config,
+        streamed=STREAMED[pass_name],
+        variant=(chosen, layout, *constants.values()),
+        constants=constants | layout.constants | chosen.constants,
+        strides=scaled,
+        tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
+        table=table_arguments(rows, table.bit_tiles, table),
+        sizes=(
+            *(spec.heads, spec.q_len, spec.k_len, rows.row_ptr.shape[0], rows.num_rows),
+            *(int(rows.imbalance != 1), int(longest_first)),
+            *(spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1)),
+        ),
+        scalars=(
+            *(spec.scale * LOG2E.value, spec.softcap or 0.0),
+            *(dropout.threshold(spec.dropout_p), 1.0 / (1.0 - spec.dropout_p)),
+        ),
+        grid=(heads, spec.batch, tiles) if longest_first else (tiles, heads, spec.batch),
+        heads=heads,
+        tiles_per_row=tiles_per_row,
+        resident_programs=resident_programs(
+            spec.device, config, pass_name, spec.dtype, spec.head_dim
+        ),
+    )
 
 
 def launch_pass(
-    pass_name: str,
+    call: Call,
+    prepared: PreparedPass,
     kernel: triton.JITFunction,
-    tensors: tuple[Tensor, ...],
-    streamed: tuple[int, ...],
+    tensors: dict[str, Tensor],
     others: tuple[Tensor | int | None, ...],
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
-    bias: Tensor | None = None,
-) -> None:
-    """Launches the kernel of one pass: "forward", "dq" (rows of queries) or "dkdv" (rows of keys).
-
-    Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads,
-    `streamed` by their places; `others`; the table; key_lengths; bias; run-time sizes;
-    scalars; constants.
-    """
-    prepared = prepare(pass_name, spec, tensors, streamed)
-    launch_prepared(prepared, kernel, tensors, others, table, key_lengths, seed, spec, bias)
-
-
-def launch_prepared(
-    prepared: "PreparedPass",
-    kernel: triton.JITFunction,
-    tensors: tuple[Tensor, ...],
-    others: tuple[Tensor | int | None, ...],
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
-    bias: Tensor | None = None,
     grid: tuple[int, int, int] | None = None,
 ) -> None:
-    """Launches the kernel of a pass that was prepared, by default with a program for each tile of
-    rows; see launch_pass.
+    """Launches the kernel of a pass.
+
+    Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads;
+    `others`; the table; key_lengths; bias and its stride; sizes; scalars; constants.
+
+    Args:
+        tensors: Those of prepare_pass.
+        grid: By default that of `prepared`.
     """
-    addresses = [x.data_ptr() for x in tensors]
-    moved = [x.data_ptr() if isinstance(x, Tensor) else None for x in (*others, key_lengths, bias)]
-    streamed = [addresses[place] for place in prepared.streamed]
-    facts = [Tensor if isinstance(x, Tensor) else x for x in others]
+    key_lengths, bias = call.key_lengths, call.bias
+    streamed = [tensors[name] for name in prepared.streamed]
     bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
-    kind = (kernel.__name__, prepared, grid, bias_stride, *facts)
-    if again(table, kind, (*addresses, *streamed, *moved, seed)):
+    moved = [
+        x.data_ptr() if isinstance(x, Tensor) else None
+        for x in (*tensors.values(), *streamed, *others, key_lengths, bias)
+    ]
+    facts = [Tensor if isinstance(x, Tensor) else x for x in others]
+    signature = (kernel.__name__, prepared, grid, bias_stride, *facts)
+    if again(call.table, signature, (*moved, call.seed)):
         return
-    rows = table.by_key if prepared.pass_name == "dkdv" else table.by_query
-    sizes, every_tile = _sizes_and_grid(spec, rows, prepared.heads, prepared.parts)
     scale2, cap, threshold, keep_scale = prepared.scalars
     arguments = (
-        *_interleaved(tensors, prepared.strides),
-        *_descriptors(prepared.tile, [tensors[place] for place in prepared.streamed]),
+        *_interleaved(tensors.values(), prepared.strides),
+        *[prepared.tile and Descriptor(x, x.shape, x.stride(), prepared.tile) for x in streamed],
         *others,
-        *_table_arguments(table, rows),
+        *prepared.table,
         *(key_lengths, bias, bias_stride),
-        *sizes,
-        *(scale2, cap, seed, threshold, keep_scale),
+        *prepared.sizes,
+        *(scale2, cap, call.seed, threshold, keep_scale),
     )
     missing = tuple([x is None for x in (*others, key_lengths)])
     variant = (prepared.variant, missing)
-    launched = launch(kernel, grid or every_tile, arguments, variant, prepared.constants)
+    launched = launch(kernel, grid or prepared.grid, arguments, variant, prepared.constants)
     if launched is not None:
         strided = len(tensors) * (1 + RANK)
         names = kernel.arg_names[: strided + len(streamed) + len(others)]
-        first = (*names[: strided : 1 + RANK], *names[strided:])
-        remember(table, kind, launched, (*first, "key_lengths", "bias", "seed"))
+        changing = (*names[: strided : 1 + RANK], *names[strided:], "key_lengths", "bias", "seed")
+        remember(call.table, signature, launched, changing)
 
 
 def launch_with_layout(
@@ -106,10 +196,11 @@ def launch_with_layout(
     grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     others: tuple[Tensor | int | None, ...],
-    constants: dict,
+    constants: dict[str, Any],
 ) -> None:
-    """Launches a kernel whose parameters are `tensors`, each with its strides; `others`; and
-    constants."""
+    """Launches a kernel without a table: its parameters are `tensors`, each with its strides;
+    `others`; and constants.
+    """
     strides, aligned = _strides_and_alignment(tensors)
     first = tensors[0]
     scaled, layout = _layout(first.element_size(), strides, aligned)
@@ -119,118 +210,16 @@ def launch_with_layout(
     launch(kernel, grid, arguments, variant, constants | layout.constants)
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedPass:
-    """What is the same in all launches of a pass with the same facts.
-
-    streamed:     the tensors that its loop reads, by their places
-    variant, constants: see compiled.launch
-    strides:      those of the tensors, as kernels take them
-    tile:         shape of the tiles that descriptors describe, None where pointers are used
-    heads, parts: programs along the heads, and for each block row
-    slots:        programs that run at a time, about
-    scalars:      scale * log2(e), the soft cap, the least random word that keeps a pair,
-        1 / (1 - dropout_p)
-    """
-
-    pass_name: str
-    config: Config
-    streamed: tuple[int, ...]
-    variant: tuple
-    constants: dict
-    strides: tuple[tuple[int, ...], ...]
-    tile: list[int] | None
-    heads: int
-    parts: int
-    slots: int
-    scalars: tuple[float, float, int, float]
-
-
-def prepare(
-    pass_name: str,
-    spec: AttentionSpec,
-    tensors: tuple[Tensor, ...],
-    streamed: tuple[int, ...],
-    packed: int | None = None,
-) -> PreparedPass:
-    """What a pass over these tensors launches with; packed: heads in a tile of "decode"."""
-    return _prepare_pass(pass_name, spec, streamed, packed, *_strides_and_alignment(tensors))
-
-
-@lru_cache(maxsize=4096)
-def _prepare_pass(
-    pass_name: str,
-    spec: AttentionSpec,
-    streamed: tuple[int, ...],
-    packed: int | None,
-    strides: tuple[tuple[int, ...], ...],
-    aligned: tuple[bool, ...],
-) -> PreparedPass:
-    size = spec.dtype.itemsize
-    describable = all(aligned[i] and _is_describable(size, strides[i]) for i in streamed)
-    packed_rows = spec.q_len * packed if packed else 0
-    chosen = _variant_of(pass_name, spec, describable, packed_rows)
-    config, group = chosen.config, spec.heads // spec.kv_heads
-    block_q, block_k = spec.block_size
-    constants = {"GROUP": group}
-    if pass_name == "dkdv":
-        heads, parts, step = spec.kv_heads, block_k // config.bn, config.bm
-    elif packed:
-        heads, parts, step = spec.heads // packed, -(-packed_rows // config.bm), config.bn
-        constants["PACKED"] = packed
-    else:
-        heads, parts, step = spec.heads, block_q // config.bm, config.bn
-    scaled, layout = _layout(size, strides, aligned)
-    return PreparedPass(
-        pass_name=pass_name,
-        config=config,
-        streamed=streamed,
-        variant=(chosen, layout, *constants.values()),
-        constants=constants | layout.constants | chosen.constants,
-        strides=scaled,
-        tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
-        heads=heads,
-        parts=parts,
-        slots=resident_programs(spec.device, config, pass_name, spec.dtype, spec.head_dim),
-        scalars=_scalars(spec),
-    )
-
-
-def _variant_of(
-    pass_name: str, spec: AttentionSpec, describable: bool, packed_rows: int
-) -> KernelVariant:
-    facts = (spec.device, spec.dtype, spec.head_dim, spec.block_size)
-    scores = (spec.softcap is not None, spec.score, spec.bias, spec.precision)
-    dropout = spec.dropout_p > 0
-    return kernel_variant(pass_name, *facts, dropout, *scores, describable, packed_rows)
-
-
-@contextmanager
-def forced(config: Config, *passes: str) -> Iterator[None]:
-    """Makes some passes run with `config`, whatever it needs, so that it can be measured."""
-    FORCED.update(dict.fromkeys(passes, config))
-    _forget_plans()
-    try:
-        yield
-    finally:
-        FORCED.clear()
-        _forget_plans()
-
-
-def _forget_plans() -> None:
-    kernel_variant.cache_clear()
-    _prepare_pass.cache_clear()
-
-
 class Layout(NamedTuple):
     """What a kernel is compiled to know of its strided tensors.
 
-    Kernels serve any strides (see tiles.unspecialized). ALIGN is the largest power of two, up to
-    16 bytes, that divides all strides but the last: those come divided by it.
+    Kernels serve any strides (see kernels.signature). ALIGN is the largest power of two, up to 16
+    bytes, that divides all strides but the last: those come divided by it.
 
-    unit:    for each tensor, whether its last stride is 1
-    wide:    the strides that take 64 bits, by tensor and axis
-    aligned: for each tensor, whether it begins at a multiple of 16 bytes
+    Attributes:
+        unit: For each tensor, whether its last stride is 1.
+        wide: The strides that take 64 bits, by tensor and axis.
+        aligned: For each tensor, whether it begins at a multiple of 16 bytes.
     """
 
     align: int
@@ -240,7 +229,7 @@ class Layout(NamedTuple):
     aligned: tuple[bool, ...]
 
     @property
-    def constants(self) -> dict:
+    def constants(self) -> dict[str, Any]:
         return {"ALIGN": self.align, "INDEX": self.index}
 
 
@@ -251,7 +240,7 @@ def _layout(
     """Strides as kernels take them, and the layout of their tensors."""
     unit = tuple(s[-1] == 1 for s in strides)
     align = (
-        math.gcd(VECTOR_BYTES // element_size, *(n for s in strides for n in s[:-1]))
+        math.gcd(ALIGNMENT // element_size, *(n for s in strides for n in s[:-1]))
         if all(unit)
         else 1
     )
@@ -263,62 +252,19 @@ def _layout(
 
 
 def _strides_and_alignment(
-    tensors: tuple[Tensor, ...],
+    tensors: Iterable[Tensor],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
-    strides = tuple([t.stride() for t in tensors])
-    return strides, tuple([t.data_ptr() % VECTOR_BYTES == 0 for t in tensors])
+    pairs = [(t.stride(), t.data_ptr() % ALIGNMENT == 0) for t in tensors]
+    strides, aligned = zip(*pairs, strict=True)
+    return strides, aligned
 
 
-def _interleaved(tensors: tuple[Tensor, ...], strides: tuple[tuple[int, ...], ...]) -> list:
+def _interleaved(tensors: Iterable[Tensor], strides: tuple[tuple[int, ...], ...]) -> list:
     """Each tensor followed by its strides."""
     return [argument for t, s in zip(tensors, strides, strict=True) for argument in (t, *s)]
 
 
 def _is_describable(element_size: int, strides: tuple[int, ...]) -> bool:
-    """Whether the tensor memory accelerator can read an aligned tensor of these strides."""
+    """Whether TMA can read an aligned tensor of these strides."""
     *outer, inner = strides
-    return inner == 1 and all(n > 0 and n * element_size % VECTOR_BYTES == 0 for n in outer)
-
-
-class _Descriptor(TensorDescriptor):
-    """One whose tensor and tile are known to be right, so that they are not checked again."""
-
-    def __post_init__(self):
-        pass
-
-
-def _descriptors(tile: list[int] | None, streamed: list[Tensor]) -> list[_Descriptor | None]:
-    if tile is None:
-        return [None] * len(streamed)
-    return [_Descriptor(t, t.shape, t.stride(), tile) for t in streamed]
-
-
-def _table_arguments(table: LookupTable, rows: BlockLists) -> tuple[Tensor, ...]:
-    """One direction of a lookup table, as tiles.Table."""
-    lists = (
-        rows.row_ptr,
-        rows.full_index,
-        rows.partial_index,
-        rows.partial_bit_tile,
-        rows.schedule,
-    )
-    return (*lists, table.bit_tiles, table.head_to_mask)
-
-
-def _sizes_and_grid(
-    spec: AttentionSpec, rows: BlockLists, heads: int, parts: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """tiles.Sizes, and the grid with `parts` programs for each block row of each head."""
-    num_masks = rows.row_ptr.shape[0]
-    tiles = rows.num_rows * parts
-    use_schedule = rows.imbalance != 1
-    longest_first = rows.imbalance > LONGEST_FIRST_IMBALANCE and tiles <= MAX_GRID_YZ
-    schedule = (num_masks, rows.num_rows, int(use_schedule), int(longest_first))
-    masks = (spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1))
-    sizes = (spec.heads, spec.q_len, spec.k_len, *schedule, *masks)
-    return sizes, (heads, spec.batch, tiles) if longest_first else (tiles, heads, spec.batch)
-
-
-def _scalars(spec: AttentionSpec) -> tuple[float, float, int, float]:
-    least = dropout.threshold(spec.dropout_p)
-    return spec.scale * LOG2E.value, spec.softcap or 0.0, least, 1.0 / (1.0 - spec.dropout_p)
+    return inner == 1 and all(n > 0 and n * element_size % ALIGNMENT == 0 for n in outer)

@@ -13,7 +13,7 @@ import sparseflash
 from masks.block_mask import BlockMask
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.hopper import auto_skip
-from sparseflash.backends.triton import decode, forward_pass
+from sparseflash.backends.triton import decode, passes
 from sparseflash.dispatch.spec import FEW_QUERIES
 from sparseflash.reference import standard_attention
 from sparseflash.testing import (
@@ -168,7 +168,7 @@ def test_strides(strides):
 
 
 def test_the_keys_are_split_where_programs_are_few():
-    splits = partial(decode.fastest_splits, block_k=128, slots=264)
+    splits = partial(decode.fastest_splits, block_k=128, resident_programs=264)
     assert splits(64, 512) == 4
     assert splits(8, 512) == 32
     assert splits(264, 512) == 1
@@ -178,7 +178,7 @@ def test_the_keys_are_split_where_programs_are_few():
 
 def test_few_queries_are_decoded_and_more_are_not(monkeypatch):
     taken = []
-    for module in (decode, forward_pass):
+    for module in (decode, passes):
         monkeypatch.setattr(module, "forward", lambda *_, m=module: taken.append(m))
     key = torch.empty(1, 1, 64, 16, device=DEVICE)
     for q_len in (FEW_QUERIES, FEW_QUERIES + 1):
@@ -186,7 +186,7 @@ def test_few_queries_are_decoded_and_more_are_not(monkeypatch):
         call = call_on(triton_backend, key[:, :, :q_len], key, mask)
         triton_backend.forward(call, key[:, :, :q_len], key, key)
         assert bool(auto_skip(replace(call.spec, head_dim=128), mask)) == (q_len == FEW_QUERIES)
-    assert taken == [decode, forward_pass]
+    assert taken == [decode, passes]
 
 
 def test_explain_says_in_how_many_splits(split):

@@ -1,6 +1,5 @@
 """Which calls the Triton kernels refuse, and what they say."""
 
-import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -68,26 +67,11 @@ def test_chosen_configurations_fit_the_device(memory, which, dtype):
         for block_size in [(16, 16), (16, 256), (64, 32), (64, 64), (256, 256)]:
             for architecture in (80, 90):
                 facts = (which, architecture, memory, dtype, head_dim, block_size)
-                for tma, packs in itertools.product((False, True), repeat=2):
-                    config = configs.choose(*facts, tma, may_pack=packs)
+                for tma in (False, True):
+                    config = configs.choose(*facts, tma)
                     assert configs.shared_memory(config, which, dtype, head_dim) <= memory
-                    several = configs.holds_several(config, which, block_size)
-                    assert packs if several else configs.divides(config, block_size)
+                    assert configs.divides(config, block_size)
                     assert tma or not config.tma
-
-
-@pytest.mark.parametrize(("which", "head_dim"), configs.PACKED)
-def test_plain_calls_in_small_blocks_take_several_at_a_time(monkeypatch, which, head_dim):
-    monkeypatch.setattr(configs, "limits", lambda device: (90, 232448))
-
-    def several(side, dtype=torch.bfloat16, dropout=False, softcap=False, bias=False):
-        facts = (which, torch.device("cuda"), dtype, head_dim, (side, side))
-        plan = configs.kernel_variant(*facts, dropout, softcap, None, bias, "ieee", True, 0)
-        return configs.holds_several(plan.config, which, (side, side))
-
-    assert {side for side in (16, 32, 64) if several(side)} == set(configs.PACKED[which, head_dim])
-    assert not several(16, dtype=torch.float32)
-    assert not any(several(16, **{name: True}) for name in ("dropout", "softcap", "bias"))
 
 
 def test_small_blocks_that_fill_large_tiles_are_put_together():

@@ -1,0 +1,183 @@
+"""dK and dV.
+
+A program takes BN keys of one key head and loops, for every query head that reads it, over the
+query blocks of their row: partial blocks, then full ones. A step, of one (BN, BM) tile; scores are
+transposed, so that the rows of the accumulators are keys:
+
+    P^T  = exp2(mask(mod(K Q^T)) - log2(e) LSE)  (BN, BM)
+    dV   = dV + dropout(P)^T dO                  (BN, DIMS), in float32
+    dS^T = P^T * (dropout(V dO^T) - delta)       (BN, BM)
+    dK   = dK + dS^T Q                           (BN, DIMS), in float32; scaled at the end
+
+Keys past their length load as zero and their gradients are zeroed at the end: the rows of a tile
+do not mix, so the loops need no mask for them. No program adds to memory that another one writes.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.kernels.block_lists import (
+    BlockList,
+    Shape,
+    Sizes,
+    Table,
+    entry_of_step,
+    key_length,
+    lists_of_row,
+    mask_of_head,
+    scheduled_row,
+    tile_start,
+    work_tile,
+)
+from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
+from sparseflash.backends.triton.kernels.scores import (
+    DropoutState,
+    ScoreMods,
+    apply_score_mod,
+    bias_of_head,
+    dropout_keep_mask,
+    element_mask,
+)
+from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton.kernels.tensors import (
+    Stream,
+    load_rows,
+    one_head,
+    store_rows,
+    stream_rows,
+)
+from sparseflash.backends.triton_common.constants import LN2
+
+
+@triton.jit(**unspecialized("query", "key", "value", "grad_out", "grad_key", "grad_value"))
+def key_value_gradient_kernel(
+    query, query_batch, query_head, query_token, query_dim,
+    key, key_batch, key_head, key_token, key_dim,
+    value, value_batch, value_head, value_token, value_dim,
+    grad_out, grad_out_batch, grad_out_head, grad_out_token, grad_out_dim,
+    grad_key, grad_key_batch, grad_key_head, grad_key_token, grad_key_dim,
+    grad_value, grad_value_batch, grad_value_head, grad_value_token, grad_value_dim,
+    query_descriptor, grad_out_descriptor, lse_delta,
+    row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
+    key_lengths, bias, bias_head,
+    heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
+    mask_batch_stride, mask_head_stride,
+    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    table = Table(
+        row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask
+    )
+    sizes = Sizes(
+        heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
+        mask_batch_stride, mask_head_stride,
+    )  # fmt: skip
+    shape: tl.constexpr = Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    rank, tile, batch, kv_head = work_tile(sizes, BLOCK_K // BN)
+    mask_index = mask_of_head(table, sizes, batch, kv_head * GROUP)
+    row = scheduled_row(table, sizes, mask_index, rank)
+    start = row * BLOCK_K + tile * BN
+    length = key_length(key_lengths, batch, k_len)
+    strides = (key_batch, key_head, key_token, key_dim)
+    keys = one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+    strides = (value_batch, value_head, value_token, value_dim)
+    values = one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+    k = load_rows(keys, start, length, shape, BN, True)  # (BN, DIMS)
+    v = load_rows(values, start, length, shape, BN, True)  # (BN, DIMS)
+
+    dk = tl.zeros([BN, DIMS], tl.float32)
+    dv = tl.zeros([BN, DIMS], tl.float32)
+    for head_in_group in range(GROUP):
+        head = kv_head * GROUP + head_in_group
+        bh = batch * heads + head
+        mask_index = mask_of_head(table, sizes, batch, head)
+        full_start, full_count, partial_start, partial_count = lists_of_row(
+            table, sizes, mask_index, row
+        )
+        partial_count = tl.where(start < length, partial_count, 0)
+        full_count = tl.where(start < length, full_count, 0)
+        lists = (
+            BlockList(partial_start, partial_count, tl.load(partial_index + partial_start)),
+            BlockList(full_start, full_count, tl.load(full_index + full_start)),
+        )
+        strides = (query_batch, query_head, query_token, query_dim)
+        queries = one_head(query, strides, batch, head, ALIGN, INDEX)
+        strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
+        grad_outs = one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+        biases = bias_of_head(bias, bias_head, head)
+        lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
+        for LIST in tl.static_range(2):
+            dk, dv = add_key_value_gradients(
+                dk, dv, k, v, lse2_row, delta_row, start, table, lists[LIST],
+                Stream(queries, query_descriptor, batch, head),
+                Stream(grad_outs, grad_out_descriptor, batch, head),
+                ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+                DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
+                shape, LIST == 0, PRECISION, MASK_STAGES,
+            )  # fmt: skip
+
+    valid = start + tl.arange(0, BN)[:, None] < length
+    dk = tl.where(valid, dk * (scale2 * LN2), 0.0)
+    dv = tl.where(valid, (dv * keep_scale) if DROPOUT else dv, 0.0)
+    strides = (grad_key_batch, grad_key_head, grad_key_token, grad_key_dim)
+    grad_keys = one_head(grad_key, strides, batch, kv_head, ALIGN, INDEX)
+    strides = (grad_value_batch, grad_value_head, grad_value_token, grad_value_dim)
+    grad_values = one_head(grad_value, strides, batch, kv_head, ALIGN, INDEX)
+    store_rows(grad_keys, dk, start, k_len, HEAD_DIM)
+    store_rows(grad_values, dv, start, k_len, HEAD_DIM)
+
+
+@triton.jit
+def add_key_value_gradients(
+    dk, dv, k, v, lse2_row, delta_row, key_start, table, block_list,
+    queries, grad_outs, mods, dropout, shape,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """(dk + dS^T Q, dv + dropout(P)^T dO) over the blocks of a list.
+
+    Only PARTIAL blocks may reach past the queries.
+    """
+    index = table.partial_index if PARTIAL else table.full_index
+    start, count, block = block_list
+    bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
+    key_tokens = key_start + tl.arange(0, shape.BN)
+    steps = count * (shape.BLOCK_Q // shape.BM)
+    for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
+        query_start = tile_start(block, step, shape.BLOCK_Q, shape.BM)
+        tokens = query_start + tl.arange(0, shape.BM)
+        q = stream_rows(
+            queries, query_start, mods.q_len, shape, shape.BM, PARTIAL, False
+        )  # (BM, DIMS)
+        lse2 = tl.load(lse2_row + tokens)  # (BM)
+        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BN, BM)
+        s, slopes = apply_score_mod(products, tokens, key_tokens, mods, True)
+        s -= lse2[None, :]
+        if PARTIAL:
+            mask = element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, True)
+            s = tl.where(mask, s, float("-inf"))
+        p = tl.exp2(s)
+        do = stream_rows(
+            grad_outs, query_start, mods.q_len, shape, shape.BM, PARTIAL, False
+        )  # (BM, DIMS)
+        dropped = p
+        if dropout.DROPOUT:
+            keep = dropout_keep_mask(dropout, tokens, key_start, shape, True)
+            dropped = tl.where(keep, p, 0.0)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # (BN, DIMS)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # (BN, BM)
+        if dropout.DROPOUT:
+            dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
+        delta = tl.load(delta_row + tokens)  # (BM)
+        ds = p * (dp - delta[None, :])
+        if mods.SOFTCAP or mods.SCORE is not None:
+            ds *= slopes
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # (BN, DIMS)
+        entry = entry_of_step(start, step + 1, shape.BLOCK_Q, shape.BM)
+        block = tl.load(index + entry)
+        if PARTIAL:
+            bit_tile = tl.load(table.partial_bit_tile + entry)
+    return dk, dv

@@ -1,0 +1,153 @@
+"""dS summed over each distance, the gradient of a bias, and over each tile, that of the blocks.
+
+A program takes every n-th tile of BM query rows of a head, one after another, and loops over the
+key blocks of their row. A step computes dS (BM, BN) as the kernel of dQ does and adds
+
+    its sum to by_tile (batch, heads, query tiles, key tiles), if blocks want a gradient;
+    its diagonals to by_distance (heads, programs, q_len + k_len - 1), if a bias wants one.
+
+The sums over distances of a program are its own, so their order is always the same; the host adds
+up those of all programs of a head.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.kernels.block_lists import (
+    Shape,
+    Sizes,
+    Table,
+    entry_of_step,
+    key_block_lists,
+    key_length,
+    mask_of_head,
+    tile_start,
+    with_first_blocks,
+)
+from sparseflash.backends.triton.kernels.dq import score_gradients
+from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
+from sparseflash.backends.triton.kernels.scores import DropoutState, ScoreMods, bias_of_head
+from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton.kernels.tensors import Stream, load_rows, one_head
+
+
+@triton.jit(**unspecialized("query", "key", "value", "grad_out"))
+def ds_sums_kernel(
+    query, query_batch, query_head, query_token, query_dim,
+    key, key_batch, key_head, key_token, key_dim,
+    value, value_batch, value_head, value_token, value_dim,
+    grad_out, grad_out_batch, grad_out_head, grad_out_token, grad_out_dim,
+    key_descriptor, value_descriptor,
+    lse_delta, by_distance, by_tile, batches,
+    row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
+    key_lengths, bias, bias_head,
+    heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
+    mask_batch_stride, mask_head_stride,
+    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    table = Table(
+        row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask
+    )
+    sizes = Sizes(
+        heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
+        mask_batch_stride, mask_head_stride,
+    )  # fmt: skip
+    shape: tl.constexpr = Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    LENGTHS: tl.constexpr = key_lengths is not None
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // BM
+    head = tl.program_id(1)
+    kv_head = head // GROUP
+    biases = bias_of_head(bias, bias_head, head)
+    distances = by_distance
+    if by_distance is not None:
+        program = head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        distances = by_distance + program * (q_len + k_len - 1)
+    num_tiles = num_rows * TILES_PER_BLOCK
+    for work in tl.range(tl.program_id(0), batches * num_tiles, tl.num_programs(0)):
+        batch = work // num_tiles
+        tile = work % num_tiles
+        row = tile // TILES_PER_BLOCK
+        start = tile * BM
+        mask_index = mask_of_head(table, sizes, batch, head)
+        length = key_length(key_lengths, batch, k_len)
+        starts, counts = key_block_lists(table, sizes, mask_index, row, length, BLOCK_K, LENGTHS)
+        lists = with_first_blocks(table, starts, counts)
+        strides = (query_batch, query_head, query_token, query_dim)
+        queries = one_head(query, strides, batch, head, ALIGN, INDEX)
+        strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
+        grad_outs = one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+        q = load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
+        do = load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+        bh = batch * heads + head
+        lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
+        tokens = start + tl.arange(0, BM)
+        lse2, delta = tl.load(lse2_row + tokens), tl.load(delta_row + tokens)  # (BM)
+        strides = (key_batch, key_head, key_token, key_dim)
+        keys = one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+        strides = (value_batch, value_head, value_token, value_dim)
+        values = one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+        tile_sums = by_tile
+        if by_tile is not None:
+            columns = tl.cdiv(k_len, BLOCK_K) * (BLOCK_K // BN)
+            tile_sums = by_tile + (bh.to(tl.int64) * num_rows * TILES_PER_BLOCK + tile) * columns
+        for LIST in tl.static_range(3 if LENGTHS else 2):
+            add_ds_sums(
+                distances, tile_sums, q, do, lse2, delta, start, table, lists[LIST], length,
+                Stream(keys, key_descriptor, batch, kv_head),
+                Stream(values, value_descriptor, batch, kv_head),
+                ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+                DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
+                shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def add_ds_sums(
+    distances, tile_sums, q, do, lse2, delta, query_start, table, block_list, limit,
+    keys, values, mods, dropout, shape,
+    PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds dS of the blocks of a list; PARTIAL and CLIPPED as in forward.attend."""
+    tokens = query_start + tl.arange(0, shape.BM)
+    index = table.partial_index if PARTIAL else table.full_index
+    start, count, block = block_list
+    bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
+    steps = count * (shape.BLOCK_K // shape.BN)
+    for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
+        key_start = tile_start(block, step, shape.BLOCK_K, shape.BN)
+        ds, _, _ = score_gradients(
+            q, do, lse2, delta, tokens, table, bit_tile, key_start, limit,
+            keys, values, mods, dropout, shape, PARTIAL, CLIPPED, PRECISION,
+        )  # fmt: skip
+        if tile_sums is not None:
+            tl.store(tile_sums + key_start // shape.BN, tl.sum(ds))
+        if distances is not None:
+            add_by_distance(distances, ds, query_start, key_start, mods, shape)
+        entry = entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
+        block = tl.load(index + entry)
+        if PARTIAL:
+            bit_tile = tl.load(table.partial_bit_tile + entry)
+
+
+@triton.jit
+def add_by_distance(distances, ds, query_start, key_start, mods, shape):
+    """Adds the diagonals of dS (BM, BN) to `distances`, which this program alone uses."""
+    SIDE: tl.constexpr = 2 * shape.BM if shape.BM > shape.BN else 2 * shape.BN
+    distance = tl.arange(0, SIDE) - (shape.BM - 1)  # key - query, from the corner of the tile
+    column = distance[None, :] + tl.arange(0, shape.BM)[:, None]  # (BM, SIDE)
+    inside = (column >= 0) & (column < shape.BN)
+    diagonals = tl.gather(ds, tl.where(inside, column, 0), 1)
+    sums = tl.sum(tl.where(inside, diagonals, 0.0), 0)  # (SIDE)
+    index = key_start - query_start + mods.q_len - 1 + distance
+    valid = (index >= 0) & (index < mods.q_len + mods.k_len - 1)
+    # Other threads wrote some of these sums for the tile before.
+    tl.debug_barrier()
+    sums = tl.load(distances + index, mask=valid, other=0.0) + sums
+    tl.debug_barrier()
+    tl.store(distances + index, sums, mask=valid)

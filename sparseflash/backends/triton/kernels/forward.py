@@ -1,0 +1,178 @@
+"""The forward pass: O and LSE.
+
+A program takes BM queries of one bh and loops over the key blocks of their row: partial blocks,
+then full ones, then the one that the length of the keys clips. A step, of one (BM, BN) tile:
+
+    S       = mask(mod(Q K^T))                   (BM, BN)
+    row_max = max(row_max, max of each row of S) (BM)
+    P       = exp2(S - row_max)                  (BM, BN)
+    row_sum = row_sum * correction + sum of each row of P
+    O       = O * correction + dropout(P) V      (BM, DIMS), in float32
+
+The epilogue divides O by row_sum and stores LSE = ln(2) (row_max + log2(row_sum)).
+
+Reference: Dao, "FlashAttention-2", 2023, Algorithm 1.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.kernels.block_lists import (
+    Shape,
+    Sizes,
+    Table,
+    entry_of_step,
+    key_block_lists,
+    key_length,
+    mask_of_head,
+    scheduled_row,
+    tile_start,
+    with_first_blocks,
+    work_tile,
+)
+from sparseflash.backends.triton.kernels.scores import (
+    DropoutState,
+    ScoreMods,
+    apply_score_mod,
+    bias_of_head,
+    dropout_keep_mask,
+    element_mask,
+)
+from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton.kernels.tensors import (
+    Stream,
+    load_rows,
+    one_head,
+    store_rows,
+    stream_rows,
+)
+from sparseflash.backends.triton_common.constants import LN2
+
+
+@triton.jit(**unspecialized("query", "key", "value", "out"))
+def forward_kernel(
+    query, query_batch, query_head, query_token, query_dim,
+    key, key_batch, key_head, key_token, key_dim,
+    value, value_batch, value_head, value_token, value_dim,
+    out, out_batch, out_head, out_token, out_dim,
+    key_descriptor, value_descriptor, lse,
+    row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
+    key_lengths, bias, bias_head,
+    heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
+    mask_batch_stride, mask_head_stride,
+    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    table = Table(
+        row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask
+    )
+    sizes = Sizes(
+        heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
+        mask_batch_stride, mask_head_stride,
+    )  # fmt: skip
+    shape: tl.constexpr = Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    LENGTHS: tl.constexpr = key_lengths is not None
+    rank, tile, batch, head = work_tile(sizes, BLOCK_Q // BM)
+    kv_head = head // GROUP
+    bh = batch * heads + head
+    mask_index = mask_of_head(table, sizes, batch, head)
+    row = scheduled_row(table, sizes, mask_index, rank)
+    length = key_length(key_lengths, batch, k_len)
+    starts, counts = key_block_lists(table, sizes, mask_index, row, length, BLOCK_K, LENGTHS)
+    lists = with_first_blocks(table, starts, counts)
+
+    start = row * BLOCK_Q + tile * BM
+    strides = (query_batch, query_head, query_token, query_dim)
+    queries = one_head(query, strides, batch, head, ALIGN, INDEX)
+    q = load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
+    strides = (key_batch, key_head, key_token, key_dim)
+    keys = one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+    strides = (value_batch, value_head, value_token, value_dim)
+    values = one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+
+    biases = bias_of_head(bias, bias_head, head)
+    tokens = start + tl.arange(0, BM)
+    row_sum = tl.zeros([BM], tl.float32)
+    row_max = tl.full([BM], float("-inf"), tl.float32)
+    acc = tl.zeros([BM, DIMS], tl.float32)
+    for LIST in tl.static_range(3 if LENGTHS else 2):
+        row_sum, row_max, acc = attend(
+            row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
+            Stream(keys, key_descriptor, batch, kv_head),
+            Stream(values, value_descriptor, batch, kv_head),
+            ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
+            shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
+        )  # fmt: skip
+
+    row_lse, out_scale = finalize_softmax(row_sum, row_max, keep_scale, DROPOUT)
+    tl.store(lse + bh.to(tl.int64) * q_len + tokens, row_lse, mask=tokens < q_len)
+    strides = (out_batch, out_head, out_token, out_dim)
+    outs = one_head(out, strides, batch, head, ALIGN, INDEX)
+    store_rows(outs, acc * out_scale[:, None], start, q_len, HEAD_DIM)
+
+
+@triton.jit
+def attend(
+    row_sum, row_max, acc, q, tokens, table, block_list, limit, keys, values, mods, dropout, shape,
+    PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds the blocks of a list to the online softmax of the queries `tokens`.
+
+    PARTIAL applies the element mask of each block, CLIPPED masks the keys from `limit` on; without
+    both there is no mask code.
+    """
+    MASKED: tl.constexpr = PARTIAL or CLIPPED
+    MODIFIED: tl.constexpr = mods.SOFTCAP or mods.SCORE is not None or mods.biases is not None
+    index = table.partial_index if PARTIAL else table.full_index
+    start, count, block = block_list
+    bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
+    steps = count * (shape.BLOCK_K // shape.BN)
+    for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
+        key_start = tile_start(block, step, shape.BLOCK_K, shape.BN)
+        k = stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
+        if MASKED or MODIFIED:
+            key_tokens = key_start + tl.arange(0, shape.BN)
+            s, _ = apply_score_mod(s, tokens, key_tokens, mods, False)
+            if PARTIAL:
+                mask = element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, False)
+                s = tl.where(mask, s, float("-inf"))
+            if CLIPPED:
+                s = tl.where(key_tokens[None, :] < limit, s, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(s, 1))  # (BM)
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # no NaN before the first key
+            p = tl.exp2(s - shift[:, None])
+        else:
+            # One fused multiply-add a pair: the scale is not applied to S by itself.
+            new_max = tl.maximum(row_max, tl.max(s, 1) * mods.scale2)
+            shift = new_max
+            p = tl.exp2(s * mods.scale2 - shift[:, None])
+        correction = tl.exp2(row_max - shift)
+        row_max = new_max
+        row_sum = row_sum * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None]
+        if dropout.DROPOUT:
+            keep = dropout_keep_mask(dropout, tokens, key_start, shape, False)
+            p = tl.where(keep, p, 0.0)
+        v = stream_rows(values, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BM, DIMS)
+        entry = entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
+        block = tl.load(index + entry)
+        if PARTIAL:
+            bit_tile = tl.load(table.partial_bit_tile + entry)
+    return row_sum, row_max, acc
+
+
+@triton.jit
+def finalize_softmax(row_sum, row_max, keep_scale, DROPOUT: tl.constexpr):
+    """(LSE, what to multiply the accumulator by) of some rows; (-inf, finite) without a key."""
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+    return lse, (keep_scale if DROPOUT else 1.0) / row_sum

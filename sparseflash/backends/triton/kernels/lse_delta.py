@@ -1,0 +1,75 @@
+"""The two numbers of each query row that the backward pass reads: log2(e) * LSE and delta.
+
+    delta = rowsum(dO * O) - dLSE
+
+The first is inf for a row without keys, so that exp2(S - inf) is 0. They lie in one float32 tensor
+(batch * heads, 2, q_len rounded up to whole blocks): its rows are aligned and read without bounds,
+whatever the length of the sequence.
+
+The kernel of dQ computes them for the rows of its tile; the kernel here serves calls that do not
+want dQ. A program takes BM queries of one bh.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.kernels.block_lists import Shape
+from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton.kernels.tensors import load_rows, one_head
+from sparseflash.backends.triton_common.constants import LOG2E
+
+
+@triton.jit(**unspecialized("out", "grad_out", "grad_lse"))
+def lse_delta_kernel(
+    out, out_batch, out_head, out_token, out_dim,
+    grad_out, grad_out_batch, grad_out_head, grad_out_token, grad_out_dim,
+    grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, lse_delta, heads, q_len,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    shape: tl.constexpr = Shape(BM, BM, BLOCK_Q, BLOCK_Q, HEAD_DIM, DIMS)
+    start = tl.program_id(0) * BM
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
+    grad_outs = one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+    strides = (out_batch, out_head, out_token, out_dim)
+    outs = one_head(out, strides, batch, head, ALIGN, INDEX)
+    do = load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+    strides = (grad_lse_batch, grad_lse_head, grad_lse_token)
+    compute_lse_delta(
+        do, outs, grad_lse, strides, lse, lse_delta, batch, head, heads, start, q_len, shape
+    )
+
+
+@triton.jit
+def compute_lse_delta(
+    do, outs, grad_lse, grad_lse_strides, lse, lse_delta, batch, head, heads, start, q_len, shape
+):
+    """(log2(e) * LSE, delta) (BM) of the rows from `start` on, stored and returned; rows past the
+    sequence have no keys.
+    """
+    tokens = start + tl.arange(0, shape.BM)
+    in_sequence = tokens < q_len
+    bh = (batch * heads + head).to(tl.int64)
+    found = tl.load(lse + bh * q_len + tokens, mask=in_sequence, other=float("-inf"))
+    lse2 = found * LOG2E
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
+    o = load_rows(outs, start, q_len, shape, shape.BM, True)  # (BM, DIMS)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse is not None:
+        batch_stride, head_stride, token_stride = grad_lse_strides
+        row = grad_lse + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+        delta -= tl.load(row + tokens.to(tl.int64) * token_stride, mask=in_sequence, other=0.0)
+    lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, shape.BLOCK_Q)
+    tl.store(lse2_row + tokens, lse2)
+    tl.store(delta_row + tokens, delta)
+    return lse2, delta
+
+
+@triton.jit
+def lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q: tl.constexpr):
+    """Pointers to log2(e) * LSE and to delta of one bh."""
+    padded = tl.cdiv(q_len, BLOCK_Q) * BLOCK_Q
+    lse2_row = lse_delta + bh.to(tl.int64) * 2 * padded
+    return lse2_row, lse2_row + padded

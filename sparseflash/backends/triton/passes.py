@@ -1,0 +1,123 @@
+"""The forward and the backward pass of one call.
+
+    P  = exp2(scale * log2(e) * Q K^T - log2(e) * LSE)
+    dS = P * (dropout(dO V^T) - delta)
+    dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
+
+The backward pass is a kernel over query rows (dQ) and one over key rows (dK and dV); both compute
+P anew, tile by tile, and so does a third where a bias or the blocks of a DynamicMask want a
+gradient. None adds to memory that another program writes, so the same inputs give the same bits.
+"""
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from sparseflash.backends.triton.configs import padded_dims
+from sparseflash.backends.triton.kernels.dkdv import key_value_gradient_kernel
+from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
+from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
+from sparseflash.backends.triton.kernels.forward import forward_kernel
+from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
+from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
+from sparseflash.dispatch.call import Call
+
+# Programs of ds_sums where each has sums over distances of its own, whose memory is that of so
+# many rows of a bias.
+DS_SUMS_PROGRAMS = 512
+LSE_DELTA_ROWS = 64  # most queries of a program that computes LSE and delta alone
+
+
+def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call; see sparseflash.backends.base."""
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    tensors = {"query": query, "key": key, "value": value, "out": out}
+    prepared = prepare_pass(call.plan, "forward", tensors)
+    launch_pass(call, prepared, forward_kernel, tensors, (lse,))
+    return out, lse
+
+
+def backward(
+    call: Call,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    saved: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of one call; see sparseflash.backends.base."""
+    query, key, value, out, lse = saved
+    needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
+    grad_query = grad_key = grad_value = grad_bias = grad_blocks = None
+    padded_len = call.table.by_query.num_rows * call.table.block_size[0]
+    shape = (*query.shape[:2], 2, padded_len)
+    lse_delta = torch.empty(shape, dtype=torch.float32, device=query.device)
+    lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    lse_arguments = (grad_lse, *lse_strides, lse, lse_delta)
+    inputs = {"query": query, "key": key, "value": value}
+    if needs_query:
+        grad_query = torch.empty_like(query)
+        tensors = {**inputs, "out": out, "grad_out": grad_out, "grad_query": grad_query}
+        prepared = prepare_pass(call.plan, "dq", tensors)
+        launch_pass(call, prepared, query_gradient_kernel, tensors, lse_arguments)
+    else:
+        _launch_lse_delta(call, out, grad_out, lse_arguments)
+    if needs_key or needs_value:
+        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        outputs = {"grad_key": grad_key, "grad_value": grad_value}
+        tensors = {**inputs, "grad_out": grad_out, **outputs}
+        prepared = prepare_pass(call.plan, "dkdv", tensors)
+        launch_pass(call, prepared, key_value_gradient_kernel, tensors, (lse_delta,))
+    if needs_bias or needs_blocks:
+        tensors = {**inputs, "grad_out": grad_out}
+        grad_bias, grad_blocks = _ds_sums(call, tensors, lse_delta, needs_bias, needs_blocks)
+    grad_key, grad_value = (grad_key if needs_key else None, grad_value if needs_value else None)
+    return grad_query, grad_key, grad_value, grad_bias, grad_blocks
+
+
+def _launch_lse_delta(call: Call, out: Tensor, grad_out: Tensor, lse_arguments: tuple) -> None:
+    """Writes LSE and delta where no kernel computes dQ."""
+    spec, block_q = call.spec, call.table.block_size[0]
+    rows = min(block_q, LSE_DELTA_ROWS)
+    launch_with_layout(
+        lse_delta_kernel,
+        (call.table.by_query.num_rows * (block_q // rows), spec.heads, spec.batch),
+        (out, grad_out),
+        (*lse_arguments, spec.heads, spec.q_len),
+        {
+            "HEAD_DIM": spec.head_dim,
+            "DIMS": padded_dims(spec.head_dim),
+            "BLOCK_Q": block_q,
+            "BM": rows,
+            "enable_fp_fusion": True,
+        },
+    )
+
+
+def _ds_sums(
+    call: Call,
+    tensors: dict[str, Tensor],
+    lse_delta: Tensor,
+    needs_bias: bool,
+    needs_blocks: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of bias and blocks, each None where it is not needed."""
+    spec, table = call.spec, call.table
+    prepared = prepare_pass(call.plan, "ds_sums", tensors)
+    tiles = {"p": prepared.tiles_per_row, "r": table.block_size[1] // prepared.config.bn}
+    row_tiles, key_tiles = table.by_query.num_rows * tiles["p"], table.by_key.num_rows * tiles["r"]
+    programs = spec.batch * row_tiles
+    by_distance = by_tile = None
+    if needs_bias:
+        programs = min(programs, -(-DS_SUMS_PROGRAMS // spec.heads))
+        by_distance = lse_delta.new_zeros(spec.heads, programs, spec.q_len + spec.k_len - 1)
+    if needs_blocks:
+        by_tile = lse_delta.new_zeros(spec.batch, spec.heads, row_tiles, key_tiles)
+    others = (lse_delta, by_distance, by_tile, spec.batch)
+    launch_pass(call, prepared, ds_sums_kernel, tensors, others, (programs, spec.heads, 1))
+    grad_bias = grad_blocks = None
+    if by_distance is not None and call.bias is not None:
+        grad_bias = by_distance.sum(1).sum_to_size(call.bias.shape)
+    if by_tile is not None:
+        grad_blocks = reduce(by_tile, "b h (i p) (j r) -> b h i j", "sum", **tiles)
+    return grad_bias, grad_blocks

@@ -1,0 +1,1 @@
+"""What the backends that Triton compiles share: launches, descriptors, arguments, constants."""
