@@ -40,6 +40,18 @@ def test_paths_that_a_page_names_exist(page):
     assert history or [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_files_that_design_pages_name_exist():
+    known = [
+        str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")
+    ]
+    for page in [ROOT / "DESIGN.md", *(ROOT / "docs/design").glob("*.md")]:
+        named = re.findall(r"[\w/]+\.py\b", page.read_text())
+        missing = [
+            name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in known)
+        ]
+        assert missing == [], page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_name_modules_that_exist(page):
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
