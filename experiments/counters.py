@@ -43,7 +43,7 @@ PARTS = {
     "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
 }
 # The kernels of all backends.
-OUR_KERNELS = "regex:(forward|gradient|row_terms|lse_delta|finish|ds_sums|decode|merge)_kernel$"
+OUR_KERNELS = "regex:(forward|dq|dkdv|fused|gradient|lse_delta|ds_sums|decode|merge)_kernel$"
 COUNTERS = (NANOSECONDS, CYCLES, *PARTS.values())
 NAME_WIDTH = 80  # of kernels of baselines, whose names tell the types of all their arguments
 RUN_PASSES = "import sys; from experiments import counters; counters.run_passes(*sys.argv[1:])"

@@ -1,7 +1,7 @@
 """The host side of all kernels: descriptors of tensors, arguments, grids."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from sparseflash.backends.hopper.configs import (
     KernelConfig,
     tile_width,
 )
-from sparseflash.backends.hopper.device.gluon_compat import TensorDescriptor, gl, gluon
+from sparseflash.backends.hopper.device.gluon_compat import TensorDescriptor, gl
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.device.params import LOG2E
 from sparseflash.backends.relaunch import again, remember
@@ -60,7 +60,7 @@ Access = TmaTile | TmaBox2D | None  # how a kernel reads a tensor: by TMA, or by
 
 
 def launch_pass(
-    kernel: gluon.jit,
+    kernel: Any,
     tensors: tuple[Tensor | None, ...],
     access: tuple[Access, ...],
     table: LookupTable,
@@ -162,7 +162,8 @@ def _tensor_map(
 ) -> tuple:
     """(shape, strides, box, layout) of a descriptor."""
     box = [1, 1, rows, tile_width(shape[-1])]
-    layout = gl.NVMMASharedLayout.get_default_for(box, GLUON_DTYPES[dtype])
+    shared_layout: Any = gl.NVMMASharedLayout  # whose methods have no types
+    layout = shared_layout.get_default_for(box, GLUON_DTYPES[dtype])
     found = addressable_strides(shape, strides, dtype.itemsize)
     assert found is not None, "descriptors are made of addressable tensors"
     return list(shape), list(found), box, layout
