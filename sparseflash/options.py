@@ -58,7 +58,7 @@ class AttentionOptions:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
 
-    def items(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The options by name."""
         return {name: getattr(self, name) for name in OPTION_NAMES}
 

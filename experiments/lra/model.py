@@ -11,7 +11,7 @@ from experiments.lra.attend import NAMED, Attend, attend_by
 from experiments.lra.grid import order_of
 from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
-from sparseflash.nn.rotary import turned
+from sparseflash.nn.rotary import rotate
 
 Expressions = str | list[str | list[str]]
 
@@ -220,7 +220,7 @@ class SelfAttention(nn.Module):
         projected = self.query_key_value(x).view(batch, tokens, 3, self.heads, -1)
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind()
         if turns is not None:
-            query, key = turned(query, turns), turned(key, turns)
+            query, key = rotate(query, turns), rotate(key, turns)
         p = self.dropout if self.training else 0.0
         attended = self.attend(query, key, value, lengths, p)
         return self.out(attended.transpose(1, 2).reshape(batch, tokens, dim))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import TransformType, retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -70,7 +71,7 @@ def traced_attention(
     """(out, lse) of checked arguments through the operator."""
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
-    rest = (bias, block_scores, blocks, handle, key_lengths, seed, *options.items().values())
+    rest = (bias, block_scores, blocks, handle, key_lengths, seed, *options.as_dict().values())
     if torch.compiler.is_compiling():
         if _is_differentiated_by_torch_func():
             return _transformed(query, key, value, *rest)
@@ -82,9 +83,8 @@ def traced_attention(
 @torch.compiler.assume_constant_result
 def _is_differentiated_by_torch_func() -> bool:
     """Whether the compiler traces what torch.func.grad, jvp or their like run."""
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return any(transform.key() in kinds for transform in transforms)
+    found = [transform.key() for transform in retrieve_all_functorch_interpreters()]
+    return TransformType.Grad in found or TransformType.Jvp in found
 
 
 @torch.compiler.disable(reason="torch.func differentiates sparseflash.attention outside of graphs")
@@ -177,7 +177,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return _differentiate(ctx, *grads, _TransformedGradients.apply)
+        return _differentiate(ctx, *grads, backward=_TransformedGradients.apply)
 
     @staticmethod
     def jvp(ctx, *tangents):

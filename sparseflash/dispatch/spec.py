@@ -73,7 +73,7 @@ class AttentionSpec(AttentionOptions):
     ) -> Self:
         """The spec of checked arguments."""
         batch, heads, q_len, head_dim = query.shape
-        resolved = options.items()
+        resolved = options.as_dict()
         if options.scale is None:
             resolved["scale"] = 1.0 / math.sqrt(head_dim)
         return cls(

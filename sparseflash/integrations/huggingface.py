@@ -19,7 +19,7 @@ import masks
 from masks import BlockMask, Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
-from sparseflash.nn.decode_masks import rows_of, shared_length
+from sparseflash.nn.decode_masks import decode_mask, shared_length
 
 # What makes masks reads numbers back and keeps what it made; a graph finds it done.
 outside_of_graphs = torch.compiler.disable(reason="masks are made outside of graphs")
@@ -208,7 +208,7 @@ def _mask_of_span(pattern: Pattern, span: Span, device: torch.device) -> BlockMa
     if span.q_offset == 0 and span.kv_offset == 0:
         return pattern(length, device=device).crop(span.q_end, span.k_end)
     rows = (span.q_offset, span.q_end, span.k_end)
-    mask = rows_of(pattern, shared_length(length), *rows, device)
+    mask = decode_mask(pattern, shared_length(length), *rows, device)
     return mask if span.kv_offset == 0 else mask.T.slice_queries(span.kv_offset, span.k_end).T
 
 

@@ -1,6 +1,7 @@
 """Multi-head attention with a sparsity pattern."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from einops import rearrange
@@ -8,13 +9,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import masks
-from masks import Pattern
+from masks import BlockMask, Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
 from sparseflash.dispatch.spec import FEW_QUERIES
-from sparseflash.nn.decode_masks import rows_of, shared_length
+from sparseflash.nn.decode_masks import decode_mask, shared_length
 from sparseflash.nn.kv_cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
+from sparseflash.options import AttentionOptions, OptionKeywords
 
 
 class SparseAttention(nn.Module):
@@ -22,17 +24,25 @@ class SparseAttention(nn.Module):
 
     q, k, v = x W_q, m W_k, m W_v (m is x in self-attention);  y = attention(q, k, v, pattern) W_o
 
-    pattern: a Pattern, its text as masks.parse reads it, a sequence of those with one for each
-        head, or None for all pairs. Compiled once per length and device; see
-        Pattern.with_block_size.
-        A checkpoint records it as masks.to_json(module.pattern): the state dict is torch's.
-    kv_heads: heads of keys and values, num_heads by default, which they must divide.
-    rotary: turns queries and keys; in self-attention only.
-    deterministic: see sparseflash.attention.
-
     Parameters have the names and the layout of torch.nn.MultiheadAttention, whose state dict loads
     when kv_heads is num_heads. Tensors are (batch, seq, embed_dim).
-    Raises ValueError for dimensions that do not divide and for patterns that do not fit the heads.
+
+    Args:
+        embed_dim: Features of a token.
+        num_heads: Heads of queries, which must divide embed_dim.
+        pattern: A Pattern, its text as masks.parse reads it, a sequence of those with one for
+            each head, or None for all pairs. Compiled once per length and device, in blocks of
+            its own size. A checkpoint records it as masks.to_json(module.pattern): the state dict
+            is torch's.
+        kv_heads: Heads of keys and values, num_heads by default, which they must divide.
+        dropout: Of P, in training alone.
+        bias: Whether the projections have one.
+        rotary: Position embedding of queries and keys; in self-attention only.
+        **options: Those of AttentionOptions but dropout_p, for every call.
+
+    Raises:
+        TypeError, ValueError: Dimensions do not divide, the pattern does not fit the heads, or an
+            option is wrong.
     """
 
     batch_first = True
@@ -47,10 +57,9 @@ class SparseAttention(nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         rotary: Rotary | None = None,
-        backend: str = "auto",
-        deterministic: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[OptionKeywords],
     ):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
@@ -74,8 +83,10 @@ class SparseAttention(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.pattern = _pattern(pattern, num_heads)
-        self.dropout, self.backend, self.rotary = dropout, backend, rotary
-        self.deterministic = deterministic
+        if "dropout_p" in options:
+            raise TypeError("dropout_p must be given as dropout, which counts in training alone")
+        AttentionOptions(**options)
+        self.dropout, self.rotary, self.options = dropout, rotary, options
         rows = (num_heads + 2 * kv_heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(
             torch.empty(rows, embed_dim, device=device, dtype=dtype)
@@ -93,10 +104,12 @@ class SparseAttention(nn.Module):
         pattern: Pattern | str | Sequence[Pattern | str] | None = None,
     ) -> "SparseAttention":
         """The same attention with a pattern: weights, dropout, device, dtype and mode (training or
-        evaluation) of `module`.
+        evaluation) of `module`. Tensors are (batch, seq, embed_dim) whatever batch_first says
+        there.
 
-        Tensors are (batch, seq, embed_dim) whatever batch_first says there.
-        Raises ValueError for keys or values of other dimensions, bias_kv and zero attention.
+        Raises:
+            ValueError: The module has keys or values of other dimensions, bias_kv or zero
+                attention.
         """
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("module must have no kdim, vdim, add_bias_kv or add_zero_attn")
@@ -128,12 +141,22 @@ class SparseAttention(nn.Module):
         key_lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Attention of x to itself, or to memory; both (batch, seq, embed_dim).
+        """Attention of x to itself, or to memory.
 
-        key_lengths: as in sparseflash.attention.
-        cache: x holds the tokens after those that were seen, and attends both. Their mask is that
-            of the pattern at the cache's max_len.
-        Raises ValueError for memory with a cache or rotary embedding, and what attention raises.
+        Args:
+            x: (batch, seq, embed_dim).
+            memory: (batch, seq, embed_dim), whose keys and values are attended instead.
+            key_lengths: As in sparseflash.attention.
+            cache: x holds the tokens after those in the cache, and attends both. Their mask is
+                that of the pattern at the cache's max_len. The cache gets the tokens of x, unless
+                the call fails.
+
+        Returns:
+            Like x.
+
+        Raises:
+            ValueError: A shape is wrong, or memory comes with a cache or a rotary embedding.
+            TypeError, ValueError, BackendError: As sparseflash.attention does.
         """
         for name, tokens in (("x", x), ("memory", memory)):
             if tokens is not None:
@@ -141,30 +164,50 @@ class SparseAttention(nn.Module):
         if memory is not None and (cache is not None or self.rotary is not None):
             raise ValueError("memory must be None with a cache or a rotary embedding")
         query, key, value = self._projected(x, memory)
-        mask = self.pattern
         if self.rotary is not None:
             offset = 0 if cache is None else cache.length
             query, key = self.rotary(query, offset), self.rotary(key, offset)
-        if cache is not None:
-            begin = cache.length
+        if cache is None:
+            return self._attend(query, key, value, self.pattern, key_lengths)
+        begin = cache.length
+        try:
             key, value = cache.append(key, value)
-            if x.shape[1] <= FEW_QUERIES:
-                key, value = cache.first(_room(cache))
-                seen = torch.full((x.shape[0],), cache.length, dtype=torch.int32, device="cpu")
-                key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
-            if mask is not None:
-                rows = (begin, cache.length, key.shape[2])
-                mask = rows_of(mask, cache.max_len, *rows, x.device)
-        out = attention(
-            query,
-            key,
-            value,
-            mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            key_lengths=key_lengths,
-            backend=self.backend,
-            deterministic=self.deterministic,
-        )
+            return self._attend_cache(query, key, value, begin, cache, key_lengths)
+        except Exception:
+            cache.length = begin
+            raise
+
+    def _attend_cache(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        begin: int,
+        cache: KeyValueCache,
+        key_lengths: Tensor | None,
+    ) -> Tensor:
+        """Attention of the tokens from `begin` on, which are in the cache, to all of it."""
+        if query.shape[2] <= FEW_QUERIES:
+            key, value = cache.first(_shared_keys(cache))
+            seen = torch.full((len(query),), cache.length, dtype=torch.int32, device="cpu")
+            key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
+        mask = self.pattern
+        if mask is not None:
+            rows = (begin, cache.length, key.shape[2])
+            mask = decode_mask(mask, cache.max_len, *rows, query.device)
+        return self._attend(query, key, value, mask, key_lengths)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Pattern | BlockMask | None,
+        key_lengths: Tensor | None,
+    ) -> Tensor:
+        dropout_p = self.dropout if self.training else 0.0
+        options = self.options | {"dropout_p": dropout_p}
+        out = attention(query, key, value, mask, key_lengths=key_lengths, **options)
         return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
 
     def _check(self, name: str, tokens: Tensor) -> None:
@@ -210,6 +253,6 @@ def _pattern(
     return masks.stack([parsed[p] for p in pattern])
 
 
-def _room(cache: KeyValueCache) -> int:
-    """How many keys a step of few tokens attends, those to come masked by their lengths."""
+def _shared_keys(cache: KeyValueCache) -> int:
+    """How many keys a step of few tokens reads, those to come masked by their lengths."""
     return min(cache.max_len, shared_length(cache.length))

@@ -1,4 +1,4 @@
-"""The masks of steps of decoding: a few rows of a pattern, cut out of one mask for many steps."""
+"""Masks of decoding steps: a few rows of a pattern, cut out of one mask for many steps."""
 
 from functools import lru_cache
 
@@ -8,12 +8,12 @@ from masks import BlockMask, Pattern
 
 
 def shared_length(tokens: int) -> int:
-    """The next power of two: a length that many steps share, and with it what is prepared."""
+    """The next power of two: a length that many steps share, and with it what is compiled."""
     return 1 << (tokens - 1).bit_length()
 
 
 @lru_cache(maxsize=256)
-def rows_of(
+def decode_mask(
     pattern: Pattern, length: int, begin: int, end: int, k_len: int, device: torch.device
 ) -> BlockMask:
     """The mask of the queries `begin` to `end` and of the first k_len keys, of a pattern at
@@ -24,6 +24,5 @@ def rows_of(
 
 @lru_cache(maxsize=32)
 def _square(pattern: Pattern, length: int, device: torch.device) -> BlockMask:
-    """Made on the device and kept on the CPU: what is cut out of it must not wait for the
-    device."""
+    """Made on the device and moved to the CPU: to slice it must not wait for the device."""
     return pattern(length, device=device).to("cpu")

@@ -18,9 +18,12 @@ class SparseEncoderLayer(nn.Module):
     x = norm1(x + attention(x)),  x = norm2(x + feedforward(x)); with norm_first the norms come
     before attention and feedforward.
 
-    pattern: as in SparseAttention; other arguments and the names of the parameters are torch's:
-    its state dict loads, and torch.nn.TransformerEncoder(layer, n, enable_nested_tensor=False)
-    stacks it.
+    The names of the parameters are torch's: its state dict loads, and
+    torch.nn.TransformerEncoder(layer, n, enable_nested_tensor=False) stacks it.
+
+    Args:
+        pattern: As in SparseAttention. All arguments before it are torch's.
+        **attention_options: Further arguments of SparseAttention.
     """
 
     def __init__(
@@ -40,14 +43,14 @@ class SparseEncoderLayer(nn.Module):
         **attention_options,
     ):
         super().__init__()
-        placed = {"device": device, "dtype": dtype}
+        factory = {"device": device, "dtype": dtype}
         self.self_attn = SparseAttention(
-            d_model, nhead, pattern, dropout=dropout, bias=bias, **placed, **attention_options
+            d_model, nhead, pattern, dropout=dropout, bias=bias, **factory, **attention_options
         )
-        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, **placed)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **placed)
-        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **placed)
-        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **placed)
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, **factory)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
+        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
+        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
         self.dropout = nn.Dropout(dropout)
         self.dropout1 = nn.Dropout(dropout)
         self.dropout2 = nn.Dropout(dropout)
@@ -60,10 +63,16 @@ class SparseEncoderLayer(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """src: (batch, seq, d_model); src_key_padding_mask: bool (batch, seq), True at padding,
-        which must come after all other tokens. src_mask and is_causal are torch's and must say
-        nothing: the pattern is the mask.
-        Raises TypeError or ValueError naming the argument.
+        """The layer's output, like src.
+
+        Args:
+            src: (batch, seq, d_model).
+            src_mask, is_causal: torch's; must be None and False, for the pattern is the mask.
+            src_key_padding_mask: bool (batch, seq), True at padding, which must come after all
+                other tokens.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong; the message names it.
         """
         if src_mask is not None or is_causal:
             raise ValueError("src_mask must be None and is_causal False: the pattern is the mask")
@@ -100,12 +109,15 @@ def _activation(activation: Callable[[Tensor], Tensor] | str) -> Callable[[Tenso
 
 
 def lengths_of(padding: Tensor) -> Tensor:
-    """int32 (batch,): tokens before the padding, bool (batch, seq), True at padding.
+    """int32 (batch,): how many tokens come before the padding.
 
-    TransformerEncoder makes a float mask of it, 0 at tokens and -inf at padding, which is read
-    too.
-    Raises TypeError for another dtype, and ValueError where a token comes after padding or a
-    float mask has other values.
+    Args:
+        padding: bool (batch, seq), True at padding, or what TransformerEncoder makes of that:
+            float, 0 at tokens and -inf at padding.
+
+    Raises:
+        TypeError: It is of another dtype.
+        ValueError: A token comes after padding, or a float mask has other values.
     """
     if padding.dtype != torch.bool and not padding.is_floating_point():
         raise TypeError(
@@ -115,10 +127,10 @@ def lengths_of(padding: Tensor) -> Tensor:
     tokens = ~padding if padding.dtype == torch.bool else padding == 0
     lengths = tokens.sum(1)
     place = torch.arange(padding.shape[1], device=padding.device)
-    sound = (tokens == (place < lengths[:, None])) & (tokens != padded)
+    right = (tokens == (place < lengths[:, None])) & (tokens != padded)
     message = "src_key_padding_mask must have no token after padding, and be 0 or -inf if float"
     if torch.compiler.is_compiling():
-        torch.ops.aten._assert_async.msg(sound.all(), message)
-    elif not sound.all():
+        torch.ops.aten._assert_async.msg(right.all(), message)
+    elif not right.all():
         raise ValueError(message)
     return lengths.int()

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens that were seen."""
+"""The keys and values of earlier tokens, for decoding."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,17 @@ from masks.arguments import whole
 
 
 class KeyValueCache:
-    """Room for the keys and values of max_len tokens, (batch, kv_heads, max_len, head_dim).
+    """The keys and values of up to max_len tokens, (batch, kv_heads, max_len, head_dim).
 
     One for each layer and batch of sequences; for inference, without gradients.
-    Raises TypeError or ValueError for sizes below 1 and a dtype that is not floating-point.
+
+    Args:
+        batch, kv_heads, max_len, head_dim: Sizes of the tensors, max_len in tokens.
+        dtype: Of both tensors, floating-point.
+        device: Of both tensors.
+
+    Raises:
+        TypeError, ValueError: A size is below 1, or the dtype is not floating-point.
     """
 
     def __init__(
@@ -34,30 +41,37 @@ class KeyValueCache:
         return self._keys.shape[2]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the tokens of key and value, and returns those of all tokens so far.
+        """Adds the tokens of key and value, both (batch, kv_heads, tokens, head_dim).
 
-        Raises ValueError when there is no room, or for tensors of another shape, dtype or device.
+        Returns:
+            The keys and the values of all tokens so far.
+
+        Raises:
+            ValueError: A tensor is of another shape, dtype or device, or there are more than
+                max_len tokens. Nothing was added then.
         """
         batch, kv_heads, _, head_dim = self._keys.shape
+        tokens = key.shape[2] if key.dim() == 4 else "tokens"
+        shape = (batch, kv_heads, tokens, head_dim)
+        for name, tensor in (("key", key), ("value", value)):
+            if tuple(tensor.shape) != shape:
+                expected = ", ".join(map(str, shape))
+                raise ValueError(f"{name} must be ({expected}), got {tuple(tensor.shape)}")
+            if (tensor.dtype, tensor.device) != (self._keys.dtype, self._keys.device):
+                raise ValueError(
+                    f"{name} must be {self._keys.dtype} on {self._keys.device} like the cache, "
+                    f"got {tensor.dtype} on {tensor.device}"
+                )
         end = self.length + key.shape[2]
-        if (*key.shape[:2], key.shape[3]) != (batch, kv_heads, head_dim):
-            raise ValueError(
-                f"key must be ({batch}, {kv_heads}, tokens, {head_dim}), got {tuple(key.shape)}"
-            )
-        if (key.dtype, key.device) != (self._keys.dtype, self._keys.device):
-            raise ValueError(
-                f"key must be {self._keys.dtype} on {self._keys.device} like the cache, got "
-                f"{key.dtype} on {key.device}"
-            )
         if end > self.max_len:
             raise ValueError(f"cache holds {self.max_len} tokens, got {end}")
-        for kept, new in ((self._keys, key), (self._values, value)):
-            kept[:, :, self.length : end] = new.detach()
+        for stored, new in ((self._keys, key), (self._values, value)):
+            stored[:, :, self.length : end] = new.detach()
         self.length = end
         return self.first(end)
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of the first places, whether or not a token has come there."""
+        """The keys and values of the first `tokens` places, zeros where no token came yet."""
         return self._keys[:, :, :tokens], self._values[:, :, :tokens]
 
     def reset(self) -> None:

@@ -6,16 +6,22 @@ from torch import Tensor, nn
 
 
 class Rotary(nn.Module):
-    """Turns each pair of features by an angle that grows with the token's position.
+    """Rotates features i and i + head_dim / 2 by an angle that grows with the token's position.
 
-    angle of pair i at position t = t base^(-2 i / head_dim); feature i is paired with feature
-    i + head_dim / 2.
+    angle i at position t = t base^(-2 i / head_dim)
 
-    Scores of turned queries and keys depend on their distance alone. Angles are float32, whatever
+    Scores of rotated queries and keys depend on their distance alone. Angles are float32, whatever
     dtype the module is cast to.
-    Raises ValueError for a head_dim that is not even and positive, and for a base that is not
-    positive.
-    Source: Su et al., "RoFormer", 2021; the pairing of GPT-NeoX and Llama.
+
+    Args:
+        head_dim: Features of a head, even.
+        base: Of the angles, positive.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Reference:
+        Su et al., "RoFormer", 2021; the order of features of GPT-NeoX and Llama.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
@@ -33,16 +39,16 @@ class Rotary(nn.Module):
                 f"x must be (batch, heads, seq, {self.head_dim}), got {tuple(x.shape)}"
             )
         position = torch.arange(offset, offset + x.shape[2], device=x.device)
-        # No buffer: one would be cast with the module, and bfloat16 turns far tokens at random.
+        # No buffer: it would be cast with the module, and far tokens need angles in float32.
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=x.device)
-        return turned(x, position[:, None] * self.base ** (-exponent / self.head_dim))
+        return rotate(x, position[:, None] * self.base ** (-exponent / self.head_dim))
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, base={self.base}"
 
 
-def turned(x: Tensor, angle: Tensor) -> Tensor:
-    """x (..., seq, head_dim) with features i and i + head_dim / 2 turned as a pair by angle i.
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """x (..., seq, head_dim) with features i and i + head_dim / 2 rotated by angle i.
 
     angle: float32 (..., seq, head_dim / 2).
     """

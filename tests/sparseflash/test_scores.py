@@ -229,3 +229,17 @@ def test_scores_in_a_graph(backend):
 def test_bad_input_names_the_argument(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.attention(*torch.zeros(3, 1, 2, 16, 8).unbind(), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "message"),
+    [
+        ("first key alone", lambda s, *pair: (s[..., :1], 1.0), "f of score function 'first key"),
+        ("one less", lambda s, *pair: (s, s[..., 1:]), "df / dscore .* broadcast"),
+        ("too many", lambda s, *pair: (s, s.new_ones(3, *s.shape)), "df / dscore .* broadcast"),
+    ],
+)
+def test_results_of_another_shape_are_refused(name, function, message):
+    query = torch.randn(1, 2, 40, 8)
+    with pytest.raises(ValueError, match=message):
+        sparseflash.attention(query, query, query, score=sparseflash.ScoreFunction(name, function))

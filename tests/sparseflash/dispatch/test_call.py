@@ -214,7 +214,7 @@ def test_options_of_a_module_come_to_the_backend(passed):
     module.eval()(x)
     assert [given.spec.dropout_p for _, given in passed] == [0.25, 0.0]
     assert not any(given.spec.deterministic for _, given in passed)
-    module.backend = "none"
+    module.options["backend"] = "none"
     with pytest.raises(ValueError, match="backend must be"):
         module(x)
 

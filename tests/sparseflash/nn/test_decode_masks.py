@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import masks
-from sparseflash.nn.decode_masks import rows_of, shared_length
+from sparseflash.nn.decode_masks import decode_mask, shared_length
 
 CPU = torch.device("cpu")
 
@@ -18,6 +18,6 @@ def test_rows_are_those_of_the_pattern_and_cut_out_once():
     pattern = masks.local(20).with_block_size(16)
     whole = pattern(128).to_dense()
     for begin, end, k_len in ((64, 65, 65), (70, 83, 128), (100, 101, 128)):
-        mask = rows_of(pattern, 128, begin, end, k_len, CPU)
+        mask = decode_mask(pattern, 128, begin, end, k_len, CPU)
         assert torch.equal(mask.to_dense(), whole[begin:end, :k_len])
-        assert mask is rows_of(pattern, 128, begin, end, k_len, CPU)
+        assert mask is decode_mask(pattern, 128, begin, end, k_len, CPU)

@@ -219,9 +219,10 @@ def test_encoder_layer_is_that_of_torch(norm_first):
 
 
 def test_encoder_layer_hands_on_its_options():
-    options = {"pattern": PATTERN, "kv_heads": 2, "deterministic": False}
-    layer = SparseEncoderLayer(EMBED, HEADS, 48, dropout=0.3, norm_first=True, **options)
-    assert {name: getattr(layer.self_attn, name) for name in options} == options
+    arguments = {"pattern": PATTERN, "kv_heads": 2, "deterministic": False}
+    layer = SparseEncoderLayer(EMBED, HEADS, 48, dropout=0.3, norm_first=True, **arguments)
+    assert (layer.self_attn.pattern, layer.self_attn.kv_heads) == (PATTERN, 2)
+    assert layer.self_attn.options == {"deterministic": False}
     assert layer.self_attn.dropout == 0.3
     x = torch.randn(1, LENGTH, EMBED)
     layer.dropout1.p = layer.dropout2.p = 1.0
@@ -330,3 +331,44 @@ def test_a_padding_mask_of_integers_is_refused():
 def test_a_mask_is_no_pattern():
     with pytest.raises(TypeError, match="pattern must be a Pattern or its text, got BlockMask"):
         SparseAttention(32, 4, PATTERN(LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (torch.zeros(2, 2, 3, 8), torch.zeros(1, 1, 1, 8), r"value must be \(2, 2, 3, 8\), got"),
+        (torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8).double(), "value must be torch.float32"),
+        (torch.zeros(2, 2, 3), torch.zeros(2, 2, 3), r"key must be \(2, 2, tokens, 8\), got"),
+        (torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 8), "cache holds 8 tokens, got 9"),
+    ],
+)
+def test_a_cache_takes_what_fits_or_nothing(key, value, message):
+    cache = KeyValueCache(2, 2, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        cache.append(key, value)
+    assert cache.length == 0
+    assert not any(x.any() for x in cache.first(8))
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    module, cache = SparseAttention(EMBED, HEADS), KeyValueCache(1, HEADS, 8, EMBED // HEADS)
+    first, second = torch.randn(1, 8, EMBED).split([5, 3], dim=1)
+    module(first, cache=cache)
+    with pytest.raises(ValueError, match="key_lengths must be"):
+        module(second, cache=cache, key_lengths=torch.tensor([2, 2]))
+    assert cache.length == 5
+    expected = module(torch.cat([first, second], 1))[:, 5:]
+    # Every query sees the whole cache: so do those of one call.
+    torch.testing.assert_close(module(second, cache=cache), expected)
+
+
+def test_options_of_attention_are_those_of_the_module():
+    x = torch.randn(1, 20, EMBED)
+    module = SparseAttention(EMBED, HEADS, scale=0.1, softcap=2.0)
+    plain = SparseAttention(EMBED, HEADS)
+    plain.load_state_dict(module.state_dict())
+    assert not torch.allclose(module(x), plain(x))
+    with pytest.raises(ValueError, match="scale must be positive"):
+        SparseAttention(EMBED, HEADS, scale=-1.0)
+    with pytest.raises(TypeError, match="dropout_p must be given as dropout"):
+        SparseAttention(EMBED, HEADS, dropout_p=0.1)
