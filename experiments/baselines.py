@@ -1,6 +1,5 @@
 """Sparseflash and its baselines, each as a function (query, key, value) -> out."""
 
-from enum import StrEnum
 from functools import cache
 
 import torch
@@ -13,35 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparseflash
 from experiments.check import Attend
+from experiments.cli import Baseline
 from experiments.pattern_families import Problem
+from experiments.record import ANY_ORDER
 from masks import BlockMask
 from masks.interop import to_block_lists, to_flex
 
 RECOMPILE_LIMIT = 64
-ANY_ORDER = "/any-order"
-
-
-class Baseline(StrEnum):
-    """sdpa: torch's choice · flash, cudnn: that backend of scaled_dot_product_attention · flash4:
-    FlashAttention-4, where it is installed · flex: FlexAttention, compiled · standard: attention
-    with materialised scores."""
-
-    SDPA = "sdpa"
-    FLASH = "flash"
-    CUDNN = "cudnn"
-    FLASH4 = "flash4"
-    FLEX = "flex"
-    STANDARD = "standard"
-
-
-DEVICES = {
-    Baseline.SDPA: ("cpu", "cuda"),
-    Baseline.FLASH: ("cuda",),
-    Baseline.CUDNN: ("cuda",),
-    Baseline.FLASH4: ("cuda",),
-    Baseline.FLEX: ("cuda",),
-    Baseline.STANDARD: ("cpu", "cuda"),
-}
 
 
 class BaselineError(RuntimeError):

@@ -1,133 +1,232 @@
-"""The benchmark of attention on a GPU, in named suites.
+"""The benchmark of attention, in named suites.
 
+    python -m experiments.bench speedup
     python -m experiments.bench dense sparse
-    python -m experiments.bench --compare before.json after.json
 
-Outputs and gradients of every implementation are checked against float64 before they are timed,
-all in one run: median and quartiles of CUDA graphs with a flushed cache, peak memory, and the
-roofline of the device (a matrix product and a copy) in the same record. One JSON file each goes to
-`experiments/results/bench-<suite>-<gpu>.json`.
+`speedup` measures patterns over densities, and a few patterns over lengths, on any device. The
+other suites measure fixed problems on a GPU, beside the roofline of the device: a matrix product
+and a copy in the same run. Every result is checked against float64 before it is timed. A suite
+prints tables and writes a JSON file, with the environment of the run, and pictures.
+`docs/benchmark-columns.md` explains the columns.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from experiments.baselines import ANY_ORDER
 from experiments.cli import (
+    FAMILY_NAMES,
     RESULTS,
+    Baselines,
+    BlockSize,
+    Clock,
+    Device,
     Dtype,
+    Load,
+    Output,
+    Overwrite,
     Passes,
-    carry_out,
-    parse_baselines,
-    slug,
+    Suite,
+    needs_cuda,
+    output_file,
+    parse_densities,
+    parse_lengths,
+    parse_patterns,
+    resolve,
 )
-from experiments.compare import compare
-from experiments.measure import Case, Method
-from experiments.record import OURS, Record, is_ours
-from experiments.report import TABLE_WIDTH
-from experiments.suites import SUITES
-from experiments.timing import Clock
-from sparseflash.backends import BACKENDS
+from experiments.settings import (
+    COMMON,
+    DENSITY_DEFAULTS,
+    GROWING,
+    METHOD_DEFAULTS,
+    QUICK,
+    DensityMethod,
+    Method,
+    defaults,
+)
+
+app = typer.Typer(add_completion=False)
+PANEL = "Of the suite speedup alone"
 
 
+def option(text: str, setting: str, **keywords):
+    """An option, its help ending in the defaults of the setting that it changes."""
+    cpu, gpu = (listed(defaults(device)[setting]) for device in ("cpu", "cuda"))
+    text += f" Default: {cpu}." if cpu == gpu else f" Default: {cpu} on a CPU, {gpu} on a GPU."
+    panel = PANEL if setting in DENSITY_DEFAULTS["cpu"] | COMMON else None
+    return typer.Option(help=text, show_default=False, rich_help_panel=panel, **keywords)
+
+
+def listed(value: object) -> str:
+    """A value, or values separated by commas."""
+    return ",".join(map(listed, value)) if isinstance(value, tuple) else f"{value}"
+
+
+@app.command()
 def main(
     suites: Annotated[
-        list[str] | None, typer.Argument(help=f"Any of {', '.join(SUITES)}; all by default.")
+        list[Suite] | None, typer.Argument(help="All but speedup by default.", show_default=False)
     ] = None,
+    device: Annotated[
+        Device, typer.Option(help="auto takes the GPU where there is one.")
+    ] = Device.AUTO,
     backends: Annotated[
         str,
         typer.Option(
-            help="Ours: auto, or names of backends such as triton; with /any-order after a name, "
-            "gradients may be summed in any order."
+            "--backends",
+            "--backend",
+            metavar="NAME,NAME",
+            help="Ours: auto, or names of backends such as triton. With /any-order after a name,"
+            " gradients may be summed in any order.",
         ),
     ] = "auto",
-    baselines: Annotated[
-        tuple | None,
+    baselines: Baselines = None,
+    passes: Annotated[Passes, typer.Option(help="Which passes are measured.")] = Passes.BOTH,
+    dtype: Annotated[Dtype | None, option("Type of the inputs.", "dtype")] = None,
+    clock: Annotated[
+        Clock | None,
+        option("On a GPU: graph (device time alone) or events (as called from Python).", "clock"),
+    ] = None,
+    timing: Annotated[
+        Load | None,
+        option("Short turns with waits between, 20 ms turns without, or both.", "timing"),
+    ] = None,
+    budget_ms: Annotated[
+        float | None, option("Milliseconds spent on each rested median.", "budget_ms", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run of the same settings.")
+    ] = False,
+    quick: Annotated[
+        bool,
         typer.Option(
-            "--baselines",
-            "--peers",
-            parser=parse_baselines,
+            "--quick", help="A smaller run, to see that all works.", rich_help_panel=PANEL
+        ),
+    ] = False,
+    patterns: Annotated[
+        tuple | None,
+        option(
+            f"Any of {', '.join(FAMILY_NAMES)}; an expression such as 'local(256) & causal()'; or"
+            " file.py:name, a Pattern of yours or a function from a number of tokens, such as the"
+            " width of a window, to one: it is called with many, and those nearest to the"
+            " requested densities are measured.",
+            "patterns",
+            parser=parse_patterns,
             metavar="NAME,NAME",
-            help="Only these, or none.",
         ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option()] = Dtype.BF16,
-    passes: Annotated[Passes, typer.Option()] = Passes.BOTH,
-    clock: Annotated[
-        Clock, typer.Option(help="graph, or events with the host's time")
-    ] = Clock.GRAPH,
-    budget_ms: Annotated[float, typer.Option(min=1, help="Time spent on each median.")] = 60.0,
-    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on with interrupted suites.")] = False,
-    compare_: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--compare", exists=True, dir_okay=False, help="Two result files."),
+    densities: Annotated[
+        tuple | None,
+        option("Densities of masks.", "densities", parser=parse_densities, metavar="1/2,0.05"),
+    ] = None,
+    lengths: Annotated[
+        tuple | None,
+        option(
+            "Lengths at which densities are measured.",
+            "lengths",
+            parser=parse_lengths,
+            metavar="N,N",
+        ),
+    ] = None,
+    growth: Annotated[
+        tuple | None,
+        option("Lengths of time against length.", "growth", parser=parse_lengths, metavar="N,N"),
+    ] = None,
+    batch: Annotated[int | None, option("Sequences in a batch.", "batch", min=1)] = None,
+    heads: Annotated[int | None, option("Heads of each sequence.", "heads", min=1)] = None,
+    head_dim: Annotated[
+        int | None, option("Numbers in each head.", "head_dim", min=8, max=256)
+    ] = None,
+    block_size: Annotated[
+        BlockSize | None, option("Side of a mask's blocks, in tokens.", "block_size")
     ] = None,
 ) -> None:
-    """Measures suites of attention problems, or compares two results."""
-    if compare_:
-        try:
-            table = compare(*map(Record.load, compare_))
-        except ValueError as error:
-            raise typer.BadParameter(f"--compare: {error}") from error
-        Console(width=TABLE_WIDTH).print(table)
-        return
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("the benchmark measures a CUDA device; there is none")
-    method = Method(
-        device="cuda",
-        dtype=dtype.value,
-        backend="auto",
-        directions=passes.directions,
-        clock=clock.value,
-        budget_ms=budget_ms,
-        seed=seed,
-    )
-    ours, chosen = parse_backends(backends), parse_suites(suites)
+    """Measures suites of attention problems."""
+    from experiments.runner import carry_out
+    from experiments.suites import planned
+
+    kind = resolve(device)
+    method = {"dtype": dtype, "clock": clock, "timing": timing, "budget_ms": budget_ms}
+    density = {
+        "patterns": patterns,
+        "growing": patterns and grown_patterns(patterns),
+        "densities": densities,
+        "lengths": lengths,
+        "growth": growth,
+        "batch": batch,
+        "heads": heads,
+        "growth_heads": heads,
+        "head_dim": head_dim,
+        "block_size": int(block_size) if block_size else None,
+    }
+    method, density = ({k: v for k, v in d.items() if v is not None} for d in (method, density))
+    chosen = suites or [suite for suite in Suite if suite is not Suite.SPEEDUP]
+    if chosen != [Suite.SPEEDUP] and (quick or density):
+        names = ", ".join(f"--{name}".replace("_", "-") for name in ["quick"] * quick + [*density])
+        raise typer.BadParameter(f"{names}: options of the suite speedup alone")
+    ours = parse_backends(backends)
+    fixed = {"device": kind, "directions": passes.directions, "seed": seed}
     for suite in chosen:
-        path = output / f"bench-{suite}-{slug('cuda')}.json"
-        cases = partial(planned, suite, ours, baselines)
-        carry_out(cases, method, path, resume, roofline=True)
+        settings = Method(**METHOD_DEFAULTS[kind] | method | fixed)
+        if suite is Suite.SPEEDUP:
+            density |= {"ours": ours} | ({} if baselines is None else {"baselines": baselines})
+            shortened = QUICK if quick else {}
+            growing = {"growing": tuple(GROWING.values())}
+            settings = DensityMethod(
+                **defaults(kind) | growing | shortened | method | density | fixed
+            )
+        else:
+            needs_cuda()
+        validate(settings)
+        name = suite if suite is Suite.SPEEDUP else f"bench-{suite}"
+        path = output_file(output, name, kind, overwrite)
+        cases = partial(planned, suite, settings, ours, baselines)
+        carry_out(cases, settings, path, resume, roofline=suite is not Suite.SPEEDUP)
 
 
-def planned(
-    suite: str,
-    ours: tuple[str, ...],
-    baselines: tuple[str, ...] | None,
-    say: Callable[[str], None],
-) -> Iterator[Case]:
-    """The cases of a suite with the chosen baselines only."""
-    for case in SUITES[suite](ours):
-        implementations = [
-            c for c in case.implementations if is_ours(c) or baselines is None or c in baselines
-        ]
-        yield replace(case, implementations=tuple(implementations))
+def grown_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """What is measured over lengths where these patterns are asked for.
 
-
-def parse_suites(names: list[str] | None) -> list[str]:
-    for name in names or ():
-        if name not in SUITES:
-            raise typer.BadParameter(f"unknown suite {name!r}; known: {', '.join(SUITES)}")
-    return names or list(SUITES)
+    Families of which no instance keeps its work in proportion to the length are left out.
+    """
+    left_out = {"full", "causal", *FAMILY_NAMES} - GROWING.keys()
+    named = [name for name in patterns if name not in left_out and ".py:" not in name]
+    return tuple(GROWING.get(name, name) for name in named)
 
 
 def parse_backends(text: str) -> tuple[str, ...]:
     """Implementations, "sparseflash" or "sparseflash:backend"."""
-    known = [backend.name for backend in BACKENDS]
+    from experiments.baselines import ANY_ORDER
+    from experiments.record import OURS
+    from sparseflash.backends import BACKENDS
+
+    known = ["auto", *(backend.name for backend in BACKENDS)]
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name.removesuffix(ANY_ORDER) not in ("auto", *known):
-            raise typer.BadParameter(f"unknown backend {name!r}; known: auto, {', '.join(known)}")
+        if name.removesuffix(ANY_ORDER) not in known:
+            raise typer.BadParameter(
+                f"--backends: unknown backend {name!r}; known: {', '.join(known)}"
+            )
     return tuple(OURS if name == "auto" else f"{OURS}:{name}" for name in names)
 
 
+def validate(method: Method) -> None:
+    """Raises typer.BadParameter for settings that do not go together."""
+    from experiments.cli import Baseline
+
+    for name in method.baselines if isinstance(method, DensityMethod) else ():
+        devices = Baseline(name).devices
+        if method.device not in devices:
+            raise typer.BadParameter(f"--baselines {name} runs on {', '.join(devices)} only")
+    if (method.clock == Clock.CPU) != (method.device == "cpu"):
+        raise typer.BadParameter(
+            f"--clock {method.clock} does not measure a {method.device} device"
+        )
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app(prog_name="python -m experiments.bench")

@@ -1,39 +1,62 @@
-"""What the command lines of the experiments share: choices, parsers, and where results go."""
+"""What the command lines share: choices, parsers, and where results go.
 
-import json
+Nothing here imports torch before it is needed, so that `--help` is quick.
+"""
+
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
 
-import torch
 import typer
 
-from experiments import memory
-from experiments.baselines import Baseline
-from experiments.check import CheckError
-from experiments.environment import environment
-from experiments.measure import DTYPES, Case, Method, run
-from experiments.pattern_families import FAMILIES, parse_family
-from experiments.plots import draw
-from experiments.record import Record
-from experiments.report import load, show, wide_console
-from experiments.roofline import measure_roofline
-from sparseflash import BackendError
-
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+SHIPPED = ROOT / "experiments/results"  # records that documents cite
 INTERRUPTED = 130
+FAMILY_NAMES = ("butterfly", "local", "strided", "random", "fading_memory")
+
+
+class Suite(StrEnum):
+    """The suites of the benchmark."""
+
+    SPEEDUP = "speedup"
+    DENSE = "dense"
+    SPARSE = "sparse"
+    SMALL_BLOCKS = "small-blocks"
+    DECODE = "decode"
+    LRA = "lra"
+    MEMORY = "memory"
+
+
+class Baseline(StrEnum):
+    """Implementations to compare with."""
+
+    SDPA = "sdpa"  # scaled_dot_product_attention, its backend chosen by torch
+    FLASH = "flash"  # that of torch's FlashAttention-2
+    CUDNN = "cudnn"  # that of cuDNN
+    FLASH4 = "flash4"  # FlashAttention-4, where it is installed
+    FLEX = "flex"  # FlexAttention, compiled
+    STANDARD = "standard"  # materialised scores
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The types of device that it runs on."""
+        return ("cpu", "cuda") if self in (Baseline.SDPA, Baseline.STANDARD) else ("cuda",)
 
 
 class Device(StrEnum):
+    """Types of device."""
+
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Dtype(StrEnum):
+    """Types of the inputs."""
+
     FP16 = "fp16"
     BF16 = "bf16"
     FP32 = "fp32"
@@ -50,22 +73,53 @@ class BlockSize(StrEnum):
 
 
 class Passes(StrEnum):
+    """Passes of attention."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
     BOTH = "both"
 
     @property
     def directions(self) -> tuple[str, ...]:
+        """The single passes."""
         return ("forward", "backward") if self is Passes.BOTH else (self.value,)
 
 
-def numbers(text: str, convert: Callable[[str], float]) -> tuple:
+class Clock(StrEnum):
+    """What measures the time of a call.
+
+    cpu: `perf_counter` around it. events: two CUDA events around it, the cache flushed before it;
+    host time shows where it outlasts the device's. graph: two CUDA events around the replay of a
+    CUDA graph that holds it, the cache flushed before it; device time alone.
+    """
+
+    CPU = "cpu"
+    EVENTS = "events"
+    GRAPH = "graph"
+
+
+class Load(StrEnum):
+    """How busy the device is while a call is timed; see `timing`."""
+
+    RESTED = "rested"
+    SUSTAINED = "sustained"
+    BOTH = "both"
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """The single loads."""
+        return ("rested", "sustained") if self is Load.BOTH else (self.value,)
+
+
+def parse_numbers(text: str, convert: Callable[[str], float]) -> tuple:
+    """Numbers separated by commas."""
     return tuple(convert(part.strip()) for part in text.split(","))
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
+    """Lengths in tokens. Raises typer.BadParameter for any other text."""
     try:
-        found = numbers(text, int)
+        found = parse_numbers(text, int)
     except ValueError:
         raise typer.BadParameter(
             f"{text!r} is not a list of whole numbers such as 4096,8192"
@@ -76,8 +130,9 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 
 def parse_densities(text: str) -> tuple[float, ...]:
+    """Densities in (0, 1]. Raises typer.BadParameter for any other text."""
     try:
-        found = numbers(text, lambda part: float(Fraction(part)))
+        found = parse_numbers(text, lambda part: float(Fraction(part)))
     except (ValueError, ZeroDivisionError):
         raise typer.BadParameter(
             f"{text!r} is not a list of densities such as 1/2,1/8,0.05"
@@ -89,102 +144,105 @@ def parse_densities(text: str) -> tuple[float, ...]:
 
 def parse_patterns(text: str) -> tuple[str, ...]:
     """Pattern names, separated by the commas that stand outside parentheses."""
+    from experiments.pattern_families import parse_family
+
     names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
     for name in names:
         try:
             parse_family(name)
         except ValueError as error:
-            raise typer.BadParameter(f"{error}; families are {', '.join(FAMILIES)}") from None
+            known = ", ".join(FAMILY_NAMES)
+            raise typer.BadParameter(f"{error}; families are {known}") from None
     return names
 
 
 def parse_baselines(text: str) -> tuple[str, ...]:
+    """Names of baselines. Raises typer.BadParameter for an unknown one."""
     if text == "none":
         return ()
     names = tuple(part.strip() for part in text.split(","))
     if unknown := [name for name in names if name not in set(Baseline)]:
-        raise typer.BadParameter(
-            f"unknown baseline {unknown[0]!r}; known: none, {', '.join(Baseline)}"
-        )
+        known = ", ".join(Baseline)
+        raise typer.BadParameter(f"unknown baseline {unknown[0]!r}; known: none, {known}")
     return names
+
+
+# The options that every command has.
+Baselines = Annotated[
+    tuple | None,
+    typer.Option(
+        "--baselines",
+        "--peers",
+        parser=parse_baselines,
+        metavar="NAME,NAME",
+        help=f"Compare with these: none, or any of {', '.join(Baseline)}.",
+        show_default=False,
+    ),
+]
+Output = Annotated[
+    Path, typer.Option(file_okay=False, help="Folder for the JSON file and the pictures.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace records that the package ships.")
+]
+RESULTS = Path("results")  # in the current folder
+
+
+def needs(found: object, what: str) -> None:
+    """Raises typer.BadParameter that says what a command needs, unless it was found."""
+    if not found:
+        raise typer.BadParameter(f"this command needs {what}")
+
+
+def needs_cuda() -> None:
+    """Raises typer.BadParameter where there is no CUDA device."""
+    import torch
+
+    needs(torch.cuda.is_available(), "a CUDA device; there is none")
 
 
 def resolve(device: Device) -> str:
     """The device's type. Raises typer.BadParameter where it is asked for and missing."""
-    if device is Device.CUDA and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: this machine has no CUDA device")
+    import torch
+
+    if device is Device.CUDA:
+        needs_cuda()
     if device is Device.AUTO:
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device.value
 
 
-def carry_out(
-    plan: Callable[[Callable[[str], None]], Iterator[Case]],
-    method: Method,
-    path: Path,
-    resume: bool,
-    roofline: bool = False,
-) -> None:
-    """Measures, and whatever comes of it is kept in `path`; then prints and draws it."""
-    console = wide_console()
-    _make_folder(path.parent)  # an error comes before all is measured
-    record = open_record(method, path, resume)
-    if roofline and not record.roofline:
-        record.roofline = measure_roofline(DTYPES[method.dtype])
-    try:
-        run(plan, method, record, path, console)
-    except KeyboardInterrupt:
-        record.save(path)
-        console.print(
-            f"Interrupted: {path} holds {len(record.rows)} measurements; --resume goes on."
+def output_folder(output: Path, overwrite: bool) -> Path:
+    """A folder for results, created where it is missing.
+
+    Args:
+        output: the folder.
+        overwrite: whether it may be that of the records that the package ships.
+
+    Raises:
+        typer.BadParameter: for a folder inside the package, or one that cannot be created.
+    """
+    if not overwrite and output.resolve().is_relative_to(SHIPPED.parent):
+        raise typer.BadParameter(
+            f"--output {output} lies inside the package, where records are that it ships: give"
+            " another folder, or --overwrite to replace them"
         )
-        raise typer.Exit(INTERRUPTED) from None
-    except CheckError as error:
-        console.print(f"[red]Wrong result, nothing more is timed:[/] {error}")
-        raise typer.Exit(1) from None
-    except BackendError as error:
-        raise typer.BadParameter(str(error)) from None
-    show(record, console)
-    for written in (path, *draw(record, path.with_suffix(""))):
-        console.print(f"wrote {written}", highlight=False)
-    console.print(f"done in {record.seconds:.0f} s on {record.environment['device']}")
-
-
-def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"--output: {error}") from None
+    return output
+
+
+def output_file(output: Path, name: str, device: str, overwrite: bool) -> Path:
+    """The path of a record in `output_folder`: `name`, then the device's name."""
+    return output_folder(output, overwrite) / f"{name}-{slug(device)}.json"
 
 
 def slug(device: str) -> str:
     """The device's name as part of a file name: "cpu", "nvidia-h200"."""
-    return (
-        "cpu"
-        if device == "cpu"
-        else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
-    )
+    if device == "cpu":
+        return "cpu"
+    import torch
 
-
-def open_record(method: Method, path: Path, resume: bool) -> Record:
-    """A new record, or with `resume` the one in `path`, of the same settings and commit."""
-    fresh = Record(
-        environment(torch.device(method.device)) | {"memory": memory.METHOD[method.device]},
-        json.loads(json.dumps(asdict(method))),
-    )
-    if not resume:
-        return fresh
-    if not path.exists():
-        raise typer.BadParameter(f"--resume: there is no {path}")
-    record = load(path)
-    kept, now = _identity(record), _identity(fresh)
-    if others := [name for name in kept | now if kept.get(name) != now.get(name)]:
-        listed = "; ".join(f"{name} {kept.get(name)}, now {now.get(name)}" for name in others)
-        raise typer.BadParameter(f"--resume: {path} is of another run: {listed}")
-    return record
-
-
-def _identity(record: Record) -> dict:
-    """What a run must share with the one that it goes on."""
-    environment = {name: record.environment[name] for name in ("device", "git")}
-    return record.settings | {f"environment {name}": v for name, v in environment.items()}
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())

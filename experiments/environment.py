@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[1]
+from experiments.cli import ROOT
+
 PACKAGES = ("torch", "triton", "numpy", "flash-attn-4")
 
 

@@ -1,45 +1,34 @@
-"""Measures cases: implementations are checked, timed interleaved, and their memory is taken."""
+"""Measures one case: implementations are checked, timed in turns, and their memory is taken."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments import memory
-from experiments.baselines import Baseline, attend_baseline, attend_sparseflash
+from experiments.baselines import attend_baseline, attend_sparseflash
 from experiments.check import Attend, check
+from experiments.cli import Baseline, Clock, Load
 from experiments.pattern_families import Problem
-from experiments.record import Measurement, Record, is_ours
-from experiments.timing import Clock, Prepare, Timing, prepared, time_interleaved
+from experiments.record import Measurement, is_ours
+from experiments.settings import Method
+from experiments.timing import Prepare, Sample, prepared, time_rested, time_sustained
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Method:
-    """How cases are measured. backend: what "sparseflash" stands for; budget_ms: time spent on
-    each median."""
-
-    device: str
-    dtype: str
-    backend: str
-    directions: tuple[str, ...]
-    clock: str
-    budget_ms: float
-    seed: int
-
-
-@dataclass(frozen=True)
 class Case:
-    """One mask on one problem size, and what is measured on it: baselines, and our backends as
-    "sparseflash" or "sparseflash:name".
+    """One mask on one problem size, and what is measured on it.
 
-    q_len, kv_heads: of a case that is decoded, which has no backward pass
+    Attributes:
+        suite: to which it belongs.
+        family: of the pattern.
+        problem: the compiled mask.
+        batch, heads, seq_len, head_dim, block_size: the size; lengths in tokens.
+        implementations: names of baselines, and ours as "sparseflash" or "sparseflash:backend".
+        q_len, kv_heads: of a case that is decoded, which has no backward pass.
     """
 
     suite: str
@@ -79,34 +68,45 @@ def measure(
     case: Case,
     implementations: Sequence[str],
     method: Method,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Checks implementations on a case, then times each pass, interleaved, and takes the peak
-    memory of each. Tells `say` what it is at.
+    """Checks implementations on a case, then times each pass, then takes its peak memory.
 
-    Returns the measurements of one implementation after the other, and the reasons of baselines
-    that cannot run; ours have to.
+    Args:
+        case: what is measured.
+        implementations: those of the case that are wanted.
+        method: how it is measured.
+        log: called with what is under way.
+
+    Returns:
+        The measurements of one implementation after the other, and for each baseline that cannot
+        run the reason; our implementations have to.
+
+    Raises:
+        CheckError: for a wrong result.
+        RuntimeError: of an implementation of ours that cannot run.
     """
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
-    problem = random_problem(case, dtype, device, method.seed)
+    inputs, grad_out = random_problem(case, dtype, device, method.seed)
     skips = SkipReasons()
     passes: dict[str, dict[str, Prepare]] = {}
-    for implementation in implementations:
-        say(f"checking {implementation} on {case}")
-        with skips.catch(implementation):
-            passes[implementation] = checked(implementation, case, method, *problem)
-    timings: dict[str, dict[str, Timing]] = {}
+    for name in implementations:
+        log(f"checking {name} on {case}")
+        with skips.catch(name):
+            passes[name] = checked(name, case, method, inputs, grad_out)
+    times: dict[tuple[str, str], dict[str, float]] = {}
     for direction in case.directions(method):
-        say(f"timing {case}, {direction}")
+        log(f"timing {case}, {direction}")
         running = {c: p[direction] for c, p in passes.items() if c not in skips.reasons}
-        timings[direction] = _timed(running, method, skips)
-    rows = [
-        _row(case, implementation, direction, timings[direction][implementation], prepare, method)
-        for implementation, of_implementation in passes.items()
-        for direction, prepare in of_implementation.items()
-        if implementation not in skips.reasons
+        for name, figures in timed(running, method, skips).items():
+            times[name, direction] = figures
+    measurements = [
+        measured(case, name, direction, times[name, direction], prepare, method)
+        for name, own_passes in passes.items()
+        for direction, prepare in own_passes.items()
+        if name not in skips.reasons
     ]
-    return rows, skips.reasons
+    return measurements, skips.reasons
 
 
 class SkipReasons:
@@ -125,13 +125,13 @@ class SkipReasons:
             self.reasons[implementation] = str(error).strip().splitlines()[0]
 
 
-def checked(
-    implementation: str, case: Case, method: Method, inputs, grad_out
-) -> dict[str, Prepare]:
+def checked(name: str, case: Case, method: Method, inputs, grad_out) -> dict[str, Prepare]:
     """Each pass of an implementation whose results were right."""
-    attend = make_attend(implementation, case.problem, method.backend)
-    mask, directions = case.problem.mask, case.directions(method)
-    check(attend, inputs, mask, f"{implementation} on {case}", backward="backward" in directions)
+    attend = make_attend(name, case.problem)
+    directions = case.directions(method)
+    check(
+        attend, inputs, case.problem.mask, f"{name} on {case}", backward="backward" in directions
+    )
     passes = {
         "forward": forward_pass(attend, inputs),
         "backward": backward_pass(attend, inputs, grad_out),
@@ -139,31 +139,45 @@ def checked(
     return {direction: passes[direction] for direction in directions}
 
 
-def _timed(passes: dict[str, Prepare], method: Method, skips: SkipReasons) -> dict[str, Timing]:
-    """The time of the same pass of each implementation that can run."""
-    samples = {}
+def timed(
+    passes: dict[str, Prepare], method: Method, skips: SkipReasons
+) -> dict[str, dict[str, float]]:
+    """The times of the same pass of each implementation that can run, as fields of a row.
+
+    median_ms and its quartiles are rested where that was asked for, otherwise sustained.
+    """
+    samples: dict[str, Sample] = {}
+    loads = Load(method.timing).single
     with ExitStack() as stack:
-        for implementation, prepare in passes.items():
-            with skips.catch(implementation):
-                run = prepared(prepare, Clock(method.clock))
-                samples[implementation] = stack.enter_context(run)
-        timings = time_interleaved(list(samples.values()), method.budget_ms)
-    return dict(zip(samples, timings, strict=True))
+        for name, prepare in passes.items():
+            with skips.catch(name):
+                samples[name] = stack.enter_context(prepared(prepare, Clock(method.clock)))
+        running = list(samples.values())
+        rested = time_rested(running, method.budget_ms) if Load.RESTED in loads else None
+        sustained = time_sustained(running) if Load.SUSTAINED in loads else None
+    fields = [asdict(timing) for timing in rested or sustained or ()]
+    for own, timing in zip(fields, sustained or (), strict=False):
+        own |= {
+            "sustained_ms": timing.median_ms,
+            "sustained_low_ms": timing.low_ms,
+            "sustained_high_ms": timing.high_ms,
+        }
+    return dict(zip(samples, fields, strict=True))
 
 
-def _row(
+def measured(
     case: Case,
-    implementation: str,
+    name: str,
     direction: str,
-    timing: Timing,
+    times: dict[str, float],
     prepare: Prepare,
     method: Method,
 ) -> Measurement:
-    """What is kept of a pass; its peak memory is taken here."""
+    """What a record keeps of a pass; its peak memory is taken here."""
     density = case.problem.density
     return Measurement(
         suite=case.suite,
-        implementation=implementation,
+        implementation=name,
         family=case.family,
         pattern=case.problem.label,
         batch=case.batch,
@@ -174,7 +188,7 @@ def _row(
         density=density,
         blocks_per_row=density * -(-case.seq_len // case.block_size),
         direction=direction,
-        **asdict(timing),
+        **times,  # pyright: ignore[reportArgumentType]
         peak_bytes=memory.peak_bytes(lambda: prepare()(), torch.device(method.device)),
         q_len=case.q_len,
         kv_heads=case.kv_heads,
@@ -182,11 +196,11 @@ def _row(
     )
 
 
-def make_attend(implementation: str, problem: Problem, backend: str) -> Attend:
-    if is_ours(implementation):
-        _, _, named = implementation.partition(":")
-        return attend_sparseflash(problem, named or backend)
-    return attend_baseline(Baseline(implementation), problem)
+def make_attend(name: str, problem: Problem) -> Attend:
+    """An implementation, by its name, on a mask."""
+    if is_ours(name):
+        return attend_sparseflash(problem, name.partition(":")[2] or "auto")
+    return attend_baseline(Baseline(name), problem)
 
 
 def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int):
@@ -216,71 +230,3 @@ def backward_pass(attend: Attend, inputs, grad_out):
         return lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
 
     return prepare
-
-
-def run(
-    plan: Callable[[Callable[[str], None]], Iterator[Case]],
-    method: Method,
-    record: Record,
-    path: Path,
-    console: Console,
-) -> None:
-    """Measures what the record does not hold yet of the cases of `plan(say)`, and saves it after
-    every case."""
-    torch.manual_seed(method.seed)
-    begin = time.perf_counter() - record.seconds
-    record.skipped.clear()
-    known = {(r.implementation, r.family, r.pattern, r.group[:-1]) for r in record.rows}
-    with progress_bar(console) as progress:
-        task = progress.add_task("compiling masks", total=None)
-
-        def say(text: str) -> None:
-            progress.update(task, description=text)
-
-        cases = list(plan(lambda text: progress.console.print(f"[yellow]{text}[/]")))
-        progress.update(task, total=sum(len(case.implementations) for case in cases))
-        say("warming up")
-        _warm_up(cases[0], method)
-        for case in cases:
-            known_of_case = case.family, case.problem.label, case.group
-            lacking = [c for c in case.implementations if (c, *known_of_case) not in known]
-            if lacking:
-                rows, reasons = measure(case, lacking, method, say)
-                record.rows += rows
-                record.skipped += [[c, str(case), reason] for c, reason in reasons.items()]
-                record.seconds = time.perf_counter() - begin
-                record.save(path)
-            progress.advance(task, len(case.implementations))
-        say("the first case again")
-        record.drift = measure_drift(record, cases[0], method)
-    record.complete = True
-    record.save(path)
-
-
-def _warm_up(first: Case, method: Method) -> None:
-    """Measures the first case for nothing: all others are compared with it, and what it finds cold
-    would count for it alone."""
-    measure(first, first.implementations[:1], method)
-
-
-def measure_drift(record: Record, first: Case, method: Method) -> float:
-    """The factor by which the time of the first implementation on the first case, our full mask,
-    has changed since it was first measured.
-
-    All speed-ups are ratios to that first time: where it does not hold, they do not either.
-    """
-    rows, _ = measure(first, first.implementations[:1], method)
-    again = {row.direction: row.median_ms for row in rows}
-    before = {row.direction: row.median_ms for row in record.rows[: len(again)]}
-    ratios = [again[direction] / before[direction] for direction in again]
-    return max(max(ratio, 1 / ratio) for ratio in ratios)
-
-
-def progress_bar(console: Console) -> Progress:
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    return Progress(*columns, console=console)

@@ -182,14 +182,17 @@ FAMILIES = {
 }
 
 
+KNOWN: dict[str, Family | Single] = FAMILIES | {single.name: single for single in (FULL, CAUSAL)}
+
+
 def parse_family(text: str) -> Family | Single:
     """A family by name, `file.py:name` (a Pattern, or a function from a length in tokens to one),
     or an expression.
 
     Raises ValueError for a text that is none of these.
     """
-    if text in FAMILIES:
-        return FAMILIES[text]
+    if text in KNOWN:
+        return KNOWN[text]
     if file := re.fullmatch(r"(.+\.py):(\w+)", text):
         return _from_file(Path(file[1]), file[2])
     return Single(text, masks.parse(text))

@@ -13,6 +13,7 @@ BACKWARD_FLOPS = 2.5
 # Keys of older records, and what they are called now.
 RENAMED = {"sweep": "suite", "contender": "implementation", "roofs": "roofline"}
 OURS = "sparseflash"
+ANY_ORDER = "/any-order"  # after the name of one whose gradients need no fixed order of sums
 
 
 def is_ours(implementation: str) -> bool:
@@ -29,15 +30,19 @@ def useful_flops(
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measurement.
+    """One row of a record: a pass of an implementation on a mask.
 
-    suite:      "density" (patterns at one length) or "length" (one pattern at many lengths)
-    implementation:  OURS, OURS:backend, or the name of a baseline
-    direction:  "forward" or "backward"
-    peak_bytes: most memory alive during the pass, beyond the inputs; of a backward pass, with its
-    forward
-    q_len, kv_heads: of cases that are decoded, where they are not seq_len and heads
-    key_value_bytes: of cases that are decoded, those of the keys and values in non-zero blocks
+    Attributes:
+        suite: "density" (patterns at one length), "length" (one pattern at many lengths), or the
+            name of a suite of fixed problems.
+        implementation: OURS, OURS:backend, or the name of a baseline.
+        direction: "forward" or "backward".
+        median_ms, low_ms, high_ms: median and quartiles of `runs` runs.
+        peak_bytes: most memory alive during the pass beyond the inputs; of a backward pass, with
+            its forward pass.
+        q_len, kv_heads: of cases that are decoded, where they are not seq_len and heads.
+        key_value_bytes: of cases that are decoded, those of keys and values in non-zero blocks.
+        sustained_ms, sustained_low_ms, sustained_high_ms: the same under continuous load.
     """
 
     suite: str
@@ -60,10 +65,13 @@ class Measurement:
     q_len: int | None = None
     kv_heads: int | None = None
     key_value_bytes: int | None = None
+    sustained_ms: float | None = None
+    sustained_low_ms: float | None = None
+    sustained_high_ms: float | None = None
 
     @property
     def tflops(self) -> float:
-        """See useful_flops."""
+        """Useful TFLOP/s; see `useful_flops`."""
         lengths = (self.q_len or self.seq_len, self.seq_len)
         sizes = (self.batch * self.heads, lengths, self.head_dim, self.density)
         return useful_flops(*sizes, self.direction) / (self.median_ms * 1e9)
@@ -75,6 +83,11 @@ class Measurement:
         if self.key_value_bytes is None:
             return self.tflops, "TFLOP/s"
         return self.key_value_bytes / (self.median_ms * 1e9), "TB/s"
+
+    @property
+    def useful_sustained(self) -> float | None:
+        """`useful` under continuous load, where it was measured."""
+        return self.sustained_ms and self.useful[0] * self.median_ms / self.sustained_ms
 
     @property
     def group(self) -> tuple:
@@ -135,7 +148,13 @@ def _renamed(entry: dict) -> dict:
 
 def _figures(row: Measurement) -> dict[str, float]:
     useful, unit = row.useful
-    return {"tflops": row.tflops} | ({"terabytes_per_second": useful} if unit == "TB/s" else {})
+    figures = {"tflops": row.tflops}
+    if unit == "TB/s":
+        figures["terabytes_per_second"] = useful
+    if row.useful_sustained is not None:
+        name = "terabytes_per_second" if unit == "TB/s" else "tflops"
+        figures[f"sustained_{name}"] = row.useful_sustained
+    return figures
 
 
 def full_row(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
@@ -176,7 +195,7 @@ def crossovers(rows: list[Measurement]) -> list[dict]:
     lines = {}
     for row in rows:
         sparse = row.suite == "density" and row.family not in ("full", "causal")
-        if sparse and row.implementation == OURS and (full := full_row(row, rows)):
+        if sparse and is_ours(row.implementation) and (full := full_row(row, rows)):
             lines.setdefault((full, row.family), []).append(row)
     return [
         _crossovers_of(line, full, dense_baseline(full.group, rows))
@@ -191,6 +210,7 @@ def _crossovers_of(
     return {
         "seq_len": full.seq_len,
         "direction": full.direction,
+        "implementation": full.implementation,
         "family": line[0].family,
         "against_full": crossover(times, full.median_ms),
         "baseline": baseline and baseline.implementation,

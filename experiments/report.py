@@ -1,9 +1,9 @@
-"""A record as tables.
+"""A record as tables and pictures, or two records compared.
 
     python -m experiments.report experiments/results/speedup-nvidia-h200.json
+    python -m experiments.report before.json after.json
 
-prints the tables of a record, draws its pictures anew beside it, and prints the table of the
-README.
+`docs/benchmark-columns.md` explains the columns.
 """
 
 import math
@@ -15,28 +15,44 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from experiments.plots import draw
-from experiments.record import OURS, Measurement, Record, crossovers, is_ours, relative
+from experiments.cli import RESULTS, Output, Overwrite, output_folder
+from experiments.record import Measurement, Record, crossovers, is_ours, relative
 
 DRIFT_LIMIT = 1.15
-SHOWN_SPARSITY = 16  # 1 / s of the masks that the README shows
+NOISE = 0.03  # part of a time that two runs of the same code may differ by
 # A narrower terminal wraps lines; a table fitted to it would cut digits off.
-TABLE_WIDTH = 132
+TABLE_WIDTH = 150
 COLUMNS = (
-    "pattern", "density", "blocks/row", "kernels", "ms", "±%", "useful", "speed-up", "ideal",
-    "retention", "peak MiB"
+    "pattern", "density", "blocks/row", "implementation", "ms", "±%", "useful", "speed-up",
+    "ideal", "retention", "peak MiB"
 )  # fmt: skip
+SUSTAINED = ("sustained\nms", "sustained\nuseful")  # columns of a record that has them
 
 
 def main(
-    path: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A record, JSON.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="A record, or two to compare."),
+    ],
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Prints the tables of a record and draws its pictures."""
-    record, console = load(path), wide_console()
-    show(record, console)
-    for written in draw(record, path.with_suffix("")):
+    """Prints the tables of a record and draws its pictures, or compares two records."""
+    console = wide_console()
+    records = [load(path) for path in paths]
+    if len(records) == 2:
+        try:
+            console.print(compare(*records))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return
+    if len(records) > 2:
+        raise typer.BadParameter(f"one record, or two to compare, got {len(records)}")
+    from experiments.plots import draw
+
+    show(records[0], console)
+    for written in draw(records[0], output_folder(output, overwrite) / paths[0].stem):
         console.print(f"wrote {written}", highlight=False)
-    print(markdown(record))
 
 
 def wide_console() -> Console:
@@ -52,35 +68,6 @@ def load(path: Path) -> Record:
         return Record.load(path)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def markdown(record: Record) -> str:
-    """The table of the README."""
-    return _of_densities(record) if record.rows[0].suite == "density" else _of_suite(record)
-
-
-def _of_suite(record: Record) -> str:
-    """Useful TFLOP/s, or TB/s, of every implementation on the cases of the first size."""
-    size = record.rows[0].group[:-1]
-    rows = [r for r in record.rows if r.group[:-1] == size]
-    pairs = dict.fromkeys((r.direction, r.implementation) for r in rows)
-    columns = sorted(pairs, key=lambda pair: pair[0] == "backward")
-    names = [
-        f"{direction}, {implementation.split(':')[-1]}" for direction, implementation in columns
-    ]
-    lines = [f"| pattern | density s | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
-    for pattern in dict.fromkeys(r.pattern for r in rows):
-        found = {(r.direction, r.implementation): r for r in rows if r.pattern == pattern}
-        cells = [
-            _rounded(found[column].useful[0]) if column in found else "" for column in columns
-        ]
-        density = next(iter(found.values())).density
-        lines.append(f"| {pattern} | {density:.3g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _rounded(useful: float) -> str:
-    return f"{useful:.0f}" if useful >= 10 else f"{useful:.2f}"
 
 
 def show(record: Record, console: Console) -> None:
@@ -107,13 +94,15 @@ def _table(rows: list[Measurement], everything: list[Measurement]) -> Table:
     first = rows[0]
     size = f"N = {first.seq_len:,}, batch {first.batch}, {first.size}"
     table = plain_table(f"{first.direction}, {size}; useful {first.useful[1]}")
-    for column in COLUMNS:
-        justify = "left" if column in ("pattern", "kernels") else "right"
+    sustained = any(row.sustained_ms is not None for row in rows)
+    for column in COLUMNS + SUSTAINED * sustained:
+        justify = "left" if column in ("pattern", "implementation") else "right"
         table.add_column(column, justify=justify, no_wrap=True)
     for before, row in zip([None, *rows], rows, strict=False):
         repeated = before is not None and before.pattern == row.pattern
         table.add_row(
             *_cells(row, everything, repeated),
+            *_sustained(row) * sustained,
             style=None if is_ours(row.implementation) else "dim",
         )
     return table
@@ -137,9 +126,20 @@ def _cells(row: Measurement, everything: list[Measurement], repeated: bool) -> l
     ]
 
 
+def _sustained(row: Measurement) -> tuple[str, str]:
+    return _optional(row.sustained_ms, "{:.4g}"), _optional(row.useful_sustained, "{:.3g}")
+
+
 def _crossover_table(found: list[dict]) -> Table:
     table = plain_table("Sparse beats dense up to density")
-    for column in ("N", "pass", "pattern", "our full mask", "best dense baseline"):
+    for column in (
+        "N",
+        "pass",
+        "implementation",
+        "pattern",
+        "its full mask",
+        "best dense baseline",
+    ):
         table.add_column(column)
     for entry in found:
         baseline = f" ({entry['baseline']})" if entry["baseline"] else ""
@@ -149,6 +149,7 @@ def _crossover_table(found: list[dict]) -> Table:
         table.add_row(
             f"{entry['seq_len']:,}",
             entry["direction"],
+            entry["implementation"],
             entry["family"],
             _limit(entry["against_full"]),
             against_baseline,
@@ -160,42 +161,52 @@ def _limit(density: float | None) -> str:
     return "at none measured" if density is None else f"{density:.3f}"
 
 
-def _of_densities(record: Record) -> str:
-    """The full mask and, of every family, the mask of a density next to 1/16, at the longest
-    sequences of the sweep over densities: a table for the README."""
-    sweep = [r for r in record.rows if r.suite == "density" and r.family != "causal"]
-    longest = max(r.seq_len for r in sweep)
-    rows = [r for r in sweep if r.seq_len == longest]
-    ours = [r for r in rows if r.implementation == OURS and r.direction == "forward"]
-    lines = [
-        "| pattern | density s | forward, ms | faster than full | than FlexAttention "
-        "| backward, ms | faster than full | than FlexAttention |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for family in dict.fromkeys(r.family for r in ours):
-        near = min(
-            (r for r in ours if r.family == family),
-            key=lambda r: abs(math.log(r.density * SHOWN_SPARSITY)),
-        )
-        figures = [
-            figure
-            for direction in ("forward", "backward")
-            for figure in _markdown_figures(near.pattern, direction, rows)
+def compare(before: Record, after: Record) -> Table:
+    """Times of the rows that both records hold, and their geometric mean for each implementation.
+
+    Raises ValueError where they hold no row in common, or were measured in another dtype or by
+    another clock.
+    """
+    for name in ("dtype", "clock"):
+        values = before.settings.get(name), after.settings.get(name)
+        if values[0] != values[1]:
+            raise ValueError(f"the records must share their {name}, got {values[0]}, {values[1]}")
+    earlier = {_key(row): row for row in before.rows}
+    pairs = [(earlier[_key(row)], row) for row in after.rows if _key(row) in earlier]
+    if not pairs:
+        raise ValueError("the records have no case in common")
+    table = plain_table(f"{origin(before)} to {origin(after)}")
+    for column in ("case", "pass", "implementation"):
+        table.add_column(column)
+    for column in ("before, ms", "after, ms", "faster"):
+        table.add_column(column, justify="right")
+    for old, new in pairs:
+        table.add_row(*_compared(old, new))
+    for implementation in dict.fromkeys(row.implementation for row in after.rows):
+        ratios = [
+            o.median_ms / n.median_ms for o, n in pairs if n.implementation == implementation
         ]
-        lines.append(f"| `{near.pattern}` | {near.density:.4g} | {' | '.join(figures)} |")
-    return "\n".join(lines)
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            table.add_row("geometric mean", "", implementation, "", "", f"{mean:.3f}x")
+    return table
 
 
-def _markdown_figures(pattern: str, direction: str, rows: list[Measurement]) -> list[str]:
-    by_implementation = {
-        r.implementation: r for r in rows if (r.pattern, r.direction) == (pattern, direction)
-    }
-    row, flex = by_implementation[OURS], by_implementation.get("flex")
-    return [
-        f"{row.median_ms:.3g}",
-        _optional(relative(row, rows)["speedup"], "{:.2f}x"),
-        _optional(flex and flex.median_ms / row.median_ms, "{:.2f}x"),
-    ]
+def _key(row: Measurement) -> tuple:
+    return row.implementation, row.family, row.pattern, row.group
+
+
+def _compared(old: Measurement, new: Measurement) -> list[str]:
+    ratio = old.median_ms / new.median_ms
+    style = "green" if ratio > 1 + NOISE else "red" if ratio < 1 - NOISE else "dim"
+    case = f"{new.pattern}, N = {new.seq_len:,}, {new.size}"
+    times = (f"{old.median_ms:.4g}", f"{new.median_ms:.4g}")
+    return [case, new.direction, new.implementation, *times, f"[{style}]{ratio:.3f}x[/]"]
+
+
+def origin(record: Record) -> str:
+    commit = record.environment["git"]["commit"] or "unknown"
+    return f"{commit[:10]} on {record.environment['device']}"
 
 
 def plain_table(title: str) -> Table:

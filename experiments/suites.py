@@ -1,14 +1,16 @@
-"""The named suites of the benchmark: what each of them measures, and whom it compares with."""
+"""The named suites of the benchmark: what each measures, and which baselines it has."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 import masks
-from experiments.baselines import Baseline
+from experiments.cli import Baseline, Suite
 from experiments.measure import Case
-from experiments.pattern_families import CAUSAL, FULL, Single, Size
+from experiments.pattern_families import CAUSAL, FULL, Problem, Single, Size, parse_family
+from experiments.record import is_ours
+from experiments.settings import DensityMethod, Method
 from masks import Pattern
 
 TOKENS = 32_768
@@ -53,19 +55,26 @@ class Shape:
     def case(
         self, suite: str, family: Single, block_size: int, implementations: tuple[str, ...]
     ) -> Case:
+        """A case of this size; `family` is compiled for a GPU."""
         (problem,), _ = family.choose(self.size(block_size), ())
+        return self.of(suite, family.name, problem, block_size, implementations)
+
+    def of(
+        self,
+        suite: str,
+        family: str,
+        problem: Problem,
+        block_size: int,
+        implementations: tuple[str, ...],
+    ) -> Case:
+        """A case of this size and a compiled mask."""
         return Case(
             suite=suite,
-            family=family.name,
+            family=family,
             problem=problem,
-            batch=self.batch,
-            heads=self.heads,
-            seq_len=self.seq_len,
-            head_dim=self.head_dim,
             block_size=block_size,
             implementations=implementations,
-            q_len=self.q_len,
-            kv_heads=self.kv_heads,
+            **asdict(self),
         )
 
 
@@ -168,11 +177,71 @@ def at_random(share: int, seq_len: int, side: int) -> Pattern:
     return masks.random(1 / share) | masks.strided(seq_len // side)
 
 
-SUITES: dict[str, Callable[[tuple[str, ...]], Iterator[Case]]] = {
-    "dense": dense,
-    "sparse": sparse,
-    "small-blocks": small_blocks,
-    "decode": decode,
-    "lra": lra,
-    "memory": memory,
+def density_cases(method: DensityMethod, log: Callable[[str], None]) -> Iterator[Case]:
+    """Every pattern at every density; the full mask, to which others are compared, first."""
+    flex = tuple(name for name in method.baselines if name == Baseline.FLEX)
+    for seq_len in method.lengths:
+        size = Size(seq_len, method.block_size, torch.device(method.device))
+        shape = Shape(method.batch, method.heads, seq_len, method.head_dim)
+        for family in (FULL, *map(parse_family, method.patterns)):
+            problems, missed = family.choose(size, method.densities)
+            for density in missed:
+                log(f"left out: no {family.name} of density {density:.3g} at N = {seq_len}")
+            for problem in problems:
+                names = (*method.ours, *(method.baselines if problem.dense else flex))
+                yield shape.of("density", family.name, problem, method.block_size, names)
+
+
+def length_cases(method: DensityMethod) -> Iterator[Case]:
+    """The growing patterns at each length, and full masks while they are short enough."""
+    # FlexAttention would be compiled anew for every length, longer than all the rest takes.
+    dense = tuple(name for name in method.baselines if name != Baseline.FLEX)
+    for seq_len in method.growth:
+        size = Size(seq_len, method.block_size, torch.device(method.device))
+        shape = Shape(1, method.growth_heads, seq_len, method.head_dim)
+        names = dict.fromkeys(method.growing, method.ours)
+        if seq_len <= method.dense_limit:
+            standard = (Baseline.STANDARD,) if seq_len <= method.standard_limit else ()
+            names = {"full": (*method.ours, *dense, *standard)} | names
+        for name, implementations in names.items():
+            for problem in parse_family(name).choose(size, ())[0]:
+                yield shape.of("length", name, problem, method.block_size, implementations)
+
+
+SUITES: dict[Suite, Callable[[tuple[str, ...]], Iterator[Case]]] = {
+    Suite.DENSE: dense,
+    Suite.SPARSE: sparse,
+    Suite.SMALL_BLOCKS: small_blocks,
+    Suite.DECODE: decode,
+    Suite.LRA: lra,
+    Suite.MEMORY: memory,
 }
+
+
+def planned(
+    suite: Suite,
+    method: Method,
+    ours: tuple[str, ...],
+    baselines: tuple[str, ...] | None,
+    log: Callable[[str], None],
+) -> Iterator[Case]:
+    """The cases of a suite, of its baselines the chosen ones only, their masks compiled.
+
+    Args:
+        suite: its name.
+        method: how it is measured; a `DensityMethod` of the suite "speedup".
+        ours: names of our implementations.
+        baselines: names of others; None for those of the suite.
+        log: called with what has to be left out.
+    """
+    if isinstance(method, DensityMethod):
+        yield from density_cases(method, log)
+        yield from length_cases(method)
+        return
+    for case in SUITES[suite](ours):
+        chosen = [
+            name
+            for name in case.implementations
+            if is_ours(name) or baselines is None or name in baselines
+        ]
+        yield replace(case, implementations=tuple(chosen))

@@ -1,15 +1,17 @@
 """How long a call takes: the median of many runs, and its spread."""
 
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache, partial
 
 import torch
+
+from experiments.cli import Clock
 
 Run = Callable[[], object]
 Prepare = Callable[[], Run]
@@ -21,21 +23,10 @@ FLUSH_BYTES = 256 * 2**20
 TURNS = 6
 MIN_RUNS = TURNS  # so that all take part in every turn
 MAX_RUNS = 200
-
-
-class Clock(StrEnum):
-    """What measures the time.
-
-    cpu:    perf_counter around the call
-    events: two CUDA events around the call, caches flushed before it; host time shows where it
-    outlasts the device's
-    graph:  two CUDA events around the replay of a CUDA graph that holds the call, caches flushed
-    before it: device time
-    """
-
-    CPU = "cpu"
-    EVENTS = "events"
-    GRAPH = "graph"
+ROUNDS = 5
+WARM_UP_MS, SUSTAINED_MS = 10.0, 20.0
+ESTIMATES = 3  # runs, of which the fastest tells how many a turn has
+MAX_SUSTAINED_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -59,33 +50,60 @@ class Timing:
 def time_call(prepare: Prepare, clock: Clock, budget_ms: float) -> Timing:
     """Times the function that `prepare()` returns, for about `budget_ms`; see `prepared`."""
     with prepared(prepare, clock) as sample:
-        (timing,) = time_interleaved([sample], budget_ms)
+        (timing,) = time_rested([sample], budget_ms)
     return timing
 
 
-def time_interleaved(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
-    """Times each of them, for about `budget_ms` each after one run to warm up.
+def time_rested(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
+    """Times each of them in short turns, for about `budget_ms` each after one run to warm up.
 
     They take turns, a few runs at a time, and each comes after each other one about as often: the
-    clock of a GPU follows its power, and whoever is measured for long after others have heated it,
-    or always after the same one, is measured on another machine.
+    clock of a GPU follows its power, and an implementation that is measured for long after others
+    have heated it, or always after the same one, is measured on another machine. The host waits
+    for the device after every turn, so power hardly binds.
     """
     estimates = [sample(1)[0] for sample in samples]
     wanted = [min(MAX_RUNS, max(MIN_RUNS, int(budget_ms / max(e, 1e-3)))) for e in estimates]
     milliseconds: list[list[float]] = [[] for _ in samples]
-    gc.disable()
-    try:
+    with _no_garbage_collection():
         for turn, order in enumerate(_orders(len(samples))):
             for i in order:
                 runs = wanted[i] * (turn + 1) // TURNS - wanted[i] * turn // TURNS
                 milliseconds[i] += samples[i](runs) if runs else []
-    finally:
-        gc.enable()
     return [Timing.of(times) for times in milliseconds]
 
 
+def time_sustained(samples: Sequence[Sample]) -> list[Timing]:
+    """Times each of them under the load of a device that never waits.
+
+    In each of ROUNDS rounds each takes a turn of runs back to back: WARM_UP_MS that are not
+    counted, in which the clock settles, then SUSTAINED_MS. The order rotates from round to round.
+    """
+    estimates = [max(min(sample(ESTIMATES)), 1e-3) for sample in samples]
+    milliseconds: list[list[float]] = [[] for _ in samples]
+    with _no_garbage_collection():
+        for turn in range(ROUNDS):
+            for n in range(len(samples)):
+                i = (turn + n) % len(samples)
+                warm_up, runs = (
+                    min(MAX_SUSTAINED_RUNS, math.ceil(ms / estimates[i]))
+                    for ms in (WARM_UP_MS, SUSTAINED_MS)
+                )
+                milliseconds[i] += samples[i](warm_up + runs)[warm_up:]
+    return [Timing.of(times) for times in milliseconds]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _orders(count: int) -> Iterator[list[int]]:
-    """The order of each turn: the next is whoever has come least often after the last one."""
+    """The order of each turn: the next is the one that has come least often after the last."""
     came_after: Counter[tuple[int | None, int]] = Counter()
     last = None
     for turn in range(TURNS):
@@ -134,7 +152,7 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
     """The one on which everything is timed: inputs that require gradients belong to the stream on
-    which they were used first, and are used by all who take turns.
+    which they were used first, and all implementations use them.
     """
     return torch.cuda.Stream(device)
 

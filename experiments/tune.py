@@ -30,11 +30,11 @@ from rich.table import Table
 from torch import Tensor
 
 import masks
-from experiments.cli import RESULTS, BlockSize, Dtype, numbers, slug
+from experiments.cli import RESULTS, BlockSize, Clock, Dtype, parse_numbers, slug
 from experiments.environment import environment
 from experiments.files import write_json
 from experiments.measure import DTYPES
-from experiments.timing import Clock, time_call
+from experiments.timing import time_call
 from masks import BlockMask
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.triton import configs
@@ -117,7 +117,7 @@ def main(
     path = output / f"tune-{slug('cuda')}.json"
     sizes = [
         Problem(dtype.value, dims, int(block_size), batch, max(1, 2048 // dims), seq_len)
-        for dims in numbers(head_dim, int)
+        for dims in parse_numbers(head_dim, int)
     ]
     jobs = [
         (which, problem, list(fitting(which, problem)))

@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import masks
 from experiments.baselines import (
-    Baseline,
     BaselineError,
     attend_baseline,
     attend_sdpa,
@@ -18,6 +17,7 @@ from experiments.baselines import (
     flex_mask,
 )
 from experiments.check import check
+from experiments.cli import Baseline
 from experiments.pattern_families import Problem
 from masks import interop
 
@@ -89,7 +89,7 @@ def test_flex_compiles_no_mask_where_all_blocks_are_full():
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="FlashAttention is installed")
-def test_a_peer_that_is_not_installed_says_so():
+def test_a_baseline_that_is_not_installed_says_so():
     with pytest.raises(BaselineError, match="not installed"):
         attend_baseline(Baseline.FLASH4, PROBLEMS["full"])
 
@@ -123,21 +123,21 @@ def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs)
     assert (full, causal) == ({"causal": False}, {"causal": True})
     assert sparse.pop("causal") is False
     rows = {"block_sparse_tensors": mask, "block_sparse_tensors_bwd": mask.T}
-    for name, turned in rows.items():
-        lists = interop.BlockSparseTensors(**sparse[name])._replace(block_size=turned.block_size)
-        assert interop.from_block_lists(lists, turned.seq_len) == turned
+    for name, mask in rows.items():
+        lists = interop.BlockSparseTensors(**sparse[name])._replace(block_size=mask.block_size)
+        assert interop.from_block_lists(lists, mask.seq_len) == mask
     with pytest.raises(BaselineError, match="no masks with partial blocks"):
         attend_baseline(Baseline.FLASH4, PROBLEMS["local"])
 
 
 @pytest.mark.parametrize("attend", [attend_sdpa, lambda _, causal: attend_standard(causal)])
 @pytest.mark.parametrize("dense", ["full", "causal"])
-def test_dense_peers_compute_the_dense_masks(attend, dense, inputs):
+def test_dense_baselines_compute_the_dense_masks(attend, dense, inputs):
     mask = compiled(getattr(masks, dense)())
     leaves = [t.requires_grad_() for t in inputs]
     check(attend(Baseline.SDPA, dense == "causal"), leaves, mask, dense)
 
 
-def test_a_dense_peer_refuses_a_sparse_mask():
+def test_a_dense_baseline_refuses_a_sparse_mask():
     with pytest.raises(ValueError, match="full and causal masks only"):
         attend_baseline(Baseline.SDPA, PROBLEMS["local"])

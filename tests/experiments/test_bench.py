@@ -1,22 +1,18 @@
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from experiments import bench, suites
-from experiments.bench import main, parse_backends, parse_suites, planned
-from experiments.compare import compare
-from experiments.measure import Method, measure
+from experiments import cli, runner, suites
+from experiments.bench import app, parse_backends
+from experiments.cli import Suite
+from experiments.measure import measure
 from experiments.pattern_families import FULL as FULL_MASK
 from experiments.record import Record
-from experiments.suites import SUITES, Shape, of_full_blocks
-from tests.helpers.records import BASELINE, ENVIRONMENT, FULL
+from experiments.settings import Method
+from experiments.suites import SUITES, Shape, of_full_blocks, planned
 
-app = typer.Typer()
-app.command()(main)
+METHOD = Method("cpu", "fp32", ("forward", "backward"), "cpu", "rested", 1.0, 0)
 
 
 @pytest.mark.parametrize("side", [16, 64, 128])
@@ -53,7 +49,7 @@ def on_the_cpu(monkeypatch):
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_suite_measures_ours_first_and_no_case_twice(suite):
-    cases = list(planned(suite, ("sparseflash", "sparseflash:triton"), None, print))
+    cases = list(planned(suite, METHOD, ("sparseflash", "sparseflash:triton"), None, print))
     assert all(case.implementations[:2] == ("sparseflash", "sparseflash:triton") for case in cases)
     assert cases[0].family == "full"
     keys = [(case.group, case.family) for case in cases]
@@ -76,7 +72,7 @@ def test_every_suite_measures_ours_first_and_no_case_twice(suite):
         ("memory", {"flash", "cudnn", "standard"}, set()),
     ],
 )
-def test_peers_are_measured_on_the_masks_that_they_know(suite, full, sparse):
+def test_baselines_are_measured_on_the_masks_that_they_know(suite, full, sparse):
     for case in SUITES[suite](()):
         baselines = full if case.family == "full" else sparse
         if case.seq_len > suites.LONGEST_MATERIALISED:
@@ -87,8 +83,8 @@ def test_peers_are_measured_on_the_masks_that_they_know(suite, full, sparse):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_only_the_chosen_peers_are_measured():
-    cases = list(planned("dense", ("sparseflash",), ("cudnn",), print))
+def test_only_the_chosen_baselines_are_measured():
+    cases = list(planned(Suite.DENSE, METHOD, ("sparseflash",), ("cudnn",), print))
     assert {case.implementations for case in cases} == {("sparseflash", "cudnn")}
 
 
@@ -96,8 +92,7 @@ def test_only_the_chosen_peers_are_measured():
 def test_a_step_of_decoding_is_measured_by_the_bytes_of_its_keys():
     shape = Shape(2, 4, 1024, 16, kv_heads=2, q_len=3)
     case = shape.case("decode", FULL_MASK, 128, ("sparseflash", "sdpa"))
-    method = Method("cpu", "fp32", "auto", ("forward", "backward"), "cpu", 1.0, 0)
-    rows, _ = measure(case, case.implementations, method)
+    rows, _ = measure(case, case.implementations, METHOD)
     assert [row.direction for row in rows] == ["forward", "forward"]
     for row in rows:
         rate = 2 * 2 * 2 * 1024 * 16 * 4 / row.median_ms / 1e9
@@ -105,12 +100,9 @@ def test_a_step_of_decoding_is_measured_by_the_bytes_of_its_keys():
         assert row.tflops == pytest.approx(4 * 16 * 2 * 4 * 3 * 1024 / row.median_ms / 1e9)
 
 
-def test_names_are_checked():
-    assert parse_suites(None) == list(SUITES)
+def test_names_of_backends_are_checked():
     assert parse_backends("auto, triton") == ("sparseflash", "sparseflash:triton")
     assert parse_backends("hopper/any-order") == ("sparseflash:hopper/any-order",)
-    with pytest.raises(typer.BadParameter, match="unknown suite 'dens'; known: dense"):
-        parse_suites(["dens"])
     with pytest.raises(typer.BadParameter, match="unknown backend 'cuda'; known: auto, cpu"):
         parse_backends("cuda")
 
@@ -118,86 +110,37 @@ def test_names_are_checked():
 def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, monkeypatch):
     carried = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "slug", lambda device: f"a-{device}")
-    monkeypatch.setattr(bench, "planned", lambda *chosen: chosen)
+    monkeypatch.setattr(cli, "slug", lambda device: f"a-{device}")
+    monkeypatch.setattr(suites, "planned", lambda *chosen: chosen)
     monkeypatch.setattr(
-        bench, "carry_out", lambda *call, roofline: carried.append((*call, roofline))
+        runner, "carry_out", lambda *call, roofline: carried.append((*call, roofline))
     )
     options = "--backends hopper,auto --baselines flex --passes forward --dtype fp16 --seed 3"
     result = CliRunner().invoke(
         app, ["lra", "sparse", "--output", str(tmp_path), "--resume", *options.split()]
     )
     assert result.exit_code == 0, result.output
-    for suite, (plan, method, path, resume, roofline) in zip(
-        ("lra", "sparse"), carried, strict=True
-    ):
+    wanted = Method("cuda", "fp16", ("forward",), "graph", "both", 60.0, 3)
+    for suite, (plan, method, path, *rest) in zip(("lra", "sparse"), carried, strict=True):
         ours = ("sparseflash:hopper", "sparseflash")
-        assert plan(print) == (suite, ours, ("flex",), print)
-        assert method == Method("cuda", "fp16", "auto", ("forward",), "graph", 60.0, 3)
+        assert plan(print) == (suite, wanted, ours, ("flex",), print)
+        assert method == wanted
         assert path == tmp_path / f"bench-{suite}-a-cuda.json"
-        assert resume
-        assert roofline
+        assert rest == [True, True]
 
 
-def save(rows, path: Path) -> Path:
-    Record(ENVIRONMENT, {"seed": 0}, list(rows), roofline={"copy": 4.0}).save(path)
-    return path
-
-
-def test_two_records_are_compared_row_by_row(tmp_path):
-    before = save([FULL, BASELINE], tmp_path / "before.json")
-    after = save([replace(FULL, median_ms=4.0), BASELINE], tmp_path / "after.json")
-    result = CliRunner().invoke(app, ["--compare", str(before), str(after)])
-    assert result.exit_code == 0, result.output
-    assert "2.000x" in result.output
-    assert "1.000x" in result.output
-
-
-def test_a_comparison_holds_both_times_and_the_mean_of_each_implementation():
-    wider = replace(FULL, head_dim=128)
-    backward = replace(FULL, direction="backward", median_ms=20.0)
-    before = Record(ENVIRONMENT, {}, [BASELINE, FULL, wider, backward])
-    after = Record(
-        ENVIRONMENT,
-        {},
-        [
-            replace(FULL, median_ms=4.0),  # from 8
-            replace(wider, median_ms=16.0),  # from 8
-            backward,
-            replace(BASELINE, median_ms=2.6),  # from 2.5
-            replace(FULL, family="local", pattern="local(64)"),  # from nothing
-            replace(BASELINE, pattern="full but another"),
-        ],
-    )
-    table = compare(before, after)
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    assert [row[1:] for row in rows] == [
-        ("forward", "sparseflash", "8", "4", "[green]2.000x[/]"),
-        ("forward", "sparseflash", "8", "16", "[red]0.500x[/]"),
-        ("backward", "sparseflash", "20", "20", "[dim]1.000x[/]"),
-        ("forward", "sdpa", "2.5", "2.6", "[red]0.962x[/]"),
-        ("", "sparseflash", "", "", "1.000x"),
-        ("", "sdpa", "", "", "0.962x"),
-    ]
-    quiet = compare(before, Record(ENVIRONMENT, {}, [replace(FULL, median_ms=8.1)]))
-    assert next(iter(quiet.columns[-1].cells)) == "[dim]0.988x[/]"
-
-
-def test_records_of_other_cases_are_not_compared(tmp_path):
-    paths = [save([FULL], tmp_path / "a.json"), save([BASELINE], tmp_path / "b.json")]
-    result = CliRunner().invoke(app, ["--compare", *map(str, paths)])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dens"], "'dens' is not one of 'speedup', 'dense'"),
+        (["sparse", "--quick", "--head-dim", "64"], "--quick, --head-dim: options of the suite"),
+        (["sparse", "--peers", "fa9"], "unknown baseline 'fa9'; known: none, sdpa"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments, message):
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "no case in common" in result.output
-    one = Record(ENVIRONMENT, {}, [FULL])
-    other = Record(ENVIRONMENT, {}, [replace(FULL, head_dim=128)])
-    with pytest.raises(ValueError, match="no case in common"):
-        compare(one, other)
-
-
-def test_records_of_other_dtypes_are_not_compared():
-    one, other = (Record(ENVIRONMENT, {"dtype": dtype}, [FULL]) for dtype in ("fp16", "bf16"))
-    with pytest.raises(ValueError, match="must share their dtype, got fp16, bf16"):
-        compare(one, other)
+    assert message in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -84,14 +84,16 @@ def test_crossovers_of_every_pattern():
     others = [
         replace(EIGHTH, family="causal"),
         replace(EIGHTH, suite="length"),
-        replace(EIGHTH, implementation="sparseflash:triton"),
+        replace(EIGHTH, implementation="flex"),
         replace(FULL, suite="length"),
-        replace(FULL, implementation="sparseflash:triton"),
+        replace(FULL, implementation="flex"),
     ]
     assert crossovers([FULL, BASELINE, *others]) == []
+    ours = [replace(row, implementation="sparseflash:triton") for row in (FULL, EIGHTH)]
+    assert [e["implementation"] for e in crossovers(ours)] == ["sparseflash:triton"]
 
 
-def test_the_fastest_dense_peer_counts():
+def test_the_fastest_dense_baseline_counts():
     faster = replace(BASELINE, implementation="flash", median_ms=2.0)
     assert dense_baseline(FULL.group, [FULL, BASELINE, faster, HALF]) is faster
 

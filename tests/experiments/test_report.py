@@ -2,13 +2,20 @@
 
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 from experiments import report
 from experiments.record import Record
-from tests.helpers.records import BASELINE, EIGHTH, FULL, HALF, record
+from experiments.report import compare
+from tests.helpers.records import BASELINE, EIGHTH, ENVIRONMENT, FULL, HALF, record
+
+app = typer.Typer()
+app.command()(report.main)
 
 
 def shown(found: Record) -> str:
@@ -33,7 +40,7 @@ def test_a_row_says_what_was_measured_and_what_follows():
     ]
     header = next(line.split() for line in text.splitlines() if "retention" in line)
     assert " ".join(header) == (
-        "pattern density blocks/row kernels ms ±% useful speed-up ideal retention peak MiB"
+        "pattern density blocks/row implementation ms ±% useful speed-up ideal retention peak MiB"
     )
     assert "forward, N = 1,024, batch 2, 4 heads of 64; useful TFLOP/s" in text
 
@@ -47,13 +54,15 @@ def test_a_decoded_row_is_shown_by_its_bytes():
 
 def test_where_sparse_beats_dense():
     text = shown(record([FULL, HALF, EIGHTH, BASELINE]))
-    assert cells(text, "1,024") == ["1,024", "forward", "local", "1.000", "0.250", "(sdpa)"]
+    assert cells(text, "1,024") == [
+        *("1,024", "forward", "sparseflash", "local", "1.000", "0.250", "(sdpa)"),
+    ]
     slow = replace(EIGHTH, median_ms=9.0)
     assert "at none measured" in shown(record([FULL, slow]))
     assert "not measured" in shown(record([FULL, HALF]))
 
 
-def test_roofs_noise_and_skipped_peers_are_told():
+def test_limits_noise_and_skipped_baselines_are_printed():
     quiet = record([FULL])
     quiet.drift = report.DRIFT_LIMIT
     assert "not quiet" not in shown(quiet)
@@ -67,34 +76,81 @@ def test_roofs_noise_and_skipped_peers_are_told():
     assert "flex did not run on full at N = 1024: no such kernel" in text
 
 
-def test_the_table_of_a_suite_is_of_its_first_size():
-    rows = [FULL, replace(FULL, implementation="sparseflash:triton", direction="backward"), HALF]
-    rows = [replace(row, suite="sparse") for row in rows]
-    other = replace(rows[0], seq_len=2048)
-    backward = f"{rows[1].tflops:.2f}"
-    assert report.markdown(record([*rows, other])).splitlines() == [
-        "| pattern | density s | forward, sparseflash | backward, triton |",
-        "|---|---|---|---|",
-        f"| full | 1 | {FULL.tflops:.2f} | {backward} |",
-        f"| local(64) | 0.5 | {HALF.tflops:.2f} |  |",
+def test_sustained_times_are_columns_beside_the_rested_ones():
+    assert "sustained" not in shown(record([FULL]))
+    loaded = replace(FULL, sustained_ms=10.0, sustained_low_ms=9.0, sustained_high_ms=11.0)
+    *_, ms, useful = cells(shown(record([loaded, BASELINE])), "full")
+    assert (ms, useful) == ("10", f"{0.8 * FULL.tflops:.3g}")
+
+
+def report_of(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def save(rows, path: Path) -> Path:
+    record(rows).save(path)
+    return path
+
+
+def test_a_record_is_drawn_into_another_folder(tmp_path):
+    path = save([FULL, HALF], tmp_path / "run.json")
+    result = report_of(path, "--output", tmp_path / "pictures")
+    assert result.exit_code == 0, result.output
+    (picture,) = (tmp_path / "pictures").iterdir()
+    assert picture.name == "run-speedup-1024.png"
+
+
+def test_two_records_are_compared_row_by_row(tmp_path):
+    before = save([FULL, BASELINE], tmp_path / "before.json")
+    after = save([replace(FULL, median_ms=4.0), BASELINE], tmp_path / "after.json")
+    result = report_of(before, after)
+    assert result.exit_code == 0, result.output
+    assert "2.000x" in result.output
+    assert "1.000x" in result.output
+
+
+def test_a_comparison_holds_both_times_and_the_mean_of_each_implementation():
+    wider = replace(FULL, head_dim=128)
+    backward = replace(FULL, direction="backward", median_ms=20.0)
+    before = Record(ENVIRONMENT, {}, [BASELINE, FULL, wider, backward])
+    after = Record(
+        ENVIRONMENT,
+        {},
+        [
+            replace(FULL, median_ms=4.0),  # from 8
+            replace(wider, median_ms=16.0),  # from 8
+            backward,
+            replace(BASELINE, median_ms=2.6),  # from 2.5
+            replace(FULL, family="local", pattern="local(64)"),  # from nothing
+            replace(BASELINE, pattern="full but another"),
+        ],
+    )
+    table = compare(before, after)
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert [row[1:] for row in rows] == [
+        ("forward", "sparseflash", "8", "4", "[green]2.000x[/]"),
+        ("forward", "sparseflash", "8", "16", "[red]0.500x[/]"),
+        ("backward", "sparseflash", "20", "20", "[dim]1.000x[/]"),
+        ("forward", "sdpa", "2.5", "2.6", "[red]0.962x[/]"),
+        ("", "sparseflash", "", "", "1.000x"),
+        ("", "sdpa", "", "", "0.962x"),
     ]
-    fast = replace(rows[0], median_ms=0.01)
-    assert f"| full | 1 | {fast.tflops:.0f} |" in report.markdown(record([fast]))
+    quiet = compare(before, Record(ENVIRONMENT, {}, [replace(FULL, median_ms=8.1)]))
+    assert next(iter(quiet.columns[-1].cells)) == "[dim]0.988x[/]"
 
 
-def test_the_table_of_a_sweep_is_of_densities_next_to_a_sixteenth_at_the_longest():
-    sixteenth = replace(HALF, pattern="local(8)", density=1 / 20, median_ms=0.8)
-    flex = replace(sixteenth, implementation="flex", median_ms=1.2)
-    rows = [FULL, BASELINE, HALF, EIGHTH, sixteenth, flex]
-    rows += [replace(row, direction="backward", median_ms=2 * row.median_ms) for row in rows]
-    shorter = [replace(row, seq_len=512, median_ms=1.0) for row in rows]
-    *_, full, local = report.markdown(record([*shorter, *rows])).splitlines()
-    assert full == "| `full` | 1 | 8 | 1.00x |  | 16 | 1.00x |  |"
-    assert local == "| `local(8)` | 0.05 | 0.8 | 10.00x | 1.50x | 1.6 | 10.00x | 1.50x |"
+def test_records_of_other_cases_are_not_compared(tmp_path):
+    paths = [save([FULL], tmp_path / "a.json"), save([BASELINE], tmp_path / "b.json")]
+    result = report_of(*paths)
+    assert result.exit_code == 2
+    assert "no case in common" in result.output
+    one = Record(ENVIRONMENT, {}, [FULL])
+    other = Record(ENVIRONMENT, {}, [replace(FULL, head_dim=128)])
+    with pytest.raises(ValueError, match="no case in common"):
+        compare(one, other)
 
 
-@pytest.mark.parametrize(("implementation", "figure"), [("sdpa", ""), ("flex", "3.20x")])
-def test_only_flex_attention_is_a_column_of_its_own(implementation, figure):
-    other = replace(BASELINE, implementation=implementation, median_ms=25.6)
-    rows = [FULL, other, *(replace(row, direction="backward") for row in (FULL, other))]
-    assert report.markdown(record(rows)).splitlines()[-1].split(" | ")[4] == figure
+def test_records_of_other_dtypes_are_not_compared():
+    one, other = (Record(ENVIRONMENT, {"dtype": dtype}, [FULL]) for dtype in ("fp16", "bf16"))
+    with pytest.raises(ValueError, match="must share their dtype, got fp16, bf16"):
+        compare(one, other)

@@ -1,32 +1,33 @@
 import json
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from experiments import measure as measurement
-from experiments import sweep
+from experiments import runner, settings
+from experiments.bench import app as bench
 from experiments.check import CheckError
-from experiments.cli import INTERRUPTED
-from experiments.speedup import main
-
-app = typer.Typer()
-app.command()(main)
+from experiments.cli import INTERRUPTED, ROOT
 
 TINY = shlex.split(
     "--device cpu --lengths 256 --growth 256,512 --heads 2 --head-dim 16 --block-size 32"
-    " --densities 1/2,1/8 --patterns 'random,local(40)&causal()'"
+    " --densities 1/2,1/8 --patterns 'causal,random,local(40)&causal()'"
 )
+
+RUN = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setitem(sweep.DEFAULTS["cpu"], "budget_ms", 1.0)
+    monkeypatch.setitem(settings.METHOD_DEFAULTS["cpu"], "budget_ms", 1.0)
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(bench, ["speedup", *(str(argument) for argument in arguments)])
 
 
 def measure(output, *arguments):
@@ -47,30 +48,39 @@ def test_a_run_writes_every_row_and_the_pictures(tmp_path):
         "sparseflash",
         "sdpa",
     }
-    assert {r["seq_len"] for r in record["rows"] if r["suite"] == "length"} == {256, 512}
+    length = [r for r in record["rows"] if r["suite"] == "length"]
+    assert {r["seq_len"] for r in length} == {256, 512}
+    assert {r["pattern"] for r in length} == {"full", "local(40)&causal()"}
     assert all(r["speedup"] > 0 and r["peak_bytes"] > 0 for r in record["rows"])
     assert len(list(tmp_path.glob("*.png"))) == 3
     assert "Sparse beats dense up to density" in result.output
 
 
+def test_the_command_of_the_readme_is_the_suite_speedup(tmp_path):
+    command = [sys.executable, "-m", "experiments.speedup", *TINY, "--passes", "forward"]
+    done = subprocess.run([*command, "--densities", "1/2"], cwd=tmp_path, **RUN)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "results/speedup-cpu.json").exists()
+
+
 def test_an_interrupted_run_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch):
-    whole = measurement.measure
+    right = measurement.measure
     measured = []
 
     def interrupted(case, *rest):
         if len(measured) == 3:  # the first was the warm-up
             raise KeyboardInterrupt
         measured.append(str(case))
-        return whole(case, *rest)
+        return right(case, *rest)
 
-    monkeypatch.setattr(measurement, "measure", interrupted)
+    monkeypatch.setattr(runner, "measure", interrupted)
     result, record = measure(tmp_path)
     assert result.exit_code == INTERRUPTED
     assert "Interrupted" in result.output
     assert not record["complete"]
     assert len(record["rows"]) == 8
 
-    monkeypatch.setattr(measurement, "measure", whole)
+    monkeypatch.setattr(runner, "measure", right)
     result, resumed = measure(tmp_path, "--resume")
     assert result.exit_code == 0, result.output
     assert resumed["complete"]
@@ -107,7 +117,7 @@ def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
     assert all(r["family"] in ("full", "causal") for r in record["rows"])
 
 
-def test_a_peer_that_cannot_run_is_reported(tmp_path, monkeypatch):
+def test_a_baseline_that_cannot_run_is_reported(tmp_path, monkeypatch):
     def refused(baseline, problem):
         raise RuntimeError("no such kernel\nat all")
 

@@ -6,14 +6,19 @@ from itertools import pairwise, permutations
 import pytest
 import torch
 
+from experiments.cli import Clock
 from experiments.timing import (
+    ESTIMATES,
     MAX_RUNS,
     MIN_RUNS,
+    ROUNDS,
+    SUSTAINED_MS,
     TURNS,
-    Clock,
+    WARM_UP_MS,
     Timing,
     time_call,
-    time_interleaved,
+    time_rested,
+    time_sustained,
 )
 
 
@@ -66,7 +71,7 @@ class Sampled:
 def test_each_gets_its_own_time_and_as_many_runs_as_the_budget_allows():
     log = []
     fast, slow = Sampled("fast", 1.0, log), Sampled("slow", 5.0, log)
-    timings = time_interleaved([fast, slow], budget_ms=60)
+    timings = time_rested([fast, slow], budget_ms=60)
     assert [round(timing.median_ms) for timing in timings] == [1, 5]
     assert [timing.runs for timing in timings] == [59, 11]
     assert log[:2] == [("fast", 1), ("slow", 1)]  # to warm up
@@ -79,7 +84,7 @@ def test_each_gets_its_own_time_and_as_many_runs_as_the_budget_allows():
 def test_everyone_comes_after_everyone_else_as_often(count):
     log = []
     names = "abcdef"[:count]
-    time_interleaved([Sampled(name, 1.0, log) for name in names], budget_ms=60)
+    time_rested([Sampled(name, 1.0, log) for name in names], budget_ms=60)
     order = [name for name, _ in log[count:]]
     turns = [order[i : i + count] for i in range(0, len(order), count)]
     assert len(turns) == TURNS
@@ -92,9 +97,34 @@ def test_everyone_comes_after_everyone_else_as_often(count):
 
 def test_whoever_runs_seldom_takes_part_in_every_turn():
     log = []
-    (timing,) = time_interleaved([Sampled("slow", 1000.0, log)], budget_ms=1)
+    (timing,) = time_rested([Sampled("slow", 1000.0, log)], budget_ms=1)
     assert timing.runs == MIN_RUNS == sum(runs for _, runs in log[1:])
     assert all(runs for _, runs in log)
+
+
+def test_a_sustained_turn_is_long_and_its_warm_up_is_not_counted():
+    class Settling:
+        """Runs of 3 ms while the clock settles, then of 2 ms."""
+
+        def __init__(self):
+            self.asked = []
+
+        def __call__(self, runs):
+            self.asked.append(runs)
+            return [2.0] * runs if len(self.asked) == 1 else [3.0] * 5 + [2.0] * (runs - 5)
+
+    first, second = Settling(), Settling()
+    for timing in time_sustained([first, second]):
+        assert timing == Timing(2.0, 2.0, 2.0, ROUNDS * 10)
+    runs = round((WARM_UP_MS + SUSTAINED_MS) / 2.0)
+    assert first.asked == second.asked == [ESTIMATES, *[runs] * ROUNDS]
+
+
+def test_sustained_turns_rotate():
+    log = []
+    time_sustained([Sampled(name, 30.0, log) for name in "abc"])
+    order = "".join(name for name, _ in log[3:])
+    assert order.startswith("abcbcacab")
 
 
 @pytest.mark.gpu

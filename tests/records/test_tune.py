@@ -4,6 +4,7 @@ import json
 import math
 
 from experiments import tune
+from experiments.cli import SHIPPED
 from experiments.tune import Problem
 from sparseflash.backends.triton import configs
 from tests.helpers.tuned import H200, configuration_in_use
@@ -11,7 +12,7 @@ from tests.helpers.tuned import H200, configuration_in_use
 
 def test_the_configuration_in_use_is_among_the_fastest(monkeypatch):
     monkeypatch.setattr(configs, "limits", lambda device: H200)
-    for measured in json.loads((tune.RESULTS / "tune-nvidia-h200.json").read_text()):
+    for measured in json.loads((SHIPPED / "tune-nvidia-h200.json").read_text()):
         times = tune.times_by_config(measured["rows"])
         in_use = configuration_in_use(measured["pass"], Problem(**measured["problem"]))
         best = min(math.prod(by_density.values()) for by_density in times.values())

@@ -7,8 +7,10 @@ import pytest
 import torch
 from typer import BadParameter
 
-from experiments import power, suites
-from experiments.baselines import Baseline
+from experiments import suites
+from experiments.cli import Baseline
+from experiments.instruments import power
+from tests.helpers.instruments import pretend_gpu
 
 PRINTED = """\
 1980, 120.50, Not Active
@@ -95,23 +97,8 @@ def test_a_row_leaves_out_the_first_samples(monkeypatch):
     assert row.sustained_tflops == row.rested_tflops / 2
 
 
-def test_rested_runs_follow_a_pause_and_leave_out_the_first_of_each_burst(monkeypatch):
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    bursts = {1: [power.BURST_MS], 2: [9.0, 1.0]}
-    assert power.rested(lambda runs: bursts[runs]) == 1.0
-    assert pauses == [power.PAUSE_SECONDS] * power.BURSTS
-
-
-def test_sustained_runs_leave_out_the_first(monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    times = iter([20.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert power.sustained(lambda runs: [next(times)] * runs, 10.0) == 1.0
-
-
 @pytest.mark.usefixtures("on_cpu")
-def test_dense_peers_take_part_in_the_full_mask_alone():
+def test_dense_baselines_take_part_in_the_full_mask_alone():
     full, *sparse = power.problems((power.IMPLEMENTATION, Baseline.CUDNN, Baseline.FLASH4))
     assert full.implementations == (power.IMPLEMENTATION, Baseline.CUDNN, Baseline.FLASH4)
     assert {case.implementations for case in sparse} == {(power.IMPLEMENTATION, Baseline.FLASH4)}
@@ -131,20 +118,18 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
         return [power.Row(**figures)], {"flash4": "is not installed"}
 
     monkeypatch.setattr(power, "measure", measure)
-    monkeypatch.setattr(power, "slug", lambda device: "gpu")
-    monkeypatch.setattr(power, "environment", lambda device: {})
     monkeypatch.setattr(power, "limit_watts", lambda: 700.0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
+    pretend_gpu(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         power.main(output=tmp_path)
     found = json.loads((tmp_path / "power-gpu.json").read_text())
     assert [row["problem"] for row in found["rows"]] == ["full"]
-    assert found["skipped"] == {"flash4": "is not installed"}
+    assert found["skipped"] == {"full at N = 8192": {"flash4": "is not installed"}}
     assert not found["complete"]
 
 
 def test_says_what_it_needs(monkeypatch):
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BadParameter, match="nvidia-smi"):
         power.main()

@@ -1,13 +1,12 @@
 """Whether power binds: what implementations draw, and the clock that this leaves them.
 
-    python -m experiments.power
+    python -m experiments.instruments.power
 
 A GPU that would draw more power than it may lowers its clock; then a kernel gains by what spends
-less energy, and not by what fills gaps of time. Each pass of each implementation is timed twice,
-as `experiments.bench` times it: rested, a few runs at a time with a pause before them, and
-sustained, without a pause for some seconds, while `nvidia-smi` (part of the driver) reads the
-clock, the power and whether power holds the clock down. The table goes to
-`experiments/results/power-<gpu>.json`, after every problem what is known so far.
+less energy, and not by what fills gaps of time. Each pass of each implementation is timed rested,
+in bursts after a pause, and sustained, without a pause for some seconds, while `nvidia-smi` (part
+of the driver) reads the clock, the power and whether power holds the clock down. The table goes to
+power-<gpu>.json, after every problem what is known so far.
 """
 
 import re
@@ -15,27 +14,31 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.progress import track
-from rich.table import Table
 
-from experiments.baselines import ANY_ORDER, Baseline
-from experiments.cli import RESULTS, parse_baselines, slug
-from experiments.environment import environment
-from experiments.files import write_json
-from experiments.measure import DTYPES, Case, Method, SkipReasons, checked, random_problem
-from experiments.pattern_families import FULL, Single
-from experiments.record import OURS, useful_flops
-from experiments.report import wide_console
-from experiments.suites import BLOCK, TOKENS, Shape, at_random
-from experiments.timing import Clock, Sample, prepared
+from experiments.cli import (
+    RESULTS,
+    Baseline,
+    Baselines,
+    Clock,
+    Output,
+    Overwrite,
+    Passes,
+    needs,
+    needs_cuda,
+)
+from experiments.instruments import Log, command
+from experiments.record import ANY_ORDER, OURS, useful_flops
+from experiments.settings import Method
+
+if TYPE_CHECKING:
+    from experiments.measure import Case
 
 HEADS, HEAD_DIM = 16, 128
 IMPLEMENTATION = f"{OURS}:auto{ANY_ORDER}"
@@ -70,47 +73,43 @@ class Row:
     capped: float
 
 
+Sample = Callable[[int], list[float]]
 # What nvidia-smi reads at a time: the clock, the power, whether power holds the clock down.
 Reading = tuple[float, float, bool]
 
 
 def main(
-    baselines: Annotated[
-        tuple | None,
-        typer.Option(
-            "--baselines",
-            "--peers",
-            parser=parse_baselines,
-            metavar="NAME,NAME",
-            help="Only these, or none.",
-        ),
-    ] = None,
+    baselines: Baselines = None,
     seconds: Annotated[float, typer.Option(min=0.5, help="Of sustained runs.")] = 2.0,
-    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measures our kernels and baselines rested and under sustained load."""
-    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
-        raise typer.BadParameter("needs a GPU, and nvidia-smi on the PATH")
+    needs_cuda()
+    needs(shutil.which("nvidia-smi"), "nvidia-smi on the PATH")
     cases = list(problems((IMPLEMENTATION, *(BASELINES if baselines is None else baselines))))
-    path = output / f"power-{slug('cuda')}.json"
-    record = {"environment": environment(torch.device("cuda")), "limit_watts": limit_watts()}
-    rows: list[Row] = []
-    skipped: dict[str, str] = {}
+    log = Log("power", "cuda", output, overwrite, limit_watts=limit_watts())
     for case in track(cases, description="problems"):
-        more, reasons = measure(case, seconds)
-        rows += more
-        skipped |= reasons
-        found = {"complete": case is cases[-1], "skipped": skipped}
-        write_json(path, record | found | {"rows": [asdict(row) for row in rows]})
-    console = wide_console()
-    console.print(table_of(rows))
-    for implementation, reason in skipped.items():
-        console.print(f"[yellow]{implementation}: {reason}[/]")
-    console.print(f"wrote {path}", highlight=False)
+        rows, reasons = measure(case, seconds)
+        log.add(str(case), rows, reasons, complete=case is cases[-1])
+    log.show(
+        "useful TFLOP/s rested and under sustained load; its clock and its power",
+        ("problem", "seq_len", "direction", "implementation"),
+        {
+            "rested": lambda row: f"{row.rested_tflops:.0f}",
+            "sustained": lambda row: f"{row.sustained_tflops:.0f}",
+            "MHz": lambda row: f"{row.clock:.0f}",
+            "W": lambda row: f"{row.power:.0f}",
+            "capped": lambda row: f"{row.capped:.0%}",
+        },
+    )
 
 
-def problems(implementations: tuple[str, ...]) -> Iterator[Case]:
+def problems(implementations: tuple[str, ...]) -> "Iterator[Case]":
     """A dense baseline takes part in the full mask alone."""
+    from experiments.pattern_families import FULL, Single
+    from experiments.suites import BLOCK, TOKENS, Shape, at_random
+
     sparse = tuple(
         c for c in implementations if c in (IMPLEMENTATION, Baseline.FLASH4, Baseline.FLEX)
     )
@@ -123,9 +122,15 @@ def problems(implementations: tuple[str, ...]) -> Iterator[Case]:
             yield shape.case("power", family, BLOCK, sparse)
 
 
-def measure(case: Case, seconds: float) -> tuple[list[Row], dict[str, str]]:
+def measure(case: "Case", seconds: float) -> tuple[list[Row], dict[str, str]]:
     """The rows of all implementations, checked first, and why baselines cannot run."""
-    method = Method("cuda", "bf16", "auto", ("forward", "backward"), Clock.GRAPH, 0.0, seed=0)
+    import torch
+
+    from experiments.measure import DTYPES, SkipReasons, checked, random_problem
+    from experiments.timing import prepared
+
+    passes = Passes.BOTH.directions
+    method = Method("cuda", "bf16", passes, Clock.GRAPH, "sustained", 0.0, seed=0)
     problem = random_problem(case, DTYPES[method.dtype], torch.device("cuda"), method.seed)
     skips = SkipReasons()
     rows = []
@@ -138,7 +143,9 @@ def measure(case: Case, seconds: float) -> tuple[list[Row], dict[str, str]]:
     return rows, skips.reasons
 
 
-def row_of(case: Case, implementation: str, direction: str, sample: Sample, seconds: float) -> Row:
+def row_of(
+    case: "Case", implementation: str, direction: str, sample: Sample, seconds: float
+) -> Row:
     rested_ms = rested(sample)
     with readings() as read:
         sustained_ms = sustained(sample, seconds)
@@ -212,6 +219,8 @@ def samples_of(printed: str) -> Iterator[Reading]:
 
 def identity() -> str:
     """Of torch's current GPU, whichever of the machine's it is."""
+    import torch
+
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
@@ -228,18 +237,5 @@ def limit_watts() -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def table_of(rows: list[Row]) -> Table:
-    table = Table(title="useful TFLOP/s rested and under sustained load; its clock and its power")
-    for heading in ("problem", "N", "pass", "implementation"):
-        table.add_column(heading)
-    for heading in ("rested", "sustained", "MHz", "W", "capped"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        figures = (row.rested_tflops, row.sustained_tflops, row.clock, row.power)
-        cells = (*(f"{figure:.0f}" for figure in figures), f"{row.capped:.0%}")
-        table.add_row(row.problem, str(row.seq_len), row.direction, row.implementation, *cells)
-    return table
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    command(main)

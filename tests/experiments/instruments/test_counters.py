@@ -8,7 +8,8 @@ import torch
 from typer import BadParameter
 
 import sparseflash
-from experiments import counters
+from experiments.instruments import counters
+from tests.helpers.instruments import pretend_gpu
 
 PRINTED = """\
 ==PROF== Connected to process 1
@@ -25,7 +26,7 @@ def test_rows_are_those_of_the_profiler():
     forward, backward = counters.rows_of("full", "sparseflash:auto", printed)
     assert (forward.kernel, forward.milliseconds) == ("forward", 1.234)
     assert (forward.implementation, forward.cycles) == ("sparseflash:auto", 2_100_000)
-    assert (forward.percent["matrix units"], forward.percent["L2"]) == (70.5, 50.25)
+    assert (forward.percent["tensor cores"], forward.percent["L2"]) == (70.5, 50.25)
     assert (backward.kernel, backward.percent["exponentials"]) == ("query_gradient", 41)
 
 
@@ -40,10 +41,7 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
         return counters.rows_of(problem, implementation, PRINTED.format(names=names))
 
     monkeypatch.setattr(counters, "profiled", profiled)
-    monkeypatch.setattr(counters, "slug", lambda device: "gpu")
-    monkeypatch.setattr(counters, "environment", lambda device: {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
+    pretend_gpu(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         counters.main(output=tmp_path)
     found = json.loads((tmp_path / "counters-gpu.json").read_text())
@@ -62,12 +60,12 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
         ("full, in any order", ["sparseflash:auto/any-order"]),
     ],
 )
-def test_peers_are_watched_on_masks_that_they_know(problem, names):
+def test_baselines_are_profiled_on_masks_that_they_know(problem, names):
     found = counters.implementations(counters.PROBLEMS[problem], "auto", ("cudnn", "flash4"))
     assert list(found) == names
 
 
-def test_a_peer_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
+def test_a_baseline_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
     failing = ["flash4"]
 
     def profiled(problem, implementation):
@@ -76,14 +74,11 @@ def test_a_peer_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
         return []
 
     monkeypatch.setattr(counters, "profiled", profiled)
-    monkeypatch.setattr(counters, "slug", lambda device: "gpu")
-    monkeypatch.setattr(counters, "environment", lambda device: {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
+    pretend_gpu(monkeypatch)
     counters.main(only="full", baselines=("flash4",), output=tmp_path)
     found = json.loads((tmp_path / "counters-gpu.json").read_text())
     assert found["skipped"] == {"full": {"flash4": "flash4 is missing"}}
-    assert "flash4 on full: flash4 is missing" in capsys.readouterr().out
+    assert "flash4 did not run on full: flash4 is missing" in capsys.readouterr().out
     failing.append("sparseflash:auto")
     with pytest.raises(RuntimeError, match="sparseflash:auto is missing"):
         counters.main(only="full", output=tmp_path)
@@ -92,6 +87,7 @@ def test_a_peer_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
 def test_says_what_it_needs(monkeypatch):
     with pytest.raises(BadParameter, match="random 1/16 in blocks of 64"):
         counters.main(only="nothing")
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BadParameter, match="ncu"):
         counters.main()
@@ -115,7 +111,7 @@ def test_says_what_the_profiler_said(monkeypatch, tmp_path):
         counters.profiled("full", "flash4")
 
 
-def test_the_kernels_of_our_backends_are_watched():
+def test_the_kernels_of_our_backends_are_profiled():
     files = [*Path(sparseflash.__file__).parent.glob("backends/**/*.py")]
     named = re.findall(r"^def (\w+_kernel)\(", "".join(file.read_text() for file in files), re.M)
     pattern = re.compile(counters.OUR_KERNELS.removeprefix("regex:"))

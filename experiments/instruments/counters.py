@@ -1,0 +1,187 @@
+"""What binds the kernels: how busy they keep the parts of a GPU, by its hardware counters.
+
+    python -m experiments.instruments.counters --baselines cudnn,flash4
+
+runs the forward and the backward pass of a few problems under Nsight Compute (`ncu`, part of
+CUDA), prints a table and writes counters-<gpu>.json, after every problem what is known so far. A
+share is that of the most that a part can do in the time of the kernel. The clock is left as it is:
+implementations are compared by cycles, which do not depend on it.
+"""
+
+import csv
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.progress import track
+
+from experiments.cli import (
+    RESULTS,
+    ROOT,
+    Baseline,
+    Baselines,
+    Output,
+    Overwrite,
+    needs,
+    needs_cuda,
+)
+from experiments.instruments import Log, command
+from experiments.record import ANY_ORDER, OURS, is_ours
+
+NANOSECONDS, CYCLES = "gpu__time_duration.sum", "sm__cycles_elapsed.max"
+# The name of a part, and the counter that says how busy it was.
+PARTS = {
+    "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
+    "instructions": "sm__issue_active.avg.pct_of_peak_sustained_elapsed",
+    "shared memory": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+    "L2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+}
+# The kernels of all backends.
+OUR_KERNELS = (
+    "regex:(forward|gradient|dq|dkdv|fused|lse_delta|convert_dq|ds_sums|decode|merge)_kernel$"
+)
+COUNTERS = (NANOSECONDS, CYCLES, *PARTS.values())
+NAME_WIDTH = 80  # of kernels of baselines, whose names hold the types of all their arguments
+RUN_PASSES = (
+    "import sys; from experiments.instruments import counters; counters.run_passes(*sys.argv[1:])"
+)
+
+
+class Problem(NamedTuple):
+    """What is profiled: `pattern` is "full", "causal" or "random", blocks `side` tokens wide."""
+
+    heads: int
+    seq_len: int
+    head_dim: int
+    side: int
+    pattern: str
+    deterministic: bool = True
+
+
+PROBLEMS = {
+    "full": Problem(16, 8192, 128, 128, "full"),
+    "causal": Problem(16, 8192, 128, 128, "causal"),
+    "random 1/16": Problem(16, 16_384, 128, 128, "random"),
+    "random 1/16 of 32,768": Problem(16, 32_768, 128, 128, "random"),
+    "random 1/16 in blocks of 64": Problem(16, 16_384, 128, 64, "random"),
+    "full, 64 dims": Problem(32, 8192, 64, 128, "full"),
+    "causal, 64 dims": Problem(32, 8192, 64, 128, "causal"),
+    "full, in any order": Problem(16, 8192, 128, 128, "full", deterministic=False),
+    "full, 64 dims, in any order": Problem(32, 8192, 64, 128, "full", deterministic=False),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of an implementation: milliseconds, cycles, and percentages by PARTS."""
+
+    problem: str
+    implementation: str
+    kernel: str
+    milliseconds: float
+    cycles: float
+    percent: dict[str, float]
+
+
+def main(
+    only: Annotated[str, typer.Option(help=f"One of: {', '.join(PROBLEMS)}.")] = "",
+    backend: Annotated[str, typer.Option(help="Ours.")] = "auto",
+    baselines: Baselines = None,
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+) -> None:
+    """Reads the hardware counters of the kernels."""
+    if only and only not in PROBLEMS:
+        raise typer.BadParameter(f"unknown --only {only!r}; known: {', '.join(PROBLEMS)}")
+    needs_cuda()
+    needs(shutil.which("ncu"), "ncu (Nsight Compute) on the PATH")
+    from experiments.measure import SkipReasons
+
+    chosen = [only] if only else list(PROBLEMS)
+    log = Log("counters", "cuda", output, overwrite, counters=PARTS)
+    for name in track(chosen, description="problems"):
+        skips = SkipReasons()
+        rows: list[Row] = []
+        for implementation in implementations(PROBLEMS[name], backend, baselines or ()):
+            with skips.catch(implementation):
+                rows += profiled(name, implementation)
+        log.add(name, rows, skips.reasons, complete=name == chosen[-1])
+    shares = {part: lambda row, part=part: f"{row.percent[part]:.0f}" for part in PARTS}
+    figures = {
+        "ms": lambda row: f"{row.milliseconds:.3f}",
+        "1000 cycles": lambda row: f"{row.cycles / 1000:,.0f}",
+    }
+    title = "how busy the parts of the GPU are, in % of what they can do"
+    log.show(title, ("problem", "implementation", "kernel"), figures | shares)
+
+
+def implementations(problem: Problem, backend: str, baselines: tuple[str, ...]) -> Iterator[str]:
+    """Baselines know one order of gradients, and dense ones no sparse masks."""
+    yield f"{OURS}:{backend}{'' if problem.deterministic else ANY_ORDER}"
+    for baseline in baselines if problem.deterministic else ():
+        if problem.pattern != "random" or baseline in (Baseline.FLASH4, Baseline.FLEX):
+            yield baseline
+
+
+def run_passes(name: str, implementation: str) -> None:
+    """One forward and one backward pass, which the profiler watches, after one that it does not:
+    a first call may compile or try kernels.
+    """
+    import torch
+
+    from experiments.measure import make_attend
+    from experiments.pattern_families import KNOWN, Single
+    from experiments.suites import TOKENS, Shape, at_random
+
+    heads, seq_len, head_dim, side, pattern, _ = PROBLEMS[name]
+    shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
+    family = KNOWN.get(pattern) or Single("random 1/16", at_random(16, seq_len, side))
+    (problem,), _ = family.choose(shape.size(side), ())
+    attend = make_attend(implementation, problem)
+    sizes = (4, shape.batch, heads, seq_len, head_dim)
+    *leaves, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    for watched in (False, True):
+        torch.cuda.synchronize()
+        if watched:
+            torch.cuda.profiler.start()
+        torch.autograd.grad(attend(*leaves), leaves, grad_out)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def profiled(problem: str, implementation: str) -> list[Row]:
+    """The kernels of an implementation. Raises RuntimeError if the profiler counted none."""
+    metrics = ",".join(COUNTERS)
+    profiler = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
+    profiler += ["--kernel-name", OUR_KERNELS] if is_ours(implementation) else []
+    profiler += ["--metrics", metrics, "--page", "raw", "--csv", "--print-units", "base"]
+    called = [sys.executable, "-c", RUN_PASSES, problem, implementation]
+    done = subprocess.run([*profiler, *called], cwd=ROOT, capture_output=True, text=True)
+    rows = list(rows_of(problem, implementation, done.stdout))
+    if done.returncode or not rows:
+        lines = f"{done.stdout}{done.stderr}".strip().splitlines() or ["it printed nothing"]
+        raise RuntimeError("\n".join((f"ncu counted no kernels: {lines[-1]}", *lines)))
+    return rows
+
+
+def rows_of(problem: str, implementation: str, printed: str) -> Iterator[Row]:
+    """The kernels in what the profiler printed: lines of CSV among others."""
+    lines = [line for line in printed.splitlines() if line.startswith('"')]
+    for entry in csv.DictReader(lines):
+        if entry["ID"]:  # which the line of units has not
+            numbers = {name: float(entry[name].replace(",", "")) for name in COUNTERS}
+            percent = {part: numbers[counter] for part, counter in PARTS.items()}
+            kernel = entry["Kernel Name"].removesuffix("_kernel")[:NAME_WIDTH]
+            milliseconds = numbers[NANOSECONDS] / 1e6
+            yield Row(problem, implementation, kernel, milliseconds, numbers[CYCLES], percent)
+
+
+if __name__ == "__main__":
+    command(main)

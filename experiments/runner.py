@@ -1,0 +1,143 @@
+"""Runs the cases of a suite into a record that an interrupted run can go on with."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments import memory
+from experiments.check import CheckError
+from experiments.cli import INTERRUPTED
+from experiments.environment import environment
+from experiments.measure import DTYPES, Case, measure
+from experiments.plots import draw
+from experiments.record import Record
+from experiments.report import load, show, wide_console
+from experiments.roofline import measure_roofline
+from experiments.settings import Method
+from sparseflash import BackendError
+
+Cases = Callable[[Callable[[str], None]], Iterator[Case]]
+
+
+def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: bool) -> None:
+    """Measures cases, saves each in `path`, then prints and draws the record.
+
+    Args:
+        cases: gives them, and is told where to say what it leaves out.
+        method: how they are measured.
+        path: of the record.
+        resume: whether the record in `path` goes on.
+        roofline: whether the limits of the device are measured too.
+
+    Raises:
+        typer.Exit: after an interruption, or a wrong result.
+        typer.BadParameter: for a record that cannot be resumed, or a call that no backend serves.
+    """
+    console = wide_console()
+    record = open_record(method, path, resume)
+    if roofline and not record.roofline:
+        record.roofline = measure_roofline(DTYPES[method.dtype])
+    try:
+        run(cases, method, record, path, console)
+    except KeyboardInterrupt:
+        record.save(path)
+        count = len(record.rows)
+        console.print(f"Interrupted: {path} holds {count} measurements; --resume goes on.")
+        raise typer.Exit(INTERRUPTED) from None
+    except CheckError as error:
+        console.print(f"[red]Wrong result, nothing more is timed:[/] {error}")
+        raise typer.Exit(1) from None
+    except BackendError as error:
+        raise typer.BadParameter(str(error)) from None
+    show(record, console)
+    for written in (path, *draw(record, path.with_suffix(""))):
+        console.print(f"wrote {written}", highlight=False)
+    console.print(f"done in {record.seconds:.0f} s on {record.environment['device']}")
+
+
+def open_record(method: Method, path: Path, resume: bool) -> Record:
+    """A new record, or with `resume` the one in `path`, of the same settings and commit."""
+    fresh = Record(
+        environment(torch.device(method.device)) | {"memory": memory.METHOD[method.device]},
+        json.loads(json.dumps(asdict(method))),
+    )
+    if not resume:
+        return fresh
+    if not path.exists():
+        raise typer.BadParameter(f"--resume: there is no {path}")
+    record = load(path)
+    old, now = identity(record), identity(fresh)
+    if others := [name for name in old | now if old.get(name) != now.get(name)]:
+        listed = "; ".join(f"{name} {old.get(name)}, now {now.get(name)}" for name in others)
+        raise typer.BadParameter(f"--resume: {path} is of another run: {listed}")
+    return record
+
+
+def identity(record: Record) -> dict:
+    """What a run must share with the one that it goes on with."""
+    environment = {name: record.environment[name] for name in ("device", "git")}
+    return record.settings | {f"environment {name}": v for name, v in environment.items()}
+
+
+def run(cases: Cases, method: Method, record: Record, path: Path, console: Console) -> None:
+    """Measures what the record lacks of the cases, and saves it after every case."""
+    torch.manual_seed(method.seed)
+    begin = time.perf_counter() - record.seconds
+    record.skipped.clear()
+    known = {(r.implementation, r.family, r.pattern, r.group[:-1]) for r in record.rows}
+    with progress_bar(console) as progress:
+        task = progress.add_task("compiling masks", total=None)
+
+        def log(text: str) -> None:
+            progress.update(task, description=text)
+
+        planned = list(cases(lambda text: progress.console.print(f"[yellow]{text}[/]")))
+        progress.update(task, total=sum(len(case.implementations) for case in planned))
+        log("warming up")
+        first = planned[0]
+        # All others are compared with the first: what it finds cold would count for it alone.
+        measure(first, first.implementations[:1], method)
+        for case in planned:
+            known_of_case = case.family, case.problem.label, case.group
+            lacking = [c for c in case.implementations if (c, *known_of_case) not in known]
+            if lacking:
+                rows, reasons = measure(case, lacking, method, log)
+                record.rows += rows
+                record.skipped += [[c, str(case), reason] for c, reason in reasons.items()]
+                record.seconds = time.perf_counter() - begin
+                record.save(path)
+            progress.advance(task, len(case.implementations))
+        log("the first case again")
+        record.drift = measure_drift(record, first, method)
+    record.complete = True
+    record.save(path)
+
+
+def measure_drift(record: Record, first: Case, method: Method) -> float:
+    """The factor by which the time of the first implementation on the first case, our full mask,
+    has changed since it was first measured.
+
+    All speed-ups are ratios to that first time: where it does not hold, they do not either.
+    """
+    rows, _ = measure(first, first.implementations[:1], method)
+    again = {row.direction: row.median_ms for row in rows}
+    before = {row.direction: row.median_ms for row in record.rows[: len(again)]}
+    ratios = [again[direction] / before[direction] for direction in again]
+    return max(max(ratio, 1 / ratio) for ratio in ratios)
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=console)

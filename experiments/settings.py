@@ -1,0 +1,114 @@
+"""What is measured and how, as records keep it; and the defaults of each device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.cli import Baseline, Clock, Load
+
+
+@dataclass(frozen=True)
+class Method:
+    """How cases are measured.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: of the inputs, a key of `measure.DTYPES`.
+        directions: passes, "forward" and "backward".
+        clock: see `cli.Clock`.
+        timing: see `cli.Load`.
+        budget_ms: milliseconds spent on each rested median.
+        seed: of the random inputs.
+    """
+
+    device: str
+    dtype: str
+    directions: tuple[str, ...]
+    clock: str
+    timing: str
+    budget_ms: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class DensityMethod(Method):
+    """The suite "speedup": patterns over densities, and a few patterns over lengths.
+
+    Attributes:
+        lengths: tokens, at each of which densities are measured.
+        growth: tokens, over which `growing` patterns are measured in one sequence.
+        batch, heads: of `lengths`.
+        growth_heads: of `growth`.
+        head_dim: numbers in a head.
+        block_size: tokens.
+        patterns: names of families, expressions or `file.py:name`.
+        growing: expressions.
+        densities: requested of each family.
+        ours: names of our implementations.
+        baselines: names of others.
+        dense_limit: the longest of `growth` for full masks.
+        standard_limit: the longest of `growth` for materialised attention.
+    """
+
+    lengths: tuple[int, ...]
+    growth: tuple[int, ...]
+    batch: int
+    heads: int
+    growth_heads: int
+    head_dim: int
+    block_size: int
+    patterns: tuple[str, ...]
+    growing: tuple[str, ...]
+    densities: tuple[float, ...]
+    ours: tuple[str, ...]
+    baselines: tuple[str, ...]
+    dense_limit: int
+    standard_limit: int
+
+
+METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"dtype": "fp32", "clock": Clock.CPU, "timing": Load.RESTED, "budget_ms": 400.0},
+    "cuda": {"dtype": "bf16", "clock": Clock.GRAPH, "timing": Load.BOTH, "budget_ms": 60.0},
+}
+DENSITY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "lengths": (4096,),
+        "growth": (1024, 4096, 16384, 65536),
+        "batch": 1,
+        "heads": 4,
+        "growth_heads": 1,
+        "head_dim": 64,
+        "block_size": 64,
+        "baselines": (Baseline.SDPA,),
+        "dense_limit": 8192,
+        "standard_limit": 4096,
+    },
+    "cuda": {
+        "lengths": (8192, 16384),
+        "growth": (1024, 4096, 16384, 65536),
+        "batch": 2,
+        "heads": 16,
+        "growth_heads": 16,
+        "head_dim": 128,
+        "block_size": 128,
+        "baselines": (Baseline.FLASH, Baseline.CUDNN, Baseline.FLEX),
+        "dense_limit": 65536,
+        "standard_limit": 16384,
+    },
+}
+# The instance of a family whose blocks grow about as its length does.
+GROWING = {"butterfly": "butterfly()", "local": "local(256)"}
+COMMON: dict[str, Any] = {
+    "patterns": ("causal", "butterfly", "local", "strided", "random", "fading_memory"),
+    "densities": (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32),
+}
+QUICK: dict[str, Any] = {
+    "lengths": (1024,),
+    "growth": (1024, 2048),
+    "densities": (1 / 2, 1 / 8),
+    "budget_ms": 20.0,
+}
+
+
+def defaults(device: str) -> dict[str, Any]:
+    """Every default of a type of device."""
+    return COMMON | METHOD_DEFAULTS[device] | DENSITY_DEFAULTS[device]

@@ -1,0 +1,163 @@
+"""Runs of cases: how they go on, how they end, and what the record of them holds."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import typer
+from rich.console import Console
+
+import masks
+from experiments import runner
+from experiments.check import CheckError
+from experiments.cli import INTERRUPTED
+from experiments.measure import DTYPES, Case
+from experiments.pattern_families import Problem
+from experiments.record import Measurement, Record
+from experiments.settings import Method
+from tests.helpers.records import FULL
+
+METHOD = Method("cpu", "fp32", ("forward", "backward"), "cpu", "rested", 1.0, 0)
+LOCAL = Problem("local(20)", masks.local(20)(100, 16))
+CASE = Case("density", "local", LOCAL, 1, 2, 100, 8, 16, ("sparseflash",))
+HERE = {
+    "device": "a device",
+    "git": {"commit": "a", "dirty": False},
+    "versions": {"torch": "2"},
+    "date": "2026-01-01",
+}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.setattr(runner, "environment", lambda device: dict(HERE))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"device": "another"}, "device"),
+        ({"git": {"commit": "b", "dirty": False}}, "git"),
+        ({"git": {"commit": "a", "dirty": True}}, "git"),
+    ],
+)
+def test_a_run_goes_on_with_the_same_device_and_code_only(tmp_path, change, name):
+    path, settings = tmp_path / "record.json", asdict(METHOD)
+    Record(HERE | {"date": "2025-01-01"}, settings, [FULL]).save(path)
+    assert runner.open_record(METHOD, path, resume=True).rows == [FULL]
+    assert runner.open_record(METHOD, path, resume=False).rows == []
+    with pytest.raises(typer.BadParameter, match=r"is of another run: budget_ms 1\.0, now 2\.0"):
+        runner.open_record(replace(METHOD, budget_ms=2.0), path, resume=True)
+    Record(HERE | change, settings, [FULL]).save(path)
+    with pytest.raises(typer.BadParameter, match=f"is of another run: environment {name} "):
+        runner.open_record(METHOD, path, resume=True)
+
+
+def test_limits_are_measured_once_for_a_record(tmp_path, monkeypatch, capsys):
+    measured, path = [], tmp_path / "record.json"
+    monkeypatch.setattr(
+        runner, "measure_roofline", lambda dtype: measured.append(dtype) or {"copy": 4.2}
+    )
+    monkeypatch.setattr(runner, "draw", lambda record, path: [])
+
+    def run(plan, method, record, path, console):
+        record.rows = [FULL]
+        record.save(path)
+
+    monkeypatch.setattr(runner, "run", run)
+    for resume in (False, True):
+        runner.carry_out(iter, METHOD, path, resume, roofline=True)
+        assert Record.load(path).roofline == {"copy": 4.2}
+    assert measured == [DTYPES["fp32"]]
+    assert "copy 4.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kept"), [(KeyboardInterrupt, INTERRUPTED, True), (CheckError, 1, False)]
+)
+def test_a_run_that_breaks_off_says_so_by_its_exit_code(tmp_path, monkeypatch, error, code, kept):
+    def run(plan, method, record, path, console):
+        record.rows = [FULL]
+        raise error("a wrong result")
+
+    monkeypatch.setattr(runner, "run", run)
+    with pytest.raises(typer.Exit) as ended:
+        runner.carry_out(iter, METHOD, tmp_path / "record.json", resume=False, roofline=False)
+    assert ended.value.exit_code == code
+    assert (tmp_path / "record.json").exists() == kept
+
+
+class Runs:
+    """Runs of cases whose times are written down in advance; backward passes take 4 ms."""
+
+    def __init__(self, path, times):
+        self.path, self.times, self.asked = path, iter(times), []
+
+    def measure(self, case, implementations, method, log=None):
+        saved = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
+        rows, reasons = [], {}
+        for implementation in implementations:
+            self.asked.append((implementation, case.seq_len, len(saved)))
+            time = next(self.times)
+            if isinstance(time, str):
+                reasons[implementation] = time
+                continue
+            for direction in method.directions:
+                ms = time if direction == "forward" else 4.0
+                row = Measurement(
+                    *(
+                        case.suite,
+                        implementation,
+                        case.family,
+                        case.problem.label,
+                        1,
+                        2,
+                        case.seq_len,
+                    ),
+                    *(8, 16, 1.0, 1.0, direction, ms, ms, ms, 5, 7),
+                )
+                rows.append(row)
+        return rows, reasons
+
+
+@pytest.fixture
+def go(monkeypatch, tmp_path):
+    """Runs cases with the given times; what was asked for, and the record that came of it."""
+
+    def go(cases, times, record=None):
+        runs = Runs(tmp_path / "record.json", times)
+        monkeypatch.setattr(runner, "measure", runs.measure)
+        record = record or Record({}, {})
+        runner.run(lambda log: iter(cases), METHOD, record, runs.path, Console(quiet=True))
+        return runs.asked, record
+
+    return go
+
+
+@pytest.mark.parametrize(("again", "drift"), [(3.0, 1.5), (1.0, 2.0), (2.0, 1.0)])
+def test_the_first_case_warms_up_and_is_measured_again_at_the_end(go, tmp_path, again, drift):
+    longer = replace(CASE, seq_len=200)
+    asked, record = go([CASE, longer], [9.0, 2.0, 5.0, again])
+    # Each with the rows that the file holds by then.
+    assert [ask[1:] for ask in asked] == [(100, 0), (100, 0), (200, 2), (100, 4)]
+    assert [row.median_ms for row in record.rows] == [2.0, 4.0, 5.0, 4.0]
+    assert record.drift == drift
+    saved = Record.load(tmp_path / "record.json")
+    assert saved.complete
+    assert (saved.drift, saved.rows) == (drift, record.rows)
+
+
+def test_a_run_that_goes_on_measures_what_it_lacks_and_adds_its_seconds(go):
+    longer = replace(CASE, seq_len=200, implementations=("sparseflash", "sdpa"))
+    _, record = go([CASE], [9.0, 2.0, 2.0])
+    record.seconds, record.skipped = 1000.0, [["sdpa", "a case", "a reason"]]
+    asked, record = go([CASE, longer], [9.0, 4.0, "no kernel", 2.0], record)
+    assert [ask[:2] for ask in asked] == [
+        ("sparseflash", 100),
+        ("sparseflash", 200),
+        ("sdpa", 200),
+        ("sparseflash", 100),
+    ]
+    assert [row.seq_len for row in record.rows] == [100, 100, 200, 200]
+    assert record.skipped == [["sdpa", "local(20) at N = 200", "no kernel"]]
+    assert record.seconds >= 1000
