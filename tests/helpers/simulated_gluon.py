@@ -1,12 +1,13 @@
 """A stand-in for hopper.device.gluon_compat and hopper.device.barriers: kernels run on the CPU.
 
-It is unkind where the hardware may be, and the same at every run. The partitions of a program
-take turns: who has to wait for a barrier, or arrives at one, lets all others go first that can; or
-with HURRY the first or the last of those that can go on does and gets as far ahead as it may. A
-copy into shared memory destroys what was there at once and lands when somebody waits for it; a
-product reads its operands when it is waited for, and a store its buffer. So a buffer that is
-handed on too early, or read before it is filled, gives wrong numbers, and a barrier that is missed
-a deadlock, which is reported with what every partition waits for. It cannot see a missing fence.
+The simulation is as unfavourable as the hardware may be, and the same at every run. The partitions
+of a program run one at a time: one that waits at a barrier, or arrives at one, is suspended until
+all others that can continue have run; with ORDER the first or the last of those that can continue
+runs, as far ahead as it may. A copy into shared memory destroys its target at once and completes
+when a partition waits for it; a product reads its operands, and a store its buffer, when it is
+waited for. So a stage that is released too early, or read before it is full, gives wrong numbers,
+and a missing arrival a deadlock, which is reported with what every partition waits for. A missing
+fence is not found.
 """
 
 import threading
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-HURRY = None  # or min, or max
+ORDER = None  # round robin; min or max: of the partitions that can continue
 FIRST_PIPELINE_BARRIER = 7  # the named barriers below are for ping-pong, for warps, and Triton's
 NAMED_BARRIERS = 16
 _partition = threading.local()
@@ -56,13 +57,13 @@ class Partitions:
             self.failure = self.failure or error
         with self.changed:
             self.waits.pop(number, None)
-            self.pass_on()
+            self.resume_next()
 
     def wait(self, reached, what):
-        """Lets all others that can go on go first, and goes on when `reached()`."""
+        """Suspends the partition until others have run and `reached()` holds."""
         self.waits[_partition.number] = (reached, what)
         with self.changed:
-            self.pass_on()
+            self.resume_next()
         self.wait_to_run()
 
     def wait_to_run(self):
@@ -72,13 +73,13 @@ class Partitions:
                 raise self.failure
             del self.waits[_partition.number]
 
-    def pass_on(self):
-        """The turn goes to the next partition that can go on, round and round unless HURRY."""
+    def resume_next(self):
+        """Chooses the partition that runs next, of those that can continue."""
         last = _partition.number
         following = sorted(self.waits, key=lambda number: (number <= last, number))
-        able = [number for number in following if self.waits[number][0]()]
-        if able:
-            self.running = HURRY(able) if HURRY else able[0]
+        ready = [number for number in following if self.waits[number][0]()]
+        if ready:
+            self.running = ORDER(ready) if ORDER else ready[0]
         elif self.waits and not self.failure:
             what = {number: what for number, (_, what) in self.waits.items()}
             self.failure = Failure(f"deadlock, partitions wait for {what}")
@@ -93,20 +94,20 @@ def _run(function, *arguments, **constants):
         raise Failure("products or stores are left in flight")
 
 
-class Number(float):
+class Real(float):
     @property
     def value(self):
         return self
 
 
-class Whole(int):
+class Integer(int):
     @property
     def value(self):
         return self
 
 
 def constexpr(value):
-    return {int: Whole, float: Number}.get(type(value), lambda same: same)(value)
+    return {int: Integer, float: Real}.get(type(value), lambda same: same)(value)
 
 
 class Pointer:
@@ -118,15 +119,16 @@ class Pointer:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all have arrived and all announced bytes have come."""
+    """An mbarrier: a phase ends when all have arrived and all expected bytes are there."""
 
-    def __init__(self):
+    def __init__(self, name):
+        self.name = name
         self.count = self.pending = self.bytes = self.phase = 0
         self.copies = []
 
-    def change(self, arrivals=0, announced=0):
+    def change(self, arrivals=0, expected=0):
         self.pending -= arrivals
-        self.bytes += announced
+        self.bytes += expected
         if self.pending < 0 or self.bytes < 0:
             raise Failure("more arrivals or bytes at a barrier than it counts")
         if self.pending == self.bytes == 0:
@@ -135,16 +137,16 @@ class Barrier:
     def arrive(self, count, pred=True):
         if pred:
             self.change(arrivals=count)
-            _program.partitions.wait(lambda: True, "its turn")
+            _program.partitions.wait(lambda: True, "to be resumed")
 
     def wait(self, phase):
-        self.land()
+        self.complete_copies()
         while self.phase == phase:
-            what = f"barrier {id(self)}, parity {phase}"
+            what = f"{self.name}, phase {phase}"
             _program.partitions.wait(lambda: self.copies or self.phase != phase, what)
-            self.land()
+            self.complete_copies()
 
-    def land(self):
+    def complete_copies(self):
         while self.copies:
             self.copies.pop(0)()
 
@@ -196,7 +198,7 @@ class TensorDescriptor:
         self.block_type = SimpleNamespace(shape=block_shape, nbytes=size)
 
     def window(self, start):
-        """The part of the tensor that a tile covers, and where it lies in the tile."""
+        """The part of the tensor that a tile covers, and the part of the tile that is inside."""
         inside = [
             max(0, min(n, full - int(s)))
             for s, n, full in zip(start, self.block_type.shape, self.base.shape, strict=True)
@@ -286,7 +288,7 @@ def named_barrier_arrive(number, threads):
     arrived.add(_partition.number)
     if len(arrived) > arrivals_of(threads):
         raise Failure("more arrivals at a barrier than it counts")
-    _program.partitions.wait(lambda: True, "its turn")
+    _program.partitions.wait(lambda: True, "to be resumed")
 
 
 def named_barrier_wait(number, threads):
@@ -320,13 +322,13 @@ def pipeline_barrier(number):
 def load_tile(descriptor, start, barrier, buffer):
     buffer.tensor.fill_(torch.nan)
 
-    def land():
-        part, place = descriptor.window(start)
+    def complete():
+        part, inside = descriptor.window(start)
         buffer.tensor.zero_()
-        buffer.tensor[place] = part
-        barrier.change(announced=-descriptor.block_type.nbytes)
+        buffer.tensor[inside] = part
+        barrier.change(expected=-descriptor.block_type.nbytes)
 
-    barrier.copies.append(land)
+    barrier.copies.append(complete)
 
 
 def reinterpret(buffer, dtype, shape, layout):
@@ -344,8 +346,8 @@ def add_tile(descriptor, start, buffer):
 def wait_for_stores(pendings):
     while len(_partition.stores) > pendings:
         write, descriptor, start, buffer = _partition.stores.pop(0)
-        part, place = descriptor.window(start)
-        write(part, buffer.tensor[place])
+        part, inside = descriptor.window(start)
+        write(part, buffer.tensor[inside])
 
 
 def fence_async_shared():
@@ -361,13 +363,15 @@ mbarrier = SimpleNamespace(
     init=_init,
     wait=Barrier.wait,
     arrive=Barrier.arrive,
-    expect=lambda barrier, nbytes: barrier.change(arrivals=1, announced=nbytes),
+    expect=lambda barrier, nbytes: barrier.change(arrivals=1, expected=nbytes),
 )
 
 
 def _allocate(dtype, shape, layout):
     if dtype == torch.int64:
-        return Barriers(Barrier() for _ in range(shape[0]))
+        _program.mbarriers += 1
+        array = f"mbarrier array {_program.mbarriers}"
+        return Barriers(Barrier(f"{array}[{stage}]") for stage in range(shape[0]))
     return Buffer(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
 
@@ -410,7 +414,7 @@ class Kernel:
         def launch(*arguments, num_warps, enable_fp_fusion, maxnreg=None, **constants):
             arguments = [_argument(x) for x in arguments]
             for number in range(grid[0]):
-                _program.__dict__.update(number=number, programs=grid[0])
+                _program.__dict__.update(number=number, programs=grid[0], mbarriers=0)
                 _run(self.function, *arguments, **constants)
 
         return launch

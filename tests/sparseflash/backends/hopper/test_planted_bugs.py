@@ -244,8 +244,8 @@ AT_64_ALONE = ("K of the first stage is read in every row",)  # 128 dims have on
 def two_warpgroups(head_dim):
     """In one order of the partitions after another, by one CTA that has all work tiles."""
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 450))
-    for hurry in (None, min, max):
-        with patch.object(simulated_gluon, "HURRY", hurry):
+    for order in (None, min, max):
+        with patch.object(simulated_gluon, "ORDER", order):
             check(pattern, head_dim, lengths=(600, 520), kv_heads=2)
 
 
@@ -256,7 +256,7 @@ def one_warpgroup():
 
 def all_gradients(head_dim):
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 300))
-    with patch.object(simulated_gluon, "HURRY", max):
+    with patch.object(simulated_gluon, "ORDER", max):
         check(pattern, head_dim, lengths=(600, 520), kv_heads=2, deterministic=False)
 
 

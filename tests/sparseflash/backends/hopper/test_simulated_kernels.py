@@ -46,7 +46,7 @@ def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
 
 
 def test_a_warpgroup_alone_far_behind_what_is_loaded(monkeypatch):
-    monkeypatch.setattr(simulated_gluon, "HURRY", max)
+    monkeypatch.setattr(simulated_gluon, "ORDER", max)
     with simulation():
         check(PATTERNS["causal"], 128, lengths=(300, 260), block_size=64)
 
@@ -67,7 +67,7 @@ def test_the_simulated_fused_kernel(name, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_one_warpgroup_far_ahead_of_the_other(head_dim, monkeypatch):
-    monkeypatch.setattr(simulated_gluon, "HURRY", max)
+    monkeypatch.setattr(simulated_gluon, "ORDER", max)
     with simulation():
         check(PATTERNS["causal"], head_dim, deterministic=False)
 
