@@ -23,9 +23,9 @@ from rich.table import Table
 from experiments.environment import environment
 from experiments.files import write_json
 from experiments.lra import presets, tasks
+from experiments.lra.batches import ArenaData
 from experiments.lra.callbacks import Curve, Deadline, Enough, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
-from experiments.lra.batches import ArenaData
 from experiments.lra.floors import floors
 from experiments.lra.learner import Learner, read_checkpoint
 from experiments.lra.tasks import Pathfinder, Task

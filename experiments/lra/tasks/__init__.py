@@ -1,5 +1,6 @@
 """The tasks of the Long Range Arena, one file each."""
 
+from experiments.lra.tasks.films import FilmPairs
 from experiments.lra.tasks.image import ImageTask
 from experiments.lra.tasks.listops import ListOps
 from experiments.lra.tasks.pathfinder import Pathfinder
@@ -20,6 +21,7 @@ from experiments.lra.tasks.text import Text
 __all__ = [
     "SPLITS",
     "Batch",
+    "FilmPairs",
     "ImageTask",
     "ListOps",
     "MissingData",

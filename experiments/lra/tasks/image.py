@@ -56,19 +56,41 @@ class GreyImages:
 def read_batch(path: Path) -> tuple[np.ndarray, list[int]]:
     """Grey images, uint8 (n, 1024), and labels of one published file.
 
-    Raises MissingData, or ValueError for a file that is no batch.
+    Raises:
+        MissingData: When it is not there.
+        ValueError: For a file that is no batch.
     """
     if not path.exists():
-        raise MissingData(path, "unpack https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz")
+        raise MissingData(path, "make it with: python -m experiments.lra.data cifar ARCHIVE")
+    colours, labels = load_batch(path)
+    grey = np.einsum("ncp,c->np", colours.reshape(-1, 3, SIDE * SIDE), LUMA)
+    return np.round(grey).astype(np.uint8), labels
+
+
+def load_batch(path: Path) -> tuple[np.ndarray, list[int]]:
+    """Images, uint8 (n, 3072), and labels of one published file.
+
+    Raises:
+        ValueError: For a file that is no batch.
+    """
     try:
         with path.open("rb") as file:
             batch = _BatchReader(file, encoding="bytes").load()
-        colours = batch[b"data"].reshape(-1, 3, SIDE * SIDE)
+        colours = batch[b"data"].reshape(-1, 3 * SIDE * SIDE)
         labels = [int(label) for label in batch[b"labels"]]
-    except (pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+        if len(colours) != len(labels) or colours.dtype != np.uint8:
+            raise ValueError(f"{len(labels)} labels of {len(colours)} images, {colours.dtype}")
+    # A damaged pickle raises nearly anything; nothing in it was run.
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise ValueError(f"{path} is no batch of CIFAR-10: {error}") from error
-    grey = np.einsum("ncp,c->np", colours, LUMA)
-    return np.round(grey).astype(np.uint8), labels
+    return colours, labels
 
 
 class _BatchReader(pickle.Unpickler):

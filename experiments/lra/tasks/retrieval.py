@@ -26,6 +26,7 @@ FILES = dict(
     )
 )
 KEPT_BYTES = 4000
+HOW = "unpack lra_release.gz of google-research/long-range-arena"
 COLUMNS = 5  # label, two identifiers, two texts; no header, no quoting
 
 
@@ -50,9 +51,9 @@ class Retrieval(Task):
 class Pairs:
     """The lines of one file, in any order; where they begin is kept beside the file."""
 
-    def __init__(self, path: Path, skip_corrupt: bool = False):
+    def __init__(self, path: Path, skip_corrupt: bool = False, how: str = HOW):
         if not path.exists():
-            raise MissingData(path, "unpack lra_release.gz of google-research/long-range-arena")
+            raise MissingData(path, how)
         self.path, self.skip_corrupt = path, skip_corrupt
         facts = {"bytes": path.stat().st_size, "skip_corrupt": skip_corrupt}
         # Number, begin and end of each line.

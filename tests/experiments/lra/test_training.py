@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from experiments.lra import __main__ as command
 from experiments.lra import presets
-from experiments.lra.callbacks import Averaged, Curve, Deadline, Interruption, StuckAtChance
 from experiments.lra.batches import ArenaData, StepBatches
+from experiments.lra.callbacks import Averaged, Curve, Deadline, Interruption, StuckAtChance
 from experiments.lra.learner import (
     Learner,
     ObjectiveConfig,
