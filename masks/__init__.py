@@ -1,8 +1,7 @@
 """Sparsity patterns, their algebra, and the lookup tables that kernels read."""
 
 from masks import interop
-from masks.block_mask import BlockMask
-from masks.dynamic import DynamicMask
+from masks.block_mask import BlockMask, DynamicMask
 from masks.lookup_table import BlockLists, LookupTable
 from masks.parse import parse
 from masks.pattern import Pattern, block_pattern, pattern, stack
@@ -21,7 +20,7 @@ from masks.patterns import (
     strided,
     tree,
 )
-from masks.storage import from_json, load, save, to_json
+from masks.serialize import from_json, load, save, to_json
 
 __all__ = [
     "BlockLists",

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import masks
-from masks import draw
+from masks import plot
 
 app = typer.Typer()
 
@@ -35,14 +35,14 @@ def main(
         raise typer.BadParameter(str(error)) from error
     path = output or Path(re.sub(r"\W+", "_", pattern).strip("_") + ".png")
     try:
-        draw.save(mask, path, pattern)
+        plot.save(mask, path, pattern)
     except OSError as error:
         raise typer.BadParameter(f"--output: {error}") from error
     table = Table(show_header=False, box=None)
-    for name, value in draw.figures(mask).items():
+    for name, value in plot.figures(mask).items():
         table.add_row(name, value)
     console = Console()
-    console.print(draw.text(mask), highlight=False)
+    console.print(plot.text(mask), highlight=False)
     console.print(table)
     console.print(f"wrote {path}")
 

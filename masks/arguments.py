@@ -1,4 +1,4 @@
-"""Arguments of patterns and masks, checked as they come."""
+"""Checks of the arguments of patterns and masks."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -7,25 +7,32 @@ from typing import Any
 from numpy import generic, ndarray
 from torch import Tensor
 
+INT64_MAX = 2**63 - 1
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
+
+def check_integer(name: str, value: Any, least: int = -INT64_MAX, most: int = INT64_MAX) -> int:
     """An integer, Python's or numpy's, as an int.
 
-    Raises TypeError for anything else, bools and floats too, and ValueError below `least`.
+    Raises:
+        TypeError: It is anything else, a bool or a float too.
+        ValueError: It is below `least` or above `most`.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return int(value)
+    number = int(value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
 
 
-def wholes(name: str, values: Any, least: int | None = None) -> list[int]:
-    """A sequence, tensor or array of integers as a list; see whole for what it raises."""
-    values = plain(values)
+def check_integers(name: str, values: Any, least: int = -INT64_MAX) -> list[int]:
+    """A sequence, tensor or array of integers as a list; see check_integer for what it raises."""
+    values = to_python(values)
     if not isinstance(values, Sequence):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    return [whole(name, value, least) for value in values]
+    return [check_integer(name, value, least) for value in values]
 
 
 def check_floating(name: str, tensor: Any) -> None:
@@ -35,8 +42,8 @@ def check_floating(name: str, tensor: Any) -> None:
         raise TypeError(f"{name} must be a floating-point tensor, got {got}")
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Tensors, arrays and their numbers as values of Python."""
     if isinstance(value, (list, tuple, range)):
-        return tuple(map(plain, value))
+        return tuple(map(to_python, value))
     return value.tolist() if isinstance(value, (Tensor, ndarray, generic)) else value

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from masks import tiles
-from masks.block_mask import BlockMask, assemble, stack
-from masks.elements import STRIP
-from masks.grid import Grid
-from masks.intervals import from_points
+from masks._core.bit_tiles import WORD_BITS, deduplicate, pack
+from masks._core.block_set import BlockSet, assemble
+from masks._core.convert import STRIP
+from masks._core.grid import Grid
+from masks._core.intervals import from_points
+from masks.block_mask import BlockMask, stack
 from masks.pattern import Pattern
 
 
@@ -76,10 +77,10 @@ def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockSparseTenso
     They say which blocks are partial, and not which of their elements attend: that is the
     kernel's own mask_mod.
     """
-    rows = mask.T if by_key else mask
+    blocks = (mask.T if by_key else mask).block_set
     return BlockSparseTensors(
-        *_padded_lists(rows, rows.partial),
-        *_padded_lists(rows, rows.full.expand()),
+        *_padded_lists(blocks, blocks.partial),
+        *_padded_lists(blocks, blocks.full.expand()),
         block_size=mask.block_size,
     )
 
@@ -101,9 +102,9 @@ def from_block_lists(
         if lists.mask_block_cnt.any():
             raise ValueError("lists with partial blocks need a pattern for their elements")
         return _from_lists(lists, seq_len, None)
-    whole = _from_lists(lists._replace(mask_block_cnt=torch.zeros_like(lists[0])), seq_len, None)
-    candidates = _from_lists(lists, seq_len, None) - whole
-    return whole | (candidates & pattern(seq_len, lists.block_size, whole.device))
+    full = _from_lists(lists._replace(mask_block_cnt=torch.zeros_like(lists[0])), seq_len, None)
+    candidates = _from_lists(lists, seq_len, None) - full
+    return full | (candidates & pattern(seq_len, lists.block_size, full.device))
 
 
 def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor:
@@ -132,8 +133,8 @@ def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> Block
     """The mask of a sparse tensor (Nq, Nk) in layout sparse_bsr, sparse_csr or sparse_coo: stored
     non-zero entries attend.
 
-    Raises ValueError for other layouts. A ragged mask from to_torch comes back in whole blocks:
-    crop it.
+    Raises ValueError for other layouts. A mask from to_torch whose last blocks are clipped comes
+    back in whole blocks: crop it.
     """
     if matrix.layout in (torch.sparse_bsr, torch.sparse_csr):
         values, column, crow = (
@@ -160,31 +161,28 @@ _ZERO = torch.tensor(0, device="cpu")
 
 
 def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    g, bit_tiles = mask.grid, mask.extended_bit_tiles()
-    tile = torch.full((mask.num_masks * g.nq, g.nk), len(bit_tiles) - 1, device=mask.device)
-    tile[g.split(mask.full.expand())] = len(bit_tiles) - 2
-    tile[g.split(mask.partial)] = mask.partial_bit_tile
-    tile = tile.int()
+    g, bit_tiles = mask.grid, mask.block_set.coded_tiles()
+    tile = mask.block_set.tile_code_grid().int()
     first_row = torch.tensor(mask.head_to_mask, dtype=torch.int32, device=mask.device) * g.nq
     one_head = mask.num_heads == 1
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         row = q // g.bq if one_head else first_row[h] + q // g.bq
-        word = bit_tiles[tile[row, k // g.bk], q % g.bq, k % g.bk // tiles.WORD]
-        return ((word >> (k % g.bk % tiles.WORD)) & 1) != 0
+        word = bit_tiles[tile[row, k // g.bk], q % g.bq, k % g.bk // WORD_BITS]
+        return ((word >> (k % g.bk % WORD_BITS)) & 1) != 0
 
     return mask_mod
 
 
-def _padded_lists(mask: BlockMask, number: Tensor) -> tuple[Tensor, Tensor]:
-    """(counts, columns) of the blocks with these ascending numbers, for every head."""
-    g = mask.grid
-    row, column = g.split(number)
-    count = torch.bincount(row, minlength=mask.num_masks * g.nq)
-    slot = torch.arange(len(row), device=mask.device) - (count.cumsum(0) - count)[row]
-    columns = torch.zeros(len(count), g.nk, dtype=torch.int32, device=mask.device)
-    columns[row, slot] = column.int()
-    heads = list(mask.head_to_mask)
+def _padded_lists(blocks: BlockSet, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """(counts, columns) of the blocks with these ascending flat indices, for every head."""
+    g = blocks.grid
+    row = g.stacked_row(flat)
+    count = torch.bincount(row, minlength=blocks.num_masks * g.nq)
+    slot = torch.arange(len(row), device=g.device) - (count.cumsum(0) - count)[row]
+    columns = torch.zeros(len(count), g.nk, dtype=torch.int32, device=g.device)
+    columns[row, slot] = (flat % g.row_stride).int()
+    heads = list(blocks.head_to_mask)
     count = count.int().view(1, -1, g.nq)[:, heads]
     return count, columns.view(1, -1, g.nq, g.nk)[:, heads]
 
@@ -205,40 +203,41 @@ def _from_lists(
         )
     heads = []
     for head in range(lists.full_block_cnt.shape[1]):
-        full = _numbers(grid, lists.full_block_cnt[0, head], lists.full_block_idx[0, head])
-        partial = _numbers(grid, lists.mask_block_cnt[0, head], lists.mask_block_idx[0, head])
+        full = _flat(grid, lists.full_block_cnt[0, head], lists.full_block_idx[0, head])
+        partial = _flat(grid, lists.mask_block_cnt[0, head], lists.mask_block_idx[0, head])
         if attends is None:
-            bit_tiles, tile = grid.whole[:1], torch.zeros_like(partial)
+            bit_tiles, tile = grid.inbounds_tiles[:1], torch.zeros_like(partial)
         else:
             bit_tiles, tile = _evaluated(grid, partial, head, attends)
-        heads.append(assemble(grid, (0,), from_points(full), partial, bit_tiles, tile))
+        blocks = assemble(grid, (0,), from_points(full), partial, bit_tiles, tile)
+        heads.append(BlockMask(blocks))
     return stack(heads)
 
 
-def _numbers(grid: Grid, count: Tensor, index: Tensor) -> Tensor:
-    """The ascending numbers of the listed blocks."""
+def _flat(grid: Grid, count: Tensor, index: Tensor) -> Tensor:
+    """The ascending flat indices of the listed blocks."""
     listed = torch.arange(index.shape[1], device=index.device) < count[:, None]
     row, slot = listed.nonzero(as_tuple=True)
-    return grid.number(row, index[row, slot].long()).sort().values
+    return grid.flat_index(0, row, index[row, slot].long()).sort().values
 
 
 def _evaluated(
-    grid: Grid, number: Tensor, head: int, attends: Callable[[Tensor, Tensor, Tensor], Tensor]
+    grid: Grid, flat: Tensor, head: int, attends: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(bit_tiles, tile) of the elements of these blocks for which attends(head, q, k) holds."""
     by_key = torch.vmap(attends, in_dims=(None, None, 0))
     by_query = torch.vmap(by_key, in_dims=(None, 0, None))
     by_block = torch.vmap(by_query, in_dims=(None, 0, 0))
-    row, column = grid.split(number)
+    _, row, column = grid.locate(flat)
     queries = row[:, None] * grid.bq + torch.arange(grid.bq, device=grid.device)
     keys = column[:, None] * grid.bk + torch.arange(grid.bk, device=grid.device)
-    # A function may index tensors of the sequence's length, and bits outside are not kept.
+    # A function may index tensors of the sequence's length, and bits outside it are cleared.
     queries, keys = queries.clamp(max=grid.q_len - 1), keys.clamp(max=grid.k_len - 1)
     which = torch.tensor(head, device=grid.device)
     step = max(1, STRIP // (grid.bq * grid.bk))
     words = [
-        tiles.pack(by_block(which, q, k).expand(-1, grid.bq, grid.bk))
+        pack(by_block(which, q, k).expand(-1, grid.bq, grid.bk))
         for q, k in zip(queries.split(step), keys.split(step), strict=True)
         if len(q)
     ]
-    return tiles.distinct(torch.cat([grid.whole[:0], *words]))
+    return deduplicate(torch.cat([grid.inbounds_tiles[:0], *words]))

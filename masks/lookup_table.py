@@ -1,4 +1,16 @@
-"""The lookup table: a compiled mask in the form that kernels read."""
+"""The lookup table: what kernels read, and how masks are compiled to it.
+
+The direction by query of a causal mask of 4 x 4 blocks whose diagonal is partial:
+
+    mask          row_ptr of each row                                    full_index     0 1 2
+    P . . .       full_start 0, full_count 0, partial_start 0, count 1   partial_index  0 1 2 3
+    F P . .                  0,            1,               1,       1
+    F F P .                  0,            2,               2,       1
+    F F F P                  0,            3,               3,       1
+
+Rows whose full blocks are one run share one list 0, 1, 2, ..., of which each is a window. So the
+table of a causal or full mask takes O(rows) entries, not O(blocks).
+"""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -7,22 +19,33 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from masks import tiles
-from masks.cache import Cache
+from masks._core.bit_tiles import pack, unpack
+from masks._core.block_set import (
+    CLIPPED_KEYS,
+    CLIPPED_QUERIES,
+    EMPTY,
+    FULL,
+    BlockSet,
+    Lists,
+    demote_clipped,
+)
+from masks._core.grid import Grid
+from masks._core.intervals import Runs
+from masks._core.transpose import transpose_lists
+from masks.registry import Cache
 
-# Kernels fetch the index of the next block while they work on this one: every list ends in so many
-# readable entries.
+# Kernels load the index of the next block while they work on this one, so every list ends in this
+# many readable entries.
 PREFETCH = 2
-# A tile takes 32 times its size while it is transposed.
-TILES_AT_ONCE = 1024
+MAX_ENTRIES = 2**31 - 1 - PREFETCH  # tables number their entries in 32 bits
+TRANSPOSED_AT_ONCE = 1024  # a tile takes 32 times its size while it is transposed
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """One direction of a lookup table: for every block row the full and the partial blocks in it.
+    """One direction of a lookup table, in CSR form: the full and the partial blocks of every row.
 
-    Rows and layers may share storage: two rows that list the same blocks may point at the same
-    range.
+    Rows may share storage: two rows that list the same blocks may point at the same entries.
 
     row_ptr:          int32 (masks, rows, 4)  full_start, full_count, partial_start, partial_count
     full_index:       int32 (n,)              column of each full block, ascending within a row
@@ -30,9 +53,9 @@ class BlockLists:
     partial_bit_tile: int32 (p,)              which of the bit tiles holds its element mask
     schedule:         int32 (masks, rows)     the rows of a mask, most blocks first
     max_blocks:       most non-zero blocks in any row
-    total_blocks:     non-zero blocks over all masks (shared storage counted once per row)
+    total_blocks:     non-zero blocks over all masks
 
-    max_blocks and total_blocks are None in the table of a DynamicMask: only the device knows.
+    The last two are None in the table of a DynamicMask: only the device knows them.
     """
 
     row_ptr: Tensor
@@ -45,25 +68,28 @@ class BlockLists:
 
     @cached_property
     def num_rows(self) -> int:
+        """Block rows of one mask."""
         return self.row_ptr.shape[1]
 
     @cached_property
+    def has_partial(self) -> bool:
+        """Whether a row may list partial blocks."""
+        return len(self.partial_index) > PREFETCH
+
+    @cached_property
     def imbalance(self) -> float:
-        """How many times the mean the heaviest row holds; inf where only the device knows."""
+        """Most blocks in a row over the mean; inf where only the device knows."""
         if self.max_blocks is None or self.total_blocks is None:
             return math.inf
-        return self.max_blocks * self.row_ptr.shape[0] * self.num_rows / max(self.total_blocks, 1)
+        return self.max_blocks * self.schedule.numel() / max(self.total_blocks, 1)
 
     @cached_property
     def mean_blocks(self) -> float | None:
         """Non-zero blocks of a row on average; None where only the device knows."""
-        return (
-            None
-            if self.total_blocks is None
-            else self.total_blocks / (self.row_ptr.shape[0] * self.num_rows)
-        )
+        return None if self.total_blocks is None else self.total_blocks / self.schedule.numel()
 
     def to(self, device: torch.device | str) -> "BlockLists":
+        """The same lists on another device."""
         return _move(self, device)
 
 
@@ -80,10 +106,10 @@ class LookupTable:
     seq_len:      (q_len, k_len) in tokens
     block_size:   (bq, bk) in tokens
 
-    A block listed as full has every pair of the sequence set. One that the end of the sequence
-    cuts is listed as partial in the direction whose columns end there: by query where the keys
-    end, by key where the queries end. So the loop of a kernel over its columns needs bounds checks
-    and element masks for partial blocks only, and few queries leave blocks full.
+    A block listed as full has every pair of the sequence set. A clipped one is listed as partial
+    in the direction whose columns end there: by query where the keys end, by key where the queries
+    end. So the loop of a kernel over its columns needs bounds checks and element masks for partial
+    blocks only, and few queries leave blocks full.
     """
 
     by_query: BlockLists
@@ -95,37 +121,149 @@ class LookupTable:
 
     @property
     def device(self) -> torch.device:
+        """Where the table is."""
         return self.bit_tiles.device
 
     @cached_property
     def bit_tiles_by_key(self) -> Tensor:
-        """int32 (tiles, bk, ceil(bq / 32)): the bit tiles with a row for each key; made when first
-        asked for.
-        """
-        transposed = [
-            tiles.pack(tiles.unpack(part, self.block_size[1]).mT)
-            for part in self.bit_tiles.split(TILES_AT_ONCE)
-        ]
-        return torch.cat(transposed)
+        """int32 (tiles, bk, ceil(bq / 32)): the bit tiles with a row for each key."""
+        parts = self.bit_tiles.split(TRANSPOSED_AT_ONCE)
+        return torch.cat([pack(unpack(part, self.block_size[1]).mT) for part in parts])
 
     @cached_property
     def cache(self) -> Cache:
-        """What its readers keep for as long as it lives."""
+        """What readers of the table store with it, under keys of their own."""
         return Cache()
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the table takes."""
-        tensors = [
-            self.bit_tiles,
-            self.head_to_mask,
-            *_tensors(self.by_query),
-            *_tensors(self.by_key),
-        ]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        lists = (*_tensors(self.by_query), *_tensors(self.by_key))
+        return sum(t.numel() * t.element_size() for t in (*_tensors(self), *lists))
 
     def to(self, device: torch.device | str) -> "LookupTable":
+        """The same table on another device."""
         return _move(self, device)
+
+
+def compile_table(blocks: BlockSet) -> LookupTable:
+    """The lookup table of a mask, on its device, in O(runs + partial blocks + listed blocks)."""
+    g, masks = blocks.grid, blocks.num_masks
+    by_query = demote_clipped(blocks, keys=True, queries=False)
+    by_key = transpose_lists(demote_clipped(blocks, keys=False, queries=True), g, masks)
+    clipped = g.q_len % g.bq or g.k_len % g.bk
+    bit_tiles = (
+        blocks.coded_tiles()[: len(blocks.bit_tiles) + FULL] if clipped else blocks.bit_tiles
+    )
+    return LookupTable(
+        by_query=_block_lists(by_query, g, masks),
+        by_key=_block_lists(by_key, g.T, masks),
+        bit_tiles=bit_tiles if len(bit_tiles) else torch.zeros_like(g.inbounds_tiles[:1]),
+        head_to_mask=torch.tensor([blocks.head_to_mask], dtype=torch.int32, device=g.device),
+        seq_len=g.seq_len,
+        block_size=g.block_size,
+    )
+
+
+def _block_lists(lists: Lists, g: Grid, masks: int) -> BlockLists:
+    rows = masks * g.nq
+    mask, row, run_column, run_end = g.locate_runs(lists.full)
+    run_row, run_length = mask * g.nq + row, run_end - run_column
+    runs = torch.bincount(run_row, minlength=rows)
+    full_count = torch.zeros_like(runs).index_add(0, run_row, run_length)
+    partial_count = torch.bincount(g.stacked_row(lists.partial), minlength=rows)
+
+    # A row of one run is a window of the shared list 0, 1, 2, ...; other rows list their blocks.
+    single = runs[run_row] == 1
+    shared = torch.arange(g.nk if bool(single.any()) else 0, device=g.device)
+    several = Runs(lists.full.begin[~single], lists.full.end[~single])
+    listed_count = torch.where(runs > 1, full_count, 0)
+    full_start = len(shared) + torch.cumsum(listed_count, 0) - listed_count
+    full_start[run_row[single]] = run_column[single]
+    partial_start = torch.cumsum(partial_count, 0) - partial_count
+    total = int((full_count + partial_count).sum())
+    _check_entries(max(len(shared) + int(listed_count.sum()), len(lists.partial)))
+
+    count = (full_count + partial_count).view(masks, g.nq)
+    row_ptr = torch.stack([full_start, full_count, partial_start, partial_count], dim=1)
+    return BlockLists(
+        row_ptr=row_ptr.view(masks, g.nq, 4).int(),
+        full_index=_padded(torch.cat([shared, several.expand() % g.row_stride])),
+        partial_index=_padded(lists.partial % g.row_stride),
+        partial_bit_tile=_padded(lists.tile),
+        schedule=_longest_first(count),
+        max_blocks=int(count.max()),
+        total_blocks=total,
+    )
+
+
+def _check_entries(entries: int) -> None:
+    if entries > MAX_ENTRIES:
+        raise ValueError(f"blocks must be at most {MAX_ENTRIES} in a table, got {entries}")
+
+
+def _longest_first(count: Tensor) -> Tensor:
+    return torch.argsort(count, dim=1, descending=True, stable=True).int()
+
+
+def _padded(entries: Tensor) -> Tensor:
+    return torch.nn.functional.pad(entries, (0, PREFETCH)).int()
+
+
+def compile_selected(support: BlockSet, blocks: Tensor) -> LookupTable:
+    """The table of the blocks of `support` that `blocks`, bool (batch, heads, nq, nk), selects.
+
+    Every row has storage for all its columns, so all sizes are known to the host and nothing waits
+    for the device.
+    """
+    g, tiles = support.grid, len(support.bit_tiles)
+    _check_entries(blocks.numel())
+    every = support.tile_code_grid().view(support.num_masks, g.nq, g.nk).unbind()
+    every = torch.stack([every[mask] for mask in support.head_to_mask])
+    batch, heads = blocks.shape[:2]
+    code = torch.where(blocks, every, tiles + EMPTY).flatten(0, 1)
+    # A block whose queries alone are clipped is full by query, one whose keys alone are, by key.
+    by_query = code.masked_fill(code == tiles + CLIPPED_QUERIES, tiles + FULL)
+    by_key = code.masked_fill(code == tiles + CLIPPED_KEYS, tiles + FULL).mT
+    masks = torch.arange(batch * heads, dtype=torch.int32, device=g.device)
+    return LookupTable(
+        by_query=_selected_lists(by_query, tiles),
+        by_key=_selected_lists(by_key, tiles),
+        bit_tiles=support.coded_tiles()[: tiles + FULL],
+        head_to_mask=masks.view(batch, heads),
+        seq_len=g.seq_len,
+        block_size=g.block_size,
+    )
+
+
+def _selected_lists(code: Tensor, tiles: int) -> BlockLists:
+    """Lists of the blocks of (masks, rows, columns) tile codes: full ones, then partial ones."""
+    masks, rows, columns = code.shape
+    full, partial = code == tiles + FULL, code < tiles + FULL
+    full_count, partial_count = full.sum(-1), partial.sum(-1)
+    after_full = full_count.unsqueeze(-1) + partial.cumsum(-1) - 1
+    slot = torch.where(full, full.cumsum(-1) - 1, after_full)
+    slot = slot.masked_fill(~(full | partial), columns)
+    start = torch.arange(masks * rows, device=code.device).view(masks, rows) * columns
+    index = _scattered(torch.arange(columns, device=code.device).expand_as(code), slot)
+    row_ptr = torch.stack([start, full_count, start + full_count, partial_count], dim=-1)
+    return BlockLists(
+        row_ptr=row_ptr.int(),
+        full_index=index,
+        partial_index=index,
+        partial_bit_tile=_scattered(code.masked_fill(~partial, 0), slot),
+        schedule=_longest_first(full_count + partial_count),
+        max_blocks=None,
+        total_blocks=None,
+    )
+
+
+def _scattered(entries: Tensor, slot: Tensor) -> Tensor:
+    """Every row's entries at their slots, those past its end left out, row after row."""
+    columns = entries.shape[-1]
+    rows = entries.new_zeros(*entries.shape[:-1], columns + 1, dtype=torch.int32)
+    rows.scatter_(-1, slot, entries.int())
+    return _padded(rows[..., :columns].flatten())
 
 
 def _tensors(record) -> list[Tensor]:

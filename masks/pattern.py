@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, ParamSpec, overload
 import torch
 
 from masks import block_mask
-from masks.arguments import plain
+from masks._core.grid import Grid
+from masks.arguments import to_python
 from masks.block_mask import BlockMask
-from masks.build import from_block_predicate, from_predicate
-from masks.grid import Grid
-from masks.handle import Handled
+from masks.builders import from_block_predicate, from_predicate
+from masks.registry import Handled
 
 P = ParamSpec("P")
 
@@ -134,7 +134,7 @@ def builtin(
             given.apply_defaults()
             for name, find in resolve.items():
                 given.arguments[name] = find(given.arguments[name])
-            arguments = {name: plain(value) for name, value in given.arguments.items()}
+            arguments = {name: to_python(value) for name, value in given.arguments.items()}
             made = make(*given.args, **given.kwargs)
             return replace(made, recipe=Recipe(make.__name__, arguments))
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from masks.arguments import check_floating, whole
+from masks.arguments import check_floating, check_integer
 
 
 def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
@@ -38,5 +38,5 @@ def relative_bias(weights: Tensor, q_len: int, k_len: int) -> Tensor:
 
 def _distances(q_len: int, k_len: int, device: torch.device) -> Tensor:
     """k - q at every entry of a bias, where the last query is at the last key."""
-    q_len, k_len = whole("q_len", q_len, least=1), whole("k_len", k_len, least=1)
+    q_len, k_len = check_integer("q_len", q_len, least=1), check_integer("k_len", k_len, least=1)
     return torch.arange(1 - k_len, q_len, device=device)

@@ -1,6 +1,6 @@
 """Where the diagonal lies when q_len and k_len differ."""
 
-from masks.grid import Grid
+from masks._core.grid import Grid
 
 ALIGNMENTS = ("top-left", "bottom-right")
 

@@ -1,9 +1,9 @@
 import torch
 
-from masks.arguments import whole
+from masks._core.grid import Grid
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.build import from_coordinates, on_square_blocks
-from masks.grid import Grid
+from masks.builders import from_coordinates, on_square_blocks
 from masks.pattern import Pattern, builtin
 
 
@@ -20,7 +20,7 @@ def butterfly(max_stride: int | None = None) -> Pattern:
     Source: Dao et al. 2022, Pixelated Butterfly, section 3.
     """
     if max_stride is not None:
-        max_stride = whole("max_stride", max_stride, least=1)
+        max_stride = check_integer("max_stride", max_stride, least=1)
         if max_stride & (max_stride - 1):
             raise ValueError(f"max_stride must be a power of two of blocks, got {max_stride}")
 

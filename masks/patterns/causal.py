@@ -1,8 +1,8 @@
 import torch
 
+from masks._core.grid import Grid
 from masks.block_mask import BlockMask
-from masks.build import from_intervals
-from masks.grid import Grid
+from masks.builders import from_intervals
 from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from masks.arguments import whole
+from masks._core.grid import Grid
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.build import from_coordinates, on_square_blocks
-from masks.grid import Grid
+from masks.builders import from_coordinates, on_square_blocks
 from masks.pattern import Pattern, builtin
 from masks.patterns.global_tokens import global_tokens
 from masks.patterns.local import local
@@ -20,7 +20,7 @@ def longformer(window: int, num_global: int) -> Pattern:
     Raises TypeError or ValueError for a window below 0 or a num_global below 1, or no integers.
     Source: Beltagy et al. 2020, Longformer.
     """
-    num_global = whole("num_global", num_global, least=1)
+    num_global = check_integer("num_global", num_global, least=1)
     both = local(window) | global_tokens(num_global)
     return Pattern(f"longformer({window}, {num_global})", both.build)
 
@@ -34,12 +34,12 @@ def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int
     count, or no integers.
     Source: Zaheer et al. 2020, BigBird.
     """
-    window = whole("window", window, least=1)
+    window = check_integer("window", window, least=1)
     if window % 2 == 0:
         raise ValueError(f"window must be odd, got {window}")
-    num_global = whole("num_global", num_global, least=0)
-    num_random = whole("num_random", num_random, least=0)
-    seed = whole("seed", seed)
+    num_global = check_integer("num_global", num_global, least=0)
+    num_random = check_integer("num_random", num_random, least=0)
+    seed = check_integer("seed", seed)
 
     def blocks(grid: Grid) -> BlockMask:
         i, j = (torch.arange(n, device=grid.device) for n in (grid.nq, grid.nk))

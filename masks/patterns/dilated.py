@@ -1,5 +1,5 @@
-from masks.arguments import whole
-from masks.build import from_offsets
+from masks.arguments import check_integer
+from masks.builders import from_offsets
 from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
@@ -13,7 +13,10 @@ def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
     Raises TypeError or ValueError for a window below 0 or a dilation below 1, or no integers.
     Source: Beltagy et al. 2020, Longformer, section 3.1.
     """
-    window, dilation = whole("window", window, least=0), whole("dilation", dilation, least=1)
+    window, dilation = (
+        check_integer("window", window, least=0),
+        check_integer("dilation", dilation, least=1),
+    )
     check_align(align)
     reach = window * dilation
 

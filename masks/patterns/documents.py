@@ -5,14 +5,13 @@ import torch
 from torch import Tensor
 
 from masks import block_mask
-from masks.arguments import wholes
+from masks._core.grid import Grid
+from masks._core.intervals import empty
+from masks.arguments import check_integers
 from masks.block_mask import BlockMask
-from masks.build import from_intervals
-from masks.grid import Grid
-from masks.intervals import empty
+from masks.builders import from_intervals, from_runs, place
 from masks.parse import optional_pattern
 from masks.pattern import Pattern, builtin
-from masks.place import place
 
 
 @builtin(pattern=optional_pattern)
@@ -34,8 +33,8 @@ def documents(
     another type.
     """
     assert not isinstance(pattern, str), "the decorator has resolved it"
-    q_lengths = wholes("lengths", lengths, least=0)
-    k_lengths = q_lengths if k_lengths is None else wholes("k_lengths", k_lengths, least=0)
+    q_lengths = check_integers("lengths", lengths, least=0)
+    k_lengths = q_lengths if k_lengths is None else check_integers("k_lengths", k_lengths, least=0)
     if not q_lengths or len(q_lengths) != len(k_lengths):
         raise ValueError(
             f"lengths must be at least one and as many as k_lengths, got {q_lengths} and "
@@ -84,7 +83,7 @@ def _own_pattern(
         if size in built
     ]
     if not placed:
-        return BlockMask.of_full(grid, empty(grid.device))
+        return from_runs(grid, empty(grid.device))
     heads = [
         place(grid, [(mask.head(h), query, key) for mask, query, key in placed])
         for h in range(placed[0][0].num_heads)

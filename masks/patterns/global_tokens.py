@@ -3,10 +3,10 @@ from numbers import Integral
 
 import torch
 
-from masks.arguments import whole, wholes
+from masks._core.grid import Grid
+from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
-from masks.build import from_intervals
-from masks.grid import Grid
+from masks.builders import from_intervals
 from masks.pattern import Pattern, builtin
 
 
@@ -21,10 +21,10 @@ def global_tokens(tokens: int | Sequence[int]) -> Pattern:
     Source: Beltagy et al. 2020, Longformer; Zaheer et al. 2020, BigBird.
     """
     if isinstance(tokens, Integral):
-        tokens = whole("tokens", tokens, least=1)
+        tokens = check_integer("tokens", tokens, least=1)
         spans = [(0, tokens)]
     else:
-        tokens = wholes("tokens", tokens, least=0)
+        tokens = check_integers("tokens", tokens, least=0)
         spans = _spans(tokens)
     if not spans:
         raise ValueError("tokens must be at least 1, or indices of at least 0, got none")

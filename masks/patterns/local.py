@@ -1,9 +1,9 @@
 import torch
 
-from masks.arguments import whole
+from masks._core.grid import Grid
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.build import from_intervals
-from masks.grid import Grid
+from masks.builders import from_intervals
 from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
@@ -21,7 +21,7 @@ def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
         raise ValueError(f"window must be one integer or (left, right), got {window!r}")
-    left, right = (whole("window", side, least=0) for side in sides)
+    left, right = (check_integer("window", side, least=0) for side in sides)
     check_align(align)
 
     def build(grid: Grid) -> BlockMask:

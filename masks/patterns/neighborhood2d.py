@@ -1,9 +1,9 @@
 import torch
 
-from masks.arguments import whole
+from masks._core.grid import Grid
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.build import from_coordinates, on_square_blocks
-from masks.grid import Grid
+from masks.builders import from_coordinates, on_square_blocks
 from masks.pattern import Pattern, builtin
 
 
@@ -18,7 +18,10 @@ def neighborhood2d(columns: int, radius: int) -> Pattern:
     Raises TypeError or ValueError for fewer than 1 column or a radius below 0, or no integers.
     Source: Parmar et al. 2018, Image Transformer (two-dimensional local attention).
     """
-    columns, radius = whole("columns", columns, least=1), whole("radius", radius, least=0)
+    columns, radius = (
+        check_integer("columns", columns, least=1),
+        check_integer("radius", radius, least=0),
+    )
 
     def blocks(grid: Grid) -> BlockMask:
         i = torch.arange(grid.nq, device=grid.device)

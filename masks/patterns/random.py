@@ -3,10 +3,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from masks.arguments import whole
-from masks.block_mask import BlockMask
-from masks.build import from_coordinates, on_square_blocks
-from masks.grid import Grid
+from masks._core.grid import Grid
+from masks.arguments import check_integer
+from masks.block_mask import BlockMask, of_full
+from masks.builders import from_coordinates, on_square_blocks
 from masks.pattern import Pattern, builtin
 
 
@@ -21,7 +21,7 @@ def random(density: float, seed: int = 0) -> Pattern:
     """
     if not isinstance(density, Real) or not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], got {density!r}")
-    seed = whole("seed", seed)
+    seed = check_integer("seed", seed)
 
     def blocks(grid: Grid) -> BlockMask:
         return random_blocks(grid, max(1, round(density * grid.nk)), seed)
@@ -34,7 +34,7 @@ def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
     generator = torch.Generator("cpu").manual_seed(seed)
     if 2 * count > grid.nk:
         if count >= grid.nk:
-            return BlockMask.of_full(grid, grid.every_row())
+            return of_full(grid)
         return ~_chosen(grid, grid.nk - count, generator)
     return _chosen(grid, count, generator)
 

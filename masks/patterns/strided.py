@@ -1,9 +1,9 @@
 import torch
 
-from masks.arguments import whole
+from masks._core.grid import Grid
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.build import from_coordinates, on_square_blocks
-from masks.grid import Grid
+from masks.builders import from_coordinates, on_square_blocks
 from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
@@ -20,7 +20,10 @@ def strided(stride: int, *, window: int = 0, align: str | None = None) -> Patter
     Raises TypeError or ValueError for a stride below 1 or a window below 0, or no integers.
     Source: Child et al. 2019, Generating Long Sequences with Sparse Transformers.
     """
-    stride, window = whole("stride", stride, least=1), whole("window", window, least=0)
+    stride, window = (
+        check_integer("stride", stride, least=1),
+        check_integer("window", window, least=0),
+    )
     check_align(align)
 
     def blocks(grid: Grid) -> BlockMask:

@@ -2,12 +2,11 @@ from collections.abc import Sequence
 
 import torch
 
-from masks.arguments import whole, wholes
+from masks._core.grid import Grid
+from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
-from masks.build import from_intervals
-from masks.grid import Grid
+from masks.builders import from_intervals, place
 from masks.pattern import Pattern, builtin
-from masks.place import place
 
 
 @builtin()
@@ -20,7 +19,10 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
     prefix_len below 0, and for lengths other than (nodes, prefix_len + nodes).
     Source: Miao et al. 2023, SpecInfer.
     """
-    parents, prefix_len = wholes("parents", parents), whole("prefix_len", prefix_len, least=0)
+    parents, prefix_len = (
+        check_integers("parents", parents),
+        check_integer("prefix_len", prefix_len, least=0),
+    )
     if not parents or not all(-1 <= parent < node for node, parent in enumerate(parents)):
         raise ValueError(f"parents must name an earlier node each, or -1, got {parents}")
     nodes = len(parents)

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from masks import DynamicMask
-from masks.handle import find
+from masks.registry import find
 from sparseflash.arguments import AnyMask
 from sparseflash.dispatch.autograd import refuse_second_derivative, refuse_tangents
 from sparseflash.dispatch.call import Call
@@ -130,7 +130,7 @@ def _call(given: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> C
     mask, seed = find(given["mask"]), given["seed"]
     return plan_call(
         *(given["query"], given["key"], given["value"]),
-        mask if given["blocks"] is None else DynamicMask.of(mask, given["blocks"]),
+        mask if given["blocks"] is None else mask.select(given["blocks"]),
         key_lengths=given["key_lengths"],
         seed=0 if seed is None else int(seed),
         bias=given["bias"],

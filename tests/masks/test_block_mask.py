@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
-from masks import BlockMask, cut, elements
-from masks.grid import Grid
+from masks import BlockMask
+from masks._core import convert
+from masks._core.grid import Grid
 
 SIDES = (16, 32, 64, 128)
 
@@ -69,7 +70,9 @@ def test_tables_of_other_blocks_and_how_far_blocks_fill_them(dense, block_size, 
 
 def test_tables_are_compiled_once_and_coverage_computed_once(monkeypatch):
     mask, computed = masks.local(9)(300, 16), []
-    monkeypatch.setattr("masks.reblock.coverage", lambda *arguments: computed.append(1) or 0.5)
+    monkeypatch.setattr(
+        "masks._core.reblock.coverage", lambda *arguments: computed.append(1) or 0.5
+    )
     assert [mask.coverage((128, 128)), mask.coverage((128, 128))] == [0.5, 0.5]
     assert computed == [1]
     assert mask.table() is mask.table(block_size=(16, 16))
@@ -80,8 +83,9 @@ def test_tables_are_compiled_once_and_coverage_computed_once(monkeypatch):
 def test_masks_and_tables_move_whole():
     mask = (masks.local(9) | masks.random(0.5))(300, 16)
     there = mask.to("meta")
+    stored = there.block_set
     assert mask.to("cpu") is mask
-    tensors = [there.partial, there.partial_bit_tile, there.bit_tiles, *there.full]
+    tensors = [stored.partial, stored.partial_bit_tile, stored.bit_tiles, *stored.full]
     assert {t.device.type for t in (there, *tensors)} == {"meta"}
     assert mask.table("meta").by_key.row_ptr.device.type == "meta"
     assert mask.table().by_key.row_ptr.device.type == "cpu"
@@ -138,7 +142,7 @@ def test_scipy_blocks_may_be_stored_in_any_order_twice_and_with_any_numbers():
 
 
 def test_a_mask_is_read_in_strips(monkeypatch):
-    monkeypatch.setattr(elements, "STRIP", 2 * 16 * 90)
+    monkeypatch.setattr(convert, "STRIP", 2 * 16 * 90)
     dense = torch.rand(2, 10, 6).lt(0.7).repeat_interleave(16, 1).repeat_interleave(15, 2)
     dense[:, ::7, ::5] = True
     dense, rows = dense[:, :150], []
@@ -147,16 +151,9 @@ def test_a_mask_is_read_in_strips(monkeypatch):
         rows.append(queries.stop - queries.start)
         return dense[layer, queries]
 
-    mask = elements.from_strips(Grid.of((150, 90), 16), pairs, (0, 1))
+    mask = BlockMask(convert.from_strips(Grid.of((150, 90), 16), pairs, (0, 1)))
     assert torch.equal(mask.to_dense(), dense)
     assert rows == 2 * [32, 32, 32, 32, 22]
-
-
-@pytest.mark.parametrize(("begin", "end"), [(17, 30), (32, 33), (32, 90)])
-def test_rows_that_begin_with_a_block_or_lie_in_one_are_cut_out_unread(begin, end, monkeypatch):
-    monkeypatch.setattr(cut, "from_strips", lambda *arguments: pytest.fail("read pair by pair"))
-    mask = masks.local(9)(100, 16)
-    assert torch.equal(mask.slice_queries(begin, end).to_dense(), mask.to_dense()[begin:end])
 
 
 def test_blocks_round_trip_and_figures():
@@ -189,7 +186,7 @@ def test_blocks_of_any_form_become_full_blocks(given):
     assert isinstance(mask, BlockMask)
     assert (mask.seq_len, mask.num_heads, mask.num_masks) == ((30, 40), 3, 2)
     assert torch.equal(mask.to_blocks(), HEADS.bool())
-    assert len(mask.partial) == 0
+    assert mask.partial_blocks == 0
     expected = HEADS.bool().repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :30, :40]
     assert torch.equal(mask.to_dense(), expected)
     one = BlockMask.from_blocks(given[0], 16, (30, 40))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
-from masks import DynamicMask, dynamic
+from masks import DynamicMask, lookup_table
 from masks.lookup_table import PREFETCH
 from tests.helpers.tables import decode
 
@@ -75,9 +75,9 @@ def test_lists_end_in_readable_entries_and_are_made_once():
 
 
 def test_more_blocks_than_a_table_numbers_are_refused(monkeypatch):
-    monkeypatch.setattr(dynamic, "MOST_BLOCKS", 2 * 15)
+    monkeypatch.setattr(lookup_table, "MAX_ENTRIES", 2 * 15)
     DynamicMask.from_blocks(torch.ones(2, 3, 5) > 0, 16)
-    with pytest.raises(ValueError, match="blocks must be at most 30, got 45"):
+    with pytest.raises(ValueError, match="blocks must be at most 30 in a table, got 45"):
         DynamicMask.from_blocks(torch.ones(3, 3, 5) > 0, 16)
 
 

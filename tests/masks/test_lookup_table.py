@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import masks
-from masks import tiles
+from masks._core.bit_tiles import unpack
 from masks.lookup_table import PREFETCH
 from tests.helpers.tables import decode
 
@@ -42,8 +42,8 @@ def test_few_queries_leave_blocks_full():
 def test_the_bank_by_key_holds_the_transposed_tiles(block_size):
     for pattern in PATTERNS.values():
         table = pattern((100, 75), block_size).table()
-        by_query = tiles.unpack(table.bit_tiles, block_size[1])
-        assert torch.equal(tiles.unpack(table.bit_tiles_by_key, block_size[0]), by_query.mT)
+        by_query = unpack(table.bit_tiles, block_size[1])
+        assert torch.equal(unpack(table.bit_tiles_by_key, block_size[0]), by_query.mT)
 
 
 @pytest.mark.parametrize("name", PATTERNS)

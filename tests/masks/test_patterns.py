@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
-from masks.build import CACHED
+from masks.builders import CACHED_PAIRS
 
 
 def dense(predicate, q_len, k_len):
@@ -231,7 +231,7 @@ def test_functions_of_tokens_see_on_a_cpu_what_a_cache_holds():
         return q >= k
 
     assert causal(1500) == masks.causal()(1500)
-    assert max(seen) <= CACHED < sum(seen) == 1500**2
+    assert max(seen) <= CACHED_PAIRS < sum(seen) == 1500**2
 
 
 def test_integers_of_numpy_are_integers():

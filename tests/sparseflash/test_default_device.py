@@ -5,7 +5,7 @@ import torch
 
 import masks
 import sparseflash
-from masks import BlockMask, DynamicMask, draw, interop
+from masks import BlockMask, DynamicMask, interop, plot
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer
 
 LENGTH = 50
@@ -31,7 +31,7 @@ def operations(mask):
     return (
         union.slice_queries(17, 40).crop(5, 20).reblock(32).table(),
         union.to_dense(),
-        draw.text(mask),
+        plot.text(mask),
     )
 
 

@@ -12,7 +12,6 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 import masks
-from masks.lookup_table import LookupTable
 from sparseflash import attention
 from sparseflash.backends import relaunch
 from sparseflash.backends.compiled import Launched
@@ -251,7 +250,7 @@ def test_repeated_launches_give_what_first_ones_give(backend, head_dim, q_len, o
     mask = pattern((q_len, 300), block_size=128, device="cuda")
     call = (backend, head_dim)
     repeated = [passes(mask, *call, n, q_len, OPTIONS[option]) for n in range(4)]
-    tables = [kept for kept in mask._made.values() if isinstance(kept, LookupTable)]
+    tables = list(mask._tables.values())
     (kept,) = [table.cache for table in tables]
     assert any(isinstance(known, relaunch.Relaunch) for known in kept.values())
     for n, results in enumerate(repeated):

@@ -1,53 +1,48 @@
-"""Bit tiles: the element masks of partial blocks, one bit per (query, key) pair, each distinct
-tile stored once.
+"""Bit tiles: the element masks of partial blocks, one bit per (query, key) pair.
+
+A tile of (bq, bk) pairs is int32 (bq, ceil(bk / 32)); pair (r, c) is bit c % 32 of word
+[r, c // 32].
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-WORD = 32  # bits in one int32 word
+WORD_BITS = 32
+_CHUNK = 8192  # rows that are hashed or compared at a time
 
 
-def words(block_k: int) -> int:
+def words_per_row(block_k: int) -> int:
     """Words in one row of a tile of `block_k` keys."""
-    return -(-block_k // WORD)
+    return -(-block_k // WORD_BITS)
 
 
 def pack(pairs: Tensor) -> Tensor:
-    """bool (..., bk) -> int32 (..., words): pair c becomes bit c % 32 of word c // 32. bk is a
-    multiple of 8.
-    """
-    # Eight bools are eight bytes of an int64; one product gathers their low bits in its top byte,
-    # byte i at bit i.
-    if (
-        pairs.stride(-1) != 1 or not pairs.is_contiguous()
-    ):  # an empty tensor of any strides counts as contiguous
+    """bool (..., bk) -> int32 (..., words); bk is a multiple of 8."""
+    # Eight bools are eight bytes of an int64. One product gathers their low bits in its top byte,
+    # byte i at bit i. An empty tensor counts as contiguous whatever its strides.
+    if pairs.stride(-1) != 1 or not pairs.is_contiguous():
         pairs = pairs.clone(memory_format=torch.contiguous_format)
     octets = pairs.view(torch.int64)
     packed = ((octets * 0x0102040810204080) >> 56).to(torch.uint8)
-    missing = -packed.shape[-1] % (WORD // 8)
+    missing = -packed.shape[-1] % (WORD_BITS // 8)
     return torch.nn.functional.pad(packed, (0, missing)).view(torch.int32)
 
 
 def unpack(tiles: Tensor, block_k: int) -> Tensor:
     """int32 (..., words) -> bool (..., bk): the inverse of pack."""
-    bits = torch.arange(WORD, dtype=torch.int32, device=tiles.device)
+    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=tiles.device)
     return (((tiles.unsqueeze(-1) >> bits) & 1) != 0).flatten(-2)[..., :block_k]
 
 
-def full_tile(
-    block_size: tuple[int, int], inside: tuple[int, int], device: torch.device
-) -> Tensor:
-    """The tile whose first `inside` = (queries, keys) pairs are set: a block that the end of the
-    sequence cuts.
-    """
+def corner(block_size: tuple[int, int], inside: tuple[int, int], device: torch.device) -> Tensor:
+    """The tile whose first `inside` = (queries, keys) rows and columns are set."""
     pairs = torch.zeros(block_size, dtype=torch.bool, device=device)
     pairs[: inside[0], : inside[1]] = True
     return pack(pairs)
 
 
-def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+def deduplicate(rows: Tensor) -> tuple[Tensor, Tensor]:
     """int32 (n, ...) -> (unique, inverse) with unique[inverse] equal to `rows`.
 
     Rows are grouped by a 64-bit hash and then compared, so that a collision costs time and never a
@@ -56,8 +51,7 @@ def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     if len(rows) == 0:
         return rows, torch.zeros(0, dtype=torch.int64, device=rows.device)
     flat = rows.flatten(1)
-    codes = _hash(flat)
-    _, inverse = torch.unique(codes, return_inverse=True)
+    _, inverse = torch.unique(_hash(flat), return_inverse=True)
     count = int(inverse.max()) + 1
     representative = torch.full((count,), len(flat), dtype=torch.int64, device=rows.device)
     positions = torch.arange(len(flat), device=rows.device)
@@ -71,12 +65,21 @@ def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     return unique.unflatten(1, rows.shape[1:]), inverse
 
 
-_CHUNK = 8192  # rows that are hashed or compared at a time
+def unique_codes(codes: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """torch.unique with the inverse, of integers from 0 to before `limit`.
+
+    Without a sort where there are about as many codes as possible values.
+    """
+    if limit > 4 * len(codes) + _CHUNK:
+        return torch.unique(codes, return_inverse=True)
+    present = torch.zeros(limit, dtype=torch.bool, device=codes.device)
+    present[codes] = True
+    return present.nonzero().flatten(), (present.cumsum(0) - 1)[codes]
 
 
 def _hash(flat: Tensor) -> Tensor:
     """A 64-bit code for each row: a sum of odd multiples of its words, modulo 2^64."""
-    # Not of torch, which refuses to draw anything under torch.func.vmap.
+    # numpy's numbers, because torch refuses to draw any under torch.func.vmap.
     drawn = np.random.default_rng(0).integers(-(2**62), 2**62, flat.shape[1])
     weights = torch.from_numpy(drawn).to(flat.device) * 2 + 1
     return torch.cat([(part.long() * weights).sum(1) for part in flat.split(_CHUNK)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from masks import tiles
+from masks._core.bit_tiles import unpack
 from masks.block_mask import BlockMask
 
 _SHADES = " ░▒▓█"
@@ -25,7 +25,7 @@ def figures(mask: BlockMask) -> dict[str, str]:
         "non-zero blocks": f"{mask.nnz_blocks:,}",
         "blocks per row": f"{low} min, {middle} median, {high} max",
         "partial blocks": f"{mask.partial_blocks:,}",
-        "distinct tiles": f"{len(mask.bit_tiles):,}",
+        "distinct tiles": f"{mask.num_bit_tiles:,}",
         "lookup table": f"{mask.table().nbytes / 1024:.1f} KiB",
     }
 
@@ -35,14 +35,11 @@ def cell_density(mask: BlockMask, most: int) -> Tensor:
     first head.
     """
     g = mask.grid
-    one = mask.head(0)
-    fill = torch.zeros(g.nq, g.nk, device=mask.device)
-    fill[g.split(one.full.expand())] = 1.0
-    if len(one.partial):
-        set_pairs = tiles.unpack(one.bit_tiles, g.bk).float().mean((1, 2))
-        fill[g.split(one.partial)] = set_pairs[one.partial_bit_tile]
-    step_q, step_k = (math.ceil(n / most) for n in fill.shape)
-    return torch.nn.functional.avg_pool2d(fill[None], (step_q, step_k), ceil_mode=True)[0]
+    blocks = mask.head(0).block_set
+    set_pairs = unpack(blocks.coded_tiles(), g.bk).float().mean((1, 2))
+    density = set_pairs[blocks.tile_code_grid()]
+    step_q, step_k = (math.ceil(n / most) for n in density.shape)
+    return torch.nn.functional.avg_pool2d(density[None], (step_q, step_k), ceil_mode=True)[0]
 
 
 def text(mask: BlockMask, most: int = 48) -> str:

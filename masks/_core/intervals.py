@@ -1,9 +1,8 @@
 """Sets of integers as sorted runs [begin, end): the arithmetic behind the algebra of masks.
 
-A block mask numbers its blocks along one line, row after row, with one unused number between rows
-so that no run crosses a row. Its full blocks are then a set of runs, and every operation on masks
-is an operation on few runs, however many blocks they hold: full and causal masks have one run per
-row.
+The blocks of a mask have flat indices, row after row, with one unused index between rows so that
+no run crosses a row. The full blocks are then a set of runs, and every operation on masks is an
+operation on few runs, however many blocks they hold: full and causal masks have one run per row.
 """
 
 from collections.abc import Callable
@@ -33,11 +32,19 @@ class Runs(NamedTuple):
         shift = torch.repeat_interleave(self.begin - first, length)
         return torch.arange(len(shift), device=shift.device) + shift
 
+    def to_bool(self, length: int) -> Tensor:
+        """bool (length,): which of the integers below `length` are in the set."""
+        change = torch.zeros(length + 1, dtype=torch.int8, device=self.begin.device)
+        change[self.begin] += 1
+        change[self.end] -= 1
+        return change[:-1].cumsum(0, dtype=torch.int8) != 0
+
     def size(self) -> int:
         """How many integers the set holds."""
         return int((self.end - self.begin).sum())
 
     def shift(self, distance: int) -> "Runs":
+        """The set with `distance` added to every integer."""
         return Runs(self.begin + distance, self.end + distance)
 
     def between(self, low: int, high: int) -> "Runs":
@@ -48,8 +55,8 @@ class Runs(NamedTuple):
 
     def nonempty(self) -> "Runs":
         """Without the runs whose end does not pass their begin."""
-        keep = self.end > self.begin
-        return Runs(self.begin[keep], self.end[keep])
+        longer = self.end > self.begin
+        return Runs(self.begin[longer], self.end[longer])
 
 
 def from_points(points: Tensor) -> Runs:
@@ -59,7 +66,15 @@ def from_points(points: Tensor) -> Runs:
     return Runs(points[torch.cat([edge, gap])], points[torch.cat([gap, edge])] + 1)
 
 
+def from_bool_matrix(blocks: Tensor) -> Runs:
+    """The flat indices of the true blocks of a bool (masks, nq, nk) matrix."""
+    padded = torch.nn.functional.pad(blocks, (0, 1)).flatten()
+    before = torch.nn.functional.pad(padded[:-1], (1, 0))
+    return Runs((padded & ~before).nonzero().flatten(), (before & ~padded).nonzero().flatten())
+
+
 def empty(device: torch.device) -> Runs:
+    """The empty set."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return Runs(nothing, nothing)
 

@@ -3,9 +3,11 @@ import gc
 import pickle
 
 import pytest
+import torch
 
 import masks
-from masks.handle import find
+from masks import registry
+from masks.registry import find
 
 
 @pytest.mark.parametrize("mask", [masks.causal(), masks.causal()(64, 16)], ids=repr)
@@ -27,3 +29,20 @@ def test_a_handle_without_its_mask():
     gc.collect()
     with pytest.raises(LookupError, match=handle):
         find(handle)
+
+
+def test_a_full_cache_is_emptied(monkeypatch):
+    monkeypatch.setattr(registry, "MAX_ENTRIES", 3)
+    cache = masks.full()(64, block_size=64).cache
+    for n in range(4):
+        cache[n] = n
+    assert cache == {3: 3}
+
+
+def test_pickles_carry_neither_tables_nor_caches():
+    mask = masks.local(30)(4096, 16)
+    small = len(pickle.dumps(mask))
+    mask.table()
+    mask.coverage((128, 128))
+    mask.cache["call"] = torch.zeros(10_000)
+    assert len(pickle.dumps(mask)) == small

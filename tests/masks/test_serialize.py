@@ -167,7 +167,7 @@ def test_a_mask_comes_to_a_device_and_nothing_else_is_saved(tmp_path):
     masks.save(masks.causal()(100, 16), tmp_path / "mask")
     there = masks.load(tmp_path / "mask", "meta")
     assert isinstance(there, masks.BlockMask)
-    assert there.bit_tiles.device.type == "meta"
+    assert there.block_set.bit_tiles.device.type == "meta"
     with pytest.raises(TypeError, match="mask must be a Pattern or a BlockMask, got DynamicMask"):
         masks.save(masks.DynamicMask.from_blocks(torch.ones(2, 2) > 0), tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -6,7 +6,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import masks
-from masks import BlockMask, draw
+from masks import BlockMask, plot
 from masks.__main__ import app
 
 
@@ -14,7 +14,7 @@ def test_figures_of_a_mask_by_hand():
     dense = torch.zeros(96, 96, dtype=torch.bool)
     dense[:32] = True  # row 0: three full blocks
     dense[32:64, :8] = True  # row 1: one partial block; row 2: none
-    figures = draw.figures(BlockMask.from_dense(dense, 32))
+    figures = plot.figures(BlockMask.from_dense(dense, 32))
     assert figures["density"] == "0.4444"
     assert figures["non-zero blocks"] == "4"
     assert figures["blocks per row"] == "0 min, 1 median, 3 max"
@@ -23,20 +23,20 @@ def test_figures_of_a_mask_by_hand():
 
 def test_density_is_the_fraction_of_pairs_of_each_cell():
     mask = masks.causal()(64, block_size=16)
-    density = draw.cell_density(mask, most=4)
+    density = plot.cell_density(mask, most=4)
     expected = torch.full((4, 4), 1.0).tril(-1) + torch.eye(4) * (136 / 256)
     assert torch.allclose(density, expected)
-    halves = draw.cell_density(mask, most=2)
+    halves = plot.cell_density(mask, most=2)
     assert torch.allclose(halves, expected.view(2, 2, 2, 2).mean((1, 3)))
 
 
 def test_text_is_darker_where_more_pairs_are_set():
     blocks = torch.tensor([[1, 0], [1, 1]], dtype=torch.bool)
-    assert draw.text(BlockMask.from_blocks(blocks, 16, 32)).splitlines() == [
+    assert plot.text(BlockMask.from_blocks(blocks, 16, 32)).splitlines() == [
         "██  ",
         "████",
     ]
-    assert "░" in draw.text(masks.local(0)(32, block_size=16))
+    assert "░" in plot.text(masks.local(0)(32, block_size=16))
 
 
 def invoke(*arguments):

@@ -16,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from masks import tiles
-from masks.block_mask import BlockMask, assemble
-from masks.grid import Grid
-from masks.intervals import Runs
+from masks._core.bit_tiles import words_per_row
+from masks._core.block_set import BlockSet, assemble
+from masks._core.grid import Grid
+from masks._core.intervals import Runs
+from masks.block_mask import BlockMask
 from masks.parse import call_builtin
 from masks.pattern import Pattern, stack
 
@@ -45,7 +46,7 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
     if isinstance(mask, Pattern):
         header, tensors = {"pattern": _written(mask)}, {}
     elif isinstance(mask, BlockMask):
-        header, tensors = _header(mask), _tensors(mask)
+        header, tensors = _header(mask), _tensors(mask.block_set)
     else:
         raise TypeError(f"mask must be a Pattern or a BlockMask, got {type(mask).__name__}")
     save_file(tensors, path, metadata={HEADER: json.dumps({"version": VERSION} | header)})
@@ -64,7 +65,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | Bloc
         raise ValueError(f"file {path} holds no mask: {error}") from error
     if "pattern" in header:
         return _read_pattern(header["pattern"], f"file {path}")
-    return _mask(header, tensors).to(device)
+    return BlockMask(_block_set(header, tensors)).to(device)
 
 
 def to_json(pattern: Pattern) -> str:
@@ -150,17 +151,17 @@ def _header(mask: BlockMask) -> dict[str, Any]:
     }
 
 
-def _tensors(mask: BlockMask) -> dict[str, Tensor]:
+def _tensors(blocks: BlockSet) -> dict[str, Tensor]:
     return {
-        "full_begin": mask.full.begin,
-        "full_end": mask.full.end,
-        "partial": mask.partial,
-        "partial_tile": mask.partial_bit_tile,
-        "bank": mask.bit_tiles,
+        "full_begin": blocks.full.begin,
+        "full_end": blocks.full.end,
+        "partial": blocks.partial,
+        "partial_tile": blocks.partial_bit_tile,
+        "bank": blocks.bit_tiles,
     }
 
 
-def _mask(header: dict[str, Any], tensors: dict[str, Tensor]) -> BlockMask:
+def _block_set(header: dict[str, Any], tensors: dict[str, Tensor]) -> BlockSet:
     try:
         grid = Grid.of(tuple(header["seq_len"]), tuple(header["block_size"]))
         head_to_mask = tuple(header["head_layer"])
@@ -180,19 +181,17 @@ def _checks(
     """Kernels trust a table: what it is made of must lie within the grid and the bit tiles. Each
     check relies on those before it.
     """
-    layers = max(head_to_mask, default=-1) + 1
-    yield "head_layer", sorted(set(head_to_mask)) == list(range(layers)) and layers > 0
+    masks = max(head_to_mask, default=-1) + 1
+    limit = grid.mask_stride * masks
+    words = (grid.bq, words_per_row(grid.bk))
+    yield "head_layer", sorted(set(head_to_mask)) == list(range(masks)) and masks > 0
     yield "full", _alike(*full)
-    yield "full", _ascends(torch.stack(tuple(full), dim=1).flatten(), grid.layer * layers)
-    _, column = grid.split(full.begin)
-    yield "full", bool((column + full.end - full.begin <= grid.nk).all())
-    yield "partial", _alike(partial) and _ascends(partial, grid.layer * layers)
-    yield "partial", bool((grid.split(partial)[1] < grid.nk).all())
+    yield "full", _ascends(torch.stack(tuple(full), dim=1).flatten(), limit)
+    yield "full", bool((grid.locate_runs(full)[3] <= grid.nk).all())
+    yield "partial", _alike(partial) and _ascends(partial, limit)
+    yield "partial", bool((grid.locate(partial)[2] < grid.nk).all())
     yield "partial", not bool(full.contains(partial).any())
-    yield (
-        "bank",
-        bit_tiles.dtype == torch.int32 and bit_tiles.shape[1:] == (grid.bq, tiles.words(grid.bk)),
-    )
+    yield "bank", bit_tiles.dtype == torch.int32 and bit_tiles.shape[1:] == words
     yield "partial_tile", _alike(tile, partial)
     yield "partial_tile", bool(((tile >= 0) & (tile < len(bit_tiles))).all())
 
@@ -203,6 +202,6 @@ def _alike(*columns: Tensor) -> bool:
 
 
 def _ascends(numbers: Tensor, limit: int) -> bool:
-    """Whether these are different integers from 0 to `limit`, in order."""
-    inside = bool(((numbers >= 0) & (numbers <= limit)).all())
+    """Whether these are distinct integers from 0 to before `limit`, in order."""
+    inside = bool(((numbers >= 0) & (numbers < limit)).all())
     return inside and bool((numbers.diff() > 0).all())

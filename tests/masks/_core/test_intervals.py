@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from masks.intervals import Runs, combine, concatenate, empty, from_points
+from masks._core.intervals import Runs, combine, concatenate, empty, from_points
 
 CPU = torch.device("cpu")
 sets = st.sets(st.integers(0, 40))

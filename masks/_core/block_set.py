@@ -1,0 +1,262 @@
+"""BlockSet: the stored form of a mask, and the algebra on it.
+
+A mask of 3 x 4 blocks, F full, P partial, . empty:
+
+      0  1  2  3                flat indices          stored
+    0 P  .  .  .                0  1  2  3            full     [6, 7) [10, 12)
+    1 P  F  .  P                5  6  7  8            partial  0  5  8  12  13
+    2 F  F  P  P               10 11 12 13            partial_bit_tile  0  1  2  0  2
+
+The form is canonical. A block is full when all of its pairs inside the sequence attend, whether or
+not the sequence clips it. An empty block is not stored. Bits outside the sequence are 0, and bit
+tiles are distinct. `assemble` is the one place that establishes this.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from masks._core.bit_tiles import deduplicate, unique_codes, unpack, words_per_row
+from masks._core.grid import Grid, canonical_device
+from masks._core.intervals import Runs, combine, concatenate, from_points
+
+# Tile codes past the bit tiles: blocks whose keys, queries or both are clipped, full blocks that
+# are not, and empty ones. See BlockSet.coded_tiles.
+CLIPPED_KEYS, CLIPPED_QUERIES, CLIPPED_BOTH, FULL, EMPTY = range(5)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSet:
+    """The non-zero blocks of one or several masks of one grid, in canonical form.
+
+    grid:             lengths, block size and device
+    head_to_mask:     the mask that each head reads; heads with equal masks share one
+    full:             flat indices of the full blocks, as runs
+    partial:          int64 (p,) flat indices of the partial blocks, ascending
+    partial_bit_tile: int64 (p,) which of the bit tiles each one has
+    bit_tiles:        int32 (tiles, bq, words)
+    """
+
+    grid: Grid
+    head_to_mask: tuple[int, ...]
+    full: Runs
+    partial: Tensor
+    partial_bit_tile: Tensor
+    bit_tiles: Tensor
+
+    @property
+    def num_masks(self) -> int:
+        """Distinct masks stored."""
+        return max(self.head_to_mask) + 1
+
+    def tile_codes(self, flat: Tensor) -> Tensor:
+        """For each block the index of its pairs in coded_tiles; -1 stands for an empty block."""
+        full = len(self.bit_tiles) + full_code(self.grid.clip_kind(flat))
+        code = torch.where(self.full.contains(flat), full, len(self.bit_tiles) + EMPTY)
+        if len(self.partial):
+            nearest = torch.searchsorted(self.partial, flat).clamp(max=len(self.partial) - 1)
+            code = torch.where(self.partial[nearest] == flat, self.partial_bit_tile[nearest], code)
+        return code
+
+    def tile_code_grid(self) -> Tensor:
+        """int64 (num_masks * nq, nk): tile_codes of every block. Never waits for the device."""
+        g = self.grid
+        row = torch.arange(self.num_masks * g.nq, device=g.device).unsqueeze(1)
+        flat = g.flat_index(0, row, torch.arange(g.nk, device=g.device))
+        full = len(self.bit_tiles) + full_code(g.clip_kind(flat))
+        code = torch.where(self.full.contains(flat), full, len(self.bit_tiles) + EMPTY)
+        code[g.stacked_row(self.partial), self.partial % g.row_stride] = self.partial_bit_tile
+        return code
+
+    def coded_tiles(self) -> Tensor:
+        """int32 (tiles + 5, bq, words): the bit tiles, then those of the codes past them.
+
+        In this order the first tiles + 3 are what a lookup table of a clipped sequence holds.
+        """
+        inbounds = self.grid.inbounds_tiles
+        return torch.cat(
+            [self.bit_tiles, inbounds[1:], inbounds[:1], torch.zeros_like(inbounds[:1])]
+        )
+
+    def gather(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The pairs of rectangles of rows x columns blocks, each distinct rectangle once.
+
+        Args:
+            flat: int64 (n, rows, columns), -1 for an empty block.
+
+        Returns:
+            bool (distinct, rows * bq, columns * bk), and for each of the n which of them it is.
+        """
+        used, which = deduplicate(self.tile_codes(flat).flatten(1).int())
+        blocks = unpack(self.coded_tiles()[used.long()], self.grid.bk)
+        pairs = blocks.unflatten(1, flat.shape[1:]).transpose(2, 3)
+        return pairs.flatten(3, 4).flatten(1, 2), which
+
+    def count_per_row(self) -> Tensor:
+        """int64 (num_heads, nq): non-zero blocks in each block row."""
+        zeros = torch.zeros(
+            self.num_masks * self.grid.nq, dtype=torch.int64, device=self.grid.device
+        )
+        row = self.grid.stacked_row(self.full.begin)
+        full = zeros.index_add(0, row, self.full.end - self.full.begin)
+        return (full + self._partial_per_row()).view(self.num_masks, -1)[list(self.head_to_mask)]
+
+    def count_partial(self) -> int:
+        """Partial blocks, summed over heads."""
+        per_mask = self._partial_per_row().view(self.num_masks, -1)
+        return int(per_mask[list(self.head_to_mask)].sum())
+
+    def _partial_per_row(self) -> Tensor:
+        row = self.grid.stacked_row(self.partial)
+        return torch.bincount(row, minlength=self.num_masks * self.grid.nq)
+
+    def select_masks(self, masks: Sequence[int]) -> "BlockSet":
+        """A set with one head for each of `masks`, each stored on its own."""
+        heads = tuple(range(len(masks)))
+        if list(masks) == list(range(self.num_masks)):
+            return replace(self, head_to_mask=heads)
+        stride = self.grid.mask_stride
+        runs, points, tiles = [], [], []
+        for new, old in enumerate(masks):
+            runs.append(
+                self.full.between(old * stride, (old + 1) * stride).shift((new - old) * stride)
+            )
+            part = self.partial_between(old * stride, (old + 1) * stride)
+            points.append(self.partial[part] + (new - old) * stride)
+            tiles.append(self.partial_bit_tile[part])
+        return replace(
+            self,
+            head_to_mask=heads,
+            full=concatenate(runs),
+            partial=torch.cat(points),
+            partial_bit_tile=torch.cat(tiles),
+        )
+
+    def partial_between(self, low: int, high: int) -> slice:
+        """Where the partial blocks with flat indices in [low, high) stand in the list."""
+        edges = torch.tensor([low, high], device=self.grid.device)
+        return slice(*torch.searchsorted(self.partial, edges).tolist())
+
+    def to(self, device: torch.device | str) -> "BlockSet":
+        """The same set on another device."""
+        return BlockSet(
+            replace(self.grid, device=canonical_device(device)),
+            self.head_to_mask,
+            Runs(*(t.to(device) for t in self.full)),
+            self.partial.to(device),
+            self.partial_bit_tile.to(device),
+            self.bit_tiles.to(device),
+        )
+
+
+def full_code(clip_kind: Tensor) -> Tensor:
+    """The code of a full block, past the bit tiles."""
+    return torch.where(clip_kind == 0, FULL, clip_kind - 1)
+
+
+def of_full(grid: Grid, full: Runs, head_to_mask: tuple[int, ...] = (0,)) -> BlockSet:
+    """The set whose blocks are all full."""
+    nothing = torch.empty(0, dtype=torch.int64, device=grid.device)
+    words = (0, grid.bq, words_per_row(grid.bk))
+    bit_tiles = torch.empty(words, dtype=torch.int32, device=grid.device)
+    return BlockSet(grid, head_to_mask, full, nothing, nothing, bit_tiles)
+
+
+def assemble(
+    grid: Grid,
+    head_to_mask: tuple[int, ...],
+    full: Runs,
+    candidates: Tensor,
+    bit_tiles: Tensor,
+    tile: Tensor,
+) -> BlockSet:
+    """The canonical set of full blocks and of candidates that may turn out full, partial or empty.
+
+    Args:
+        grid: Lengths, block size and device.
+        head_to_mask: The mask of each head.
+        full: Flat indices of blocks that are full.
+        candidates: int64 (p,) ascending flat indices, none of them in `full`.
+        bit_tiles: int32 (n, bq, words), not necessarily distinct, with any bits outside the
+            sequence.
+        tile: int64 (p,) the bit tile of each candidate.
+    """
+    # What a candidate is depends on its tile and on how the sequence clips it: four kinds.
+    used, which = unique_codes(tile * 4 + grid.clip_kind(candidates), 4 * len(bit_tiles))
+    inbounds = grid.inbounds_tiles[used % 4]
+    pairs = bit_tiles[used // 4] & inbounds
+    is_full = (pairs == inbounds).flatten(1).all(1)
+    is_partial = (pairs != 0).flatten(1).any(1) & ~is_full
+    distinct, position = deduplicate(pairs[is_partial])
+    new_tile = torch.full_like(used, -1)
+    new_tile[is_partial] = position
+    promoted = from_points(candidates[is_full[which]])
+    full = combine(torch.bitwise_or, full, promoted) if len(promoted.begin) else full
+    partial = is_partial[which]
+    return BlockSet(
+        grid, head_to_mask, full, candidates[partial], new_tile[which[partial]], distinct
+    )
+
+
+def binary(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tensor]) -> BlockSet:
+    """rule(a, b), elementwise on bits and false of two zeros. Heads broadcast."""
+    heads = max(len(a.head_to_mask), len(b.head_to_mask))
+    pairs = [
+        (a.head_to_mask[h % len(a.head_to_mask)], b.head_to_mask[h % len(b.head_to_mask)])
+        for h in range(heads)
+    ]
+    index = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
+    a, b = a.select_masks([m for m, _ in index]), b.select_masks([m for _, m in index])
+    candidates = torch.unique(torch.cat([a.partial, b.partial]))
+    full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(candidates))
+    tiles_a, tiles_b = a.coded_tiles(), b.coded_tiles()
+    codes = a.tile_codes(candidates) * len(tiles_b) + b.tile_codes(candidates)
+    used, tile = unique_codes(codes, len(tiles_a) * len(tiles_b))
+    mixed = rule(tiles_a[used // len(tiles_b)], tiles_b[used % len(tiles_b)])
+    return assemble(a.grid, tuple(index[pair] for pair in pairs), full, candidates, mixed, tile)
+
+
+def stack(parts: Sequence[BlockSet], head_to_mask: tuple[int, ...]) -> BlockSet:
+    """The set whose mask i is that of parts[i], which has one head."""
+    grid = parts[0].grid
+    parts = [part.select_masks([part.head_to_mask[0]]) for part in parts]
+    first_tile = accumulate((len(part.bit_tiles) for part in parts), initial=0)
+    return assemble(
+        grid,
+        head_to_mask,
+        concatenate([part.full.shift(i * grid.mask_stride) for i, part in enumerate(parts)]),
+        torch.cat([part.partial + i * grid.mask_stride for i, part in enumerate(parts)]),
+        torch.cat([part.bit_tiles for part in parts]),
+        torch.cat([p.partial_bit_tile + n for p, n in zip(parts, first_tile, strict=False)]),
+    )
+
+
+class Lists(NamedTuple):
+    """Full blocks as runs, and the other non-zero blocks, ascending, with their tile codes."""
+
+    full: Runs
+    partial: Tensor
+    tile: Tensor
+
+
+def demote_clipped(blocks: BlockSet, *, keys: bool, queries: bool) -> Lists:
+    """The blocks, the full ones with clipped keys, queries or both listed as partial."""
+    g = blocks.grid
+    every = g.all_blocks(blocks.num_masks)
+    edges = []
+    if keys and g.k_len % g.bk:
+        edges.append(Runs(every.end - 1, every.end))
+    if queries and g.q_len % g.bq:
+        edges.append(Runs(*(t[g.nq - 1 :: g.nq].contiguous() for t in every)))
+    if not edges:
+        return Lists(blocks.full, blocks.partial, blocks.partial_bit_tile)
+    edge = edges[0] if len(edges) == 1 else combine(torch.bitwise_or, *edges)
+    full = combine(lambda inside, e: inside & ~e, blocks.full, edge)
+    demoted = combine(torch.bitwise_and, blocks.full, edge).expand()
+    partial, order = torch.cat([blocks.partial, demoted]).sort()
+    code = len(blocks.bit_tiles) + full_code(g.clip_kind(demoted))
+    return Lists(full, partial, torch.cat([blocks.partial_bit_tile, code])[order])

@@ -1,0 +1,206 @@
+"""Masks from matrices of pairs or blocks, dense and scipy's, and back."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch import Tensor
+
+from masks._core.bit_tiles import deduplicate, pack, unpack
+from masks._core.block_set import BlockSet, assemble, of_full
+from masks._core.grid import Grid
+from masks._core.intervals import empty, from_bool_matrix, from_points
+
+STRIP = 1 << 22  # pairs that are looked at together when a mask is read pair by pair
+
+
+def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockSet:
+    """See BlockMask.from_dense."""
+    if not isinstance(dense, Tensor) or dense.dtype != torch.bool:
+        got = getattr(dense, "dtype", type(dense).__name__)
+        raise TypeError(f"dense must be a bool tensor, got {got}")
+    if dense.ndim not in (2, 3) or 0 in dense.shape:
+        raise ValueError(
+            f"dense must be (q, k) or (heads, q, k) and not empty, got {tuple(dense.shape)}"
+        )
+    dense = dense if dense.ndim == 3 else dense[None]
+    grid = Grid.of(tuple(dense.shape[1:]), block_size, dense.device)
+    head_to_mask, distinct = distinct_heads(dense)
+    rows = dense[distinct]
+    return from_strips(grid, lambda mask, q: rows[mask, q], head_to_mask)
+
+
+def distinct_heads(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
+    """(mask of each head, the first head of each mask): heads that are equal share a mask."""
+    first: list[int] = []
+    head_to_mask = []
+    for h in range(len(heads)):
+        mask = next(
+            (i for i, k in enumerate(first) if torch.equal(heads[k], heads[h])), len(first)
+        )
+        first += [h] if mask == len(first) else []
+        head_to_mask.append(mask)
+    return tuple(head_to_mask), first
+
+
+def to_dense(blocks: BlockSet) -> Tensor:
+    """bool (num_masks, q_len, k_len): every pair."""
+    g = blocks.grid
+    nonzero = to_blocks(blocks).repeat_interleave(g.bq, 1).repeat_interleave(g.bk, 2)
+    view = nonzero.view(-1, g.bq, g.nk, g.bk)
+    row, column = g.stacked_row(blocks.partial), blocks.partial % g.row_stride
+    view[row, :, column] = unpack(blocks.bit_tiles, g.bk)[blocks.partial_bit_tile]
+    return nonzero[:, : g.q_len, : g.k_len]
+
+
+def from_blocks(grid: Grid, blocks: Tensor) -> BlockSet:
+    """The set whose blocks are full where `blocks`, bool (heads, nq, nk), is true."""
+    head_to_mask, distinct = distinct_heads(blocks)
+    return of_full(grid, from_bool_matrix(blocks[distinct]), head_to_mask)
+
+
+def to_blocks(blocks: BlockSet) -> Tensor:
+    """bool (num_masks, nq, nk): the non-zero blocks."""
+    g = blocks.grid
+    nonzero = blocks.full.to_bool(blocks.num_masks * g.mask_stride)
+    nonzero[blocks.partial] = True
+    return nonzero.view(blocks.num_masks, g.nq, -1)[..., :-1]
+
+
+def checked_blocks(blocks) -> Tensor:
+    """Blocks of any accepted form as bool (heads, nq, nk). Raises TypeError or ValueError."""
+    if scipy.sparse.issparse(blocks):
+        blocks = blocks.toarray()
+    if not isinstance(blocks, Tensor):
+        blocks = _tensor_of(blocks)
+    if blocks.is_floating_point() or blocks.is_complex():
+        raise TypeError(f"blocks must be of bool or of the integers 0 and 1, got {blocks.dtype}")
+    if blocks.ndim == 4:
+        raise ValueError(
+            f"blocks must be (nq, nk) or (heads, nq, nk), got {tuple(blocks.shape)}: for a mask "
+            "of each batch element see DynamicMask.from_blocks"
+        )
+    if blocks.ndim not in (2, 3) or 0 in blocks.shape:
+        raise ValueError(
+            f"blocks must be (nq, nk) or (heads, nq, nk) and not empty, got {tuple(blocks.shape)}"
+        )
+    if blocks.dtype != torch.bool and bool(((blocks != 0) & (blocks != 1)).any()):
+        raise ValueError(f"blocks must be 0 or 1, got {int(blocks.min())} to {int(blocks.max())}")
+    return (blocks if blocks.ndim == 3 else blocks[None]).bool()
+
+
+def _tensor_of(blocks) -> Tensor:
+    """An array or nested lists as a tensor on the CPU."""
+    try:
+        array = np.asarray(blocks)
+    except ValueError as error:
+        raise ValueError(f"blocks must have rows of one length: {error}") from None
+    if array.dtype.kind not in "biuf":
+        raise TypeError(
+            "blocks must be a tensor, an array, nested lists or a scipy.sparse matrix, got "
+            f"{type(blocks).__name__} of {array.dtype}"
+        )
+    if array.dtype.kind in "ui":
+        # torch has few operations on unsigned integers, and tells 0 and 1 apart in any other.
+        array = array.astype(np.int64, copy=False)
+    return torch.as_tensor(array, device="cpu")
+
+
+def grid_of_blocks(
+    name: str,
+    blocks: Tensor,
+    block_size: int | tuple[int, int],
+    seq_len: int | tuple[int, int] | None,
+) -> Grid:
+    """The grid of as many blocks as the last two dimensions of `blocks` say; of whole blocks where
+    seq_len is None.
+    """
+    nq, nk = blocks.shape[-2:]
+    grid = Grid.of((1, 1) if seq_len is None else seq_len, block_size, blocks.device)
+    if seq_len is None:
+        return replace(grid, q_len=nq * grid.bq, k_len=nk * grid.bk)
+    if (grid.nq, grid.nk) != (nq, nk):
+        raise ValueError(
+            f"{name} must be ({grid.nq}, {grid.nk}) in their last two dimensions for seq_len "
+            f"{grid.seq_len} in blocks of {grid.block_size}, got {tuple(blocks.shape)}"
+        )
+    return grid
+
+
+def from_strips(
+    grid: Grid, pairs: Callable[[int, slice], Tensor], head_to_mask: tuple[int, ...] = (0,)
+) -> BlockSet:
+    """The set read strip by strip: pairs(mask, slice of queries) is bool (queries, k_len)."""
+    rows = max(1, STRIP // (grid.bq * grid.k_len))
+    full, partial, tiles, tile = [], [], [], []
+    num_tiles = 0
+    for mask in range(max(head_to_mask) + 1):
+        for row in range(0, grid.nq, rows):
+            strip = pairs(mask, slice(row * grid.bq, min((row + rows) * grid.bq, grid.q_len)))
+            flat, words = _strip_blocks(grid, strip, mask * grid.nq + row)
+            is_full = (words == grid.inbounds_tiles[grid.clip_kind(flat)]).flatten(1).all(1)
+            distinct, which = deduplicate(words[~is_full])
+            full.append(flat[is_full])
+            partial.append(flat[~is_full])
+            tiles.append(distinct)
+            tile.append(which + num_tiles)
+            num_tiles += len(distinct)
+    full, partial, tiles, tile = (torch.cat(parts) for parts in (full, partial, tiles, tile))
+    return assemble(grid, head_to_mask, from_points(full), partial, tiles, tile)
+
+
+def _strip_blocks(grid: Grid, strip: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    """Flat indices and packed pairs of the non-zero blocks of a strip of whole block rows."""
+    short_q, short_k = -strip.shape[0] % grid.bq, -strip.shape[1] % grid.bk
+    if short_q or short_k:
+        strip = torch.nn.functional.pad(strip, (0, short_k, 0, short_q))
+    words = pack(strip.view(strip.shape[0], grid.nk, grid.bk))
+    words = words.view(-1, grid.bq, *words.shape[1:]).transpose(1, 2)
+    row, column = (words != 0).any(-1).any(-1).nonzero(as_tuple=True)
+    return grid.flat_index(0, row + first_row, column), words[row, column]
+
+
+def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> BlockSet:
+    """See BlockMask.from_scipy."""
+    if not scipy.sparse.issparse(matrix):
+        raise TypeError(
+            f"matrix must be a scipy.sparse array or matrix, got {type(matrix).__name__}"
+        )
+    if matrix.ndim != 2:
+        raise ValueError(f"matrix must have 2 dimensions, got {matrix.ndim}")
+    grid = Grid.of(tuple(int(n) for n in matrix.shape), block_size)
+    blocks = _padded_bsr(matrix, grid)
+    row = torch.from_numpy(np.repeat(np.arange(grid.nq), np.diff(blocks.indptr))).long()
+    flat = grid.flat_index(0, row, torch.from_numpy(blocks.indices).long())
+    tiles = deduplicate(pack(torch.from_numpy(blocks.data != 0)))
+    return assemble(grid, (0,), empty(grid.device), flat, *tiles)
+
+
+def _padded_bsr(matrix, grid: Grid) -> scipy.sparse.bsr_array:
+    """The matrix as bsr_array of whole blocks, duplicates summed and indices ascending."""
+    if matrix.format == "bsr" and matrix.blocksize == grid.block_size:
+        blocks = scipy.sparse.bsr_array(matrix, copy=True)
+    else:
+        coo = scipy.sparse.coo_array(matrix != 0)
+        shape = (grid.nq * grid.bq, grid.nk * grid.bk)
+        padded = scipy.sparse.coo_array((coo.data, (coo.row, coo.col)), shape=shape)
+        blocks = padded.tobsr(blocksize=grid.block_size)
+    blocks.sum_duplicates()
+    return blocks
+
+
+def to_scipy(blocks: BlockSet) -> scipy.sparse.bsr_array:
+    """See BlockMask.to_scipy."""
+    if len(blocks.head_to_mask) != 1:
+        raise ValueError(
+            f"to_scipy takes a mask of one head, got {len(blocks.head_to_mask)}; use mask.head(h)"
+        )
+    g = blocks.grid
+    flat = torch.cat([blocks.full.expand(), blocks.partial]).sort().values
+    pairs = unpack(blocks.coded_tiles(), g.bk)[blocks.tile_codes(flat)]
+    row = g.stacked_row(flat)
+    indptr = torch.searchsorted(row, torch.arange(g.nq + 1, device=g.device))
+    parts = tuple(t.cpu().numpy() for t in (pairs, flat % g.row_stride, indptr))
+    return scipy.sparse.bsr_array(parts, shape=(g.nq * g.bq, g.nk * g.bk))

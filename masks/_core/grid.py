@@ -1,0 +1,178 @@
+"""Grid: the blocks of a score matrix and their flat numbering."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from masks._core import bit_tiles
+from masks._core.intervals import Runs
+from masks.arguments import check_integer
+
+BLOCK_SIDES = (16, 32, 64, 128, 256)
+MAX_TOKENS = 2**31 - 1  # kernels number tokens in 32 bits
+
+
+def canonical_device(device: torch.device | str) -> torch.device:
+    """The device with its index, as tensors name theirs: "cuda" is the current one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of a (q_len, k_len) score matrix cut into (bq, bk) rectangles, all in tokens.
+
+    Block (row, column) of mask m has the flat index (m * nq + row) * (nk + 1) + column. Rows
+    follow one another with one unused index between them, so that no run of blocks crosses a row:
+
+        nq = 3, nk = 4         columns          unused
+                           0   1   2   3  |   4
+                           5   6   7   8  |   9
+                          10  11  12  13  |  14
+    """
+
+    q_len: int
+    k_len: int
+    bq: int
+    bk: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, seq_len, block_size, device=None) -> "Grid":
+        """The grid of arguments as users give them: an int or a (q, k) pair for each.
+
+        Raises:
+            TypeError: A length or a side is no integer.
+            ValueError: A length is below 1 or above MAX_TOKENS, or a side not in BLOCK_SIDES.
+        """
+        q_len, k_len = _pair("seq_len", seq_len)
+        bq, bk = _pair("block_size", block_size)
+        if min(q_len, k_len) < 1:
+            raise ValueError(f"seq_len must be at least 1 token, got {seq_len}")
+        if max(q_len, k_len) > MAX_TOKENS:
+            raise ValueError(f"seq_len must be at most {MAX_TOKENS} tokens, got {seq_len}")
+        if bq not in BLOCK_SIDES or bk not in BLOCK_SIDES:
+            raise ValueError(f"block_size must be made of {BLOCK_SIDES}, got {block_size}")
+        return cls(q_len, k_len, bq, bk, canonical_device("cpu" if device is None else device))
+
+    @property
+    def seq_len(self) -> tuple[int, int]:
+        """(q_len, k_len) in tokens."""
+        return self.q_len, self.k_len
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """(bq, bk) in tokens."""
+        return self.bq, self.bk
+
+    @property
+    def nq(self) -> int:
+        """Block rows."""
+        return -(-self.q_len // self.bq)
+
+    @property
+    def nk(self) -> int:
+        """Block columns."""
+        return -(-self.k_len // self.bk)
+
+    @property
+    def row_stride(self) -> int:
+        """Flat indices that one block row takes."""
+        return self.nk + 1
+
+    @property
+    def mask_stride(self) -> int:
+        """Flat indices that one mask takes."""
+        return self.nq * self.row_stride
+
+    def flat_index(self, mask: Tensor | int, row: Tensor, column: Tensor) -> Tensor:
+        """The flat index of a block."""
+        return (mask * self.nq + row) * self.row_stride + column
+
+    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(mask, row, column) of flat indices."""
+        stacked = self.stacked_row(flat)
+        mask = stacked // self.nq
+        return mask, stacked - mask * self.nq, flat - stacked * self.row_stride
+
+    def stacked_row(self, flat: Tensor) -> Tensor:
+        """mask * nq + row: rows counted over all masks."""
+        return flat // self.row_stride
+
+    def locate_runs(self, runs: Runs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(mask, row, first column, column after the last) of runs of blocks."""
+        mask, row, first = self.locate(runs.begin)
+        return mask, row, first, first + (runs.end - runs.begin)
+
+    def runs(self, mask: Tensor | int, row: Tensor, first: Tensor, last: Tensor) -> Runs:
+        """The runs of the columns from `first` to before `last`, without the empty ones."""
+        start = self.flat_index(mask, row, torch.zeros_like(row))
+        return Runs(start + first, start + last).nonempty()
+
+    def renumber(self, flat: Tensor, other: "Grid") -> Tensor:
+        """The flat indices in `other` of the blocks with the same mask, row and column."""
+        return other.flat_index(*self.locate(flat))
+
+    def all_blocks(self, num_masks: int = 1) -> Runs:
+        """All blocks, one run a row."""
+        begin = torch.arange(num_masks * self.nq, device=self.device) * self.row_stride
+        return Runs(begin, begin + self.nk)
+
+    def clip_kind(self, flat: Tensor) -> Tensor:
+        """How the end of the sequence clips each block: 0 not, +1 its keys, +2 its queries."""
+        _, row, column = self.locate(flat)
+        keys = (column == self.nk - 1) & (self.k_len % self.bk != 0)
+        queries = (row == self.nq - 1) & (self.q_len % self.bq != 0)
+        return keys.long() + 2 * queries.long()
+
+    @cached_property
+    def inbounds_tiles(self) -> Tensor:
+        """int32 (4, bq, words): for each clip_kind every pair that lies in the sequence."""
+        keys = self.k_len - (self.nk - 1) * self.bk
+        queries = self.q_len - (self.nq - 1) * self.bq
+        sides = [(self.bq, self.bk), (self.bq, keys), (queries, self.bk), (queries, keys)]
+        return torch.stack([bit_tiles.corner(self.block_size, s, self.device) for s in sides])
+
+    def with_blocks(self, bq: int, bk: int) -> "Grid":
+        """The same lengths in blocks of another size."""
+        return replace(self, bq=bq, bk=bk)
+
+    @property
+    def T(self) -> "Grid":
+        """The grid of the transposed matrix."""
+        return Grid(self.k_len, self.q_len, self.bk, self.bq, self.device)
+
+
+class OnGrid:
+    """What has a grid: its lengths and block sizes, in tokens, and its device."""
+
+    @property
+    def grid(self) -> Grid:
+        """Lengths, block size and device, with the numbers nq and nk of block rows and columns."""
+        raise NotImplementedError
+
+    @property
+    def seq_len(self) -> tuple[int, int]:
+        """(q_len, k_len) in tokens."""
+        return self.grid.seq_len
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """(bq, bk) in tokens."""
+        return self.grid.block_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of the mask are."""
+        return self.grid.device
+
+
+def _pair(name: str, value) -> tuple[int, int]:
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) != 2:
+        raise TypeError(f"{name} must be an integer or a (q, k) pair of them, got {value!r}")
+    return check_integer(name, pair[0]), check_integer(name, pair[1])

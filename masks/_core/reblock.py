@@ -1,0 +1,111 @@
+"""Re-blocking: the same pairs in blocks of another size, finer first and then coarser."""
+
+import torch
+from torch import Tensor
+
+from masks._core.bit_tiles import pack, unpack
+from masks._core.block_set import BlockSet, assemble
+from masks._core.grid import Grid
+from masks._core.intervals import Runs, combine, from_points, union
+
+
+def reblock(blocks: BlockSet, block_size: int | tuple[int, int]) -> BlockSet:
+    """The mask in blocks of `block_size` tokens."""
+    target = Grid.of(blocks.grid.seq_len, block_size, blocks.grid.device)
+    return _merge(_refine(blocks, target), target)
+
+
+def coverage(blocks: BlockSet, block_size: tuple[int, int]) -> float:
+    """See BlockMask.coverage."""
+    target = Grid.of(blocks.grid.seq_len, block_size, blocks.grid.device)
+    parts = _refine(blocks, target)
+    touched = union(_touched_runs(parts, target), from_points(_touched_points(parts, target)))
+    covered = (parts.full.size() + len(parts.partial)) * parts.grid.bq * parts.grid.bk
+    return covered / (touched.size() * target.bq * target.bk) if covered else 1.0
+
+
+def _refine(blocks: BlockSet, target: Grid) -> BlockSet:
+    """The mask in blocks of which those of the target are made."""
+    g = blocks.grid
+    return _split(blocks, g.with_blocks(min(g.bq, target.bq), min(g.bk, target.bk)))
+
+
+def _split(blocks: BlockSet, fine: Grid) -> BlockSet:
+    """Every block cut into the blocks of a finer grid."""
+    g = blocks.grid
+    rq, rk = g.bq // fine.bq, g.bk // fine.bk
+    if rq == rk == 1:
+        return blocks
+    mask, row, begin, end = (t[:, None] for t in g.locate_runs(blocks.full))
+    row = row * rq + _upto(rq, g)
+    runs = (mask, row, begin * rk, (end * rk).clamp(max=fine.nk))
+    inside = row < fine.nq
+    full = fine.runs(*(t.expand_as(row)[inside] for t in runs))
+    order = full.begin.argsort()
+
+    tiles = unpack(blocks.bit_tiles, g.bk).view(-1, rq, fine.bq, rk, fine.bk).transpose(2, 3)
+    mask, row, column = (t[:, None, None] for t in g.locate(blocks.partial))
+    down, right = _upto(rq, g)[:, None], _upto(rk, g)
+    row, column = row * rq + down, column * rk + right
+    inside = (row < fine.nq) & (column < fine.nk)
+    tile = (blocks.partial_bit_tile[:, None, None] * rq + down) * rk + right
+    flat, by_flat = fine.flat_index(mask, row, column)[inside].sort()
+    return assemble(
+        fine,
+        blocks.head_to_mask,
+        Runs(full.begin[order], full.end[order]),
+        flat,
+        pack(tiles).flatten(0, 2),
+        tile[inside][by_flat],
+    )
+
+
+def _upto(count: int, grid: Grid) -> Tensor:
+    return torch.arange(count, device=grid.device)
+
+
+def _merge(blocks: BlockSet, coarse: Grid) -> BlockSet:
+    """Blocks of a coarser grid: full where all of their parts are, else with the bits of them."""
+    g = blocks.grid
+    rq, rk = coarse.bq // g.bq, coarse.bk // g.bk
+    if rq == rk == 1:
+        return blocks
+    mask, row, begin, end = g.locate_runs(blocks.full)
+    # The last coarse column may have fewer than rk parts: a run that reaches the end fills it.
+    inner_end = torch.where(end == g.nk, coarse.nk, end // rk)
+    inner_begin = -(-begin // rk)
+    full_or_missing = []
+    for part in range(rq):
+        own = row % rq == part
+        filled = coarse.runs(mask[own], row[own] // rq, inner_begin[own], inner_end[own])
+        # The last coarse row may have fewer than rq parts, too.
+        every = coarse.all_blocks(blocks.num_masks)
+        absent = coarse.locate(every.begin)[1] * rq + part >= g.nq
+        full_or_missing += [filled, Runs(every.begin[absent], every.end[absent])]
+    full = combine(
+        lambda *sets: torch.stack([a | b for a, b in zip(sets[::2], sets[1::2], strict=True)]).all(
+            0
+        ),
+        *full_or_missing,
+    )
+    touched, points = _touched_runs(blocks, coarse), from_points(_touched_points(blocks, coarse))
+    candidates = combine(lambda t, p, f: (t | p) & ~f, touched, points, full).expand()
+    mask, row, column = (t[:, None, None] for t in coarse.locate(candidates))
+    row, column = row * rq + _upto(rq, g)[:, None], column * rk + _upto(rk, g)
+    outside = (row >= g.nq) | (column >= g.nk)
+    pairs, tile = blocks.gather(torch.where(outside, -1, g.flat_index(mask, row, column)))
+    return assemble(coarse, blocks.head_to_mask, full, candidates, pack(pairs), tile)
+
+
+def _touched_runs(blocks: BlockSet, coarse: Grid) -> Runs:
+    """The coarse blocks that full blocks touch."""
+    rq, rk = coarse.bq // blocks.grid.bq, coarse.bk // blocks.grid.bk
+    mask, row, begin, end = blocks.grid.locate_runs(blocks.full)
+    return union(coarse.runs(mask, row // rq, begin // rk, -(-end // rk)))
+
+
+def _touched_points(blocks: BlockSet, coarse: Grid) -> Tensor:
+    """The coarse blocks that partial blocks touch, ascending."""
+    rq, rk = coarse.bq // blocks.grid.bq, coarse.bk // blocks.grid.bk
+    mask, row, column = blocks.grid.locate(blocks.partial)
+    return torch.unique(coarse.flat_index(mask, row // rq, column // rk))

@@ -1,0 +1,162 @@
+"""Parts of a mask and masks at other places: crops, slices of queries, parts of longer masks.
+
+Moving a mask by whole blocks renumbers it. Moved by (dq, dk) tokens that are no whole blocks, a
+block of the result meets up to 2 x 2 blocks of the mask, and its pairs are cut out of theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from masks._core.bit_tiles import pack
+from masks._core.block_set import BlockSet, assemble, demote_clipped
+from masks._core.grid import Grid
+from masks._core.intervals import Runs, combine, from_points, union
+from masks.arguments import check_integer
+
+
+def crop(blocks: BlockSet, q_len: int, k_len: int) -> BlockSet:
+    """See BlockMask.crop."""
+    g = blocks.grid
+    q_len, k_len = check_integer("q_len", q_len), check_integer("k_len", k_len)
+    if not (1 <= q_len <= g.q_len and 1 <= k_len <= g.k_len):
+        raise ValueError(f"crop must lie within seq_len {g.seq_len}, got ({q_len}, {k_len})")
+    return _assembled_rows(blocks, replace(g, q_len=q_len, k_len=k_len), 0)
+
+
+def slice_queries(blocks: BlockSet, begin: int, end: int) -> BlockSet:
+    """See BlockMask.slice_queries."""
+    g = blocks.grid
+    begin, end = check_integer("begin", begin), check_integer("end", end)
+    if not 0 <= begin < end <= g.q_len:
+        raise ValueError(f"slice_queries must lie within {g.q_len} queries, got {begin} to {end}")
+    first, above = divmod(begin, g.bq)
+    target = replace(g, q_len=end - begin)
+    if above == 0:
+        return _assembled_rows(blocks, target, first)
+    if above + target.q_len <= g.bq:
+        full, partial, tile = _rows(blocks, target, first)
+        used, tile = torch.unique(tile, return_inverse=True)
+        bit_tiles = blocks.bit_tiles[used].roll(-above, dims=1)
+        return assemble(target, blocks.head_to_mask, full, partial, bit_tiles, tile)
+    rows = _assembled_rows(blocks, replace(g, q_len=above + target.q_len), first)
+    moved = _move(rows, g.bq - above, 0)
+    return _assembled(target, rows.head_to_mask, [_place(moved, target, [(-1, 0)])])
+
+
+def place(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
+    """The mask of the pairs of every part, (blocks, query, key), from that query and key on.
+
+    The parts have one head and blocks of the grid's size, and share no pair. Parts that are the
+    same object and lie alike between the edges of blocks are computed once.
+    """
+    alike: dict[tuple[int, int, int], tuple[BlockSet, list[tuple[int, int]]]] = {}
+    for blocks, query, key in parts:
+        (down, dq), (right, dk) = divmod(query, grid.bq), divmod(key, grid.bk)
+        alike.setdefault((id(blocks), dq, dk), (blocks, []))[1].append((down, right))
+    placed = [
+        _place(_move(blocks, dq, dk), grid, corners)
+        for (_, dq, dk), (blocks, corners) in alike.items()
+    ]
+    return _assembled(grid, (0,), placed)
+
+
+def _assembled_rows(blocks: BlockSet, target: Grid, first: int) -> BlockSet:
+    full, partial, tile = _rows(blocks, target, first)
+    return assemble(target, blocks.head_to_mask, full, partial, blocks.bit_tiles, tile)
+
+
+def _rows(blocks: BlockSet, target: Grid, first: int) -> tuple[Runs, Tensor, Tensor]:
+    """(full, partial, tile) from block row `first` on, cut to the target's rows and columns."""
+    g = blocks.grid
+    mask, row, begin, end = g.locate_runs(blocks.full)
+    inside = (row >= first) & (row < first + target.nq) & (begin < target.nk)
+    runs = [t[inside] for t in (mask, row - first, begin, end.clamp(max=target.nk))]
+    mask, row, column = g.locate(blocks.partial)
+    inside = (row >= first) & (row < first + target.nq) & (column < target.nk)
+    partial = target.flat_index(mask, row - first, column)[inside]
+    return target.runs(*runs), partial, blocks.partial_bit_tile[inside]
+
+
+class _Candidates(NamedTuple):
+    """Blocks that are surely full, other candidates, and their tiles."""
+
+    grid: Grid
+    num_masks: int
+    full: Runs
+    flat: Tensor
+    tile: Tensor
+    bit_tiles: Tensor
+
+
+def _move(blocks: BlockSet, dq: int, dk: int) -> _Candidates:
+    """The mask moved down by dq and right by dk tokens, less than a block each, in a larger grid.
+
+    Block (row, column) of the result meets the blocks (row - 1 | row, column - 1 | column), of
+    which its pairs begin bq - dq rows and bk - dk columns from the first.
+    """
+    g = blocks.grid
+    larger = replace(g, q_len=(g.nq + 1) * g.bq, k_len=(g.nk + 1) * g.bk)
+    # A clipped block does not fill its place in a longer sequence.
+    unclipped, partial, _ = demote_clipped(blocks, keys=True, queries=True)
+    mask, row, begin, end = g.locate_runs(unclipped)
+    runs, points = larger.runs(mask, row, begin, end), g.renumber(partial, larger)
+    # Along a side where blocks stay in line only one block is met.
+    shifts = [i * larger.row_stride + j for i in range(1 + (dq > 0)) for j in range(1 + (dk > 0))]
+    moved = [runs.shift(distance) for distance in shifts]
+    full = combine(lambda *inside: torch.stack(inside).all(0), *moved)
+    met = from_points(torch.unique(torch.cat([points + distance for distance in shifts])))
+    some = combine(lambda t, m, f: (t | m) & ~f, union(*moved), met, full).expand()
+
+    mask, row, column = (t[:, None, None] for t in larger.locate(some))
+    two = torch.arange(-1, 1, device=g.device)
+    row, column = row + two[:, None], column + two
+    outside = (row < 0) | (row >= g.nq) | (column < 0) | (column >= g.nk)
+    pairs, tile = blocks.gather(torch.where(outside, -1, g.flat_index(mask, row, column)))
+    pairs = pairs[:, g.bq - dq : 2 * g.bq - dq, g.bk - dk : 2 * g.bk - dk]
+    return _Candidates(larger, blocks.num_masks, full, some, tile, pack(pairs))
+
+
+def _place(
+    moved: _Candidates, grid: Grid, corners: Sequence[tuple[int, int]]
+) -> tuple[Runs, Tensor, Tensor, Tensor]:
+    """(full, candidates, tile, bit tiles) with block (0, 0) at each of `corners`, unsorted."""
+    down, right = torch.tensor(corners, device=grid.device).T[:, :, None]
+    mask, row, begin, end = moved.grid.locate_runs(moved.full)
+    row, begin, end = row + down, begin + right, end + right
+    inside = (row >= 0) & (row < grid.nq) & (begin < grid.nk)
+    runs = (mask.expand_as(row), row, begin.clamp(min=0), end.clamp(max=grid.nk))
+    full = grid.runs(*(t[inside] for t in runs))
+    mask, row, column = moved.grid.locate(moved.flat)
+    row, column = row + down, column + right
+    inside = (row >= 0) & (row < grid.nq) & (column >= 0) & (column < grid.nk)
+    flat = grid.flat_index(mask, row, column)[inside]
+    return full, flat, moved.tile.expand_as(row)[inside], moved.bit_tiles
+
+
+def _assembled(
+    grid: Grid, head_to_mask: tuple[int, ...], placed: list[tuple[Runs, Tensor, Tensor, Tensor]]
+) -> BlockSet:
+    """The canonical set of what was placed; candidates of several parts at one block made one.
+
+    No two parts have a pair in common, so the words of their tiles add up to those of the union.
+    """
+    fulls, flats, tiles, banks = zip(*placed, strict=True)
+    first_tile = accumulate((len(bank) for bank in banks), initial=0)
+    bit_tiles = torch.cat(banks)
+    tile = torch.cat([t + start for t, start in zip(tiles, first_tile, strict=False)])
+    flat, order = torch.cat(flats).sort()
+    tile = tile[order]
+    flat, group, count = torch.unique_consecutive(flat, return_inverse=True, return_counts=True)
+    shared = count > 1
+    several = shared[group]
+    slot = torch.cumsum(shared, 0) - 1
+    sums = bit_tiles.new_zeros(int(shared.sum()), *bit_tiles.shape[1:])
+    sums.index_add_(0, slot[group[several]], bit_tiles[tile[several]])
+    joined = tile[torch.cumsum(count, 0) - count]
+    joined[shared] = len(bit_tiles) + slot[shared]
+    return assemble(grid, head_to_mask, union(*fulls), flat, torch.cat([bit_tiles, sums]), joined)

@@ -1,0 +1,55 @@
+"""Blocks renumbered in the transposed grid."""
+
+from torch import Tensor
+
+from masks._core.bit_tiles import pack, unpack
+from masks._core.block_set import BlockSet, Lists
+from masks._core.grid import Grid
+from masks._core.intervals import Runs, combine, from_bool_matrix
+
+# More runs than this share of the blocks: the matrix of blocks is the smaller thing to transpose.
+DENSE_SHARE = 1 / 32
+
+
+def transpose(blocks: BlockSet) -> BlockSet:
+    """The transposed mask: keys as queries."""
+    lists = transpose_lists(
+        Lists(blocks.full, blocks.partial, blocks.partial_bit_tile), blocks.grid, blocks.num_masks
+    )
+    tiles = pack(unpack(blocks.bit_tiles, blocks.grid.bk).transpose(1, 2))
+    return BlockSet(blocks.grid.T, blocks.head_to_mask, *lists, tiles)
+
+
+def transpose_lists(lists: Lists, grid: Grid, num_masks: int) -> Lists:
+    """The same blocks in the transposed grid, with the same tile codes."""
+    partial, order = _transpose_points(lists.partial, grid).sort()
+    return Lists(_transpose_runs(lists.full, grid, num_masks), partial, lists.tile[order])
+
+
+def _transpose_points(flat: Tensor, grid: Grid) -> Tensor:
+    mask, row, column = grid.locate(flat)
+    return grid.T.flat_index(mask, column, row)
+
+
+def _transpose_runs(full: Runs, grid: Grid, num_masks: int) -> Runs:
+    """The same blocks as runs along the columns.
+
+    A run down a column begins where a block is in the set and the one above it is not, and ends
+    where the one above is in and it is not. Those blocks are differences of two sets of runs, so
+    nothing else is expanded, unless there are so many runs that a matrix of bools is smaller.
+    """
+    if len(full.begin) > DENSE_SHARE * num_masks * grid.nq * grid.nk:
+        matrix = full.to_bool(num_masks * grid.mask_stride).view(num_masks, grid.nq, -1)
+        return from_bool_matrix(matrix[..., :-1].mT)
+    # One more row in each mask lets runs end below the last row.
+    taller = Runs(*(t + t // grid.mask_stride * grid.row_stride for t in full))
+    above = taller.shift(grid.row_stride)
+
+    def columns(points: Tensor) -> Tensor:
+        stacked = grid.stacked_row(points)
+        mask, row = stacked // (grid.nq + 1), stacked % (grid.nq + 1)
+        return grid.T.flat_index(mask, points % grid.row_stride, row).sort().values
+
+    begin = combine(lambda here, over: here & ~over, taller, above).expand()
+    end = combine(lambda here, over: over & ~here, taller, above).expand()
+    return Runs(columns(begin), columns(end))

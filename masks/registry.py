@@ -1,0 +1,62 @@
+"""What outlives a call: handles by which graphs find masks, and caches that masks carry."""
+
+from dataclasses import fields
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+MAX_ENTRIES = 1024
+
+_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = count()
+
+
+class Cache(dict):
+    """A dict of at most MAX_ENTRIES, emptied when it is full. Its copies and pickles are empty."""
+
+    def __setitem__(self, key, value):
+        if len(self) >= MAX_ENTRIES:
+            self.clear()
+        super().__setitem__(key, value)
+
+    def __reduce__(self):
+        return Cache, ()
+
+
+class Handled:
+    """An immutable dataclass with a `handle`: a text that finds the object while it lives.
+
+    Compiled graphs hold tensors, numbers and text, so they refer to a mask by its handle. A handle
+    means nothing to another process. Copies are the object itself; pickles hold the fields alone.
+    """
+
+    handle: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", f"{type(self).__name__}-{next(_numbers)}")
+        _alive[self.handle] = self
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __getstate__(self) -> dict:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        Handled.__post_init__(self)
+
+
+def find(handle: str) -> Any:
+    """The Pattern or BlockMask with this handle.
+
+    Raises:
+        LookupError: It is gone, or of another process.
+    """
+    found = _alive.get(handle)
+    if found is None:
+        raise LookupError(f"no mask has the handle {handle!r}: it is gone, or of another process")
+    return found

@@ -1,0 +1,53 @@
+"""How the modules of masks import one another."""
+
+import ast
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "masks").rglob("*.py"))
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = grimp.build_graph("masks", cache_dir=None)
+    modules = graph.modules - {"masks"}  # the package gathers all public names
+    circles = {
+        frozenset((a, b))
+        for a in modules
+        for b in graph.find_modules_directly_imported_by(a) & modules
+        if graph.chain_exists(importer=b, imported=a)
+    }
+    assert circles == set()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_own_modules_are_imported_at_the_top(file):
+    assert own_imports_inside_functions(ast.parse(file.read_text())) == []
+
+
+def own_imports_inside_functions(tree: ast.Module) -> list[int]:
+    """The lines where a function imports from masks."""
+    functions = (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.Lambda)))
+    nodes = (node for function in functions for node in ast.walk(function))
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [node.lineno for node in imports if any(map(is_own, imported(node)))]
+
+
+def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return ["masks" if node.level else str(node.module)]
+
+
+def is_own(module: str) -> bool:
+    return module.split(".")[0] == "masks"
+
+
+@pytest.mark.parametrize(
+    "line", ["import masks.pattern", "from masks import x", "from . import x"]
+)
+def test_an_import_inside_a_function_is_found(line):
+    assert own_imports_inside_functions(ast.parse(f"def f():\n    {line}")) == [2]
+    assert own_imports_inside_functions(ast.parse(line)) == []
