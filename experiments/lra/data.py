@@ -63,7 +63,8 @@ def status(context: typer.Context, data_root: Root = DATA) -> None:
         "listops, published": _are_there(data_root / "listops-1000", ("basic_test.tsv",)),
         "pathfinder, released": any(data_root.glob("pathfinder[0-9]*/curv_*")),
     }
-    table = Table("task", f"in {data_root}", "how to get it", title="Real data")
+    table = Table("task", "", "how to get it", title=f"Real data in {data_root}")
+    table.columns[2].overflow = "fold"
     for task, found in there.items():
         table.add_row(task, "there" if found else "missing", "" if found else MISSING[task])
     Console().print(table)
