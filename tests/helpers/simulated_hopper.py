@@ -75,12 +75,12 @@ def simulation(
         barriers = importlib.import_module(f"{PREFIX}device.barriers")
         vars(barriers).update(simulated_gluon.BARRIERS)
         launch = importlib.import_module(f"{PREFIX}launch")
-        launch.multiprocessors = lambda device: ctas
+        vars(launch).update(multiprocessors=lambda device: ctas)
         for name in ("forward_pass", "backward_pass"):
             importlib.import_module(PREFIX + name)
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
-        importlib.import_module(f"{PREFIX}configs").MIN_FUSED_BLOCKS = 0
+        vars(importlib.import_module(f"{PREFIX}configs")).update(MIN_FUSED_BLOCKS=0)
         hopper._passes.cache_clear()
         try:
             yield

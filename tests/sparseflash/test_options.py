@@ -43,7 +43,7 @@ def test_equal_options_are_one_key():
     assert one != AttentionOptions(scale=1)
     assert AttentionOptions(**one.as_dict()) == one
     with pytest.raises(AttributeError):
-        one.scale = 2.0
+        one.scale = 2.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import torch
 import masks
 from sparseflash import backends
 from sparseflash.backends import hopper, triton
+from sparseflash.backends.hopper import select as hopper_select
+from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.select import select
 from tests.helpers.calls import mask_that_covers, spec_of
 
@@ -22,7 +24,7 @@ DYNAMIC = mask_that_covers(None, None)
 
 @pytest.fixture(autouse=True)
 def capability(monkeypatch):
-    monkeypatch.setattr(hopper.select, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_select, "_capability", lambda device: (9, 0))
 
 
 def test_serves_a_plain_call_and_one_with_dropout():
@@ -139,24 +141,20 @@ def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     allowed = replace(SPEC, deterministic=False)
     assert hopper.auto_skip(allowed, MASK) == []
     many, few = (masks.full()(128 * blocks).table() for blocks in (7, 6))
-    assert hopper.select.uses_fused_backward(many, allowed)
+    assert uses_fused_backward(many, allowed)
     call = SimpleNamespace(spec=allowed, table=many)
     assert "no fixed order" in hopper.describe(call, MASK, QUERY, QUERY, QUERY)["backward"]
-    assert not hopper.select.uses_fused_backward(few, allowed)
-    assert not hopper.select.uses_fused_backward(
-        masks.full()(128 * 7, block_size=64).table(), allowed
-    )
-    assert not hopper.select.uses_fused_backward(many, SPEC)
-    assert hopper.select.uses_fused_backward(many, replace(allowed, head_dim=128))
-    assert not hopper.select.uses_fused_backward(many, replace(allowed, head_dim=256))
-    assert hopper.select.uses_fused_backward(many, replace(allowed, dropout_p=0.1))
-    assert not hopper.select.uses_fused_backward(
-        many, replace(allowed, dropout_p=0.1, head_dim=128)
-    )
+    assert not uses_fused_backward(few, allowed)
+    assert not uses_fused_backward(masks.full()(128 * 7, block_size=64).table(), allowed)
+    assert not uses_fused_backward(many, SPEC)
+    assert uses_fused_backward(many, replace(allowed, head_dim=128))
+    assert not uses_fused_backward(many, replace(allowed, head_dim=256))
+    assert uses_fused_backward(many, replace(allowed, dropout_p=0.1))
+    assert not uses_fused_backward(many, replace(allowed, dropout_p=0.1, head_dim=128))
 
 
 def test_refuses_other_architectures(monkeypatch):
-    monkeypatch.setattr(hopper.select, "_capability", lambda device: (10, 0))
+    monkeypatch.setattr(hopper_select, "_capability", lambda device: (10, 0))
     (reason,) = hopper.why_not(SPEC, MASK)
     assert "10.0" in reason
     assert "9.0" in reason
@@ -181,10 +179,10 @@ assert hopper.why_not(None, None) == ["triton is not installed"]
 def test_the_blocks_that_count_for_one_kernel_are_those_of_a_row_of_keys():
     allowed = replace(SPEC, deterministic=False)
     tall, wide = (masks.full()(n, 128).table() for n in ((3072, 768), (768, 3072)))
-    assert hopper.select.uses_fused_backward(tall, allowed)
-    assert not hopper.select.uses_fused_backward(wide, allowed)
+    assert uses_fused_backward(tall, allowed)
+    assert not uses_fused_backward(wide, allowed)
     chosen_there = masks.DynamicMask.from_blocks(torch.ones(24, 24) > 0).table()
-    assert not hopper.select.uses_fused_backward(chosen_there, allowed)
+    assert not uses_fused_backward(chosen_there, allowed)
 
 
 def test_auto_skips_few_queries():
