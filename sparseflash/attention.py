@@ -71,6 +71,10 @@ def attention(
     S = score(softcap(scale Q K^T)) + bias, -inf where masked;  P = softmax over keys and the sink;
     O = dropout(P) V
 
+    Keys and values past key_lengths may hold anything, NaN too. So may, on the CPU, all that a
+    query does not attend; on a GPU, NaN and infinities reach those queries that attend other keys
+    of the same block.
+
     Extra memory is O(q_len) in both passes. The same inputs give the same bits unless
     `deterministic` is False. Under autocast, query, key and value are cast as torch's own
     attention casts them. Under torch.compile and torch.export a Pattern or BlockMask must be made

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparseflash.backends.cpu.passes import backward, forward
+from sparseflash.backends.cpu.unattended import backward, forward
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 
 __all__ = [

@@ -18,20 +18,36 @@ float64 inputs).
 """
 
 import math
+from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
 
+from sparseflash.backends.cpu.plan import rows_of_block
 from sparseflash.backends.cpu.problem import LOG2E, problems
 from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dispatch.call import Call
 
 
-@torch.autocast("cpu", enabled=False)  # the dtype of products is chosen here
+def without_autocast(function: Callable) -> Callable:
+    """The dtype of products is chosen here. To enter the context takes time, so only if needed."""
+
+    @wraps(function)
+    def run(*arguments):
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*arguments)
+        with torch.autocast("cpu", enabled=False):
+            return function(*arguments)
+
+    return run
+
+
+@without_autocast
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    q = _blocks(query, call.table.block_size[0])
-    k, v = _key_blocks(key, value, call)
+    bq, bk = rows_of_block(call.table, call.spec), call.table.block_size[1]
+    q, k, v = _blocks(query, bq), _blocks(key, bk), _blocks(value, bk)
     out, lse = torch.zeros_like(q), q.new_full((*q.shape[:2], 1), -math.inf)
     for problem in problems(call):
         q_here = problem.queries_of(q)
@@ -39,22 +55,22 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         out_here, lse_here = torch.empty_like(q_here), lse.new_empty((*q_here.shape[:2], 1))
         for part in problem.parts():
             weights, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
-            maximum = problem.by_problem(weights.amax(-1, keepdim=True)).amax(1)
+            maximum = problem.max_of_rows(weights)
             # A row of nothing but -inf keeps a finite maximum: its weights are 0 and not NaN.
             maximum.clamp_(min=torch.finfo(maximum.dtype).min)
             weights.sub_(problem.to_segments(maximum)).exp2_()
-            total = problem.by_problem(weights.sum(-1, keepdim=True)).sum(1)
+            total = problem.sum_of_segments(weights.sum(-1, keepdim=True))
             lse_here[:, part] = maximum / LOG2E + total.log()
             # Any other row has a weight of 1, so the clamp changes rows without a key only.
             total = total.clamp_(min=1) * (1 - call.spec.dropout_p)
             products = torch.bmm(_drop(weights, problem.dropout_keep_mask(part)), v_here)
-            out_here[:, part] = problem.by_problem(products).sum(1).div_(total)
+            out_here[:, part] = problem.sum_of_segments(products).div_(total)
         problem.write_queries(out, out_here)
         problem.write_queries(lse, lse_here)
     return _sequence(out, query).to(query.dtype), _sequence(lse, query).squeeze(-1)
 
 
-@torch.autocast("cpu", enabled=False)
+@without_autocast
 def backward(
     call: Call,
     grad_out: Tensor,
@@ -66,9 +82,9 @@ def backward(
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
     spec, table, bias = call.spec, call.table, call.bias
-    bq = table.block_size[0]
+    bq, bk = rows_of_block(table, spec), table.block_size[1]
     q, grad_o = _blocks(query, bq), _blocks(grad_out, bq)
-    k, v = _key_blocks(key, value, call)
+    k, v = _blocks(key, bk), _blocks(value, bk)
     delta = (grad_o * _blocks(out, bq)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta -= _blocks(grad_lse.unsqueeze(-1), bq)
@@ -110,7 +126,7 @@ def backward(
                     grad_scores.mul_(slopes)
                 if needs_query:
                     products = torch.bmm(grad_scores, k_here)
-                    grad_q_here[:, part] = problem.by_problem(products).sum(1)
+                    grad_q_here[:, part] = problem.sum_of_segments(products)
                 if needs_key:
                     grad_k_here.baddbmm_(grad_scores.mT, q_part)
         problem.write_queries(grad_q, grad_q_here)
@@ -127,15 +143,6 @@ def backward(
 
 def _drop(x: Tensor, keep_mask: Tensor | None) -> Tensor:
     return x if keep_mask is None else x * keep_mask
-
-
-def _key_blocks(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Both in blocks, with zeros for padded keys: what those hold must not matter, even NaN."""
-    if call.key_lengths is not None:
-        inside = torch.arange(key.shape[2], device="cpu") < call.key_lengths.view(-1, 1)
-        key, value = (torch.where(inside[:, None, :, None], x, 0) for x in (key, value))
-    block_k = call.table.block_size[1]
-    return _blocks(key, block_k), _blocks(value, block_k)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which block rows are computed together.
+"""Which block rows one product computes.
 
 A batched matrix product needs problems of one shape, so the block rows of a table are grouped by
 how many full and how many partial blocks they list. Rows that share one list (every row of a
@@ -8,15 +8,15 @@ cut into chunks whose scores fit in the cache.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from sparseflash.dispatch.call import Plan
 from sparseflash.dispatch.spec import AttentionSpec
 
 # Two sizes in floats, the best of 2^18 ... 2^21 on two cores over full, causal, butterfly and
@@ -24,6 +24,8 @@ from sparseflash.dispatch.spec import AttentionSpec
 PROBLEM_FLOATS = 2**20
 # The scores of a chunk together with the keys and values gathered for it.
 CHUNK_FLOATS = 3 * 2**19
+# Blocks of all heads up to which the chunks of a call are cached with its plan.
+CACHED_BLOCKS = 2**14
 # Queries up to which rows are merged; a taller product is no faster.
 MERGED_QUERIES = 256
 # Queries below which no part is cut; a thinner product is slow.
@@ -53,51 +55,79 @@ class Group:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Problems of one shape: `merged` query blocks against `count` key blocks each.
+    """Problems of one shape: `merged` query blocks, of one head or of all heads of a group,
+    against `count` key blocks each.
 
     Blocks are numbered through all heads: block i of head h of batch element b is
     (b * heads + h) * (blocks of a head) + i. Full key blocks come before partial ones.
 
-    bh:           int64 (problems,)          batch element * heads + head
+    bh:           int64 (problems,)          batch element * heads + (first) head
     query_blocks: int64 (problems, merged)
     key_blocks:   int64 (problems, count)
-    tiles:        int32 (problems, partial)  the tile of the bank for each of the last key blocks
+    tiles:        int32 (problems, partial)  the bit tile of each of the last key blocks
+    query_run:    the query blocks where they are consecutive, else None
+    key_run:      the key blocks where they are consecutive, else None
     """
 
     bh: Tensor
     query_blocks: Tensor
     key_blocks: Tensor
     tiles: Tensor
+    query_run: slice | None
+    key_run: slice | None
 
 
-_groups: WeakKeyDictionary[LookupTable, list[Group]] = WeakKeyDictionary()
+def rows_of_block(table: LookupTable, spec: AttentionSpec) -> int:
+    """Queries of a block that are computed: few queries do not fill one."""
+    return min(table.block_size[0], spec.q_len)
 
 
-def groups_of(table: LookupTable) -> list[Group]:
-    """The groups of a table, worked out at its first use."""
-    if table not in _groups:
-        _groups[table] = _group_rows(table)
-    return _groups[table]
-
-
-def chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
+def chunks(plan: Plan) -> Iterable[Chunk]:
     """Every non-empty block row of every head of a call exactly once."""
+    spec, table = plan.spec, plan.table
+    blocks = spec.batch * spec.heads * table.by_query.num_rows * table.by_key.num_rows
+    if blocks > CACHED_BLOCKS:
+        return _chunks(table, spec)
+    if "chunks" not in plan.cache:
+        plan.cache["chunks"] = list(_chunks(table, spec))
+    return plan.cache["chunks"]
+
+
+def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
+    if "cpu groups" not in table.cache:
+        table.cache["cpu groups"] = _group_rows(table)
     lists = table.by_query
+    size = (rows_of_block(table, spec), table.block_size[1])
     readers = _readers_of_masks(table, spec)
     copies = len(readers)
-    for group in groups_of(table):
+    for group in table.cache["cpu groups"]:
         bh = readers[:, group.head].flatten()
-        query_blocks = bh.unsqueeze(1) * table.by_query.num_rows + group.rows.repeat(copies, 1)
+        heads = _heads_of_problem(group, table, spec)
+        first = bh % heads == 0
+        bh, rows = bh[first], group.rows.repeat(copies, 1)[first]
+        head = bh.unsqueeze(1) + torch.arange(heads, device="cpu")
+        query_blocks = (head.unsqueeze(2) * lists.num_rows + rows.unsqueeze(1)).flatten(1)
         key_head = bh // (spec.heads // spec.kv_heads)
         first_key_block = (key_head * table.by_key.num_rows).unsqueeze(1)
-        full_start = group.full_start.repeat(copies).unsqueeze(1)
-        partial_start = group.partial_start.repeat(copies).unsqueeze(1)
-        for here in _slices(len(bh), _problems_at_once(group, table.block_size, spec.head_dim)):
+        full_start = group.full_start.repeat(copies)[first].unsqueeze(1)
+        partial_start = group.partial_start.repeat(copies)[first].unsqueeze(1)
+        for here in _slices(
+            len(bh), _problems_at_once(group, heads * size[0], size[1], spec.head_dim)
+        ):
             full = full_start[here] + torch.arange(group.full_count, device="cpu")
             partial = partial_start[here] + torch.arange(group.partial_count, device="cpu")
             columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
             key_blocks = first_key_block[here] + columns
-            yield Chunk(bh[here], query_blocks[here], key_blocks, lists.partial_bit_tile[partial])
+            tiles = lists.partial_bit_tile[partial]
+            runs = _run_of(query_blocks[here]), _run_of(key_blocks)
+            yield Chunk(bh[here], query_blocks[here], key_blocks, tiles, *runs)
+
+
+def _run_of(blocks: Tensor) -> slice | None:
+    """The blocks as a slice where they are consecutive."""
+    begin, count = int(blocks[0, 0]), blocks.numel()
+    run = torch.arange(begin, begin + count, device="cpu")
+    return slice(begin, begin + count) if torch.equal(blocks.flatten(), run) else None
 
 
 def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:
@@ -157,8 +187,17 @@ def _group(full_count: int, partial_count: int, lists: list[tuple[int, ...]]) ->
     )
 
 
-def _problems_at_once(group: Group, block_size: tuple[int, int], head_dim: int) -> int:
-    bq, bk = block_size
+def _heads_of_problem(group: Group, table: LookupTable, spec: AttentionSpec) -> int:
+    """How many query heads one problem has: those that read the same keys by the same mask, where
+    nothing else tells heads apart and their rows fit.
+    """
+    heads = spec.heads // spec.kv_heads
+    queries = heads * group.rows.shape[1] * rows_of_block(table, spec)
+    differ = spec.mask_heads > 1 or spec.dropout_p > 0 or spec.bias or spec.score is not None
+    return 1 if differ or queries > MERGED_QUERIES else heads
+
+
+def _problems_at_once(group: Group, bq: int, bk: int, head_dim: int) -> int:
     keys = (group.full_count + group.partial_count) * bk
     queries = group.rows.shape[1] * bq
     return max(1, CHUNK_FLOATS // (keys * (queries + 2 * head_dim)))

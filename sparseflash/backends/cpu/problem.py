@@ -12,6 +12,7 @@ from sparseflash.backends.cpu.plan import (
     chunks,
     keys_at_once,
     queries_at_once,
+    rows_of_block,
 )
 from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dispatch.call import Call
@@ -37,7 +38,7 @@ class Problem:
     def __init__(self, chunk: Chunk, call: Call):
         table, self._spec, self._bias = call.table, call.spec, call.bias
         self._chunk, self._seed = chunk, call.seed
-        self._block_q, self._block_k = table.block_size
+        self._block_q, self._block_k = rows_of_block(table, call.spec), table.block_size[1]
         self._rows, self._columns = table.by_query.num_rows, table.by_key.num_rows
         self._query_blocks = chunk.query_blocks.flatten()
         self._key_blocks = chunk.key_blocks.flatten()
@@ -50,11 +51,16 @@ class Problem:
 
     def queries_of(self, blocks: Tensor) -> Tensor:
         """(problems, queries, head_dim)"""
-        here = blocks.index_select(0, self._query_blocks)
+        run = self._chunk.query_run
+        here = blocks[run] if run else blocks.index_select(0, self._query_blocks)
         return here.view(len(self._chunk.bh), -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
-        """(problems * segments, width, head_dim), in the workspace under `name`."""
+        """(problems * segments, width, head_dim), not to be written to: of consecutive blocks a
+        view, of others a copy in the workspace under `name`.
+        """
+        if self._chunk.key_run:
+            return blocks[self._chunk.key_run].view(-1, self._width, blocks.shape[2])
         here = workspace.take(name, (len(self._key_blocks), *blocks.shape[1:]), blocks.dtype)
         torch.index_select(blocks, 0, self._key_blocks, out=here)
         return here.view(-1, self._width, blocks.shape[2])
@@ -76,16 +82,32 @@ class Problem:
         place = (row * self._columns + column).flatten()
         totals.view(-1).index_add_(0, place, by_key_block.flatten())
 
+    def max_of_rows(self, x: Tensor) -> Tensor:
+        """(problems * segments, part, width) -> (problems, part, 1)"""
+        found = x.amax(-1, keepdim=True)
+        return found if self._keys == self._width else self.by_problem(found).amax(1)
+
+    def sum_of_segments(self, x: Tensor) -> Tensor:
+        """(problems * segments, part, n) -> (problems, part, n)"""
+        return x if self._keys == self._width else self.by_problem(x).sum(1)
+
     def parts(self) -> Iterator[slice]:
-        """Slices of the queries whose scores fit in the cache, usually one."""
-        queries = self._chunk.query_blocks.shape[1] * self._block_q
+        """Slices of the queries whose scores fit in the cache, usually one: whole block rows, or
+        a part of one.
+        """
+        queries, row = self._chunk.query_blocks.shape[1] * self._block_q, self._block_q
         step = queries_at_once(self._keys)
-        for start in range(0, queries, step):
-            yield slice(start, min(start + step, queries))
+        rows = max(step - step % row, row)
+        for begin in range(0, queries, rows):
+            end = min(begin + rows, queries)
+            for start in range(begin, end, step):
+                yield slice(start, min(start + step, end))
 
     def to_segments(self, x: Tensor) -> Tensor:
         """(problems, part, n) -> (problems * segments, part, n): the same for every segment."""
         segments = self._keys // self._width
+        if segments == 1:
+            return x
         return x.unsqueeze(1).expand(-1, segments, -1, -1).reshape(-1, *x.shape[1:])
 
     def by_problem(self, x: Tensor) -> Tensor:
@@ -173,7 +195,7 @@ class Problem:
 
     def _mask_of_tiles(self, bank: Tensor) -> Tensor:
         """(problems, bq, partial * bk): for the last keys of each problem."""
-        in_bytes = bank.view(torch.uint8)[..., : self._block_k // 8]
+        in_bytes = bank.view(torch.uint8)[:, : self._block_q, : self._block_k // 8]
         tiles = in_bytes.index_select(0, self._chunk.tiles.flatten())
         by_query = tiles.unflatten(0, self._chunk.tiles.shape).transpose(1, 2)
         mask = _BYTE_MASK.index_select(0, by_query.flatten().int())
@@ -192,7 +214,7 @@ def problems(call: Call) -> Iterator[Problem]:
     They share their memory: a problem is valid until the next one is asked for.
     """
     with workspace.trimmed(CHUNK_FLOATS):
-        for chunk in chunks(call.table, call.spec):
+        for chunk in chunks(call.plan):
             yield Problem(chunk, call)
 
 

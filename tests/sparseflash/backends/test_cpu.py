@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from masks import BlockMask
 from sparseflash.backends import cpu
 from sparseflash.backends.cpu import plan
+from sparseflash.backends.cpu.workspace import Workspace
 from sparseflash.dispatch.autograd import run
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 from tests.helpers.calls import call_on, spec_of
@@ -242,3 +243,67 @@ def test_why_not():
     assert cpu.why_not(spec_of(query, key, mask), mask) == []
     assert "meta" in cpu.why_not(spec_of(query.to("meta"), key, mask), mask)[0]
     assert "torch.int32" in cpu.why_not(spec_of(query.int(), key, mask), mask)[0]
+
+
+UNATTENDED = [torch.nan, torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("number", UNATTENDED)
+@pytest.mark.parametrize("block_size", [16, 32, (64, 16), 128])
+@pytest.mark.parametrize("where", ["key", "value", "both"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "seed": 2}], ids=["plain", "dropout"])
+def test_what_no_query_attends_may_be_anything(number, block_size, where, options):
+    inputs = make_inputs(2, 4, 90, 100, 8, kv_heads=2)
+    dense = dense_mask("scattered", 90, 100).clone()
+    dense[:, [3, 40, 99]] = False
+    attention = attention_with(mask_of(dense, block_size), **options)
+    expected = results_of(attention, *inputs)
+    _, key, value, _ = inputs
+    for name, tensor in (("key", key), ("value", value)):
+        if where in (name, "both"):
+            tensor[0, 1, [3, 40], 2] = number
+            tensor[1, :, 99] = number
+    results = results_of(attention, *inputs)
+    assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("where", [1, 2], ids=["key", "value"])
+@pytest.mark.parametrize("number", UNATTENDED)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_other_queries_are_those_of_clean_keys(where, number, block_size):
+    inputs = make_inputs(1, 2, 100, 100, 8)
+    attention = attention_with(mask_of(dense_mask("causal", 100, 100), block_size))
+    expected = results_of(attention, *inputs)
+    inputs[where][:, 1, 60] = number
+    results = results_of(attention, *inputs)
+    for result, other in zip(results, expected, strict=True):
+        assert torch.equal(result[:, 0], other[:, 0])  # the other head
+    for result, other in zip(results[:3], expected[:3], strict=True):
+        assert torch.equal(result[:, 1, :60], other[:, 1, :60])
+    assert not results[0][:, 1, 60:].isfinite().all()
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 5, 16, 17, 40])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_few_queries_of_grouped_heads(q_len, kv_heads, small_chunks):
+    lengths = torch.tensor([150, 61])
+    dense = dense_mask("scattered", q_len, 150)
+    inputs = make_inputs(2, 6, q_len, 150, 8, kv_heads=kv_heads)
+    for options in ({}, {"key_lengths": lengths}, {"dropout_p": 0.3, "seed": 3}):
+        check(dense, inputs, 32, **options)
+
+
+def test_decoding_copies_no_keys(monkeypatch):
+    query, key, value, _ = make_inputs(1, 8, 1, 3000, 16, kv_heads=2)
+    monkeypatch.setattr(Workspace, "take", refuse_keys(Workspace.take))
+    attention_with(BlockMask.from_dense(torch.ones(1, 3000, dtype=torch.bool), 128))(
+        query, key, value
+    )
+
+
+def refuse_keys(take):
+    def taken(workspace, name, shape, dtype):
+        assert name not in ("key", "value")
+        return take(workspace, name, shape, dtype)
+
+    return taken

@@ -1,0 +1,84 @@
+"""Both passes where keys or values that a query does not attend hold NaN or infinity.
+
+A masked pair has the weight 0, but 0 times NaN is NaN. Such numbers are rare, and where they come
+through, a result is NaN. So the passes run as they are, and only then are results taken from a
+second run with zeros in those keys and values: of all queries that attend none of them, and in
+the backward pass of all keys that no other query attends.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.cpu import passes
+from sparseflash.dispatch.call import Call
+
+
+def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call; see sparseflash.backends.base."""
+    out, lse = passes.forward(call, query, key, value)
+    if not out.sum().isnan():
+        return out, lse
+    finite = _finite_keys(key, value)
+    reached = _queries_that_attend(call, ~finite)[0]
+    zeroed = (torch.where(finite, x, 0) for x in (key, value))
+    clean_out, clean_lse = passes.forward(call, query, *zeroed)
+    return torch.where(reached, out, clean_out), torch.where(reached.squeeze(-1), lse, clean_lse)
+
+
+def backward(
+    call: Call,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    saved: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of one call; see sparseflash.backends.base."""
+    grads = passes.backward(call, grad_out, grad_lse, saved, needs)
+    if not any(grad is not None and grad.sum().isnan() for grad in grads):
+        return grads
+    query, key, value, out, lse = saved
+    finite = _finite_keys(key, value)
+    reached, touched = _queries_that_attend(call, ~finite)
+    # Queries that attend such a key take no part in the second run: their weights are 0.
+    zeroed = (torch.where(finite, x, 0) for x in (key, value))
+    rest = (out.masked_fill(reached, 0), lse.masked_fill(reached.squeeze(-1), torch.inf))
+    clean = passes.backward(
+        call,
+        grad_out.masked_fill(reached, 0),
+        None if grad_lse is None else grad_lse.masked_fill(reached.squeeze(-1), 0),
+        (query, *zeroed, *rest),
+        needs,
+    )
+    # Each entry of the other gradients is a sum over many queries.
+    any_query = reached.any()
+    natural = (reached, touched, touched, any_query, any_query)
+    return tuple(
+        None if grad is None else torch.where(where, grad, other)
+        for where, grad, other in zip(natural, grads, clean, strict=True)
+    )
+
+
+def _finite_keys(key: Tensor, value: Tensor) -> Tensor:
+    """bool (batch, kv_heads, k_len, 1): keys that are finite, and their values too."""
+    return (key.isfinite() & value.isfinite()).all(-1, keepdim=True)
+
+
+def _queries_that_attend(call: Call, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Of bool keys (batch, kv_heads, k_len, 1): the queries that attend one, (batch, heads, q_len,
+    1), and the keys that such a query attends, like `keys`.
+
+    Attention with equal scores counts them, forward and backward.
+    """
+    plain = replace(call.spec, dropout_p=0.0, softcap=None, score=None, bias=False)
+    counting = Call(replace(call.plan, spec=plain), call.key_lengths)
+    query, value = keys.new_zeros(call.spec.batch, call.spec.heads, call.spec.q_len, 1), keys
+    query, value = query.float(), value.float()
+    key = torch.zeros_like(value)
+    out, lse = passes.forward(counting, query, key, value)
+    reached = out > 0
+    saved = (query, key, value, torch.zeros_like(out), lse)
+    needs = (False, False, True, False, False)
+    touched = passes.backward(counting, reached.float(), None, saved, needs)[2]
+    return reached, touched > 0
