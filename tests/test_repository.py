@@ -46,6 +46,44 @@ def test_pytest_collects_as_a_command_and_as_a_module(command):
     run(BIN / command[0], *command[1:], "-q", "-n", "0", "--collect-only", *files)
 
 
+# Test files that are about no one module, or about what a module is for.
+ABOUT_NO_MODULE = {
+    "experiments/lra/test_training.py",  # runs of the command line, from start to resumption
+    "masks/test_dynamic_mask.py",
+    "masks/test_imports.py",
+    "masks/test_scale.py",
+    "sparseflash/backends/hopper/test_planted_bugs.py",
+    "sparseflash/backends/hopper/test_simulated_kernels.py",
+    "sparseflash/backends/triton/test_why_not.py",
+    "sparseflash/dispatch/test_transforms.py",
+    "sparseflash/nn/test_parallel.py",
+    "sparseflash/test_default_device.py",
+    "sparseflash/test_dynamic_masks.py",
+    "sparseflash/test_endurance.py",
+    "sparseflash/test_flex.py",
+    "sparseflash/test_import.py",
+    "sparseflash/test_sanitizer.py",
+}
+
+
+def test_test_files_are_where_the_modules_are_that_they_test():
+    files = {
+        file.relative_to(ROOT / "tests")
+        for package in ("masks", "sparseflash", "experiments")
+        for file in (ROOT / "tests" / package).rglob("test_*.py")
+    }
+    astray = {str(file) for file in files if not tests_a_module(file)}
+    assert astray == ABOUT_NO_MODULE
+
+
+def tests_a_module(file: Path) -> bool:
+    """Whether there is a module or package of this path, or the file is named after its folder."""
+    name = file.stem.removeprefix("test_")
+    module = ROOT / file.parent / name
+    found = (module.with_suffix(".py"), module / "__init__.py")
+    return name == file.parent.name or any(path.exists() for path in found)
+
+
 def test_every_folder_of_code_is_distributed():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     roots = [
