@@ -37,7 +37,8 @@ def attend_sparseflash(problem: Problem, named: str = "auto") -> Attend:
 def attend_baseline(baseline: Baseline, problem: Problem) -> Attend:
     """The baseline on this mask. Raises ValueError for a dense baseline and a sparse mask."""
     if baseline is Baseline.FLEX:
-        return attend_flex(flex_mask(problem))
+        # A full mask is what FlexAttention computes without a block mask.
+        return attend_flex(None if problem.dense == "full" else flex_mask(problem))
     if baseline is Baseline.FLASH4:
         return attend_flash4(problem)
     if problem.dense is None:
@@ -120,7 +121,8 @@ def flash4_blocks(mask: BlockMask) -> dict:
     }
 
 
-def attend_flex(block_mask: flex.BlockMask) -> Attend:
+def attend_flex(block_mask: flex.BlockMask | None) -> Attend:
+    """FlexAttention with a block mask; with none, of the full mask."""
     compiled = _compiled_flex()
     return lambda query, key, value: compiled(
         query, key, value, block_mask=block_mask, enable_gqa=_grouped(query, key)

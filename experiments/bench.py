@@ -36,7 +36,6 @@ from experiments.cli import (
     resolve,
 )
 from experiments.settings import (
-    COMMON,
     DENSITY_DEFAULTS,
     GROWING,
     METHOD_DEFAULTS,
@@ -54,7 +53,7 @@ def option(text: str, setting: str, **keywords):
     """An option, its help ending in the defaults of the setting that it changes."""
     cpu, gpu = (listed(defaults(device)[setting]) for device in ("cpu", "cuda"))
     text += f" Default: {cpu}." if cpu == gpu else f" Default: {cpu} on a CPU, {gpu} on a GPU."
-    panel = PANEL if setting in DENSITY_DEFAULTS["cpu"] | COMMON else None
+    panel = PANEL if setting in DENSITY_DEFAULTS else None
     return typer.Option(help=text, show_default=False, rich_help_panel=panel, **keywords)
 
 

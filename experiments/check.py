@@ -58,25 +58,9 @@ def sample_rows(q_len: int) -> Tensor:
 
 def dense_rows(mask: BlockMask, rows: Tensor) -> Tensor:
     """bool (mask heads, rows, k_len): which keys the query tokens `rows` attend to."""
-    table = mask.table(rows.device)
-    (bq, bk), k_len = table.block_size, table.seq_len[1]
-    columns = -(-k_len // bk)
-    bits = torch.arange(bk, device=rows.device)
-    by_query = table.by_query
-    allowed = torch.zeros(
-        table.head_to_mask.numel(), len(rows), columns, bk, dtype=torch.bool, device=rows.device
-    )
-    for head, layer in enumerate(table.head_to_mask.flatten().tolist()):
-        bounds = by_query.row_ptr[layer, rows // bq].tolist()
-        for n, (row, (full, fulls, partial, partials)) in enumerate(
-            zip(rows.tolist(), bounds, strict=True)
-        ):
-            allowed[head, n, by_query.full_index[full : full + fulls].long()] = True
-            tile = by_query.partial_bit_tile[partial : partial + partials].long()
-            words = table.bit_tiles[tile, row % bq][:, bits // 32]
-            column = by_query.partial_index[partial : partial + partials].long()
-            allowed[head, n, column] = (words >> (bits % 32)) & 1 == 1
-    return allowed.flatten(2)[..., :k_len]
+    k_len = mask.seq_len[1]
+    slices = (mask.slice_queries(row, row + 1).to_dense() for row in rows.tolist())
+    return torch.cat([dense.reshape(-1, 1, k_len) for dense in slices], 1).to(rows.device)
 
 
 def _attended(

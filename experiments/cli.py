@@ -49,27 +49,19 @@ class Baseline(StrEnum):
 class Device(StrEnum):
     """Types of device."""
 
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
+    AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 
 
 class Dtype(StrEnum):
     """Types of the inputs."""
 
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP32 = "fp32"
+    FP16, BF16, FP32 = "fp16", "bf16", "fp32"
 
 
 class BlockSize(StrEnum):
     """Sides of a block, in tokens."""
 
-    B16 = "16"
-    B32 = "32"
-    B64 = "64"
-    B128 = "128"
-    B256 = "256"
+    B16, B32, B64, B128, B256 = "16", "32", "64", "128", "256"
 
 
 class Passes(StrEnum):
@@ -111,32 +103,25 @@ class Load(StrEnum):
         return ("rested", "sustained") if self is Load.BOTH else (self.value,)
 
 
-def parse_numbers(text: str, convert: Callable[[str], float]) -> tuple:
-    """Numbers separated by commas."""
-    return tuple(convert(part.strip()) for part in text.split(","))
+def parse_numbers(text: str, convert: Callable, what: str, example: str) -> tuple:
+    """Numbers separated by commas. Raises typer.BadParameter for any other text."""
+    try:
+        return tuple(convert(part.strip()) for part in text.split(","))
+    except (ValueError, ZeroDivisionError):
+        raise typer.BadParameter(f"{text!r} is not a list of {what} such as {example}") from None
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Lengths in tokens. Raises typer.BadParameter for any other text."""
-    try:
-        found = parse_numbers(text, int)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not a list of whole numbers such as 4096,8192"
-        ) from None
+    """Lengths in tokens."""
+    found = parse_numbers(text, int, "whole numbers", "4096,8192")
     if min(found) < 1:
         raise typer.BadParameter(f"lengths must be at least 1 token, got {text}")
     return found
 
 
 def parse_densities(text: str) -> tuple[float, ...]:
-    """Densities in (0, 1]. Raises typer.BadParameter for any other text."""
-    try:
-        found = parse_numbers(text, lambda part: float(Fraction(part)))
-    except (ValueError, ZeroDivisionError):
-        raise typer.BadParameter(
-            f"{text!r} is not a list of densities such as 1/2,1/8,0.05"
-        ) from None
+    """Densities in (0, 1]."""
+    found = parse_numbers(text, lambda s: float(Fraction(s)), "densities", "1/2,1/8,0.05")
     if not all(0 < s <= 1 for s in found):
         raise typer.BadParameter(f"densities must lie in (0, 1], got {text}")
     return found

@@ -175,24 +175,17 @@ def measured(
 ) -> Measurement:
     """What a record keeps of a pass; its peak memory is taken here."""
     density = case.problem.density
+    shared = Case.__dataclass_fields__.keys() & Measurement.__dataclass_fields__.keys()
     return Measurement(
-        suite=case.suite,
         implementation=name,
-        family=case.family,
         pattern=case.problem.label,
-        batch=case.batch,
-        heads=case.heads,
-        seq_len=case.seq_len,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
         density=density,
         blocks_per_row=density * -(-case.seq_len // case.block_size),
         direction=direction,
-        **times,  # pyright: ignore[reportArgumentType]
         peak_bytes=memory.peak_bytes(lambda: prepare()(), torch.device(method.device)),
-        q_len=case.q_len,
-        kv_heads=case.kv_heads,
         key_value_bytes=case.key_value_bytes(DTYPES[method.dtype].itemsize),
+        **{field: getattr(case, field) for field in shared},
+        **times,
     )
 
 

@@ -8,11 +8,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from experiments.record import Measurement, Record
@@ -95,15 +93,8 @@ def _speedup(rows: list[Measurement]) -> Figure:
                 ax.plot(*zip(*line, strict=True), **look)
         least = min(r.density for r in here)
         ax.plot([least, 1], [1 / least, 1], color="black", linewidth=1, linestyle=(0, (1, 2)))
-        ax.annotate(
-            "ideal 1/s",
-            (least, 1 / least),
-            (-10, 2),
-            textcoords="offset points",
-            fontsize=8,
-            ha="right",
-            va="bottom",
-        )
+        end = {"textcoords": "offset points", "fontsize": 8, "ha": "right", "va": "bottom"}
+        ax.annotate("ideal 1/s", (least, 1 / least), (-10, 2), **end)
         _density_axis(ax)
     title = f"Speed-up over the full mask of sparseflash, N = {rows[0].seq_len:,}"
     panels.suptitle(f"{title}\n{_size(rows[0])}", fontsize=10)
@@ -113,68 +104,40 @@ def _speedup(rows: list[Measurement]) -> Figure:
 
 
 def _bars(rows: list[Measurement], record: Record) -> Figure:
-    """Useful TFLOP/s or TB/s of every implementation, under the limit of the device: a column of
-    panels for every size, a row for every direction, patterns side by side.
-    """
+    """Useful TFLOP/s or TB/s of every implementation, under the limit of the device."""
     directions = list(dict.fromkeys(r.direction for r in rows))
     implementations = list(dict.fromkeys(r.implementation for r in rows))
-    patterns = {
-        size: list(dict.fromkeys(r.pattern for r in rows if _sizes(r) == size))
-        for size in dict.fromkeys(map(_sizes, rows))
-    }
-    counts = [len(names) for names in patterns.values()]
-    width = max(7.0, 0.12 * sum(counts) * len(implementations) + 0.5 * len(counts))
+    cases = list(dict.fromkeys((r.pattern, _sizes(r)) for r in rows))
+    width = max(7.0, 0.14 * len(cases) * len(implementations) + 2)
     figure, axes = plt.subplots(
-        *(len(directions), len(counts)),
-        figsize=(width, 2.6 * len(directions) + 1.6),  # below the last row, names of patterns
-        sharex="col",
-        sharey=True,
-        squeeze=False,
-        width_ratios=[count + 0.5 for count in counts],
+        len(directions), figsize=(width, 2.6 * len(directions) + 2.6), sharex=True, squeeze=False
     )
-    unit = rows[0].useful[1]
+    unit, bar = rows[0].useful[1], 0.8 / len(implementations)
     limit, label = ROOFLINE[unit]
-    limit_line: dict[str, Any] = {"color": "#444444", "linewidth": 1, "linestyle": ":"}
-    for direction, row in zip(directions, axes, strict=True):
-        row[0].set_ylabel(f"{direction}, useful {unit}", fontsize=8)
-        for (size, names), ax in zip(patterns.items(), row, strict=True):
-            own = [r for r in rows if (_sizes(r), r.direction) == (size, direction)]
-            _group_of_bars(ax, own, names, implementations)
-            if limit in record.roofline:
-                ax.axhline(record.roofline[limit], **limit_line)
-            ax.tick_params(labelsize=7)
-    for size, ax in zip(patterns, axes[0], strict=True):
-        ax.set_title(size, fontsize=8)
-    legend: list[Artist] = [Line2D([], [], **limit_line, label=label)] * (limit in record.roofline)
-    legend += [
-        Patch(color=COLOURS[i], label=NAMES.get(implementation, implementation))
-        for i, implementation in enumerate(implementations)
-    ]
-    axes[0, -1].legend(
-        handles=legend, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1)
-    )
+    for direction, ax in zip(directions, axes[:, 0], strict=True):
+        for i, name in enumerate(implementations):
+            own = [r for r in rows if (r.direction, r.implementation) == (direction, name)]
+            where = [cases.index((r.pattern, _sizes(r))) + i * bar for r in own]
+            heights = [r.useful[0] for r in own]
+            ax.bar(where, heights, bar, color=COLOURS[i], label=NAMES.get(name, name))
+        if limit in record.roofline:
+            ax.axhline(record.roofline[limit], color="#444444", lw=1, ls=":", label=label)
+        ax.set_ylabel(f"{direction}, useful {unit}", fontsize=8)
+        ax.tick_params(labelsize=7)
+    ticks = [i + 0.4 - bar / 2 for i in range(len(cases))]
+    axes[-1, 0].set_xticks(ticks, map(", ".join, cases), rotation=60, ha="right")
+    axes[0, 0].set_xlim(-0.4, len(cases))
+    axes[0, 0].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout(rect=(0, 0.04, 1, 1))  # above where the record came from
     return figure
-
-
-def _group_of_bars(
-    ax: Axes, rows: list[Measurement], patterns: list[str], implementations: list[str]
-) -> None:
-    bar = 0.8 / len(implementations)
-    for i, implementation in enumerate(implementations):
-        own = [r for r in rows if r.implementation == implementation]
-        places = [patterns.index(r.pattern) + i * bar for r in own]
-        ax.bar(places, [r.useful[0] for r in own], bar, color=COLOURS[i])
-    middle = [i + 0.4 - bar / 2 for i in range(len(patterns))]
-    ax.set_xticks(middle, patterns, rotation=60, ha="right", rotation_mode="anchor")
 
 
 def _sizes(row: Measurement) -> str:
     """What patterns beside one another have in common."""
     if row.q_len is None:
-        return f"N {row.seq_len:,}, d {row.head_dim}\nblocks of {row.block_size}"
+        return f"N {row.seq_len:,}, d {row.head_dim}, blocks of {row.block_size}"
     heads = f"batch {row.batch}, {row.heads} heads on {row.kv_heads} of {row.head_dim}"
-    return f"{row.q_len} of N {row.seq_len:,}\n{heads}"
+    return f"{row.q_len} of N {row.seq_len:,}, {heads}"
 
 
 def _against_length(
@@ -273,31 +236,17 @@ def _density_axis(ax: Axes) -> None:
 def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -> None:
     """Patterns by colour, then implementations by line, at the right of the panels."""
     patterns = [
-        Line2D(
-            [],
-            [],
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
-            markersize=4,
-            label=family,
-        )
-        for family, i in families.items()
+        Line2D([], [], label=family, **_look("sparseflash", family, families))
+        for family in families
     ]
     implementations = [
-        Line2D(
-            [], [], color="#444444", linestyle=STYLES.get(name, "-"), label=NAMES.get(name, name)
-        )
+        Line2D([], [], color="#444444", ls=STYLES.get(name, "-"), label=NAMES.get(name, name))
         for name in dict.fromkeys(r.implementation for r in rows)
     ]
     left = 1 - 1.7 / figure.get_figwidth()
     for handles, top in ((patterns, 0.83), (implementations, 0.8 - 0.046 * len(patterns))):
-        figure.legend(
-            handles=handles,
-            loc="upper left",
-            bbox_to_anchor=(left, top),
-            frameon=False,
-            fontsize=8,
-        )
+        place = {"loc": "upper left", "bbox_to_anchor": (left, top)}
+        figure.legend(handles=handles, frameon=False, fontsize=8, **place)
 
 
 def _size(row: Measurement) -> str:

@@ -65,42 +65,31 @@ class DensityMethod(Method):
     standard_limit: int
 
 
+PATTERNS = ("causal", "butterfly", "local", "strided", "random", "fading_memory")
+DENSITIES = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+GROWTH = (1024, 4096, 16384, 65536)
 METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "fp32", "clock": Clock.CPU, "timing": Load.RESTED, "budget_ms": 400.0},
     "cuda": {"dtype": "bf16", "clock": Clock.GRAPH, "timing": Load.BOTH, "budget_ms": 60.0},
 }
-DENSITY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "lengths": (4096,),
-        "growth": (1024, 4096, 16384, 65536),
-        "batch": 1,
-        "heads": 4,
-        "growth_heads": 1,
-        "head_dim": 64,
-        "block_size": 64,
-        "baselines": (Baseline.SDPA,),
-        "dense_limit": 8192,
-        "standard_limit": 4096,
-    },
-    "cuda": {
-        "lengths": (8192, 16384),
-        "growth": (1024, 4096, 16384, 65536),
-        "batch": 2,
-        "heads": 16,
-        "growth_heads": 16,
-        "head_dim": 128,
-        "block_size": 128,
-        "baselines": (Baseline.FLASH, Baseline.CUDNN, Baseline.FLEX),
-        "dense_limit": 65536,
-        "standard_limit": 16384,
-    },
+GPU_BASELINES = (Baseline.FLASH, Baseline.CUDNN, Baseline.FLEX)
+# name: (on a CPU, on a GPU)
+DENSITY_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "patterns": (PATTERNS, PATTERNS),
+    "densities": (DENSITIES, DENSITIES),
+    "lengths": ((4096,), (8192, 16384)),
+    "growth": (GROWTH, GROWTH),
+    "batch": (1, 2),
+    "heads": (4, 16),
+    "growth_heads": (1, 16),
+    "head_dim": (64, 128),
+    "block_size": (64, 128),
+    "baselines": ((Baseline.SDPA,), GPU_BASELINES),
+    "dense_limit": (8192, 65536),
+    "standard_limit": (4096, 16384),
 }
 # The instance of a family whose blocks grow about as its length does.
 GROWING = {"butterfly": "butterfly()", "local": "local(256)"}
-COMMON: dict[str, Any] = {
-    "patterns": ("causal", "butterfly", "local", "strided", "random", "fading_memory"),
-    "densities": (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32),
-}
 QUICK: dict[str, Any] = {
     "lengths": (1024,),
     "growth": (1024, 2048),
@@ -111,4 +100,5 @@ QUICK: dict[str, Any] = {
 
 def defaults(device: str) -> dict[str, Any]:
     """Every default of a type of device."""
-    return COMMON | METHOD_DEFAULTS[device] | DENSITY_DEFAULTS[device]
+    density = {name: of[device == "cuda"] for name, of in DENSITY_DEFAULTS.items()}
+    return METHOD_DEFAULTS[device] | density

@@ -117,7 +117,7 @@ def main(
     path = output / f"tune-{slug('cuda')}.json"
     sizes = [
         Problem(dtype.value, dims, int(block_size), batch, max(1, 2048 // dims), seq_len)
-        for dims in parse_numbers(head_dim, int)
+        for dims in parse_numbers(head_dim, int, "head dims", "64,128")
     ]
     jobs = [
         (which, problem, list(fitting(which, problem)))

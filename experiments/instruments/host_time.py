@@ -20,15 +20,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from experiments.cli import RESULTS, Device, Output, Overwrite, resolve
 from experiments.instruments import Log, command
-
-if TYPE_CHECKING:
-    import torch
 
 RUNS = 500
 CALLS = 10
@@ -36,16 +34,8 @@ SECONDS = 3.0  # no more runs of a call after so long
 NEEDS = (True, True, True, False, False)  # gradients of query, key and value
 
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A call, the backend's part of it alone, and what torch does around it."""
-
-    name: str
-    call: Call
-    kernels: Call
-    engine: Call | None = None
+# A call, the part of the backend, and a call through autograd that computes nothing.
+Parts = tuple[Call, Call, Call | None]
 
 
 @dataclass(frozen=True)
@@ -80,31 +70,26 @@ def main(
     overwrite: Overwrite = False,
 ) -> None:
     """Measures the host microseconds of an attention call and of its backward pass."""
-    import torch
-
-    device = torch.device(resolve(Device.AUTO))
+    kind = resolve(Device.AUTO)
     shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
     shape |= {"block_size": block_size, "backend": backend}
-    log = Log("host-time", device.type, output, overwrite, shape=shape)
-    calls = measured_calls(heads, seq_len, head_dim, block_size, backend, device)
-    log.add("calls", [measure(found, device) for found in calls], {}, complete=True)
-    headings = ("fastest", "median", "launches", "torch", "ours")
-    fields = ("total_us", "median_us", "kernels_us", "engine_us", "overhead_us")
+    log = Log("host-time", kind, output, overwrite, shape=shape)
+    calls = calls_of(heads, seq_len, head_dim, block_size, backend, kind)
+    rows = [measure(name, parts, kind) for name, parts in calls.items()]
+    log.add("calls", rows, {}, complete=True)
     figures: dict[str, Callable[[Row], str]] = {"kernels": lambda row: f"{row.launches}"}
-    for heading, name in zip(headings, fields, strict=True):
+    for heading, name in (
+        *(("fastest", "total_us"), ("median", "median_us"), ("launches", "kernels_us")),
+        *(("torch", "engine_us"), ("ours", "overhead_us")),
+    ):
         figures[heading] = lambda row, name=name: f"{getattr(row, name):.1f}"
     title = "host microseconds of a call: all of it, bare launches, torch's engine, and ours"
     log.show(title, ("call",), figures)
 
 
-def measured_calls(
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    block_size: int,
-    backend: str,
-    device: "torch.device",
-) -> list[Measured]:
+def calls_of(
+    heads: int, seq_len: int, head_dim: int, block_size: int, backend: str, device: str
+) -> dict[str, Parts]:
     """What is measured, on random tensors of one small problem."""
     import torch
 
@@ -112,7 +97,7 @@ def measured_calls(
     import sparseflash
     from sparseflash.dispatch.plan import plan_call
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = torch.randn(4, 1, heads, seq_len, head_dim, dtype=dtype, device=device).unbind()
     query, key, value, grad_out = (x.clone() for x in inputs)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
@@ -121,35 +106,28 @@ def measured_calls(
     saved = (query, key, value, *bare.forward(query, key, value))
     last, last_row = query[:, :, -1:].clone(), mask.slice_queries(seq_len - 1, seq_len)
     step = plan_call(last, key, value, last_row, backend=backend)
-    nothing = do_nothing()
+    attention = partial(sparseflash.attention, backend=backend)
+    nothing = partial(do_nothing(), *leaves)
 
-    def attention(*tensors, mask=mask):
-        return sparseflash.attention(*tensors, mask=mask, backend=backend)
-
-    def backward_of(out):
+    def backward_of(out: torch.Tensor) -> Call:
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
-    forward = lambda: bare.forward(query, key, value)  # noqa: E731
-    return [
-        Measured("forward", lambda: attention(query, key, value), forward),
-        Measured(
-            "forward, gradients wanted",
-            lambda: attention(*leaves),
-            forward,
-            lambda: nothing(*leaves),
+    forward = partial(bare.forward, query, key, value)
+    backward = partial(bare.backward, grad_out, None, saved, NEEDS)
+    return {
+        "forward": (partial(attention, query, key, value, mask), forward, None),
+        "forward, gradients wanted": (partial(attention, *leaves, mask), forward, nothing),
+        "backward": (
+            backward_of(attention(*leaves, mask)),
+            backward,
+            backward_of(nothing()),
         ),
-        Measured(
-            "backward",
-            backward_of(attention(*leaves)),
-            lambda: bare.backward(grad_out, None, saved, NEEDS),
-            backward_of(nothing(*leaves)),
+        "one query": (
+            partial(attention, last, key, value, last_row),
+            partial(step.forward, last, key, value),
+            None,
         ),
-        Measured(
-            "one query",
-            lambda: attention(last, key, value, mask=last_row),
-            lambda: step.forward(last, key, value),
-        ),
-    ]
+    }
 
 
 def do_nothing() -> Callable:
@@ -169,52 +147,37 @@ def do_nothing() -> Callable:
     return Nothing.apply
 
 
-def measure(measured: Measured, device: "torch.device") -> Row:
+def measure(name: str, parts: Parts, device: str) -> Row:
     """Times a call beside what is taken off its time."""
-    on_cpu = device.type == "cpu"
-    launches = 0 if on_cpu else count_launches(measured.kernels)
-    kernel = measured.kernels if on_cpu else empty_kernel
-    calls = [measured.call, kernel, *([measured.engine] if measured.engine else [])]
-    totals, kernels, *engines = run_times(calls, device)
-    kernels_us = min(kernels) * (1 if on_cpu else launches)
+    import torch
+
+    call, kernels, engine = parts
+    on_gpu = device == "cuda"
+    launches = count_launches(kernels) if on_gpu else 0
+    launch = partial(torch.cuda._sleep, 1) if on_gpu else kernels
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    totals, bare, *engines = run_times([call, launch, *([engine] if engine else [])], wait)
+    kernels_us = min(bare) * (launches if on_gpu else 1)
     engine_us = min(engines[0]) if engines else 0.0
-    overhead_us = min(totals) - kernels_us - engine_us
-    median_us = statistics.median(totals)
-    return Row(measured.name, min(totals), median_us, launches, kernels_us, engine_us, overhead_us)
+    total, median = min(totals), statistics.median(totals)
+    return Row(
+        name, total, median, launches, kernels_us, engine_us, total - kernels_us - engine_us
+    )
 
 
-def run_times(calls: list[Call], device: "torch.device") -> list[list[float]]:
+def run_times(calls: list[Call], wait: Call) -> list[list[float]]:
     """For each call the mean host microseconds of runs of CALLS, in turns, none waited for."""
     end = time.perf_counter() + SECONDS
     runs: list[list[float]] = [[] for _ in calls]
     while not runs[0] or (len(runs[0]) < RUNS and time.perf_counter() < end):
         for times, call in zip(runs, calls, strict=True):
-            times.append(_mean_microseconds(call, device))
+            wait()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times.append((time.perf_counter() - begin) * 1e6 / CALLS)
+            wait()
     return runs
-
-
-def _mean_microseconds(call: Call, device: "torch.device") -> float:
-    _wait(device)
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    elapsed = time.perf_counter() - begin
-    _wait(device)
-    return elapsed * 1e6 / CALLS
-
-
-def _wait(device: "torch.device") -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def empty_kernel() -> None:
-    """Launches a kernel that does nothing."""
-    import torch
-
-    torch.cuda._sleep(1)
 
 
 def count_launches(call: Call) -> int:
