@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +131,7 @@ def machine_code(cubin: bytes) -> str:
     return _inspect("nvdisasm", "-c", cubin)
 
 
+@lru_cache(maxsize=1)
 def _inspect(tool: str, option: str, cubin: bytes) -> str:
     program = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
