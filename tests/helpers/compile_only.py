@@ -19,8 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from sparseflash.backends import compiled as launches
-from sparseflash.backends import relaunch
+from sparseflash.backends.triton_common import launcher, relaunch
 
 SHARED_MEMORY = {80: 166912, 90: 232448}
 ROOT = Path(__file__).parents[2]
@@ -83,8 +82,8 @@ def compile_instead_of_launching(architecture: int) -> Variants:
     Returns what will have been compiled.
     """
     driver.set_active(CompileOnlyDriver(architecture))
-    launches._COMPILED = Variants()
-    relaunch.relaunch = lambda launched, changing: None
+    launcher._COMPILED = Variants()
+    relaunch.pack_launch = lambda launched, names: None
 
     def compile_only(kernel, grid):
         return lambda *arguments, **constants: kernel.run(
@@ -92,7 +91,7 @@ def compile_instead_of_launching(architecture: int) -> Variants:
         )
 
     JITFunction.__getitem__ = compile_only  # pyright: ignore[reportAttributeAccessIssue]
-    return launches._COMPILED
+    return launcher._COMPILED
 
 
 def count_instead_of_compiling() -> None:

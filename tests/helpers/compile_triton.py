@@ -5,12 +5,14 @@ What `compile_only.start` may ask of it:
     every ARCHITECTURE       the same of all that ships
     calls ARCHITECTURE       kernels compiled by calls of many lengths
     products ARCHITECTURE    whether float32 products are in TF32
+    parameters ARCHITECTURE  bytes of the parameters of kernels, declared and packed
     layouts ARCHITECTURE     kernels compiled for tensors of many strides
 """
 
 import itertools
 import json
 import math
+import re
 import sys
 
 import torch
@@ -25,6 +27,7 @@ from sparseflash.backends.triton.kernels.dkdv import key_value_gradient_kernel
 from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
+from sparseflash.backends.triton_common import launcher, relaunch
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
@@ -196,6 +199,35 @@ def report_products(architecture: int):
         yield {which: ".tf32" in text for which, text in ptx.items()}
 
 
+def report_parameters(architecture: int):
+    """Bytes of the parameters of each pass: what its kernel declares, what relaunch packs.
+
+    With descriptors, where the architecture has TMA.
+    """
+    stored = []
+    relaunch.TensorMap.__init__ = lambda self, descriptor, metadata: None
+    launcher.store = lambda cache, signature, launched, changing: stored.append(launched)
+    query = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16)
+    for which in KERNELS:
+        config = configs.Config(64, 64, 4, 2, tma=architecture >= 90)
+        with configured(config, which):
+            call(which, query, causal(128, (64, 64)))
+        (launched,) = [x for x in stored if x.compiled.name == KERNELS[which].__name__]
+        parameters, _ = relaunch.pack_parameters(launched)
+        yield {
+            "pass": which,
+            "declared": declared_sizes(launched.compiled.asm["ptx"]),
+            "packed": [relaunch.size_of(parameter) for parameter in parameters],
+        }
+
+
+def declared_sizes(ptx: str) -> list[int]:
+    """Bytes of the parameters of a kernel in PTX."""
+    header = ptx[ptx.index(".entry") :].split(")", 1)[0]
+    found = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+).*?(?:\[(\d+)\])?,?$", header, re.M)
+    return [int(bits) // 8 * int(count or 1) for bits, count in found]
+
+
 def report_layouts(architecture: int):
     """For calls that differ in all that a kernel may be compiled for, how many variants were told
     apart, and the most kernels that Triton wanted for one of them."""
@@ -227,6 +259,6 @@ if __name__ == "__main__":
     if what in ("calls", "layouts"):
         count_instead_of_compiling()
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
-    configs.multiprocessors = lambda device: 4
+    launcher.multiprocessors = lambda device: 4
     for made in globals()[f"report_{what}"](architecture):
         print(json.dumps(made), flush=True)

@@ -406,6 +406,7 @@ class Kernel:
 
     def __init__(self, function):
         self.function, self.__name__ = function, function.__name__
+        self.arg_names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
     def __call__(self, *arguments, **constants):
         return self.function(*arguments, **constants)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-import sparseflash.backends.compiled  # noqa: F401 (imports Triton once, before the simulations)
+import sparseflash.backends.triton_common.launcher  # noqa: F401 (imports Triton once, before the simulations)
 from sparseflash.backends import hopper
 from sparseflash.dispatch.autograd import run
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.backends.compiled import launch as launch_kernel
-from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import launch
 from sparseflash.backends.hopper.configs import (
     DKDV_CONFIGS,
@@ -33,6 +31,8 @@ from sparseflash.backends.hopper.kernels.dq_accumulator import convert_dq_kernel
 from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, TmaBox2D
 from sparseflash.backends.hopper.select import uses_fused_backward
+from sparseflash.backends.triton_common.launcher import launch as launch_kernel
+from sparseflash.backends.triton_common.launcher import on_device
 from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)

@@ -68,9 +68,7 @@ MAX_DKDV_DIMS = 128
 MAX_WHOLE_DQ_DIMS = 64
 
 REGISTERS_PER_SM = 65536
-# Most blocks in a row over the mean: above the first the tile scheduler is dynamic, above the
-# second the longest rows of all heads come first (LPT).
-MIN_DYNAMIC_IMBALANCE, MIN_LPT_IMBALANCE = 1.25, 3
+MIN_DYNAMIC_IMBALANCE = 1.25  # most blocks in a row over the mean: above, the scheduler is dynamic
 
 # By head dim, where several CTAs on tiles of 64 share a multiprocessor: coverage of tiles of 128,
 # over that of tiles of 64, from which on tiles of 128 take less time.

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.backends.compiled import on_device
 from sparseflash.backends.hopper import launch
 from sparseflash.backends.hopper.configs import FORWARD_CONFIGS, tile_width
 from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.hopper.launch import WARPGROUP_TILE
+from sparseflash.backends.triton_common.launcher import on_device
 from sparseflash.dispatch.spec import AttentionSpec
 
 

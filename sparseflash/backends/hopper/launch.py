@@ -8,11 +8,9 @@ from torch import Tensor
 
 from masks.lookup_table import PREFETCH, BlockLists, LookupTable
 from sparseflash import dropout
-from sparseflash.backends.compiled import launch
 from sparseflash.backends.hopper.configs import (
     MAX_KV_TILE,
     MIN_DYNAMIC_IMBALANCE,
-    MIN_LPT_IMBALANCE,
     REGISTERS_PER_SM,
     KernelConfig,
     tile_width,
@@ -20,10 +18,11 @@ from sparseflash.backends.hopper.configs import (
 from sparseflash.backends.hopper.device.gluon_compat import TensorDescriptor, gl
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.device.params import LOG2E
-from sparseflash.backends.relaunch import again, remember
+from sparseflash.backends.triton_common.arguments import table_arguments
+from sparseflash.backends.triton_common.constants import ALIGNMENT, LONGEST_FIRST_IMBALANCE
+from sparseflash.backends.triton_common.launcher import Launch, launch_cached, multiprocessors
 from sparseflash.dispatch.spec import AttentionSpec
 
-ALIGNMENT = 16  # bytes that TMA wants addresses and strides to be multiples of
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 GLUON_DTYPES = {
     torch.float16: gl.float16,
@@ -80,31 +79,32 @@ def launch_pass(
     rows = table.by_key if by_key else table.by_query
     work_counter = make_work_counter(rows, spec.device)
     seeds = (None, None) if spec.dropout_p == 0 else _seed_words(seed)
-    kind = (kernel.__name__, spec, *[None if x is None else x.stride() for x in tensors])
+    signature = (kernel.__name__, spec, *[None if x is None else x.stride() for x in tensors])
     addresses = [
         None if x is None else x.data_ptr() for x in (*tensors, key_lengths, work_counter)
     ]
-    if again(table, kind, (*addresses, *seeds)):
-        return
-    heads = spec.kv_heads if by_key else spec.heads
-    sizes, grid = sizes_and_grid(spec, rows, heads, config.ctas_per_sm)
-    arguments = (
-        *(_argument(x, how) for x, how in zip(tensors, access, strict=True)),
-        *_table_arguments(rows, table.bit_tiles_by_key if by_key else table.bit_tiles, table),
-        *(key_lengths, work_counter, *sizes, spec.scale * LOG2E.value),
-        *(*seeds, *_dropout_arguments(spec.dropout_p)),
-    )
-    group = spec.heads // spec.kv_heads
-    masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
-    facts = (spec.device, spec.dtype, spec.head_dim, block, group, masked, spec.dropout_p > 0)
-    variant = (*facts, *(x is None for x in (*tensors, key_lengths, work_counter)))
-    constants = {"QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block} | config.constants
-    constants |= OPTIONS | max_registers(config.ctas_per_sm)
-    launched = launch(kernel, grid, arguments, variant, constants)
-    if launched is not None:
+
+    def launch_of_call() -> Launch:
+        heads = spec.kv_heads if by_key else spec.heads
+        sizes, grid = sizes_and_grid(spec, rows, heads, config.ctas_per_sm)
+        bit_tiles = table.bit_tiles_by_key if by_key else table.bit_tiles
+        arguments = (
+            *(_argument(x, how) for x, how in zip(tensors, access, strict=True)),
+            *table_arguments(rows, bit_tiles, table),
+            *(key_lengths, work_counter, *sizes, spec.scale * LOG2E.value),
+            *(*seeds, *_dropout_arguments(spec.dropout_p)),
+        )
+        group = spec.heads // spec.kv_heads
+        masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
+        facts = (spec.device, spec.dtype, spec.head_dim, block, group, masked, spec.dropout_p > 0)
+        variant = (*facts, *(x is None for x in (*tensors, key_lengths, work_counter)))
+        constants = {"QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
+        constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
         names = kernel.arg_names[: len(tensors)]
         changing = (*names, "key_lengths", "work_counter", "seed_low", "seed_high")
-        remember(table, kind, launched, changing)
+        return Launch(grid, arguments, variant, constants, changing)
+
+    launch_cached(table.cache, signature, (*addresses, *seeds), kernel, launch_of_call)
 
 
 def _argument(tensor: Tensor | None, how: Access) -> Tensor | TensorDescriptor | None:
@@ -180,14 +180,6 @@ def zero_padding(tensor: Tensor, key_lengths: Tensor | None) -> Tensor:
     return tensor.masked_fill(padding[:, None, :, None], 0)
 
 
-def _table_arguments(
-    rows: BlockLists, bit_tiles: Tensor, table: LookupTable
-) -> tuple[Tensor, ...]:
-    """One direction of a lookup table, as params.Table."""
-    indices = (rows.full_index, rows.partial_index, rows.partial_bit_tile)
-    return (rows.row_ptr, *indices, rows.schedule, bit_tiles, table.head_to_mask)
-
-
 def _dropout_arguments(dropout_p: float) -> tuple[int | float | None, ...]:
     """(threshold, keep_scale) of params.Dropout."""
     if dropout_p == 0:
@@ -222,12 +214,7 @@ def sizes_and_grid(
     """
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
-    heads_per_group = num_bh if rows.imbalance > MIN_LPT_IMBALANCE else 1
+    heads_per_group = num_bh if rows.imbalance > LONGEST_FIRST_IMBALANCE else 1
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.num_rows, num_work_tiles, heads_per_group)
     return sizes, (min(num_work_tiles, ctas_per_sm * multiprocessors(spec.device)), 1, 1)
-
-
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -143,7 +143,7 @@ def backward(
 @lru_cache(maxsize=1)
 def _modules():
     """What imports Triton, imported once: in every call it would take time."""
-    from sparseflash.backends.compiled import on_device
     from sparseflash.backends.triton import decode, passes
+    from sparseflash.backends.triton_common.launcher import on_device
 
     return decode, passes, on_device

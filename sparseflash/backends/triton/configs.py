@@ -12,6 +12,7 @@ import torch
 import triton
 
 from sparseflash.backends.triton.kernels.block_lists import work_tile
+from sparseflash.backends.triton_common import launcher
 from sparseflash.score import named
 
 
@@ -324,12 +325,8 @@ def resident_programs(
     _, memory = limits(device)
     by_memory = memory // shared_memory(config, pass_name, dtype, head_dim)
     by_warps = WARPS_PER_MULTIPROCESSOR // config.warps
-    return multiprocessors(device) * max(1, min(by_memory, by_warps))
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device; the interpreter passes for one."""
-    return 1 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = 1 if interpreted() else launcher.multiprocessors(device)
+    return num_sms * max(1, min(by_memory, by_warps))
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparseflash import dropout
-from sparseflash.backends.compiled import launch
-from sparseflash.backends.relaunch import again, remember
 from sparseflash.backends.triton.configs import Config, kernel_variant, resident_programs
-from sparseflash.backends.triton_common.arguments import Descriptor, table_arguments
+from sparseflash.backends.triton_common.arguments import descriptor_of, table_arguments
 from sparseflash.backends.triton_common.constants import (
     ALIGNMENT,
     LOG2E,
     LONGEST_FIRST_IMBALANCE,
 )
+from sparseflash.backends.triton_common.launcher import Launch, launch, launch_cached
 from sparseflash.dispatch.call import Call, Plan
 
 MAX_TILE = 256
@@ -146,7 +144,7 @@ def _prepare(
 def launch_pass(
     call: Call,
     prepared: PreparedPass,
-    kernel: triton.JITFunction,
+    kernel: Any,
     tensors: dict[str, Tensor],
     others: tuple[Tensor | int | None, ...],
     grid: tuple[int, int, int] | None = None,
@@ -163,36 +161,41 @@ def launch_pass(
     key_lengths, bias = call.key_lengths, call.bias
     streamed = [tensors[name] for name in prepared.streamed]
     bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
-    moved = [
+
+    def launch_of_call() -> Launch:
+        scale2, cap, threshold, keep_scale = prepared.scalars
+        arguments = (
+            *_interleaved(tensors.values(), prepared.strides),
+            *[prepared.tile and descriptor_of(x, prepared.tile) for x in streamed],
+            *others,
+            *prepared.table,
+            *(key_lengths, bias, bias_stride),
+            *prepared.sizes,
+            *(scale2, cap, call.seed, threshold, keep_scale),
+        )
+        missing = tuple([x is None for x in (*others, key_lengths)])
+        variant = (prepared.variant, missing)
+        strided = len(tensors) * (1 + RANK)
+        names = kernel.arg_names[strided : strided + len(streamed) + len(others)]
+        changing = (*tensors, *names, "key_lengths", "bias", "seed")
+        return Launch(grid or prepared.grid, arguments, variant, prepared.constants, changing)
+
+    values = [
         x.data_ptr() if isinstance(x, Tensor) else None
         for x in (*tensors.values(), *streamed, *others, key_lengths, bias)
     ]
     facts = [Tensor if isinstance(x, Tensor) else x for x in others]
-    signature = (kernel.__name__, prepared, grid, bias_stride, *facts)
-    if again(call.table, signature, (*moved, call.seed)):
-        return
-    scale2, cap, threshold, keep_scale = prepared.scalars
-    arguments = (
-        *_interleaved(tensors.values(), prepared.strides),
-        *[prepared.tile and Descriptor(x, x.shape, x.stride(), prepared.tile) for x in streamed],
-        *others,
-        *prepared.table,
-        *(key_lengths, bias, bias_stride),
-        *prepared.sizes,
-        *(scale2, cap, call.seed, threshold, keep_scale),
+    launch_cached(
+        call.table.cache,
+        (kernel.__name__, prepared, grid, bias_stride, *facts),
+        (*values, call.seed),
+        kernel,
+        launch_of_call,
     )
-    missing = tuple([x is None for x in (*others, key_lengths)])
-    variant = (prepared.variant, missing)
-    launched = launch(kernel, grid or prepared.grid, arguments, variant, prepared.constants)
-    if launched is not None:
-        strided = len(tensors) * (1 + RANK)
-        names = kernel.arg_names[: strided + len(streamed) + len(others)]
-        changing = (*names[: strided : 1 + RANK], *names[strided:], "key_lengths", "bias", "seed")
-        remember(call.table, signature, launched, changing)
 
 
 def launch_with_layout(
-    kernel: triton.JITFunction,
+    kernel: Any,
     grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     others: tuple[Tensor | int | None, ...],

@@ -15,6 +15,11 @@ class Descriptor(TensorDescriptor):
         pass
 
 
+def descriptor_of(tensor: Tensor, tile: list[int]) -> Descriptor:
+    """The descriptor of all of a tensor, which TMA can address."""
+    return Descriptor(tensor, [*tensor.shape], [*tensor.stride()], tile)
+
+
 def table_arguments(rows: BlockLists, bit_tiles: Tensor, table: LookupTable) -> tuple[Tensor, ...]:
     """One direction of a lookup table, in the order of the kernels' Table."""
     lists = (rows.row_ptr, rows.full_index, rows.partial_index, rows.partial_bit_tile)

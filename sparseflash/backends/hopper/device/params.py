@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from sparseflash.backends.hopper.device.gluon_compat import gl
 from sparseflash.backends.hopper.device.pipeline import Pipeline
+from sparseflash.backends.triton_common import arguments, constants
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(constants.LOG2E.value)
+LN2 = gl.constexpr(constants.LN2.value)
 NEG_INF = gl.constexpr(float("-inf"))
 
 
@@ -75,12 +76,7 @@ class Params(NamedTuple):
 
 
 def unspecialized_arguments(*pointers: str) -> dict[str, list[str]]:
-    """Arguments of gluon.jit for a kernel with a table, sizes and more `pointers`.
-
-    Triton would compile a kernel anew whenever an integer turns to 1 or gains or loses a factor
-    of 16, or a pointer its alignment.
-    """
-    return {
-        "do_not_specialize": [*Sizes._fields, *Dropout._fields],
-        "do_not_specialize_on_alignment": [*Table._fields, *pointers],
-    }
+    """Arguments of gluon.jit for a kernel with a table, sizes and more `pointers`."""
+    return arguments.unspecialized_arguments(
+        integers=[*Sizes._fields, *Dropout._fields], alignments=[*Table._fields, *pointers]
+    )

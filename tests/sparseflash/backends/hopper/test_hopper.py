@@ -7,9 +7,9 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash.backends import compiled
 from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.select import CAPABILITY, HEAD_DIMS
+from sparseflash.backends.triton_common import launcher
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
@@ -217,9 +217,9 @@ def test_many_work_tiles_for_each_cta(name, head_dim, block_size):
 
 @pytest.mark.parametrize("head_dim", SMALL_TILE_DIMS)
 def test_ctas_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
-    monkeypatch.setattr(compiled, "_COMPILED", {})
+    monkeypatch.setattr(launcher, "_COMPILED", {})
     check(PATTERNS["causal"], (300, 300), head_dim, block_size=64)
-    kernels = [kernel for kernel, _ in compiled._COMPILED.values()]
+    kernels = [kernel for kernel, _ in launcher._COMPILED.values()]
     tables = (configs.FORWARD_CONFIGS, configs.DQ_CONFIGS, configs.DKDV_CONFIGS)
     wanted = [table[64][configs.tile_width(head_dim)].ctas_per_sm for table in tables]
     assert [occupancy(kernel) for kernel in kernels] == wanted

@@ -9,6 +9,7 @@ import torch
 import masks
 from sparseflash.backends.hopper import launch
 from sparseflash.backends.hopper.configs import KernelConfig
+from sparseflash.backends.triton_common import launcher
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers.calls import spec_of
 
@@ -88,9 +89,10 @@ def test_and_its_registers(ctas_per_sm, registers):
 
 def test_a_pass_starts_as_many_ctas_as_run_at_a_time(monkeypatch):
     launched = []
-    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(launcher, "launch", lambda *arguments: launched.append(arguments))
     table = masks.full()(1024, block_size=64).table()
-    kernel, config = SimpleNamespace(__name__="kernel"), KernelConfig(3, {"STAGES": 2})
+    kernel = SimpleNamespace(__name__="kernel", arg_names=[])
+    config = KernelConfig(3, {"STAGES": 2})
     launch.launch_pass(kernel, (), (), table, None, 0, SPEC, config)
     ((_, grid, _, _, constants),) = launched
     assert grid == (30, 1, 1)

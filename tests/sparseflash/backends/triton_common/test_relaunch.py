@@ -2,7 +2,10 @@
 
 import ctypes
 import pickle
+import re
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +16,12 @@ from triton.backends.compiler import GPUTarget
 
 import masks
 from sparseflash import attention
-from sparseflash.backends import relaunch
-from sparseflash.backends.compiled import Launched
-from sparseflash.backends.relaunch import again, remember
+from sparseflash.backends.triton_common import relaunch
+from sparseflash.backends.triton_common.relaunch import Launched, store, try_relaunch
 from sparseflash.testing import make_inputs
+from tests.helpers.compile_only import finish, start
 
-KINDS = {
+TYPES = {
     "query": "*bf16",
     "query_dim": "constexpr",
     "missing": "constexpr",
@@ -41,7 +44,7 @@ SIZES = [8, 4, 8, 4, 4, *SCRATCH]
 
 
 class Driver:
-    """A CUDA driver that writes down what it is told to launch."""
+    """A CUDA driver that records what it is asked to launch."""
 
     def __init__(self, sizes):
         self.sizes, self.launched, self.context = sizes, [], 3
@@ -71,26 +74,26 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    made = Driver(SIZES)
+    fake = Driver(SIZES)
     active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: 9)
     monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(relaunch, "_driver", lambda: made)
-    monkeypatch.setattr(relaunch, "_knows_parameters", lambda: True)
-    return made
+    monkeypatch.setattr(relaunch, "_driver", lambda: fake)
+    monkeypatch.setattr(relaunch, "_has_parameter_info", lambda: True)
+    return fake
 
 
-def launched(query: torch.Tensor, seed: int, kinds=KINDS, **metadata) -> Launched:
+def launched(query: torch.Tensor, seed: int, types=TYPES, **metadata) -> Launched:
     facts = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}
     facts |= {"global_scratch_size": 0, "profile_scratch_size": 0}
     facts |= {"target": GPUTarget("cuda", 90, 32)} | metadata
     compiled: Any = SimpleNamespace(
         function=5,
         packed_metadata=(4, 1, 1024),
-        src=SimpleNamespace(signature=kinds),
+        src=SimpleNamespace(signature=types),
         metadata=SimpleNamespace(**facts),
     )
     values = CONSTANT | {"query": query, "seed": seed}
-    return Launched(compiled, tuple(values[name] for name in kinds), (3, 2, 1))
+    return Launched(compiled, tuple(values[name] for name in types), (3, 2, 1))
 
 
 def packed(query: torch.Tensor, seed: int) -> list[bytes]:
@@ -113,9 +116,9 @@ def repeat(table, *tensors):
     """Makes a launch on each tensor, with its place for a seed; whether each was a repetition."""
     repeated = []
     for seed, query in enumerate(tensors):
-        repeated.append(again(table, ("kind",), (query.data_ptr(), None, seed)))
+        repeated.append(try_relaunch(table.cache, ("signature",), (query.data_ptr(), None, seed)))
         if not repeated[-1]:
-            remember(table, ("kind",), launched(query, seed), CHANGING)
+            store(table.cache, ("signature",), launched(query, seed), CHANGING)
     return repeated
 
 
@@ -127,12 +130,12 @@ def test_a_launch_is_repeated_from_the_third_time_on_with_what_has_changed(drive
     assert driver.launched == wanted
 
 
-def test_kinds_and_tables_are_told_apart(driver, table):
+def test_signatures_and_caches_are_told_apart(driver, table):
     tensors = torch.zeros(3, 8).unbind()
     repeat(table, *tensors)
     changed = (tensors[0].data_ptr(), None, 0)
-    assert not again(table, ("another kind",), changed)
-    assert not again(masks.full()(64, block_size=64).table(), ("kind",), changed)
+    assert not try_relaunch(table.cache, ("another signature",), changed)
+    assert not try_relaunch(masks.full()(64, block_size=64).table().cache, ("signature",), changed)
 
 
 @pytest.mark.parametrize("owner", ["table", "mask"])
@@ -157,29 +160,29 @@ def test_what_is_copied_begins_with_no_launches(driver, owner):
     ],
 )
 def test_what_takes_more_than_parameters_is_left_to_triton(driver, metadata):
-    assert relaunch.relaunch(launched(torch.zeros(8), 0, **metadata), CHANGING) is None
+    assert relaunch.pack_launch(launched(torch.zeros(8), 0, **metadata), CHANGING) is None
 
 
 def test_an_old_driver_leaves_launches_to_triton(driver, monkeypatch):
-    assert relaunch.relaunch(launched(torch.zeros(8), 0), CHANGING) is not None
-    monkeypatch.setattr(relaunch, "_knows_parameters", lambda: False)
-    assert relaunch.relaunch(launched(torch.zeros(8), 0), CHANGING) is None
+    assert relaunch.pack_launch(launched(torch.zeros(8), 0), CHANGING) is not None
+    monkeypatch.setattr(relaunch, "_has_parameter_info", lambda: False)
+    assert relaunch.pack_launch(launched(torch.zeros(8), 0), CHANGING) is None
 
 
 @pytest.mark.parametrize("sizes", [[*SIZES, 8], SIZES[:-1], [8, 8, 8, 4, 4, *SCRATCH], []])
 def test_a_kernel_of_other_parameters_is_left_to_triton(driver, sizes):
     driver.sizes = sizes
-    assert relaunch.relaunch(launched(torch.zeros(8), 0), CHANGING) is None
+    assert relaunch.pack_launch(launched(torch.zeros(8), 0), CHANGING) is None
 
 
-def test_a_kind_of_parameter_that_is_not_known_is_left_to_triton(driver):
-    kinds = KINDS | {"rows": "fp8"}
-    assert relaunch.relaunch(launched(torch.zeros(8), 0, kinds), CHANGING) is None
+def test_a_type_of_parameter_that_is_not_known_is_left_to_triton(driver):
+    types = TYPES | {"rows": "fp8"}
+    assert relaunch.pack_launch(launched(torch.zeros(8), 0, types), CHANGING) is None
 
 
 def test_what_cannot_be_packed_is_tried_once(driver, table, monkeypatch):
     tried = []
-    monkeypatch.setattr(relaunch, "_knows_parameters", lambda: bool(tried.append(1)))
+    monkeypatch.setattr(relaunch, "_has_parameter_info", lambda: bool(tried.append(1)))
     assert repeat(table, *torch.zeros(5, 8).unbind()) == [False] * 5
     assert tried == [1]
 
@@ -188,7 +191,7 @@ def test_a_launch_that_the_driver_refuses_is_left_to_triton(driver, table):
     tensors = torch.zeros(3, 8).unbind()
     repeat(table, *tensors)
     driver.context = 4
-    assert not again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+    assert not try_relaunch(table.cache, ("signature",), (tensors[0].data_ptr(), None, 0))
     assert (driver.context, len(driver.launched)) == (4, 1)
 
 
@@ -196,21 +199,21 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel(driver, table):
     tensors = torch.zeros(3, 8).unbind()
     repeat(table, *tensors)
     driver.context = 0
-    assert again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+    assert try_relaunch(table.cache, ("signature",), (tensors[0].data_ptr(), None, 0))
     assert (driver.context, len(driver.launched)) == (3, 2)
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_launch_that_somebody_listens_to_is_left_to_triton(driver, table, hook):
+def test_a_launch_with_hooks_is_left_to_triton(driver, table, hook):
     tensors = torch.zeros(3, 8).unbind()
     repeat(table, *tensors)
     chain, listener = getattr(knobs.runtime, hook), lambda metadata: None
     chain.add(listener)
     try:
-        assert not again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+        assert not try_relaunch(table.cache, ("signature",), (tensors[0].data_ptr(), None, 0))
     finally:
         chain.remove(listener)
-    assert again(table, ("kind",), (tensors[0].data_ptr(), None, 0))
+    assert try_relaunch(table.cache, ("signature",), (tensors[0].data_ptr(), None, 0))
 
 
 OPTIONS = {
@@ -250,9 +253,8 @@ def test_repeated_launches_give_what_first_ones_give(backend, head_dim, q_len, o
     mask = pattern((q_len, 300), block_size=128, device="cuda")
     call = (backend, head_dim)
     repeated = [passes(mask, *call, n, q_len, OPTIONS[option]) for n in range(4)]
-    tables = list(mask._tables.values())
-    (kept,) = [table.cache for table in tables]
-    assert any(isinstance(known, relaunch.Relaunch) for known in kept.values())
+    (table,) = mask._tables.values()
+    assert any(isinstance(stored, relaunch.PackedLaunch) for stored in table.cache.values())
     for n, results in enumerate(repeated):
         fresh = pattern((q_len, 300), block_size=128, device="cuda")
         first = passes(fresh, *call, n, q_len, OPTIONS[option])
@@ -275,3 +277,29 @@ def test_threads_do_not_launch_on_the_tensors_of_one_another(backend):
 
     with ThreadPoolExecutor(len(inputs)) as pool:
         assert all(pool.map(right, range(len(inputs))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_parameters_are_packed_as_kernels_of_this_triton_declare_them(architecture):
+    reports = finish(start("compile_triton", "parameters", architecture))
+    assert {report["pass"] for report in reports} == {"forward", "dq", "dkdv", "ds_sums", "decode"}
+    assert any(128 in report["declared"] for report in reports) == (architecture == 90)
+    for report in reports:
+        assert report["packed"] == report["declared"], report["pass"]
+
+
+def test_versions_of_triton_are_those_that_the_package_allows():
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
+    (wanted,) = [x for x in project["project"]["dependencies"] if x.startswith("triton")]
+    low, high = (int(n) for n in re.findall(r"3\.(\d+)", wanted))
+    assert list(relaunch.VERSIONS) == [f"3.{minor}" for minor in range(low, high)]
+
+
+def test_another_version_of_triton_launches_by_itself(driver, monkeypatch):
+    monkeypatch.setattr(relaunch.triton, "__version__", "3.10.0")
+    relaunch._is_known_version.cache_clear()
+    try:
+        assert relaunch.pack_launch(launched(torch.zeros(8), 0), CHANGING) is None
+    finally:
+        relaunch._is_known_version.cache_clear()

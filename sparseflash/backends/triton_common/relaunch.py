@@ -1,8 +1,14 @@
-"""Launches again what was launched before, on other tensors, at the price of a call to the driver.
+"""Repeats a launch on other tensors at the price of one call to the driver.
 
 Triton takes all arguments apart at every launch, asks the driver about every address and encodes
 every tensor map: 12 microseconds, of which a bare launch is 3. Here the parameters of a kernel
 stay packed as the driver takes them, and a launch writes into them what has changed.
+
+How Triton passes parameters is no public interface of it. So only versions are served for which
+the tests hold the packed parameters to those that compiled kernels declare; the driver is asked
+for the size of every parameter; and whatever differs is launched by Triton.
+
+`try_relaunch` and `store` are the interface.
 """
 
 import ctypes
@@ -10,14 +16,13 @@ import inspect
 from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
+import triton
 from triton import knobs
 from triton.runtime import driver
 
-from masks.lookup_table import LookupTable
-from sparseflash.backends.compiled import Launched
-
+VERSIONS = ("3.6", "3.7", "3.8", "3.9")  # of Triton
 SCALARS = {
     "i1": ctypes.c_int8,
     "i8": ctypes.c_int8,
@@ -30,63 +35,80 @@ SCALARS = {
     "fp64": ctypes.c_double,
 }
 MAP_ALIGNMENT = 64  # bytes
-LANES = 32
+WARP_SIZE = 32
 
-Changed = Sequence[int | None]
+Values = Sequence[int | None]
 
 
-def again(table: LookupTable, kind: tuple, changed: Changed) -> bool:
-    """Launches what is known of a kind of launches; False if nothing is, or the driver refuses.
+class Launched(NamedTuple):
+    """A compiled kernel and all arguments, constants included, that it was launched with."""
 
-    Launches with a table that are of one kind differ in nothing but the numbers in `changed`.
+    compiled: Any
+    arguments: tuple
+    grid: tuple[int, int, int]
+
+
+def try_relaunch(cache: dict, signature: tuple, values: Values) -> bool:
+    """Repeats the launch that is stored under a signature.
+
+    Args:
+        cache: Where `store` stored it.
+        values: Of the arguments in which launches of equal signatures differ, in the order of
+            `store`: addresses for pointers and descriptors, None for what is missing.
+
+    Returns:
+        Whether there was one and the driver took it; else nothing was launched.
     """
-    known = table.cache.get(kind)
-    return bool(known) and known(changed)
+    packed = cache.get(signature)
+    return bool(packed) and packed(values)
 
 
-def remember(table: LookupTable, kind: tuple, launched: Launched, changing: Sequence[str]) -> None:
-    """Keeps a launch from its second time on: the tables of masks that change see it once.
+def store(cache: dict, signature: tuple, launched: Launched, names: Sequence[str]) -> None:
+    """Stores a launch from its second time on: tables of masks that change see it once.
 
-    changing: the names of those arguments whose values `again` is given, in its order.
+    Args:
+        names: Those of the arguments whose values `try_relaunch` is given, in its order.
     """
-    if kind not in table.cache:
-        table.cache[kind] = None
-    elif table.cache[kind] is None:
-        table.cache[kind] = relaunch(launched, changing) or False  # not to be tried again
+    if signature not in cache:
+        cache[signature] = None
+    elif cache[signature] is None:
+        cache[signature] = pack_launch(launched, names) or False  # not to be tried again
 
 
-class Relaunch:
+class PackedLaunch:
     """One launch, packed.
 
-    parameters: in the order of the kernel; slots: for each value that may change the parameter
-    that holds it, None for what the kernel was compiled without.
+    Args:
+        parameters: In the order of the kernel.
+        slots: For each value that may change the parameter that holds it, None for what the kernel
+            was compiled without.
     """
 
     def __init__(self, compiled, grid: tuple[int, int, int], parameters: list, slots: list):
         warps, _, shared_memory = compiled.packed_metadata[:3]
         self._function = compiled.function
-        self._shape = (*grid, LANES * warps, 1, 1, shared_memory)
+        self._shape = (*grid, WARP_SIZE * warps, 1, 1, shared_memory)
         self._slots = slots
-        self._kept = parameters
+        self._storage = parameters
         addresses = [_address(parameter) for parameter in parameters]
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._context = _current_context()
         self._launch = _driver().cuLaunchKernel
         self._lock = Lock()  # another thread may be about to launch it on tensors of its own
 
-    def __call__(self, changed: Changed) -> bool:
-        """Whether it was launched: not where somebody listens to launches, or the driver fails."""
+    def __call__(self, values: Values) -> bool:
+        """Whether it was launched: not with launch hooks, or where the driver fails."""
         hooks = knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return False
         active: Any = driver.active
         stream = active.get_current_stream(active.get_current_device())
         with self._lock:
-            return self._start(changed, stream) or (self._enter() and self._start(changed, stream))
+            return self._start(values, stream) or (self._enter() and self._start(values, stream))
 
-    def _start(self, changed: Changed, stream: int) -> bool:
+    def _start(self, values: Values, stream: int) -> bool:
         try:
-            for slot, value in zip(self._slots, changed, strict=True):
+            for slot, value in zip(self._slots, values, strict=True):
                 if slot is not None and value is not None and slot.value != value:
                     slot.value = value
         except DriverError:
@@ -103,18 +125,18 @@ class DriverError(RuntimeError):
 
 
 class TensorMap:
-    """A tensor map, the descriptor that a kernel gets by value, of a tensor that moves."""
+    """The tensor map of a descriptor, which a kernel gets by value; its tensor may change."""
 
     size = 128  # bytes
 
     def __init__(self, descriptor, metadata: dict):
         self._value = descriptor.base.data_ptr()
-        made = _encode(descriptor, metadata)
+        encoded = _encode(descriptor, metadata)
         # Triton's object ends in the map, and nothing but its own launcher reads it from there.
-        encoded = id(made) + type(made).__basicsize__ - self.size
-        self._room = (ctypes.c_char * (self.size + MAP_ALIGNMENT))()
-        self.address = -(-ctypes.addressof(self._room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-        ctypes.memmove(self.address, encoded, self.size)
+        encoded_map = id(encoded) + type(encoded).__basicsize__ - self.size
+        self._buffer = (ctypes.c_char * (self.size + MAP_ALIGNMENT))()
+        self.address = -(-ctypes.addressof(self._buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+        ctypes.memmove(self.address, encoded_map, self.size)
 
     @property
     def value(self) -> int:
@@ -122,42 +144,38 @@ class TensorMap:
 
     @value.setter
     def value(self, address: int) -> None:
-        failed = _driver().cuTensorMapReplaceAddress(self.address, address)
-        if failed:
-            raise DriverError(f"cuTensorMapReplaceAddress failed with error {failed}")
+        error = _driver().cuTensorMapReplaceAddress(self.address, address)
+        if error:
+            raise DriverError(f"cuTensorMapReplaceAddress failed with error {error}")
         self._value = address
 
 
-def relaunch(launched: Launched, changing: Sequence[str]) -> Relaunch | None:
-    """A launch that can be repeated; None where its parameters cannot be packed with certainty.
-
-    The driver is asked for the sizes of all parameters: a kernel that takes others than Triton is
-    known to pass goes on to be launched by Triton.
-    """
+def pack_launch(launched: Launched, names: Sequence[str]) -> PackedLaunch | None:
+    """A launch that can be repeated; None where its parameters cannot be packed with certainty."""
     compiled = launched.compiled
     metadata = compiled.metadata
-    if metadata.target.backend != "cuda" or not _knows_parameters():
+    if metadata.target.backend != "cuda" or not _is_known_version() or not _has_parameter_info():
         return None
     scratch = (metadata.global_scratch_size, metadata.profile_scratch_size)
     special = (metadata.num_ctas > 1, metadata.launch_cooperative_grid, metadata.launch_pdl)
     if any((*scratch, *special)):
         return None
-    packed = _pack(launched)
+    packed = pack_parameters(launched)
     if packed is None:
         return None
     parameters, slots = packed
-    if parameter_sizes(compiled.function) != [_size(parameter) for parameter in parameters]:
+    if declared_sizes(compiled.function) != [size_of(parameter) for parameter in parameters]:
         return None
-    return Relaunch(compiled, launched.grid, parameters, [slots.get(name) for name in changing])
+    return PackedLaunch(compiled, launched.grid, parameters, [slots.get(name) for name in names])
 
 
-def _pack(launched: Launched) -> tuple[list, dict] | None:
+def pack_parameters(launched: Launched) -> tuple[list, dict] | None:
     """(the parameters, those of them that are arguments by their names)"""
     parameters, slots = [], {}
     compiled = launched.compiled
     maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    kinds = compiled.src.signature.items()
-    for (name, kind), argument in zip(kinds, launched.arguments, strict=True):
+    signature = compiled.src.signature.items()
+    for (name, kind), argument in zip(signature, launched.arguments, strict=True):
         if kind == "constexpr":
             continue
         if kind.startswith("*"):
@@ -179,16 +197,17 @@ def _pack(launched: Launched) -> tuple[list, dict] | None:
     return [*parameters, *scratch], slots
 
 
-def parameter_sizes(function: int) -> list[int]:
+def declared_sizes(function: int) -> list[int]:
     """Bytes of each parameter of a kernel, as its binary declares them."""
     offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), []
-    ask = _driver().cuFuncGetParamInfo
-    while ask(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    parameter_info = _driver().cuFuncGetParamInfo
+    while parameter_info(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
         sizes.append(size.value)
     return sizes
 
 
-def _size(parameter) -> int:
+def size_of(parameter) -> int:
+    """Bytes of a packed parameter."""
     return parameter.size if isinstance(parameter, TensorMap) else ctypes.sizeof(parameter)
 
 
@@ -206,12 +225,17 @@ def _encode(descriptor, metadata: dict):
     """Triton's tensor map of a descriptor."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    takes = len(inspect.signature(make_tensordesc_arg).parameters)  # 2 in Triton 3.6, 3 in 3.9
-    return make_tensordesc_arg(*(descriptor, metadata, None)[:takes])[0]
+    arity = len(inspect.signature(make_tensordesc_arg).parameters)  # 2 in Triton 3.6, 3 in 3.9
+    return make_tensordesc_arg(*(descriptor, metadata, None)[:arity])[0]
 
 
 @lru_cache(maxsize=1)
-def _knows_parameters() -> bool:
+def _is_known_version() -> bool:
+    return ".".join(triton.__version__.split(".")[:2]) in VERSIONS
+
+
+@lru_cache(maxsize=1)
+def _has_parameter_info() -> bool:
     """Whether the driver can be asked for the parameters of a kernel: from CUDA 12.4 on."""
     return hasattr(ctypes.CDLL("libcuda.so.1"), "cuFuncGetParamInfo")
 

@@ -1,0 +1,134 @@
+"""Launches of Triton kernels that do not ask Triton each time which of its kernels to launch.
+
+A kernel is launched in one of three ways. The first time Triton compiles it. After that `launch`
+finds it by its variant and starts it. `launch_cached` starts it, from the third time with an equal
+signature on, by rewriting the parameters of the launch before: see relaunch.py.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from threading import local
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import driver
+
+from sparseflash.backends.triton_common.relaunch import Launched, store, try_relaunch
+
+
+class Launch(NamedTuple):
+    """Everything that a launch is made of but its kernel.
+
+    Args:
+        grid: Programs along three axes.
+        arguments: Those of the kernel, without its constants.
+        variant: Everything that Triton compiles this kernel anew for. Triton would find it out
+            from the arguments at every launch, which takes longer than the launch itself.
+        constants: Constant arguments by name, and options of the compiler.
+        changing: Names of the arguments in which launches of one signature differ.
+    """
+
+    grid: tuple[int, int, int]
+    arguments: tuple
+    variant: tuple
+    constants: dict[str, Any]
+    changing: Sequence[str] = ()
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple,
+    variant: tuple,
+    constants: dict[str, Any],
+) -> Launched | None:
+    """Launches a kernel unless its grid is empty; see Launch.
+
+    Args:
+        kernel: What triton.jit or gluon.jit makes.
+
+    Returns:
+        What was launched, None if that is not a compiled kernel.
+    """
+    if 0 in grid:
+        return None
+    known = (kernel.__module__, kernel.__name__, variant)
+    if known in _COMPILED:
+        compiled, constant_arguments = _COMPILED[known]
+        _start(compiled, grid, (*arguments, *constant_arguments))
+        return Launched(compiled, (*arguments, *constant_arguments), grid)
+    compiled = kernel[grid](*arguments, **constants)
+    if not isinstance(kernel, triton.JITFunction):  # but interpreted
+        return None
+    names = kernel.arg_names[len(arguments) :]
+    constant_arguments = tuple(constants[name] for name in names)
+    _COMPILED[known] = compiled, constant_arguments
+    return Launched(compiled, (*arguments, *constant_arguments), grid)
+
+
+_COMPILED: dict[tuple, tuple] = {}
+
+
+def launch_cached(
+    cache: dict,
+    signature: tuple,
+    values: Sequence[int | None],
+    kernel: Any,
+    prepare: Callable[[], Launch],
+) -> None:
+    """Launches a kernel by what is stored of launches with an equal signature.
+
+    Args:
+        cache: Where launches are stored: that of a table.
+        values: Those of Launch.changing: addresses of tensors, None for what is missing.
+        prepare: Makes the launch; not called where one is repeated.
+    """
+    if not try_relaunch(cache, signature, values):
+        prepared = prepare()
+        launched = launch(kernel, *prepared[:4])
+        if launched is not None:
+            store(cache, signature, launched, prepared.changing)
+
+
+def _start(compiled, grid: tuple[int, int, int], arguments: tuple) -> None:
+    """compiled[grid](*arguments), without what Triton does for launch hooks if there are none."""
+    _enter_context()
+    hooks = knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[grid](*arguments)
+        return
+    active: Any = driver.active
+    stream = active.get_current_stream(active.get_current_device())
+    no_hooks = (None, None, None)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)
+
+
+_THREAD = local()
+
+
+def _enter_context() -> None:
+    """Gives this thread a CUDA context, without which Triton cannot encode tensor maps.
+
+    A new thread, such as that of autograd, has none until it calls CUDA's runtime. Triton enters
+    the context of the device only where it loads a kernel.
+    """
+    if not hasattr(_THREAD, "entered"):
+        if torch.cuda.is_initialized():
+            torch.cuda.mem_get_info()
+        _THREAD.entered = True
+
+
+def on_device(device: torch.device):
+    """Context in which kernels run on `device`."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,78 @@
+"""Launches of kernels that are known already."""
+
+from threading import Thread, get_ident
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from triton import knobs
+
+from sparseflash.backends.triton_common import launcher
+
+
+class Compiled:
+    """A compiled kernel that writes down how it is started."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.started = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.started.append(("with hooks", grid, arguments))
+
+    def run(self, *arguments):
+        self.started.append(("without hooks", arguments))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    compiled = Compiled()
+    known = {("here", "kernel", ("bf16",)): (compiled, (64,))}
+    monkeypatch.setattr(launcher, "_COMPILED", known)
+    return compiled
+
+
+def launch(grid):
+    kernel: Any = SimpleNamespace(__module__="here", __name__="kernel")
+    launcher.launch(kernel, grid, (1, 2), ("bf16",), {})
+
+
+def test_a_known_kernel_starts_at_once(compiled):
+    launch((3, 2, 1))
+    handles = (7, "function", "metadata", None, None, None)
+    assert compiled.started == [("without hooks", (3, 2, 1, *handles, 1, 2, 64))]
+
+
+def test_an_empty_grid_starts_nothing(compiled):
+    launch((3, 0, 1))
+    assert compiled.started == []
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_launch_hooks_are_called(compiled, hook):
+    chain, listener = getattr(knobs.runtime, hook), lambda metadata: None
+    chain.add(listener)
+    try:
+        launch((3, 2, 1))
+    finally:
+        chain.remove(listener)
+    assert compiled.started == [("with hooks", (3, 2, 1), (1, 2, 64))]
+
+
+def test_every_thread_enters_a_context_once(compiled, monkeypatch):
+    entered = []
+    monkeypatch.setattr(launcher.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(launcher.torch.cuda, "mem_get_info", lambda: entered.append(get_ident()))
+
+    def twice():
+        launch((3, 2, 1))
+        launch((3, 2, 1))
+
+    threads = [Thread(target=twice) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert len(entered) == 2
