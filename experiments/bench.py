@@ -11,7 +11,7 @@ prints tables and writes a JSON file, with the environment of the run, and pictu
 """
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,12 +37,11 @@ from experiments.cli import (
 )
 from experiments.settings import (
     DENSITY_DEFAULTS,
-    GROWING,
     METHOD_DEFAULTS,
-    QUICK,
     DensityMethod,
     Method,
     defaults,
+    density_method,
 )
 
 app = typer.Typer(add_completion=False)
@@ -149,37 +148,30 @@ def main(
     from experiments.suites import planned
 
     kind = resolve(device)
-    method = {"dtype": dtype, "clock": clock, "timing": timing, "budget_ms": budget_ms}
-    density = {
-        "patterns": patterns,
-        "growing": patterns and grown_patterns(patterns),
-        "densities": densities,
-        "lengths": lengths,
-        "growth": growth,
-        "batch": batch,
-        "heads": heads,
-        "growth_heads": heads,
-        "head_dim": head_dim,
-        "block_size": int(block_size) if block_size else None,
-    }
-    method, density = ({k: v for k, v in d.items() if v is not None} for d in (method, density))
+    fixed = {"device": kind, "directions": passes.directions, "seed": seed}
+    method = given(dtype=dtype, clock=clock, timing=timing, budget_ms=budget_ms)
+    density = given(
+        patterns=patterns,
+        densities=densities,
+        lengths=lengths,
+        growth=growth,
+        batch=batch,
+        heads=heads,
+        head_dim=head_dim,
+        block_size=block_size and int(block_size),
+    )
     chosen = suites or [suite for suite in Suite if suite is not Suite.SPEEDUP]
     if chosen != [Suite.SPEEDUP] and (quick or density):
         names = ", ".join(f"--{name}".replace("_", "-") for name in ["quick"] * quick + [*density])
         raise typer.BadParameter(f"{names}: options of the suite speedup alone")
     ours = parse_backends(backends)
-    fixed = {"device": kind, "directions": passes.directions, "seed": seed}
+    density |= given(ours=ours, baselines=baselines, growth_heads=heads)
     for suite in chosen:
-        settings = Method(**METHOD_DEFAULTS[kind] | method | fixed)
         if suite is Suite.SPEEDUP:
-            density |= {"ours": ours} | ({} if baselines is None else {"baselines": baselines})
-            shortened = QUICK if quick else {}
-            growing = {"growing": tuple(GROWING.values())}
-            settings = DensityMethod(
-                **defaults(kind) | growing | shortened | method | density | fixed
-            )
+            settings = density_method(kind, quick, method | density | fixed)
         else:
             needs_cuda()
+            settings = Method(**METHOD_DEFAULTS[kind] | method | fixed)
         validate(settings)
         name = suite if suite is Suite.SPEEDUP else f"bench-{suite}"
         path = output_file(output, name, kind, overwrite)
@@ -187,14 +179,9 @@ def main(
         carry_out(cases, settings, path, resume, roofline=suite is not Suite.SPEEDUP)
 
 
-def grown_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """What is measured over lengths where these patterns are asked for.
-
-    Families of which no instance keeps its work in proportion to the length are left out.
-    """
-    left_out = {"full", "causal", *FAMILY_NAMES} - GROWING.keys()
-    named = [name for name in patterns if name not in left_out and ".py:" not in name]
-    return tuple(GROWING.get(name, name) for name in named)
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def parse_backends(text: str) -> tuple[str, ...]:

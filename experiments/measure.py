@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ def measure(
         log(f"checking {name} on {case}")
         with skips.catch(name):
             passes[name] = checked(name, case, method, inputs, grad_out)
-    times: dict[tuple[str, str], dict[str, float]] = {}
+    times: dict[tuple[str, str], dict[str, Any]] = {}
     for direction in case.directions(method):
         log(f"timing {case}, {direction}")
         running = {c: p[direction] for c, p in passes.items() if c not in skips.reasons}
@@ -141,7 +142,7 @@ def checked(name: str, case: Case, method: Method, inputs, grad_out) -> dict[str
 
 def timed(
     passes: dict[str, Prepare], method: Method, skips: SkipReasons
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """The times of the same pass of each implementation that can run, as fields of a row.
 
     median_ms and its quartiles are rested where that was asked for, otherwise sustained.
@@ -169,7 +170,7 @@ def measured(
     case: Case,
     name: str,
     direction: str,
-    times: dict[str, float],
+    times: dict[str, Any],
     prepare: Prepare,
     method: Method,
 ) -> Measurement:

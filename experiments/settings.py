@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.cli import Baseline, Clock, Load
+from experiments.cli import FAMILY_NAMES, Baseline, Clock, Load
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,20 @@ def defaults(device: str) -> dict[str, Any]:
     """Every default of a type of device."""
     density = {name: of[device == "cuda"] for name, of in DENSITY_DEFAULTS.items()}
     return METHOD_DEFAULTS[device] | density
+
+
+def density_method(device: str, quick: bool, given: dict[str, Any]) -> DensityMethod:
+    """The settings of the suite "speedup": those given, or the defaults of a type of device."""
+    fields: dict[str, Any] = defaults(device) | (QUICK if quick else {}) | given
+    fields["growing"] = growing_patterns(given.get("patterns", tuple(GROWING)))
+    return DensityMethod(**fields)
+
+
+def growing_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """What is measured over lengths where these patterns are asked for.
+
+    Families of which no instance keeps its work in proportion to the length are left out.
+    """
+    left_out = {"full", "causal", *FAMILY_NAMES} - GROWING.keys()
+    named = [name for name in patterns if name not in left_out and ".py:" not in name]
+    return tuple(GROWING.get(name, name) for name in named)

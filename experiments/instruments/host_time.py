@@ -100,7 +100,7 @@ def calls_of(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = torch.randn(4, 1, heads, seq_len, head_dim, dtype=dtype, device=device).unbind()
     query, key, value, grad_out = (x.clone() for x in inputs)
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    leaves = q, k, v = tuple(x.clone().requires_grad_() for x in (query, key, value))
     mask = masks.local(block_size)(seq_len, block_size=block_size, device=device)
     bare = plan_call(query, key, value, mask, backend=backend)
     saved = (query, key, value, *bare.forward(query, key, value))
@@ -116,9 +116,9 @@ def calls_of(
     backward = partial(bare.backward, grad_out, None, saved, NEEDS)
     return {
         "forward": (partial(attention, query, key, value, mask), forward, None),
-        "forward, gradients wanted": (partial(attention, *leaves, mask), forward, nothing),
+        "forward, gradients wanted": (partial(attention, q, k, v, mask), forward, nothing),
         "backward": (
-            backward_of(attention(*leaves, mask)),
+            backward_of(attention(q, k, v, mask)),
             backward,
             backward_of(nothing()),
         ),

@@ -18,7 +18,7 @@ import sys
 import torch
 import triton
 
-from experiments.tune import configured
+from experiments.instruments.tune import configured
 from masks import BlockMask, DynamicMask
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.triton import configs

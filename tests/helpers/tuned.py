@@ -1,6 +1,6 @@
 """Configurations of the triton backend that an H200 uses."""
 
-from experiments import tune
+from experiments.instruments import tune
 from sparseflash.backends.triton import configs
 
 H200 = (90, 232448)  # compute capability, bytes of shared memory

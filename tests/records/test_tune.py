@@ -3,9 +3,9 @@
 import json
 import math
 
-from experiments import tune
 from experiments.cli import SHIPPED
-from experiments.tune import Problem
+from experiments.instruments import tune
+from experiments.instruments.tune import Problem
 from sparseflash.backends.triton import configs
 from tests.helpers.tuned import H200, configuration_in_use
 

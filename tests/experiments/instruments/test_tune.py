@@ -5,8 +5,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments import tune
-from experiments.tune import Problem, agree, fastest, fitting, save
+from experiments.instruments import tune
+from experiments.instruments.tune import Problem, agree, fastest, fitting, save
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
 from tests.helpers.tuned import H200, configuration_in_use

@@ -1,13 +1,12 @@
 """The fastest launch configurations of the triton backend on this GPU.
 
-    python -m experiments.tune --head-dim 128 --block-size 128
+    python -m experiments.instruments.tune --head-dim 128 --block-size 128
 
 times every configuration that fits the device for the forward pass, dQ, dK with dV, and a step of
 decoding, on a full mask and on a random one of density 1/16, and prints the fastest by their
 geometric mean. A result is compared with that of the configuration in use before it is timed. All
-times go to a JSON file, `experiments/results/tune-<gpu>.json`, into which later runs with other
-settings merge. The configurations in `sparseflash/backends/triton/configs.py` are written by
-hand from it.
+times go to tune-<gpu>.json, into which later runs with other settings merge. The configurations
+in `sparseflash/backends/triton/configs.py` are written by hand from it.
 """
 
 import contextlib
@@ -30,9 +29,20 @@ from rich.table import Table
 from torch import Tensor
 
 import masks
-from experiments.cli import RESULTS, BlockSize, Clock, Dtype, parse_numbers, slug
+from experiments.cli import (
+    RESULTS,
+    BlockSize,
+    Clock,
+    Dtype,
+    Output,
+    Overwrite,
+    needs_cuda,
+    output_file,
+    parse_numbers,
+)
 from experiments.environment import environment
 from experiments.files import write_json
+from experiments.instruments import command
 from experiments.measure import DTYPES
 from experiments.timing import time_call
 from masks import BlockMask
@@ -50,8 +60,8 @@ STAGES = (2, 3)
 DECODE_STAGES = (2, 3, 4)  # tiles of few rows leave room for more
 REGISTERS = (None, 128, 168)
 # What is slow without being measured. A thread of more accumulators spills; of its registers it
-# needs some for other things than accumulators; a warp of fewer or more pairs starves the matrix
-# units or itself, and those of Hopper take tiles of 64 rows and four warps.
+# needs some for other things than accumulators; a warp of fewer or more pairs starves the tensor
+# cores or itself, and those of Hopper take tiles of 64 rows and four warps.
 MOST_ACCUMULATORS = 224
 ACCUMULATORS_OF_REGISTERS = 0.75
 PAIRS_OF_WARP = range(256, 4097)
@@ -103,18 +113,20 @@ def main(
     head_dim: Annotated[str, typer.Option(help="Head dims, such as 64,128.")] = "64,128",
     block_size: Annotated[BlockSize, typer.Option()] = BlockSize.B128,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.BF16,
-    passes: Annotated[str, typer.Option(help="Some of them.")] = ",".join(PASSES),
+    passes: Annotated[
+        str, typer.Option(help="Which passes: some of them, separated by commas.")
+    ] = ",".join(PASSES),
     seq_len: Annotated[int, typer.Option(min=1, help=f"Decoding reads {CACHED} keys.")] = 8192,
     batch: Annotated[int, typer.Option(min=1)] = 4,
-    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
 ) -> None:
     """Times every launch configuration that fits and prints the fastest."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("configurations are measured on a CUDA device; there is none")
+    needs_cuda()
     if unknown := set(passes.split(",")) - set(PASSES):
         raise typer.BadParameter(f"passes must be some of {PASSES}, got {sorted(unknown)}")
     console = Console(width=120)
-    path = output / f"tune-{slug('cuda')}.json"
+    path = output_file(output, "tune", "cuda", overwrite)
     sizes = [
         Problem(dtype.value, dims, int(block_size), batch, max(1, 2048 // dims), seq_len)
         for dims in parse_numbers(head_dim, int, "head dims", "64,128")
@@ -252,14 +264,14 @@ def agree(result: Iterable, expected: Iterable, what: str) -> None:
 def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
     """Adds a run to those of the file, in place of an older one of the same pass and problem."""
     known = json.loads(path.read_text()) if path.exists() else []
-    kept = [r for r in known if (r["pass"], Problem(**r["problem"])) != (which, problem)]
+    others = [r for r in known if (r["pass"], Problem(**r["problem"])) != (which, problem)]
     fresh = {
         "pass": which,
         "problem": asdict(problem),
         "environment": environment(torch.device("cuda")),
         "rows": rows,
     }
-    write_json(path, [*kept, fresh])
+    write_json(path, [*others, fresh])
 
 
 def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:
@@ -284,4 +296,4 @@ def fastest(rows: list[dict], title: str) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command(main)
