@@ -282,6 +282,9 @@ versions and commit. A result is checked before it is timed. Implementations are
 alternation, each after each other one as often, with a flushed cache. Measure your own device with
 `python -m experiments.speedup` (a minute with `--quick`) and `python -m experiments.bench`.
 
+Times and rates are rested unless a table says otherwise:
+[what the benchmark prints](benchmark-columns.md).
+
 **Density s** is the share of blocks that are not empty. **Useful FLOPs** are those of non-zero
 blocks: forward 4 · head dim · pairs, backward 2.5 times as many. What was tried and did not pay is
 in the [notebook](notebook/2026-11.md).
