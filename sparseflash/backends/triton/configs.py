@@ -1,7 +1,7 @@
 """Launch configurations: for each architecture, pass and head dim some tiles, the fastest first.
 
-Hopper's were found on an H200 by `python -m experiments.instruments.tune`. Those of Ampere are not measured:
-they are large tiles that compile without notable spills.
+Hopper's were found on an H200 by `python -m experiments.instruments.tune`. Those of Ampere are not
+measured: they are large tiles that compile without notable spills.
 """
 
 import sys
