@@ -151,8 +151,12 @@ class Barrier:
             self.copies.pop(0)()
 
 
-class Buffer:
-    """A view of shared memory; the buffers of barriers are lists."""
+class SharedMemory:
+    """A view of shared memory: a Buffer, or Barriers."""
+
+
+class Buffer(SharedMemory):
+    """One that holds numbers."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -186,7 +190,7 @@ class Buffer:
         self.tensor.copy_(value)
 
 
-class Barriers(list):
+class Barriers(SharedMemory, list):
     def index(self, i):  # as of shared memory, not of a list
         return self[int(i)]
 
@@ -457,7 +461,7 @@ gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
 gl = SimpleNamespace(
     constexpr=constexpr,
     tensor=Tensor,
-    shared_memory_descriptor=Buffer,
+    shared_memory_descriptor=SharedMemory,
     **{
         name: getattr(torch, name) for name in ("int32", "int64", "float32", "float16", "bfloat16")
     },

@@ -107,28 +107,28 @@ def count_below(index, start, count, limit):
 
 @gluon.jit
 def load_key_value_tiles(keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
-                         blocks, stage, phase, STAGES: gl.constexpr):  # fmt: skip
+                         blocks, state, STAGES: gl.constexpr):  # fmt: skip
     """Loads the keys and values of all blocks of a row of queries."""
     table = params.table
-    stage, phase = load_block_list(
+    state = load_block_list(
         keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
-        table.partial_index, blocks.partial_start, blocks.n_partial, stage, phase, STAGES,
+        table.partial_index, blocks.partial_start, blocks.n_partial, state, STAGES,
     )  # fmt: skip
     if params.key_lengths is not None:
-        stage, phase = load_block_list(
+        state = load_block_list(
             keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
             table.full_index, blocks.full_start + blocks.n_full, blocks.n_clipped,
-            stage, phase, STAGES,
+            state, STAGES,
         )  # fmt: skip
     return load_block_list(
         keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
-        table.full_index, blocks.full_start, blocks.n_full, stage, phase, STAGES,
+        table.full_index, blocks.full_start, blocks.n_full, state, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, kv_head, index,
-                    start, count, stage, phase, STAGES: gl.constexpr):  # fmt: skip
+                    start, count, state, STAGES: gl.constexpr):  # fmt: skip
     """Loads the keys and values of listed blocks; the index is read one block ahead."""
     TILE_N: gl.constexpr = keys.block_type.shape[2]
     block = gl.load(index + start)
@@ -136,8 +136,8 @@ def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, k
         next_block = gl.load(index + i + 1)
         for tile in gl.static_range(params.block // TILE_N):
             token = block * params.block + tile * TILE_N
-            producer_load(key_pipeline, keys, batch, kv_head, token, stage, phase)
-            producer_load(value_pipeline, values, batch, kv_head, token, stage, phase)
-            stage, phase = advance(stage, phase, STAGES)
+            producer_load(key_pipeline, keys, batch, kv_head, token, state)
+            producer_load(value_pipeline, values, batch, kv_head, token, state)
+            state = advance(state, STAGES)
         block = next_block
-    return stage, phase
+    return state

@@ -3,8 +3,8 @@
     producer    producer_acquire: wait until a stage is empty; TMA load; full barrier completes
     consumer    consumer_wait: wait until it is full; read; consumer_release: it is empty again
 
-`stage` counts around the buffer and `phase` is the parity of the lap, which `advance` returns
-together. A producer starts at phase 1, for all stages are empty at first.
+Each counts stages around the buffer, and laps by their parity, in a PipelineState. A producer
+starts at phase 1, for all stages are empty at first.
 """
 
 from typing import NamedTuple
@@ -20,32 +20,39 @@ from sparseflash.backends.hopper.device.gluon_compat import (
 
 
 class Pipeline(NamedTuple):
-    """Stages of one tile each, full and empty barriers.
-
-    Consumers release a stage at an mbarrier, or at a named barrier if there are no mbarriers for
-    it. At a named barrier every warp arrives for itself, while Triton synchronises a warpgroup
-    before it arrives at an mbarrier.
-
-    buffers:             [STAGES, *tile]
-    full_barriers:       mbarriers, one a stage
-    empty_barriers:      mbarriers, one a stage, or None
-    first_named_barrier: id of the named barrier of stage 0, or None
-    num_threads:         threads that meet at a named barrier, those of the producer included, or
-        None
-    """
+    """Stages of one tile each, [STAGES, *tile], and mbarriers, one a stage."""
 
     buffers: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
     empty_barriers: gl.shared_memory_descriptor
-    first_named_barrier: gl.tensor
+
+
+class NamedBarrierPipeline(NamedTuple):
+    """A Pipeline whose stages consumers release at named barriers, every warp for itself: Triton
+    synchronises a warpgroup before it arrives at an mbarrier.
+
+    empty_barriers: id of the named barrier of stage 0; those of the others follow
+    num_threads:    threads that meet at one, those of the producer included
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full_barriers: gl.shared_memory_descriptor
+    empty_barriers: gl.tensor
     num_threads: gl.tensor
+
+
+class PipelineState(NamedTuple):
+    """Where a producer or consumer is: the stage, and the parity of its lap."""
+
+    stage: gl.tensor
+    phase: gl.tensor
 
 
 @gluon.jit
 def make_pipeline(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """STAGES stages for tiles of a descriptor; CONSUMERS partitions release each."""
     full_barriers, empty_barriers = make_mbarriers(STAGES, 1), make_mbarriers(STAGES, CONSUMERS)
-    return Pipeline(allocate_stages(descriptor, STAGES), full_barriers, empty_barriers, None, None)
+    return Pipeline(allocate_stages(descriptor, STAGES), full_barriers, empty_barriers)
 
 
 @gluon.jit
@@ -57,7 +64,7 @@ def make_named_barrier_pipeline(descriptor, FIRST: gl.constexpr, STAGES: gl.cons
     """
     threads: gl.constexpr = 128 * WARPGROUPS + 32 * (1 + LOAD_WAIT_WARPS)
     buffers, full_barriers = allocate_stages(descriptor, STAGES), make_mbarriers(STAGES, 1)
-    return Pipeline(buffers, full_barriers, None, FIRST, threads)
+    return NamedBarrierPipeline(buffers, full_barriers, FIRST, threads)
 
 
 @gluon.jit
@@ -76,40 +83,46 @@ def make_mbarriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a pipeline and its phase."""
-    stage = stage + 1
+def advance(state, STAGES: gl.constexpr):
+    """The state of the next stage."""
+    stage, phase = state.stage + 1, state.phase
     if stage == STAGES:
         stage = 0
         phase = phase ^ 1
-    return stage, phase
+    return PipelineState(stage, phase)
 
 
 @gluon.jit
-def producer_acquire(pipeline, stage, phase):
+def warpgroup_state(state, WARPGROUPS: gl.constexpr, warpgroup):
+    """That of a warpgroup's own buffer, where every stage has a buffer for each of them."""
+    return PipelineState(state.stage * WARPGROUPS + warpgroup, state.phase)
+
+
+@gluon.jit
+def producer_acquire(pipeline, state):
     """Waits until all consumers have released a stage; a named barrier has no phase."""
-    if pipeline.empty_barriers is not None:
-        mbarrier.wait(pipeline.empty_barriers.index(stage), phase)
+    if isinstance(pipeline.empty_barriers, gl.shared_memory_descriptor):
+        mbarrier.wait(pipeline.empty_barriers.index(state.stage), state.phase)
     else:
-        named_barrier_wait(pipeline.first_named_barrier + stage, pipeline.num_threads)
+        named_barrier_wait(pipeline.empty_barriers + state.stage, pipeline.num_threads)
 
 
 @gluon.jit
-def producer_commit(pipeline, stage):
+def producer_commit(pipeline, state):
     """Signals a stage as full that no TMA load fills."""
-    mbarrier.arrive(pipeline.full_barriers.index(stage), count=1)
+    mbarrier.arrive(pipeline.full_barriers.index(state.stage), count=1)
 
 
 @gluon.jit
-def producer_load(pipeline, descriptor, batch, head, token, stage, phase):
+def producer_load(pipeline, descriptor, batch, head, token, state):
     """Acquires a stage and loads the tile of a head that starts at `token` into it.
 
     What lies past the sequence becomes zero.
     """
-    producer_acquire(pipeline, stage, phase)
-    full_barrier = pipeline.full_barriers.index(stage)
+    producer_acquire(pipeline, state)
+    full_barrier = pipeline.full_barriers.index(state.stage)
     mbarrier.expect(full_barrier, descriptor.block_type.nbytes)
-    tile = stage_tile(pipeline, stage, descriptor)
+    tile = stage_tile(pipeline, state.stage, descriptor)
     load_tile(descriptor, [batch, head, token, 0], full_barrier, tile)
 
 
@@ -118,22 +131,22 @@ def prime(pipeline):
     """Releases all stages of a pipeline with named barriers: they are empty at first."""
     STAGES: gl.constexpr = pipeline.buffers.shape[0]
     for stage in gl.static_range(STAGES):
-        consumer_release(pipeline, stage)
+        consumer_release(pipeline, PipelineState(stage, 0))
 
 
 @gluon.jit
-def consumer_wait(pipeline, stage, phase):
+def consumer_wait(pipeline, state):
     """Waits until a stage is full."""
-    mbarrier.wait(pipeline.full_barriers.index(stage), phase)
+    mbarrier.wait(pipeline.full_barriers.index(state.stage), state.phase)
 
 
 @gluon.jit
-def consumer_release(pipeline, stage):
+def consumer_release(pipeline, state):
     """Hands a stage back to the producer."""
-    if pipeline.empty_barriers is not None:
-        mbarrier.arrive(pipeline.empty_barriers.index(stage), count=1)
+    if isinstance(pipeline.empty_barriers, gl.shared_memory_descriptor):
+        mbarrier.arrive(pipeline.empty_barriers.index(state.stage), count=1)
     else:
-        named_barrier_arrive(pipeline.first_named_barrier + stage, pipeline.num_threads)
+        named_barrier_arrive(pipeline.empty_barriers + state.stage, pipeline.num_threads)
 
 
 @gluon.jit

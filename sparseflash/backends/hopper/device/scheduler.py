@@ -5,6 +5,8 @@ of the table: that takes several dependent loads, for which consumers would wait
 of every work tile.
 """
 
+from typing import NamedTuple
+
 from sparseflash.backends.hopper.device.barriers import (
     LOAD_WAIT_WARP_BARRIER,
     PRODUCER_WARP_BARRIER,
@@ -29,6 +31,17 @@ ROW, BATCH, HEAD, PARTIAL_START, N_PARTIAL, FULL_START, N_FULL, KEY_LENGTH, N_CL
 )
 
 
+class WorkTile(NamedTuple):
+    """One block row of one head, a key head where work tiles are rows of keys; row -1 after the
+    last one.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    blocks: BlockRange
+
+
 @gluon.jit
 def make_work_queue(CONSUMERS: gl.constexpr):
     """A pipeline of WORK_TILE_FIELDS integers a stage; CONSUMERS partitions read each."""
@@ -37,7 +50,7 @@ def make_work_queue(CONSUMERS: gl.constexpr):
     )
     full_barriers = make_mbarriers(WORK_QUEUE_DEPTH, 1)
     empty_barriers = make_mbarriers(WORK_QUEUE_DEPTH, CONSUMERS)
-    return Pipeline(buffers, full_barriers, empty_barriers, None, None)
+    return Pipeline(buffers, full_barriers, empty_barriers)
 
 
 @gluon.jit
@@ -76,12 +89,13 @@ def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
 
 
 @gluon.jit
-def publish_work(params, batch, head, row, blocks, stage, phase):
-    """Publishes a work tile; returns (stage, phase) of the next one."""
-    acquire_work_slot(params, stage, phase)
-    write_field(params, stage, ROW, row)
-    write_field(params, stage, BATCH, batch)
-    write_field(params, stage, HEAD, head)
+def publish_work(params, work, state):
+    """Publishes a work tile; returns the state of the next one."""
+    acquire_work_slot(params, state)
+    stage, blocks = state.stage, work.blocks
+    write_field(params, stage, ROW, work.row)
+    write_field(params, stage, BATCH, work.batch)
+    write_field(params, stage, HEAD, work.head)
     write_field(params, stage, PARTIAL_START, blocks.partial_start)
     write_field(params, stage, N_PARTIAL, blocks.n_partial)
     write_field(params, stage, FULL_START, blocks.full_start)
@@ -89,37 +103,38 @@ def publish_work(params, batch, head, row, blocks, stage, phase):
     if params.key_lengths is not None:
         write_field(params, stage, KEY_LENGTH, blocks.key_length)
         write_field(params, stage, N_CLIPPED, blocks.n_clipped)
-    commit_work_slot(params, stage)
-    return advance(stage, phase, WORK_QUEUE_DEPTH)
+    commit_work_slot(params, state)
+    return advance(state, WORK_QUEUE_DEPTH)
 
 
 @gluon.jit
-def publish_end(params, stage, phase):
+def publish_end(params, state):
     """Publishes that no work tile follows."""
-    acquire_work_slot(params, stage, phase)
-    write_field(params, stage, ROW, -1)
-    commit_work_slot(params, stage)
+    acquire_work_slot(params, state)
+    write_field(params, state.stage, ROW, -1)
+    commit_work_slot(params, state)
 
 
 @gluon.jit
-def acquire_work_slot(params, stage, phase):
-    producer_acquire(params.work_queue, stage, phase)
+def acquire_work_slot(params, state):
+    producer_acquire(params.work_queue, state)
     sync_warp(PRODUCER_WARP_BARRIER)
 
 
 @gluon.jit
-def commit_work_slot(params, stage):
+def commit_work_slot(params, state):
     sync_warp(PRODUCER_WARP_BARRIER)
-    producer_commit(params.work_queue, stage)
+    producer_commit(params.work_queue, state)
 
 
 @gluon.jit
-def receive_work(params, stage, phase):
-    """(batch, head, row, blocks, stage, phase) of a published work tile; row -1 after the last."""
+def receive_work(params, state):
+    """(the published work tile, the state of the next one)"""
+    stage = state.stage
     # Twice, since racecheck takes no notice of a wait that had to try again.
-    consumer_wait(params.work_queue, stage, phase)
+    consumer_wait(params.work_queue, state)
     sync_single_warp()
-    consumer_wait(params.work_queue, stage, phase)
+    consumer_wait(params.work_queue, state)
     sync_single_warp()
     row = read_field(params, stage, ROW)
     batch, head = read_field(params, stage, BATCH), read_field(params, stage, HEAD)
@@ -131,10 +146,10 @@ def receive_work(params, stage, phase):
         key_length = read_field(params, stage, KEY_LENGTH)
         n_clipped = read_field(params, stage, N_CLIPPED)
     sync_single_warp()
-    consumer_release(params.work_queue, stage)
-    stage, phase = advance(stage, phase, WORK_QUEUE_DEPTH)
+    consumer_release(params.work_queue, state)
+    state = advance(state, WORK_QUEUE_DEPTH)
     blocks = BlockRange(key_length, partial_start, n_partial, n_clipped, full_start, n_full)
-    return batch, head, row, blocks, stage, phase
+    return WorkTile(batch, head, row, blocks), state
 
 
 @gluon.jit

@@ -13,6 +13,8 @@ registers for both accumulators, up to 128 dims; for more the kernel runs once f
 with None for the other.
 """
 
+from typing import NamedTuple
+
 from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
 from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
@@ -43,6 +45,7 @@ from sparseflash.backends.hopper.device.params import (
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
+    PipelineState,
     advance,
     consumer_release,
     consumer_wait,
@@ -52,8 +55,10 @@ from sparseflash.backends.hopper.device.pipeline import (
     producer_acquire,
     producer_load,
     stage_matrix,
+    warpgroup_state,
 )
 from sparseflash.backends.hopper.device.scheduler import (
+    WorkTile,
     decode_work_id,
     make_work_queue,
     next_work_id,
@@ -61,6 +66,18 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
+
+
+class Constants(NamedTuple):
+    """What is known when the kernel is compiled. They are constexpr only while the tuple is passed
+    as an argument.
+    """
+
+    WARPGROUP: gl.constexpr
+    WITH_KEYS: gl.constexpr
+    WITH_VALUES: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    GRAD_LAYOUT: gl.constexpr
 
 
 @gluon.jit(**unspecialized_arguments("key_lengths", "work_counter"))
@@ -139,9 +156,9 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
              KEY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
-    stage, phase = 0, 1
-    key_stage, key_phase = 0, 1
-    work_stage, work_phase = 0, 1
+    state = PipelineState(0, 1)
+    key_state = PipelineState(0, 1)
+    work_state = PipelineState(0, 1)
     work_id = gl.program_id(0)
     while work_id < params.sizes.num_work_tiles:
         next_work = next_work_id(params, work_id)
@@ -149,45 +166,43 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
         for i in range(QHEADS_PER_KVHEAD):
             head = kv_head * QHEADS_PER_KVHEAD + i
             blocks = query_blocks_of_row(params, batch, head, row)
-            work_stage, work_phase = publish_work(
-                params, batch, kv_head, row, blocks, work_stage, work_phase
-            )
+            work_state = publish_work(params, WorkTile(batch, kv_head, row, blocks), work_state)
             if i == 0:
                 load_key_value_row(
                     keys, values, key_pipeline, value_pipeline, grad_keys is not None, params,
-                    batch, kv_head, row, key_stage, key_phase,
+                    batch, kv_head, row, key_state,
                 )  # fmt: skip
-                key_stage, key_phase = advance(key_stage, key_phase, KEY_STAGES)
-            stage, phase = load_query_tiles(
+                key_state = advance(key_state, KEY_STAGES)
+            state = load_query_tiles(
                 queries, grad_outs, lse_delta, query_pipeline, grad_out_pipeline,
                 lse_delta_buffers, params, batch, head, params.table.partial_index,
-                blocks.partial_start, blocks.n_partial, stage, phase, STAGES,
+                blocks.partial_start, blocks.n_partial, state, STAGES,
             )  # fmt: skip
-            stage, phase = load_query_tiles(
+            state = load_query_tiles(
                 queries, grad_outs, lse_delta, query_pipeline, grad_out_pipeline,
                 lse_delta_buffers, params, batch, head, params.table.full_index,
-                blocks.full_start, blocks.n_full, stage, phase, STAGES,
+                blocks.full_start, blocks.n_full, state, STAGES,
             )  # fmt: skip
         work_id = next_work
-    publish_end(params, work_stage, work_phase)
+    publish_end(params, work_state)
 
 
 @gluon.jit
 def load_key_value_row(keys, values, key_pipeline, value_pipeline, WITH_VALUES: gl.constexpr,
-                       params, batch, kv_head, row, stage, phase):  # fmt: skip
+                       params, batch, kv_head, row, state):  # fmt: skip
     """Loads the keys of a row and, if wanted, their values."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     for warpgroup in gl.static_range(WARPGROUPS):
         token = row * params.block + warpgroup * WARPGROUP_M
-        buffer = stage * WARPGROUPS + warpgroup
-        producer_load(key_pipeline, keys, batch, kv_head, token, buffer, phase)
+        buffer = warpgroup_state(state, WARPGROUPS, warpgroup)
+        producer_load(key_pipeline, keys, batch, kv_head, token, buffer)
         if WITH_VALUES:
-            producer_load(value_pipeline, values, batch, kv_head, token, buffer, phase)
+            producer_load(value_pipeline, values, batch, kv_head, token, buffer)
 
 
 @gluon.jit
 def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pipeline,
-                     lse_delta_buffers, params, batch, head, index, start, count, stage, phase,
+                     lse_delta_buffers, params, batch, head, index, start, count, state,
                      STAGES: gl.constexpr):  # fmt: skip
     """Loads all tiles of listed blocks: Q with LSE and delta at one full barrier, and dO."""
     lse_row = (batch * params.sizes.heads + head) * 2
@@ -196,29 +211,29 @@ def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pip
         next_block = gl.load(index + i + 1)
         for tile in gl.static_range(params.block // WARPGROUP_M):
             token = block * params.block + tile * WARPGROUP_M
-            full_barrier = query_pipeline.full_barriers.index(stage)
-            producer_acquire(query_pipeline, stage, phase)
+            full_barrier = query_pipeline.full_barriers.index(state.stage)
+            producer_acquire(query_pipeline, state)
             mbarrier.expect(
                 full_barrier, queries.block_type.nbytes + 2 * lse_delta.block_type.nbytes
             )
-            query_tile = query_pipeline.buffers.index(stage)
+            query_tile = query_pipeline.buffers.index(state.stage)
             load_tile(queries, [batch, head, token, 0], full_barrier, query_tile)
-            lse_tile = lse_delta_buffers.index(2 * stage)
+            lse_tile = lse_delta_buffers.index(2 * state.stage)
             load_tile(lse_delta, [lse_row, token], full_barrier, lse_tile)
             delta_row = lse_row + 1
-            delta_tile = lse_delta_buffers.index(2 * stage + 1)
+            delta_tile = lse_delta_buffers.index(2 * state.stage + 1)
             load_tile(lse_delta, [delta_row, token], full_barrier, delta_tile)
-            producer_load(grad_out_pipeline, grad_outs, batch, head, token, stage, phase)
-            stage, phase = advance(stage, phase, STAGES)
+            producer_load(grad_out_pipeline, grad_outs, batch, head, token, state)
+            state = advance(state, STAGES)
         block = next_block
-    return stage, phase
+    return state
 
 
 @gluon.jit
 def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
              QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
              KEY_STAGES: gl.constexpr):  # fmt: skip
-    """Computes 64 keys of each work tile. `stage` is that of the next tile of queries."""
+    """Computes 64 keys of each work tile. `state` is that of the next tile of queries."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
@@ -231,44 +246,41 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
     offsets = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, GRAD_LAYOUT))
     prime(query_pipeline)
     prime(grad_out_pipeline)
-    stage, phase = 0, 0
-    key_stage, key_phase = 0, 0
-    work_stage, work_phase = 0, 0
-    batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
-        params, work_stage, work_phase
-    )
-    while row >= 0:
-        key_start = row * params.block + WARPGROUP * WARPGROUP_M
-        # receive_work replaces the others by those of the next row before dK and dV are stored.
-        own_batch, own_head, key_length = batch, kv_head, blocks.key_length
-        buffer = key_stage * WARPGROUPS + WARPGROUP
+    state = PipelineState(0, 0)
+    key_state = PipelineState(0, 0)
+    work_state = PipelineState(0, 0)
+    work, work_state = receive_work(params, work_state)
+    while work.row >= 0:
+        key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        # receive_work replaces `work` by the next row before dK and dV are stored.
+        own_batch, own_head, key_length = work.batch, work.head, work.blocks.key_length
+        buffer = key_state.stage * WARPGROUPS + WARPGROUP
+        kv_state = PipelineState(buffer, key_state.phase)
         key, value = stage_matrix(key_pipeline, buffer), stage_matrix(value_pipeline, buffer)
         dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
         dv = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
-        consumer_wait(key_pipeline, buffer, key_phase)
+        consumer_wait(key_pipeline, kv_state)
         if WITH_KEYS:
-            consumer_wait(value_pipeline, buffer, key_phase)
+            consumer_wait(value_pipeline, kv_state)
         for i_head in range(QHEADS_PER_KVHEAD):
             bh = own_batch * params.sizes.heads + own_head * QHEADS_PER_KVHEAD + i_head
             # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
             # keys only in front of the first, which a row without partial blocks jumps over.
-            for i in range(0, TILES_PER_BLOCK * (blocks.n_partial + blocks.n_full)):
-                if MASKED and i < TILES_PER_BLOCK * blocks.n_partial:
+            for i in range(0, TILES_PER_BLOCK * (work.blocks.n_partial + work.blocks.n_full)):
+                if MASKED and i < TILES_PER_BLOCK * work.blocks.n_partial:
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
-                        lse_delta_buffers, stage, phase, params, blocks, bh, key_start,
-                        WARPGROUP, True, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT,
+                        lse_delta_buffers, state, params, work.blocks, bh, key_start, True,
+                        Constants(WARPGROUP, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT),
                     )  # fmt: skip
                 else:
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
-                        lse_delta_buffers, stage, phase, params, blocks, bh, key_start,
-                        WARPGROUP, False, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT,
+                        lse_delta_buffers, state, params, work.blocks, bh, key_start, False,
+                        Constants(WARPGROUP, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT),
                     )  # fmt: skip
-                stage, phase = advance(stage, phase, STAGES)
-            batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
-                params, work_stage, work_phase
-            )
+                state = advance(state, STAGES)
+            work, work_state = receive_work(params, work_state)
         dk = dk * (params.scale_log2 * LN2)
         if params.dropout.threshold is not None:
             dv = dv * params.dropout.keep_scale
@@ -288,37 +300,39 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
             dv_buffer = value_pipeline.buffers.index(buffer)
             store_tile(grad_values, [own_batch, own_head, key_start, 0], dv_buffer)
         wait_for_stores(0)
-        consumer_release(key_pipeline, buffer)
+        consumer_release(key_pipeline, kv_state)
         if WITH_KEYS:
-            consumer_release(value_pipeline, buffer)
-        key_stage, key_phase = advance(key_stage, key_phase, KEY_STAGES)
+            consumer_release(value_pipeline, kv_state)
+        key_state = advance(key_state, KEY_STAGES)
 
 
 @gluon.jit
 def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_delta_buffers,
-                 stage, phase, params, blocks, bh, key_start, WARPGROUP: gl.constexpr,
-                 PARTIAL: gl.constexpr, WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr,
-                 S_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr):  # fmt: skip
+                 state, params, blocks, bh, key_start, PARTIAL: gl.constexpr,
+                 const):  # fmt: skip
     """(dK + dS^T Q, dV + P^T dO) of the i-th tile of 64 queries."""
-    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, const.S_LAYOUT)
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
-    BOTH: gl.constexpr = WITH_KEYS and WITH_VALUES
+    BOTH: gl.constexpr = const.WITH_KEYS and const.WITH_VALUES
     if PARTIAL:
         entry = blocks.partial_start + i // TILES_PER_BLOCK
         first_word = i % TILES_PER_BLOCK * 2
         words = bit_tile_words(
-            params, entry, WARPGROUP * WARPGROUP_M, first_word, WARPGROUP_M, S_LAYOUT
+            params, entry, const.WARPGROUP * WARPGROUP_M, first_word, WARPGROUP_M, const.S_LAYOUT
         )
-    query, grad_out = stage_matrix(query_pipeline, stage), stage_matrix(grad_out_pipeline, stage)
-    zeros = gl.zeros([WARPGROUP_M, WARPGROUP_M], gl.float32, S_LAYOUT)
+    query, grad_out = (
+        stage_matrix(query_pipeline, state.stage),
+        stage_matrix(grad_out_pipeline, state.stage),
+    )
+    zeros = gl.zeros([WARPGROUP_M, WARPGROUP_M], gl.float32, const.S_LAYOUT)
     dp = zeros
-    consumer_wait(query_pipeline, stage, phase)
-    lse_log2 = lse_delta_buffers.index(2 * stage).reshape([WARPGROUP_M])
-    minus_delta = lse_delta_buffers.index(2 * stage + 1).reshape([WARPGROUP_M])
+    consumer_wait(query_pipeline, state)
+    lse_log2 = lse_delta_buffers.index(2 * state.stage).reshape([WARPGROUP_M])
+    minus_delta = lse_delta_buffers.index(2 * state.stage + 1).reshape([WARPGROUP_M])
     if BOTH:
         # A load from shared memory waits behind all that products in flight read there.
         lse_log2 = lse_log2.load(COLUMN_LAYOUT)  # [64 queries]
-        consumer_wait(grad_out_pipeline, stage, phase)
+        consumer_wait(grad_out_pipeline, state)
         if params.dropout.threshold is None:
             dp = minus_delta.load(COLUMN_LAYOUT)
             dp = gl.expand_dims(dp, 0).broadcast_to([WARPGROUP_M, WARPGROUP_M])
@@ -330,41 +344,41 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     else:
         # Wide tiles leave no registers that could hold LSE and delta while products run.
         scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        consumer_wait(grad_out_pipeline, stage, phase)
-        if WITH_KEYS:
+        consumer_wait(grad_out_pipeline, state)
+        if const.WITH_KEYS:
             dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
         lse_log2 = lse_log2.load(COLUMN_LAYOUT)
     if params.dropout.threshold is not None:
         query_start = tile_start(params, blocks, i, WARPGROUP_M)
         keep = dropout_keep_words(
-            params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
+            params.dropout, bh, query_start, key_start, WARPGROUP_M, const.S_LAYOUT
         )
-        keep = transposed_element_mask(keep, S_LAYOUT)
-    scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
+        keep = transposed_element_mask(keep, const.S_LAYOUT)
+    scores = warpgroup_mma_wait(0 if const.WITH_VALUES else 1, deps=(scores,))
     p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 0))
     if PARTIAL:
-        p = gl.where(element_mask(words, WARPGROUP_M, S_LAYOUT), p, 0.0)
-    if WITH_VALUES:
+        p = gl.where(element_mask(words, WARPGROUP_M, const.S_LAYOUT), p, 0.0)
+    if const.WITH_VALUES:
         p_dropped = p
         if params.dropout.threshold is not None:
             p_dropped = gl.where(keep, p, 0.0)
-        p_dropped = as_operand_a(p_dropped, query.dtype, GRAD_LAYOUT)
+        p_dropped = as_operand_a(p_dropped, query.dtype, const.GRAD_LAYOUT)
         # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
-    if WITH_KEYS:
-        dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
+    if const.WITH_KEYS:
+        dp = warpgroup_mma_wait(1 if const.WITH_VALUES else 0, deps=(dp,))
         if params.dropout.threshold is not None:
             dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
         if not BOTH or params.dropout.threshold is not None:
             dp = dp + gl.expand_dims(minus_delta.load(COLUMN_LAYOUT), 0)
         # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
-        ds = as_operand_a(p * dp, query.dtype, GRAD_LAYOUT)
+        ds = as_operand_a(p * dp, query.dtype, const.GRAD_LAYOUT)
         # dK += dS^T Q: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dk = warpgroup_mma(ds, query, dk, is_async=True)
-    if WITH_VALUES:
-        dv = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(dv,))
-    consumer_release(grad_out_pipeline, stage)
-    if WITH_KEYS:
+    if const.WITH_VALUES:
+        dv = warpgroup_mma_wait(1 if const.WITH_KEYS else 0, deps=(dv,))
+    consumer_release(grad_out_pipeline, state)
+    if const.WITH_KEYS:
         dk = warpgroup_mma_wait(0, deps=(dk,))
-    consumer_release(query_pipeline, stage)
+    consumer_release(query_pipeline, state)
     return dk, dv

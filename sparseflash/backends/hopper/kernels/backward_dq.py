@@ -15,6 +15,8 @@ is: the 64 queries of warpgroup 0 through that of keys, those of warpgroup 1, if
 through that of values.
 """
 
+from typing import NamedTuple
+
 from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
 from sparseflash.backends.hopper.device.block_list import (
     key_blocks_of_row,
@@ -47,6 +49,7 @@ from sparseflash.backends.hopper.device.params import (
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
+    PipelineState,
     advance,
     as_matrix,
     consumer_release,
@@ -61,6 +64,7 @@ from sparseflash.backends.hopper.device.pipeline import (
     stage_tile,
 )
 from sparseflash.backends.hopper.device.scheduler import (
+    WorkTile,
     decode_work_id,
     make_work_queue,
     next_work_id,
@@ -75,6 +79,17 @@ from sparseflash.backends.hopper.kernels.lse_delta import (
     row_product_layout,
     write_lse_delta,
 )
+
+
+class Constants(NamedTuple):
+    """What is known when the kernel is compiled. They are constexpr only while the tuple is passed
+    as an argument.
+    """
+
+    WARPGROUP: gl.constexpr
+    STAGES: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    DQ_LAYOUT: gl.constexpr
 
 
 @gluon.jit(
@@ -145,44 +160,43 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
-    stage, phase = 0, 1
+    state = PipelineState(0, 1)
     query_phase = 1
-    work_stage, work_phase = 0, 1
+    work_state = PipelineState(0, 1)
     work_id = gl.program_id(0)
     while work_id < params.sizes.num_work_tiles:
         next_work = next_work_id(params, work_id)
         batch, head, row = decode_work_id(params, work_id, 1)
         blocks = key_blocks_of_row(params, batch, head, row)
-        work_stage, work_phase = publish_work(
-            params, batch, head, row, blocks, work_stage, work_phase
-        )
+        work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         query_start = row * params.block
-        producer_load(key_pipeline, outs, batch, head, query_start, stage, phase)
+        producer_load(key_pipeline, outs, batch, head, query_start, state)
         if WARPGROUPS == 1:
-            producer_acquire(value_pipeline, stage, phase)
-            producer_commit(value_pipeline, stage)
+            producer_acquire(value_pipeline, state)
+            producer_commit(value_pipeline, state)
         else:
             second_half = query_start + WARPGROUP_M
-            producer_load(value_pipeline, outs, batch, head, second_half, stage, phase)
-        stage, phase = advance(stage, phase, STAGES)
+            producer_load(value_pipeline, outs, batch, head, second_half, state)
+        state = advance(state, STAGES)
         # In the order in which consumers release the buffers of the work tile before.
         for warpgroup in gl.static_range(WARPGROUPS):
             token = row * params.block + warpgroup * WARPGROUP_M
-            producer_load(grad_out_pipeline, grad_outs, batch, head, token, warpgroup, query_phase)
-            producer_load(query_pipeline, queries, batch, head, token, warpgroup, query_phase)
+            buffer = PipelineState(warpgroup, query_phase)
+            producer_load(grad_out_pipeline, grad_outs, batch, head, token, buffer)
+            producer_load(query_pipeline, queries, batch, head, token, buffer)
         query_phase = query_phase ^ 1
-        stage, phase = load_key_value_tiles(
+        state = load_key_value_tiles(
             keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
-            blocks, stage, phase, STAGES,
+            blocks, state, STAGES,
         )  # fmt: skip
         work_id = next_work
-    publish_end(params, work_stage, work_phase)
+    publish_end(params, work_state)
 
 
 @gluon.jit
 def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constexpr,
              MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Computes 64 queries of each work tile; `stage` is that of the tile last consumed or of O."""
+    """Computes 64 queries of each work tile; `state` is that of the tile last consumed or of O."""
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     DIMS: gl.constexpr = grad_queries.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
@@ -193,112 +207,114 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
     grad_out = stage_matrix(grad_out_pipeline, WARPGROUP)
     prime(key_pipeline)
     prime(value_pipeline)
-    stage, phase = STAGES - 1, 1
+    state = PipelineState(STAGES - 1, 1)
     query_phase = 0
-    work_stage, work_phase = 0, 0
-    batch, head, row, blocks, work_stage, work_phase = receive_work(params, work_stage, work_phase)
-    while row >= 0:
-        n_masked = (blocks.n_partial + blocks.n_clipped) * TILES_PER_BLOCK
-        n_tiles = n_masked + blocks.n_full * TILES_PER_BLOCK
-        bh = batch * params.sizes.heads + head
-        query_start = row * params.block + WARPGROUP * WARPGROUP_M
-        stage, phase = advance(stage, phase, STAGES)
+    work_state = PipelineState(0, 0)
+    work, work_state = receive_work(params, work_state)
+    while work.row >= 0:
+        n_masked = (work.blocks.n_partial + work.blocks.n_clipped) * TILES_PER_BLOCK
+        n_tiles = n_masked + work.blocks.n_full * TILES_PER_BLOCK
+        bh = work.batch * params.sizes.heads + work.head
+        query_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        state = advance(state, STAGES)
         lse_log2, minus_delta = prologue(
-            grad_queries, lse_tensors, pipelines, params, bh, query_start, stage, phase,
-            query_phase, WARPGROUP, S_LAYOUT,
+            grad_queries, lse_tensors, pipelines, params, bh, query_start, state, query_phase,
+            WARPGROUP, S_LAYOUT,
         )  # fmt: skip
         dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, DQ_LAYOUT)  # [64, D]
-        consumer_wait(query_pipeline, WARPGROUP, query_phase)
+        consumer_wait(query_pipeline, PipelineState(WARPGROUP, query_phase))
         if MASKED:
             for i in range(0, n_masked):
-                dq, stage, phase = mma_one_tile(
-                    dq, stage, phase, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
-                    value_pipeline, params, blocks, bh, query_start, WARPGROUP, True, STAGES,
-                    S_LAYOUT, DQ_LAYOUT,
+                dq, state = mma_one_tile(
+                    dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
+                    value_pipeline, params, work.blocks, bh, query_start, True,
+                    Constants(WARPGROUP, STAGES, S_LAYOUT, DQ_LAYOUT),
                 )  # fmt: skip
         for i in range(n_masked, n_tiles):
-            dq, stage, phase = mma_one_tile(
-                dq, stage, phase, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
-                value_pipeline, params, blocks, bh, query_start, WARPGROUP, False, STAGES,
-                S_LAYOUT, DQ_LAYOUT,
+            dq, state = mma_one_tile(
+                dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
+                value_pipeline, params, work.blocks, bh, query_start, False,
+                Constants(WARPGROUP, STAGES, S_LAYOUT, DQ_LAYOUT),
             )  # fmt: skip
-        consumer_release(grad_out_pipeline, WARPGROUP)
+        consumer_release(grad_out_pipeline, PipelineState(WARPGROUP, query_phase))
         # The last product that reads Q has completed: its buffer holds dQ on the way out.
         query.store((dq * (params.scale_log2 * LN2)).to(grad_queries.dtype))
         fence_async_shared()
         dq_buffer = query_pipeline.buffers.index(WARPGROUP)
-        store_tile(grad_queries, [batch, head, query_start, 0], dq_buffer)
+        store_tile(grad_queries, [work.batch, work.head, query_start, 0], dq_buffer)
         wait_for_stores(0)
-        consumer_release(query_pipeline, WARPGROUP)
+        consumer_release(query_pipeline, PipelineState(WARPGROUP, query_phase))
         query_phase = query_phase ^ 1
-        batch, head, row, blocks, work_stage, work_phase = receive_work(
-            params, work_stage, work_phase
-        )
+        work, work_state = receive_work(params, work_state)
 
 
 @gluon.jit
-def prologue(grad_queries, lse_tensors, pipelines, params, bh, query_start, stage, phase,
-             query_phase, WARPGROUP: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
+def prologue(grad_queries, lse_tensors, pipelines, params, bh, query_start, state, query_phase,
+             WARPGROUP: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
     """(log2(e) * LSE, -delta) [64] of this warpgroup's queries, which are written too.
 
-    O lies in the stages of keys and values at `stage`, in tiles like those of dQ.
+    O lies in the stages of keys and values at `state`, in tiles like those of dQ.
     """
     _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     LAYOUT: gl.constexpr = row_product_layout(grad_queries.block_type.shape[3])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
     lse_log2, grad_lse = read_lse(lse_tensors, bh, tokens, params.sizes.q_len)
-    consumer_wait(key_pipeline, stage, phase)
-    consumer_wait(value_pipeline, stage, phase)
+    consumer_wait(key_pipeline, state)
+    consumer_wait(value_pipeline, state)
     out_pipeline = key_pipeline if WARPGROUP == 0 else value_pipeline
-    out = as_matrix(stage_tile(out_pipeline, stage, grad_queries)).load(LAYOUT)  # [64, D]
-    consumer_wait(grad_out_pipeline, WARPGROUP, query_phase)
+    out = as_matrix(stage_tile(out_pipeline, state.stage, grad_queries)).load(LAYOUT)  # [64, D]
+    consumer_wait(grad_out_pipeline, PipelineState(WARPGROUP, query_phase))
     grad_out = stage_matrix(grad_out_pipeline, WARPGROUP).load(LAYOUT)  # [64, D]
     minus_delta = compute_minus_delta(out, grad_out, grad_lse)
     padded_len = params.sizes.num_rows * params.block
     write_lse_delta(lse_tensors, lse_log2, minus_delta, bh, tokens, padded_len)
     # Threads loaded O: those loads must complete before TMA overwrites its buffers.
     fence_async_shared()
-    consumer_release(value_pipeline, stage)
-    consumer_release(key_pipeline, stage)
+    consumer_release(value_pipeline, state)
+    consumer_release(key_pipeline, state)
     lse_log2 = gl.convert_layout(lse_log2, ROW_LAYOUT, assert_trivial=True)
     return lse_log2, gl.convert_layout(minus_delta, ROW_LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def mma_one_tile(dq, stage, phase, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
-                 value_pipeline, params, blocks, bh, query_start, WARPGROUP: gl.constexpr,
-                 PARTIAL: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
-                 DQ_LAYOUT: gl.constexpr):  # fmt: skip
-    """dQ + dS_i K_i of tile i, which follows `stage`."""
+def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
+                 value_pipeline, params, blocks, bh, query_start, PARTIAL: gl.constexpr,
+                 const):  # fmt: skip
+    """dQ + dS_i K_i of tile i, which follows `state`."""
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
-    stage, phase = advance(stage, phase, STAGES)
+    state = advance(state, const.STAGES)
     if PARTIAL:
-        words = key_mask_words(params, blocks, i, WARPGROUP * WARPGROUP_M, TILE_N, S_LAYOUT)
-    key, value = stage_matrix(key_pipeline, stage), stage_matrix(value_pipeline, stage)
-    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, S_LAYOUT)
-    consumer_wait(key_pipeline, stage, phase)
+        words = key_mask_words(
+            params, blocks, i, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
+        )
+    key = stage_matrix(key_pipeline, state.stage)
+    value = stage_matrix(value_pipeline, state.stage)
+    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, const.S_LAYOUT)
+    consumer_wait(key_pipeline, state)
     # S = Q K^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    consumer_wait(value_pipeline, stage, phase)
+    consumer_wait(value_pipeline, state)
     # dP = dO V^T: [64, D] [D, N] -> [64, N]
     dp = warpgroup_mma(grad_out, value.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if params.dropout.threshold is not None:
         key_start = tile_start(params, blocks, i, TILE_N)
-        keep = dropout_keep_words(params.dropout, bh, query_start, key_start, TILE_N, S_LAYOUT)
+        keep = dropout_keep_words(
+            params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
+        )
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 1))
     if PARTIAL:
-        p = gl.where(element_mask(words, TILE_N, S_LAYOUT), p, 0.0)
+        p = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    consumer_release(value_pipeline, stage)
+    consumer_release(value_pipeline, state)
     if params.dropout.threshold is not None:
-        keep = element_mask(keep, TILE_N, S_LAYOUT)
+        keep = element_mask(keep, TILE_N, const.S_LAYOUT)
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
     # dS = P * (dP - delta): [64, N]
-    ds = as_operand_a(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, DQ_LAYOUT)
+    ds = as_operand_a(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, const.DQ_LAYOUT)
     # dQ += dS K: [64, N] [N, D] -> [64, D]
     dq = warpgroup_mma(ds, key, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    consumer_release(key_pipeline, stage)
-    return dq, stage, phase
+    consumer_release(key_pipeline, state)
+    return dq, state

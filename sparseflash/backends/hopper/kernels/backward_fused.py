@@ -55,6 +55,7 @@ from sparseflash.backends.hopper.device.params import (
 )
 from sparseflash.backends.hopper.device.pipeline import (
     Pipeline,
+    PipelineState,
     advance,
     as_matrix,
     consumer_release,
@@ -64,6 +65,7 @@ from sparseflash.backends.hopper.device.pipeline import (
     make_pipeline,
     prime,
     stage_matrix,
+    warpgroup_state,
 )
 from sparseflash.backends.hopper.device.scheduler import make_work_queue, receive_work
 from sparseflash.backends.hopper.kernels.backward_dkdv import producer
@@ -105,10 +107,8 @@ class PipelineCursor(NamedTuple):
     buffer of the K and V of its work tile.
     """
 
-    stage: gl.tensor
-    phase: gl.tensor
-    ds_slot: gl.tensor
-    ds_phase: gl.tensor
+    query: PipelineState
+    ds: PipelineState
     kv_buffer: gl.tensor
 
 
@@ -199,25 +199,23 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
     )  # fmt: skip
     prime(pipelines.query_pipeline)
     prime(pipelines.grad_out_pipeline)
-    cursor = PipelineCursor(0, 0, 0, 0, 0)
-    key_stage, key_phase = 0, 0
-    work_stage, work_phase = 0, 0
-    batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
-        params, work_stage, work_phase
-    )
-    while row >= 0:
-        key_start = row * params.block + WARPGROUP * WARPGROUP_M
-        # receive_work replaces the others by those of the next row before dK and dV are stored.
-        own_batch, own_head = batch, kv_head
+    cursor = PipelineCursor(PipelineState(0, 0), PipelineState(0, 0), 0)
+    key_state = PipelineState(0, 0)
+    work_state = PipelineState(0, 0)
+    work, work_state = receive_work(params, work_state)
+    while work.row >= 0:
+        key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        # receive_work replaces `work` by the next row before dK and dV are stored.
+        own_batch, own_head = work.batch, work.head
         dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
         dv = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
-        kv_buffer = key_stage * 2
-        cursor = PipelineCursor(
-            cursor.stage, cursor.phase, cursor.ds_slot, cursor.ds_phase, kv_buffer
-        )
+        kv_buffer = key_state.stage * 2
+        cursor = PipelineCursor(cursor.query, cursor.ds, kv_buffer)
         for warpgroup in gl.static_range(2):
-            consumer_wait(pipelines.key_pipeline, kv_buffer + warpgroup, key_phase)
-        consumer_wait(pipelines.value_pipeline, kv_buffer + WARPGROUP, key_phase)
+            key_buffer = warpgroup_state(key_state, 2, warpgroup)
+            consumer_wait(pipelines.key_pipeline, key_buffer)
+        own_state = PipelineState(kv_buffer + WARPGROUP, key_state.phase)
+        consumer_wait(pipelines.value_pipeline, own_state)
         kv_operands = None, None
         if WHOLE_TILES:
             key = load_operand_a(pipelines.key_pipeline, kv_buffer + WARPGROUP)
@@ -227,18 +225,17 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
             fence_async_shared()
         for i_head in range(QHEADS_PER_KVHEAD):
             head = own_head * QHEADS_PER_KVHEAD + i_head
-            if blocks.n_partial + blocks.n_full > 0:
+            if work.blocks.n_partial + work.blocks.n_full > 0:
                 dk, dv, cursor = mainloop(
-                    dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blocks,
+                    dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, work.blocks,
                     own_batch, head, key_start, WARPGROUP, MASKED, STAGES, GRAD_LAYOUT,
                 )  # fmt: skip
-            batch, kv_head, row, blocks, work_stage, work_phase = receive_work(
-                params, work_stage, work_phase
-            )
+            work, work_state = receive_work(params, work_state)
         for warpgroup in gl.static_range(2):
-            consumer_release(pipelines.key_pipeline, kv_buffer + warpgroup)
-        consumer_release(pipelines.value_pipeline, kv_buffer + WARPGROUP)
-        key_stage, key_phase = advance(key_stage, key_phase, KEY_STAGES)
+            key_buffer = warpgroup_state(key_state, 2, warpgroup)
+            consumer_release(pipelines.key_pipeline, key_buffer)
+        consumer_release(pipelines.value_pipeline, own_state)
+        key_state = advance(key_state, KEY_STAGES)
         dk = dk * (params.scale_log2 * LN2)
         if params.dropout.threshold is not None:
             dv = dv * params.dropout.keep_scale
@@ -330,16 +327,15 @@ def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blo
         store_to_shared(dq_buffer, dq)
         fence_async_shared()
         reduce_add(dq_accumulator, dq_buffer, last_tile, WARPGROUP, WHOLE_TILES)
-    consumer_release(pipelines.query_pipeline, cursor.stage)
+    consumer_release(pipelines.query_pipeline, cursor.query)
     return dk, dv, advance_cursor(cursor, STAGES)
 
 
 @gluon.jit
 def advance_cursor(cursor, STAGES: gl.constexpr):
     """The cursor of the next tile."""
-    stage, phase = advance(cursor.stage, cursor.phase, STAGES)
-    ds_slot, ds_phase = advance(cursor.ds_slot, cursor.ds_phase, NUM_DS_SLOTS)
-    return PipelineCursor(stage, phase, ds_slot, ds_phase, cursor.kv_buffer)
+    query, ds = advance(cursor.query, STAGES), advance(cursor.ds, NUM_DS_SLOTS)
+    return PipelineCursor(query, ds, cursor.kv_buffer)
 
 
 @gluon.jit
@@ -356,24 +352,24 @@ def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands
     WHOLE_TILES: gl.constexpr = adds_whole_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
-    stage = cursor.stage
+    state = cursor.query
     key, value = kv_operands
     if key is None:
         # Computed anew in every step: descriptors that live through the loop take registers.
         buffer = opaque(cursor.kv_buffer + WARPGROUP)
         key = stage_matrix(pipelines.key_pipeline, buffer)
         value = stage_matrix(pipelines.value_pipeline, buffer)
-    query = stage_matrix(pipelines.query_pipeline, stage)
-    grad_out = stage_matrix(pipelines.grad_out_pipeline, stage)
+    query = stage_matrix(pipelines.query_pipeline, state.stage)
+    grad_out = stage_matrix(pipelines.grad_out_pipeline, state.stage)
     n_masked = blocks.n_partial * TILES_PER_BLOCK
     if MASKED:
         words = query_words_if_masked(
             params, blocks, i, n_masked, WARPGROUP * WARPGROUP_M, S_LAYOUT
         )
-    consumer_wait(pipelines.grad_out_pipeline, stage, cursor.phase)
-    consumer_wait(pipelines.query_pipeline, stage, cursor.phase)
+    consumer_wait(pipelines.grad_out_pipeline, state)
+    consumer_wait(pipelines.query_pipeline, state)
     scores, minus_delta = load_lse_delta(
-        pipelines.lse_delta_buffers, params, stage, key_start, blocks.key_length, S_LAYOUT
+        pipelines.lse_delta_buffers, params, state.stage, key_start, blocks.key_length, S_LAYOUT
     )
     dp = minus_delta
     if params.dropout.threshold is not None:
@@ -410,7 +406,7 @@ def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0) + minus_delta
     # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
     ds = (to_float32(p) * dp).to(value.dtype)
-    entry = cursor.ds_slot * 2 + WARPGROUP
+    entry = cursor.ds.stage * 2 + WARPGROUP
     pipelines.ds_exchange.buffers.index(entry).store(ds)
     dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
     if last_dq_tile is None:
@@ -423,8 +419,8 @@ def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands
     if last_dq_tile is not None:
         reduce_add(dq_accumulator, dq_buffer, last_dq_tile, WARPGROUP, WHOLE_TILES)
     if last_cursor is not None:
-        consumer_release(pipelines.query_pipeline, last_cursor.stage)
-    consumer_release(pipelines.grad_out_pipeline, stage)
+        consumer_release(pipelines.query_pipeline, last_cursor.query)
+    consumer_release(pipelines.grad_out_pipeline, state)
     # While products run ptxas has no registers for it but those that it was computed in.
     return dk, dv, as_operand_a(copy_registers(ds), value.dtype, GRAD_LAYOUT)
 
@@ -452,7 +448,7 @@ def load_lse_delta(lse_delta_buffers, params, stage, key_start, key_length,
 @gluon.jit
 def issue_dk_mma(dk, ds, pipelines, cursor):
     """dK + dS^T Q, in flight: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]"""
-    query = stage_matrix(pipelines.query_pipeline, cursor.stage)
+    query = stage_matrix(pipelines.query_pipeline, cursor.query.stage)
     return warpgroup_mma(ds, query, dk, is_async=True)
 
 
@@ -469,9 +465,9 @@ def issue_dq_mma(pipelines, cursor, WARPGROUP: gl.constexpr):
     dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, accumulator_layout(DIMS))
     for i in gl.static_range(2):
         warpgroup = (WARPGROUP + i) % 2
-        entry = cursor.ds_slot * 2 + warpgroup
+        entry = cursor.ds.stage * 2 + warpgroup
         if i == 1:
-            mbarrier.wait(ds_exchange.full_barriers.index(entry), cursor.ds_phase)
+            mbarrier.wait(ds_exchange.full_barriers.index(entry), cursor.ds.phase)
         ds = ds_exchange.buffers.index(entry).permute((1, 0))
         key = stage_matrix(pipelines.key_pipeline, opaque(cursor.kv_buffer + warpgroup))
         if not WHOLE_TILES:

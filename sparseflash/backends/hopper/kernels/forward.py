@@ -17,6 +17,8 @@ sum of exp2(scale_log2 * (S - row_max)), spread over the threads that share a ro
 scale * log2(e).
 """
 
+from typing import NamedTuple
+
 from sparseflash.backends.hopper.device.barriers import (
     FIRST_PIPELINE_BARRIER,
     pingpong_signal,
@@ -66,6 +68,7 @@ from sparseflash.backends.hopper.device.params import (
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
+    PipelineState,
     advance,
     consumer_release,
     consumer_wait,
@@ -74,8 +77,10 @@ from sparseflash.backends.hopper.device.pipeline import (
     prime,
     producer_load,
     stage_matrix,
+    warpgroup_state,
 )
 from sparseflash.backends.hopper.device.scheduler import (
+    WorkTile,
     decode_work_id,
     make_work_queue,
     next_work_id,
@@ -83,6 +88,26 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
+
+
+class Constants(NamedTuple):
+    """What is known when the kernel is compiled. They are constexpr only while the tuple is passed
+    as an argument.
+    """
+
+    WARPGROUP: gl.constexpr
+    LOAD_WAIT_WARPS: gl.constexpr
+    MASKED: gl.constexpr
+    STAGES: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    O_LAYOUT: gl.constexpr
+
+
+class SoftmaxState(NamedTuple):
+    """row_max [64]; row_sum [64, 4], of which each thread has its own columns' share"""
+
+    row_max: gl.tensor
+    row_sum: gl.tensor
 
 
 @gluon.jit(**unspecialized_arguments("lse", "key_lengths", "work_counter"))
@@ -163,28 +188,26 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     query_pipeline, key_pipeline, value_pipeline = pipelines
-    stage, phase = 0, 1
-    query_stage, query_phase = 0, 1
-    work_stage, work_phase = 0, 1
+    state = PipelineState(0, 1)
+    query_state = PipelineState(0, 1)
+    work_state = PipelineState(0, 1)
     work_id = gl.program_id(0)
     while work_id < params.sizes.num_work_tiles:
         next_work = next_work_id(params, work_id)
         batch, head, row = decode_work_id(params, work_id, 1)
         blocks = key_blocks_of_row(params, batch, head, row)
-        work_stage, work_phase = publish_work(
-            params, batch, head, row, blocks, work_stage, work_phase
-        )
+        work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         for warpgroup in gl.static_range(WARPGROUPS):
             token = row * params.block + warpgroup * WARPGROUP_M
-            buffer = query_stage * WARPGROUPS + warpgroup
-            producer_load(query_pipeline, queries, batch, head, token, buffer, query_phase)
-        query_stage, query_phase = advance(query_stage, query_phase, QUERY_STAGES)
-        stage, phase = load_key_value_tiles(
+            buffer = warpgroup_state(query_state, WARPGROUPS, warpgroup)
+            producer_load(query_pipeline, queries, batch, head, token, buffer)
+        query_state = advance(query_state, QUERY_STAGES)
+        state = load_key_value_tiles(
             keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
-            blocks, stage, phase, STAGES,
+            blocks, state, STAGES,
         )  # fmt: skip
         work_id = next_work
-    publish_end(params, work_stage, work_phase)
+    publish_end(params, work_state)
 
 
 @gluon.jit
@@ -198,32 +221,30 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
     _, key_pipeline, value_pipeline = pipelines
     TILES_PER_BLOCK: gl.constexpr = params.block // key_pipeline.buffers.shape[3]
     if LOAD_WAIT_WARPS > 0:
-        stage, phase = 0, 0
-        work_stage, work_phase = 0, 0
+        state = PipelineState(0, 0)
+        work_state = PipelineState(0, 0)
         prime(key_pipeline)
         prime(value_pipeline)
-        _, _, row, blocks, work_stage, work_phase = receive_work(params, work_stage, work_phase)
-        while row >= 0:
-            n_blocks = blocks.n_partial + blocks.n_clipped + blocks.n_full
+        work, work_state = receive_work(params, work_state)
+        while work.row >= 0:
+            n_blocks = work.blocks.n_partial + work.blocks.n_clipped + work.blocks.n_full
             for i in range(n_blocks * TILES_PER_BLOCK):
-                consumer_wait(key_pipeline, stage, phase)
-                consumer_release(key_pipeline, stage)
+                consumer_wait(key_pipeline, state)
+                consumer_release(key_pipeline, state)
                 # S_i needs K_i, and P_{i-1} V_{i-1} in the same turn V_{i-1}: both are full now.
                 if i > 0:
                     signal_warpgroup(0, LOAD_WAIT_WARPS)
                     signal_warpgroup(1, LOAD_WAIT_WARPS)
-                consumer_wait(value_pipeline, stage, phase)
-                consumer_release(value_pipeline, stage)
-                stage, phase = advance(stage, phase, STAGES)
-            _, _, row, blocks, work_stage, work_phase = receive_work(
-                params, work_stage, work_phase
-            )
+                consumer_wait(value_pipeline, state)
+                consumer_release(value_pipeline, state)
+                state = advance(state, STAGES)
+            work, work_state = receive_work(params, work_state)
 
 
 @gluon.jit
 def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr,
              MASKED: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
-    """Computes 64 queries of each work tile. `stage` is that of the tile last consumed."""
+    """Computes 64 queries of each work tile. `state` is that of the tile last consumed."""
     query_pipeline, key_pipeline, value_pipeline = pipelines
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     DIMS: gl.constexpr = outs.block_type.shape[3]
@@ -233,45 +254,48 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
     O_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     offsets = gl.arange(0, WARPGROUP_M, layout=ROW_LAYOUT)
-    stage, phase = STAGES - 1, 1
-    query_stage, query_phase = 0, 0
+    state = PipelineState(STAGES - 1, 1)
+    query_state = PipelineState(0, 0)
     query_buffer = WARPGROUP
     rows_done = 0
-    work_stage, work_phase = 0, 0
+    work_state = PipelineState(0, 0)
     prime(key_pipeline)
     prime(value_pipeline)
     # Warpgroup 0 issues first.
     if WARPGROUP == 1:
         pingpong_signal(WARPGROUP, LOAD_WAIT_WARPS)
-    batch, head, row, blocks, work_stage, work_phase = receive_work(params, work_stage, work_phase)
-    while row >= 0:
-        n_masked = (blocks.n_partial + blocks.n_clipped) * TILES_PER_BLOCK
-        n_tiles = n_masked + blocks.n_full * TILES_PER_BLOCK
+    work, work_state = receive_work(params, work_state)
+    while work.row >= 0:
+        n_masked = (work.blocks.n_partial + work.blocks.n_clipped) * TILES_PER_BLOCK
+        n_tiles = n_masked + work.blocks.n_full * TILES_PER_BLOCK
         stored_buffer = query_buffer
-        query_buffer = query_stage * WARPGROUPS + WARPGROUP
-        bh = batch * params.sizes.heads + head
-        query_start = row * params.block + WARPGROUP * WARPGROUP_M
-        row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)  # [64]
+        query_buffer = query_state.stage * WARPGROUPS + WARPGROUP
+        bh = work.batch * params.sizes.heads + work.head
+        query_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)
         row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, row_share_layout())
+        softmax = SoftmaxState(row_max, row_sum)
         acc = gl.zeros([WARPGROUP_M, DIMS], gl.float32, O_LAYOUT)  # [64, D]
         # O of the last row may still be on its way out of its query buffer.
         is_storing = (rows_done > 0) & (QUERY_STAGES > 1)
         if QUERY_STAGES == 1:
             release_query_after_store(query_pipeline, stored_buffer, rows_done > 0)
-        consumer_wait(query_pipeline, query_buffer, query_phase)
+        consumer_wait(query_pipeline, PipelineState(query_buffer, query_state.phase))
         if n_tiles > 0:
-            acc, row_max, row_sum, stage, phase = mainloop(
-                acc, row_max, row_sum, stage, phase, query_buffer, pipelines, stored_buffer,
-                is_storing, params, blocks, bh, query_start, n_masked, n_tiles,
-                WARPGROUP, LOAD_WAIT_WARPS, MASKED, STAGES, S_LAYOUT, O_LAYOUT,
+            acc, softmax, state = mainloop(
+                acc, softmax, state, query_buffer, pipelines, stored_buffer, is_storing,
+                params, work.blocks, bh, query_start, n_masked, n_tiles,
+                Constants(WARPGROUP, LOAD_WAIT_WARPS, MASKED, STAGES, S_LAYOUT, O_LAYOUT),
             )  # fmt: skip
         else:
             release_query_after_store(query_pipeline, stored_buffer, is_storing)
-        row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT, assert_trivial=True)
+        row_sum = gl.convert_layout(
+            gl.sum(softmax.row_sum, axis=1), ROW_LAYOUT, assert_trivial=True
+        )
         is_empty = row_sum == 0.0
         row_sum = gl.where(is_empty, 1.0, row_sum)
         row_lse = gl.where(
-            is_empty, NEG_INF, (row_max * params.scale_log2 + gl.log2(row_sum)) * LN2
+            is_empty, NEG_INF, (softmax.row_max * params.scale_log2 + gl.log2(row_sum)) * LN2
         )
         tokens = query_start + offsets
         lse_row = lse + bh.to(gl.int64) * params.sizes.q_len
@@ -283,20 +307,17 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
         out_tile = stage_matrix(query_pipeline, query_buffer)
         out_tile.store(rescale_rows(acc, factor, O_LAYOUT).to(outs.dtype))  # [64, D]
         fence_async_shared()
-        store_tile(outs, [batch, head, query_start, 0], query_pipeline.buffers.index(query_buffer))
-        query_stage, query_phase = advance(query_stage, query_phase, QUERY_STAGES)
+        out_buffer = query_pipeline.buffers.index(query_buffer)
+        store_tile(outs, [work.batch, work.head, query_start, 0], out_buffer)
+        query_state = advance(query_state, QUERY_STAGES)
         rows_done += 1
-        batch, head, row, blocks, work_stage, work_phase = receive_work(
-            params, work_stage, work_phase
-        )
+        work, work_state = receive_work(params, work_state)
     wait_for_stores(0)
 
 
 @gluon.jit
-def mainloop(acc, row_max, row_sum, stage, phase, query_buffer, pipelines, stored_buffer,
-             is_storing, params, blocks, bh, query_start, n_masked, n_tiles,
-             WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr, MASKED: gl.constexpr,
-             STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):  # fmt: skip
+def mainloop(acc, softmax, state, query_buffer, pipelines, stored_buffer, is_storing, params,
+             blocks, bh, query_start, n_masked, n_tiles, const):  # fmt: skip
     """All tiles of a row, at least one, of which the first `n_masked` have element masks.
 
     stored_buffer, is_storing: the query buffer of the last row, and whether O leaves it
@@ -305,93 +326,105 @@ def mainloop(acc, row_max, row_sum, stage, phase, query_buffer, pipelines, store
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
     if DIMS <= MAX_QUERY_REGISTER_DIMS:
-        query = stage_matrix(query_pipeline, query_buffer).load(operand_a_layout(S_LAYOUT))
+        query = stage_matrix(query_pipeline, query_buffer).load(operand_a_layout(const.S_LAYOUT))
     else:
         query = stage_matrix(query_pipeline, opaque(query_buffer))
-    stage, phase = advance(stage, phase, STAGES)
-    if MASKED:
+    state = advance(state, const.STAGES)
+    if const.MASKED:
         words = key_words_if_masked(
-            params, blocks, 0, n_masked, WARPGROUP * WARPGROUP_M, TILE_N, S_LAYOUT
+            params, blocks, 0, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
         )
-    consumer_wait(key_pipeline, stage, phase)
-    key = stage_matrix(key_pipeline, stage)
-    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, S_LAYOUT)
+    consumer_wait(key_pipeline, state)
+    key = stage_matrix(key_pipeline, state.stage)
+    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, const.S_LAYOUT)
     # S_0 = Q K_0^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    consumer_release(key_pipeline, stage)
-    if MASKED and n_masked > 0:
-        scores = gl.where(element_mask(words, TILE_N, S_LAYOUT), scores, NEG_INF)
-    p, row_max, correction = online_softmax(scores, row_max, params.scale_log2, MASKED)
-    row_sum = update_row_sum(row_sum, correction, p, params.dropout.threshold is not None)
+    consumer_release(key_pipeline, state)
+    if const.MASKED and n_masked > 0:
+        scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
+    p, softmax, correction = online_softmax(scores, softmax, params, const)
     if params.dropout.threshold is not None:
         key_start = tile_start(params, blocks, 0, TILE_N)
-        keep = dropout_keep_words(params.dropout, bh, query_start, key_start, TILE_N, S_LAYOUT)
-        p = gl.where(element_mask(keep, TILE_N, S_LAYOUT), p, 0.0)
-    acc = rescale_rows(acc, correction, O_LAYOUT)
-    p = as_operand_a(p, query.dtype, O_LAYOUT)
+        keep = dropout_keep_words(
+            params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
+        )
+        p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
+    acc = rescale_rows(acc, correction, const.O_LAYOUT)
+    p = as_operand_a(p, query.dtype, const.O_LAYOUT)
     release_query_after_store(query_pipeline, stored_buffer, is_storing)
-    if LOAD_WAIT_WARPS > 0:
+    if const.LOAD_WAIT_WARPS > 0:
         sync_partition()  # else Triton would synchronise the warpgroup in every step
     for i in range(1, n_tiles):
-        acc, row_max, row_sum, p, stage, phase = mma_one_tile(
-            acc, row_max, row_sum, p, stage, phase, query, key_pipeline, value_pipeline,
-            params, blocks, bh, query_start, i, n_masked,
-            WARPGROUP, LOAD_WAIT_WARPS, MASKED, STAGES, S_LAYOUT, O_LAYOUT,
+        acc, softmax, p, state = mma_one_tile(
+            acc, softmax, p, state, query, key_pipeline, value_pipeline, params, blocks, bh,
+            query_start, i, n_masked, const,
         )  # fmt: skip
-    consumer_wait(value_pipeline, stage, phase)
+    consumer_wait(value_pipeline, state)
     # O += P V of the last tile: [64, N] [N, D] -> [64, D]
-    acc = warpgroup_mma(p, stage_matrix(value_pipeline, stage), acc, is_async=True)
+    acc = warpgroup_mma(p, stage_matrix(value_pipeline, state.stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    consumer_release(value_pipeline, stage)
-    return acc, row_max, row_sum, stage, phase
+    consumer_release(value_pipeline, state)
+    return acc, softmax, state
 
 
 @gluon.jit
-def mma_one_tile(acc, row_max, row_sum, last_p, stage, phase, query, key_pipeline, value_pipeline,
-                 params, blocks, bh, query_start, i, n_masked,
-                 WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr, MASKED: gl.constexpr,
-                 STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
-                 O_LAYOUT: gl.constexpr):  # fmt: skip
-    """S_i and its softmax; O += P_{i-1} V_{i-1}, which is at `stage`."""
+def mma_one_tile(acc, softmax, last_p, last, query, key_pipeline, value_pipeline, params, blocks,
+                 bh, query_start, i, n_masked, const):  # fmt: skip
+    """S_i and its softmax; O += P_{i-1} V_{i-1}, which is at state `last`."""
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
-    last_value = stage_matrix(value_pipeline, stage)
-    last_stage, last_phase = stage, phase
-    stage, phase = advance(stage, phase, STAGES)
-    if MASKED:
+    last_value = stage_matrix(value_pipeline, last.stage)
+    state = advance(last, const.STAGES)
+    if const.MASKED:
         words = key_words_if_masked(
-            params, blocks, i, n_masked, WARPGROUP * WARPGROUP_M, TILE_N, S_LAYOUT
+            params, blocks, i, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
         )
-    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, S_LAYOUT)
-    if LOAD_WAIT_WARPS == 0:
-        consumer_wait(key_pipeline, stage, phase)
-    key = stage_matrix(key_pipeline, stage)
+    zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, const.S_LAYOUT)
+    if const.LOAD_WAIT_WARPS == 0:
+        consumer_wait(key_pipeline, state)
+    key = stage_matrix(key_pipeline, state.stage)
     if params.block > WARPGROUP_M:
-        pingpong_wait(WARPGROUP, LOAD_WAIT_WARPS)
+        pingpong_wait(const.WARPGROUP, const.LOAD_WAIT_WARPS)
     # S_i = Q K_i^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if LOAD_WAIT_WARPS == 0:
-        consumer_wait(value_pipeline, last_stage, last_phase)
+    if const.LOAD_WAIT_WARPS == 0:
+        consumer_wait(value_pipeline, last)
     # O += P_{i-1} V_{i-1}: [64, N] [N, D] -> [64, D]
     acc = warpgroup_mma(last_p, last_value, acc, is_async=True)
     if params.block > WARPGROUP_M:
-        pingpong_signal(WARPGROUP, LOAD_WAIT_WARPS)
+        pingpong_signal(const.WARPGROUP, const.LOAD_WAIT_WARPS)
     if params.dropout.threshold is not None:
         key_start = tile_start(params, blocks, i, TILE_N)
-        keep = dropout_keep_words(params.dropout, bh, query_start, key_start, TILE_N, S_LAYOUT)
+        keep = dropout_keep_words(
+            params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
+        )
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    consumer_release(key_pipeline, stage)
-    if MASKED and i < n_masked:
-        scores = gl.where(element_mask(words, TILE_N, S_LAYOUT), scores, NEG_INF)
-    p, row_max, correction = online_softmax(scores, row_max, params.scale_log2, MASKED)
-    row_sum = update_row_sum(row_sum, correction, p, params.dropout.threshold is not None)
+    consumer_release(key_pipeline, state)
+    if const.MASKED and i < n_masked:
+        scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
+    p, softmax, correction = online_softmax(scores, softmax, params, const)
     if params.dropout.threshold is not None:
-        p = gl.where(element_mask(keep, TILE_N, S_LAYOUT), p, 0.0)
+        p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
     # The compiler moves this wait up, behind some of the exponentials or before the row maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    consumer_release(value_pipeline, last_stage)
-    acc = rescale_rows(acc, correction, O_LAYOUT)
-    return acc, row_max, row_sum, as_operand_a(p, last_value.dtype, O_LAYOUT), stage, phase
+    consumer_release(value_pipeline, last)
+    acc = rescale_rows(acc, correction, const.O_LAYOUT)
+    return acc, softmax, as_operand_a(p, last_value.dtype, const.O_LAYOUT), state
+
+
+@gluon.jit
+def online_softmax(scores, softmax, params, const):
+    """(P = exp2(scale_log2 * (S - row_max)) [64, N], the new state, the correction [64])."""
+    row_max = gl.maximum(softmax.row_max, gl.max(scores, axis=1))
+    shift = row_max * params.scale_log2
+    if const.MASKED:
+        # A row without a key so far: -inf less -inf would be NaN.
+        shift = gl.where(row_max == NEG_INF, 0.0, shift)
+    p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(shift, 1))
+    correction = gl.exp2(softmax.row_max * params.scale_log2 - shift)
+    has_dropout: gl.constexpr = params.dropout.threshold is not None
+    row_sum = update_row_sum(softmax.row_sum, correction, p, has_dropout)
+    return p, SoftmaxState(row_max, row_sum), correction
 
 
 @gluon.jit
@@ -412,18 +445,6 @@ def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
         threads = gl.expand_dims(threads, 0)
         sums = gl.where(threads == 0, gl.expand_dims(gl.sum(sums, axis=1), 1), 0.0)
     return rescale_rows(row_sum, correction, SHARES) + sums
-
-
-@gluon.jit
-def online_softmax(scores, row_max, scale_log2, MASKED: gl.constexpr):
-    """(P = exp2(scale_log2 * (S - new row_max)) [64, N], new row_max [64], correction [64])."""
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
-    shift = new_max * scale_log2
-    if MASKED:
-        # A row without a key so far: -inf less -inf would be NaN.
-        shift = gl.where(new_max == NEG_INF, 0.0, shift)
-    p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
-    return p, new_max, gl.exp2(row_max * scale_log2 - shift)
 
 
 @gluon.jit

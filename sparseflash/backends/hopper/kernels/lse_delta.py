@@ -18,6 +18,7 @@ from sparseflash.backends.hopper.device.gluon_compat import fence_async_shared, 
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.device.params import LOG2E, NEG_INF
 from sparseflash.backends.hopper.device.pipeline import (
+    PipelineState,
     consumer_wait,
     make_pipeline,
     producer_load,
@@ -45,13 +46,14 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
     query_start = gl.program_id(0) % tiles_per_head * WARPGROUP_M
     grad_out_pipeline, out_pipeline = make_pipeline(grad_outs, 1, 1), make_pipeline(outs, 1, 1)
     fence_async_shared()
-    producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, 0, 1)
-    producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, 0, 1)
+    first = PipelineState(0, 1)
+    producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, first)
+    producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, first)
     tensors = LseTensors(lse, grad_lse, lse_delta)
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
     lse_log2, dlse = read_lse(tensors, bh, tokens, q_len)
-    consumer_wait(grad_out_pipeline, 0, 0)
-    consumer_wait(out_pipeline, 0, 0)
+    consumer_wait(grad_out_pipeline, PipelineState(0, 0))
+    consumer_wait(out_pipeline, PipelineState(0, 0))
     grad_out, out = stage_matrix(grad_out_pipeline, 0), stage_matrix(out_pipeline, 0)
     minus_delta = compute_minus_delta(out.load(LAYOUT), grad_out.load(LAYOUT), dlse)
     write_lse_delta(tensors, lse_log2, minus_delta, bh, tokens, padded_len)

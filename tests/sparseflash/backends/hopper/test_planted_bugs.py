@@ -48,7 +48,7 @@ TWO_WARPGROUPS = {
     "V of the next block is released": planted(
         "kernels.forward",
         BARRIER,
-        Argument(Call("mma_one_tile", "consumer_release", "value_pipeline"), 1, "stage"),
+        Argument(Call("mma_one_tile", "consumer_release", "value_pipeline"), 1, "state"),
     ),
     "the last V is not waited for": planted(
         "kernels.forward", NUMBERS, Drop(Call("mainloop", "consumer_wait", "value_pipeline"))
@@ -220,7 +220,7 @@ ALL_GRADIENTS = {
     "Q of this tile is released in place of the last one": planted(
         "kernels.backward_fused",
         DEADLOCK,
-        Argument(Call("mma_one_tile", "consumer_release", "query_pipeline"), 1, "stage"),
+        Argument(Call("mma_one_tile", "consumer_release", "query_pipeline"), 1, "state"),
     ),
     "empty barriers of K count one warpgroup": planted(
         "kernels.backward_fused",
