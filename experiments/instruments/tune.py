@@ -57,17 +57,17 @@ NEEDS = {"dq": (True, False, False, False, False), "dkdv": (False, True, True, F
 SIDES = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
 STAGES = (2, 3)
-DECODE_STAGES = (2, 3, 4)  # tiles of few rows leave room for more
+DECODE_STAGES = (2, 3, 4)  # tiles of few rows leave memory for more
 REGISTERS = (None, 128, 168)
-# What is slow without being measured. A thread of more accumulators spills; of its registers it
-# needs some for other things than accumulators; a warp of fewer or more pairs starves the tensor
-# cores or itself, and those of Hopper take tiles of 64 rows and four warps.
-MOST_ACCUMULATORS = 224
-ACCUMULATORS_OF_REGISTERS = 0.75
-PAIRS_OF_WARP = range(256, 4097)
-WARP_GROUP, GROUP_ROWS = 4, 64
-SHARING = (1, WARP_GROUP)  # warps of programs of which fewer registers let more run at once
-PARTS = 4  # tiles along a side of a block, at most
+# Configurations that are slow are not measured: where a thread has more accumulators, it spills;
+# where it has more of its registers for accumulators, too; where a warp has fewer or more pairs of
+# a tile, tensor cores or registers are idle. On Hopper a wgmma takes 64 rows and four warps.
+MAX_ACCUMULATORS = 224
+MAX_SHARE_OF_REGISTERS = 0.75
+PAIRS_OF_WARP = range(128, 4097)
+WARPGROUP, WARPGROUP_ROWS = 4, 64
+LIMITED_WARPS = (1, WARPGROUP)  # of programs of which more run at once with fewer registers
+MAX_TILES_OF_SIDE = 4  # along a side of a block
 PASSES = (*configs.PASSES, "decode")
 CACHED = 65536  # keys that a step of decoding reads
 # Heads that read the same keys: in a short tile, in a tall one.
@@ -171,26 +171,26 @@ def fitting(which: str, problem: Problem) -> Iterator[Config]:
 
 
 def divides(config: Config, problem: Problem) -> bool:
-    """Whether tiles divide a block in few parts. One of packed rows has room for them, no more."""
+    """Whether tiles divide a block in few parts; those of packed rows are just tall enough."""
     block = problem.block_size
     if problem.packed:
-        room = min(side for side in SIDES if side >= problem.packed)
-        return config.bm == room and config.bn <= block <= PARTS * config.bn
-    few_parts = PARTS * min(config.bm, config.bn) >= block
+        height = min(side for side in SIDES if side >= problem.packed)
+        return config.bm == height and config.bn <= block <= MAX_TILES_OF_SIDE * config.bn
+    few_parts = MAX_TILES_OF_SIDE * min(config.bm, config.bn) >= block
     return few_parts and configs.divides(config, (block, block))
 
 
 def sensible(which: str, config: Config, head_dim: int) -> bool:
-    """Leaves out what is known to be slow."""
+    """Whether a configuration is not known to be slow."""
     pairs = config.bm * config.bn
-    most = ACCUMULATORS_OF_REGISTERS * config.registers if config.registers else MOST_ACCUMULATORS
+    most = MAX_SHARE_OF_REGISTERS * config.registers if config.registers else MAX_ACCUMULATORS
     rows = config.bm if which == "decode" else max(config.bm, config.bn)
-    few_rows = which == "decode" and rows < GROUP_ROWS
+    few_rows = which == "decode" and rows < WARPGROUP_ROWS
     return (
         configs.accumulators(config, which, head_dim) <= most
         and pairs // config.warps in PAIRS_OF_WARP
-        and (few_rows or (config.warps >= WARP_GROUP) == (rows >= GROUP_ROWS))
-        and (config.registers is None or config.warps in SHARING)
+        and (few_rows or (config.warps >= WARPGROUP) == (rows >= WARPGROUP_ROWS))
+        and (config.registers is None or config.warps in LIMITED_WARPS)
     )
 
 

@@ -93,8 +93,8 @@ SHARED = (*configs.SMALL, *configs.SMALL_DECODE)
 
 
 def first_choices(architecture: int):
-    """(pass, dtype, head dim, configuration, options) of kernels that calls take unless told
-    otherwise: of all kinds, at one head dim that is common or one that needs much room.
+    """(pass, dtype, head dim, configuration, options) of the first choices of calls: of
+    every pass and option, at one head dim that is common or one that needs much memory.
     """
 
     def best(which, dtype, head_dim):
@@ -213,11 +213,12 @@ def report_parameters(architecture: int):
         with configured(config, which):
             call(which, query, causal(128, (64, 64)))
         (launched,) = [x for x in stored if x.compiled.name == KERNELS[which].__name__]
-        parameters, _ = relaunch.pack_parameters(launched)
+        packed = relaunch.pack_parameters(launched)
+        assert packed is not None, which
         yield {
             "pass": which,
             "declared": declared_sizes(launched.compiled.asm["ptx"]),
-            "packed": [relaunch.size_of(parameter) for parameter in parameters],
+            "packed": [relaunch.size_of(parameter) for parameter in packed[0]],
         }
 
 
@@ -229,8 +230,9 @@ def declared_sizes(ptx: str) -> list[int]:
 
 
 def report_layouts(architecture: int):
-    """For calls that differ in all that a kernel may be compiled for, how many variants were told
-    apart, and the most kernels that Triton wanted for one of them."""
+    """For calls that differ in all that a kernel may be compiled for: how many variants there are,
+    and the most kernels that Triton would compile for one of them.
+    """
     mask = causal(40, (16, 16))
     storage = torch.empty(1 << 20, dtype=torch.float16)
     sizes = (1, 2, 40, 16)

@@ -17,21 +17,21 @@ if DEVICE.type == "cuda":
     DTYPES.append(torch.bfloat16)
 
 
-def mixed_mask(q_len, k_len, block_size, layers=1, seed=0):
-    """bool (layers, q_len, k_len) of full, empty and random blocks.
+def mixed_mask(q_len, k_len, block_size, num_masks=1, seed=0):
+    """bool (num_masks, q_len, k_len) of full, empty and random blocks.
 
     The second block row and the third block column are empty, and so is the first query.
     """
     generator = torch.Generator().manual_seed(seed)
     bq, bk = block_size
     rows, columns = math.ceil(q_len / bq), math.ceil(k_len / bk)
-    kind = torch.randint(0, 3, (layers, rows, columns), generator=generator)
+    kind = torch.randint(0, 3, (num_masks, rows, columns), generator=generator)
     kind[:, 0, 0] = 1
     kind[:, -1, -1] = 2
     kind[:, 1:2] = 0
     kind[:, :, 2:3] = 0
     kind = kind.repeat_interleave(bq, 1).repeat_interleave(bk, 2)[:, :q_len, :k_len]
-    random = torch.rand(layers, q_len, k_len, generator=generator) < 0.5
+    random = torch.rand(num_masks, q_len, k_len, generator=generator) < 0.5
     mask = (kind == 2) | ((kind == 1) & random)
     mask[:, 0] = False
     return mask

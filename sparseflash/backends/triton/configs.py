@@ -7,6 +7,7 @@ measured: they are large tiles that compile without notable spills.
 import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -18,10 +19,14 @@ from sparseflash.score import named
 
 @dataclass(frozen=True)
 class Config:
-    """bm queries and bn keys per tile, warps per program, stages of the pipeline.
+    """A choice of tiles for one pass.
 
-    tma:       the loop reads through the tensor memory accelerator
-    registers: most registers per thread, so that more programs share a multiprocessor
+    Args:
+        bm, bn: Queries and keys of a tile.
+        warps: Warps of a program.
+        stages: Stages of the pipeline.
+        tma: Whether the loop loads through TMA.
+        registers: Most registers of a thread, so that more programs share a multiprocessor.
     """
 
     bm: int
@@ -32,12 +37,10 @@ class Config:
     registers: int | None = None
 
 
-MAX_ACCUMULATORS_WITH_DROPOUT = 112  # accumulators of a thread
-PASSES = ("forward", "dq", "dkdv")
-# The tallest tile of "decode", the forward pass of few queries.
-MAX_PACKED_ROWS = 64
-# What shares a multiprocessor at most, by its registers.
-WARPS_PER_MULTIPROCESSOR = 16
+PASSES = ("forward", "dq", "dkdv")  # each with a configuration of its own, as has "decode"
+MAX_ACCUMULATORS_WITH_DROPOUT = 112  # of a thread
+MAX_PACKED_ROWS = 64  # of a tile of "decode", the forward pass of few queries
+WARPS_PER_MULTIPROCESSOR = 16  # at most, by its registers
 
 SMALL = (Config(32, 32, 2, 3), Config(16, 16, 1, 3))
 SMALL_FLOAT32 = (Config(32, 32, 4, 2), Config(16, 16, 4, 2))
@@ -47,7 +50,8 @@ SMALL_DECODE = (
     Config(64, 32, 4, 3),
     Config(64, 16, 4, 3),
 )
-# Of blocks of 32 and 16. A program of one warp waits for nobody; more programs fill the device.
+# Of blocks of 32 and 16: a program of one warp waits for no other warp, and many programs share a
+# multiprocessor.
 SMALL_HOPPER = {
     ("forward", 32): (
         Config(32, 32, 1, 3, tma=True, registers=128),
@@ -227,25 +231,28 @@ def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: 
     """Bytes of shared memory that a program takes at most."""
     row = padded_dims(head_dim) * dtype.itemsize
     resident, streamed = (config.bn, config.bm) if pass_name == "dkdv" else (config.bm, config.bn)
-    operands = (
-        1 if pass_name in ("forward", "decode") else 2
-    ) * resident * row + config.stages * 2 * streamed * row
+    operands = _products(pass_name) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
-    pairs = config.bm * config.bn
-    return operands + vectors + pairs
+    mask = config.bm * config.bn
+    return operands + vectors + mask
+
+
+def _products(pass_name: str) -> int:
+    """How many products (BM, BN) a step computes: S, and dP in the backward pass."""
+    return 1 if pass_name in ("forward", "decode") else 2
 
 
 def accumulators(config: Config, pass_name: str, head_dim: int) -> float:
-    """Float32 accumulators that each thread holds: those of the result, of scores and of dP."""
+    """Float32 accumulators of a thread: of the result, of S and of dP."""
     dims = padded_dims(head_dim)
     resident = 2 * config.bn if pass_name == "dkdv" else config.bm
-    products = 1 if pass_name in ("forward", "decode") else 2
-    return (resident * dims + products * config.bm * config.bn) / (config.warps * 32)
+    products = _products(pass_name) * config.bm * config.bn
+    return (resident * dims + products) / (config.warps * 32)
 
 
 def with_more_warps(config: Config, pass_name: str, head_dim: int) -> Config:
-    """Random numbers and changes of scores take registers of their own: what would spill gets
-    twice the threads.
+    """Twice the warps for a configuration that would spill with dropout or a score function, which
+    take registers of their own.
     """
     warps = config.warps
     if accumulators(config, pass_name, head_dim) > MAX_ACCUMULATORS_WITH_DROPOUT:
@@ -286,17 +293,16 @@ def choose(
 ) -> Config | None:
     """The best configuration that divides the block, fits `memory` and uses tma only if it may.
 
-    packed_rows: of "decode", whose tiles hold rows of several heads: the best of those whose tile
-        holds them all, if any does.
+    Args:
+        memory: Bytes of shared memory that a program may take.
+        packed_rows: Rows of several heads that a tile of "decode" should hold. Configurations
+            whose tile holds them all come first.
     """
-    tallest = (
-        max(block_size[0], MAX_PACKED_ROWS) if packed_rows else block_size[0],
-        block_size[1],
-    )
+    bm_limit = max(block_size[0], MAX_PACKED_ROWS) if packed_rows else block_size[0]
     found = [
         config
         for config in candidates(architecture, pass_name, dtype, head_dim)
-        if divides(config, tallest)
+        if divides(config, (bm_limit, block_size[1]))
         and shared_memory(config, pass_name, dtype, head_dim) <= memory
         and tma >= config.tma
     ]
@@ -321,7 +327,7 @@ def limits(device: torch.device) -> tuple[int, int]:
 def resident_programs(
     device: torch.device, config: Config, pass_name: str, dtype: torch.dtype, head_dim: int
 ) -> int:
-    """How many programs of a pass the device runs at a time, about."""
+    """About how many programs of a pass the device runs at a time."""
     _, memory = limits(device)
     by_memory = memory // shared_memory(config, pass_name, dtype, head_dim)
     by_warps = WARPS_PER_MULTIPROCESSOR // config.warps
@@ -333,11 +339,11 @@ def resident_programs(
 class KernelVariant:
     """A configuration, and the constants and options that a kernel is compiled with.
 
-    The same call gets the same object: it stands for all that it was made from.
+    Equal facts get the same object, so it is part of the key of a compiled kernel.
     """
 
     config: Config
-    constants: dict
+    constants: dict[str, Any]
 
 
 @lru_cache(maxsize=4096)
@@ -356,20 +362,20 @@ def kernel_variant(
     packed_rows: int,
 ) -> KernelVariant:
     """The configuration of one pass, with the compile-time constants that follow from it."""
-    sloped = softcap or score is not None
+    has_slopes = softcap or score is not None
     config = choose(pass_name, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
     if config is None:
         raise ValueError(f"no configuration of {pass_name} fits {device}: why_not says so before")
-    if sloped and pass_name == "dkdv":
-        # Scores and their slopes are held side by side: a wider tile spills.
+    if has_slopes and pass_name == "dkdv":
+        # S and its derivative are in registers at the same time: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
-    if dropout or sloped:
+    if dropout or has_slopes:
         config = with_more_warps(config, pass_name, head_dim)
     if bias and (pass_name != "decode" or config.bm > 16):
-        # A bias for every pair of a tile takes registers, and a pipeline would hold them in shared
-        # memory for every stage.
-        room = {"bm": min(config.bm, 64), "warps": max(8, config.warps)}
-        config = replace(config, **room, stages=1, registers=None)
+        # A bias for every pair of a tile takes registers, and a pipeline would store them in
+        # shared memory for every stage.
+        bm, warps = min(config.bm, 64), max(8, config.warps)
+        config = replace(config, bm=bm, warps=warps, stages=1, registers=None)
     constants = {
         "DROPOUT": dropout,
         "SOFTCAP": softcap,
@@ -381,7 +387,7 @@ def kernel_variant(
         "BLOCK_K": block_size[1],
         "BM": config.bm,
         "BN": config.bn,
-        # A loop over partial blocks pipelines their masks too: one stage less leaves it the room.
+        # A loop over partial blocks pipelines their masks too, which takes the memory of a stage.
         "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
         "num_warps": config.warps,
         "num_stages": config.stages,

@@ -91,8 +91,8 @@ def _prepare(
     spec, table = plan.spec, plan.table
     block_q, block_k = table.block_size
     size = spec.dtype.itemsize
-    places = [names.index(name) for name in STREAMED[pass_name] if name in names]
-    describable = all(aligned[i] and _is_describable(size, strides[i]) for i in places)
+    streamed = [names.index(name) for name in STREAMED[pass_name] if name in names]
+    describable = all(aligned[i] and _is_describable(size, strides[i]) for i in streamed)
     group = spec.heads // spec.kv_heads
     shares_mask = spec.mask_heads == 1 or table.by_query.row_ptr.shape[0] == 1
     heads_per_tile = group if pass_name == "decode" and shares_mask else 1
@@ -257,8 +257,8 @@ def _layout(
 def _strides_and_alignment(
     tensors: Iterable[Tensor],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
-    pairs = [(t.stride(), t.data_ptr() % ALIGNMENT == 0) for t in tensors]
-    strides, aligned = zip(*pairs, strict=True)
+    facts = [(t.stride(), t.data_ptr() % ALIGNMENT == 0) for t in tensors]
+    strides, aligned = zip(*facts, strict=True)
     return strides, aligned
 
 

@@ -175,20 +175,20 @@ def pack_parameters(launched: Launched) -> tuple[list, dict] | None:
     compiled = launched.compiled
     maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     signature = compiled.src.signature.items()
-    for (name, kind), argument in zip(signature, launched.arguments, strict=True):
-        if kind == "constexpr":
+    for (name, of_type), argument in zip(signature, launched.arguments, strict=True):
+        if of_type == "constexpr":
             continue
-        if kind.startswith("*"):
+        if of_type.startswith("*"):
             packed = [ctypes.c_uint64(argument.data_ptr())]
-        elif kind.startswith("tensordesc"):
+        elif of_type.startswith("tensordesc"):
             metadata = next(maps, None)
             if metadata is None:
                 return None
             shape = [ctypes.c_int32(n) for n in argument.shape]
             strides = [ctypes.c_int64(n) for n in argument.strides]
             packed = [TensorMap(argument, metadata), *shape, *strides]
-        elif kind in SCALARS:
-            packed = [SCALARS[kind](argument)]
+        elif of_type in SCALARS:
+            packed = [SCALARS[of_type](argument)]
         else:
             return None
         slots[name] = packed[0]

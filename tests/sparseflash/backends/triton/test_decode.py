@@ -27,9 +27,9 @@ from tests.helpers.calls import call_on
 from tests.helpers.triton_calls import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 
-def rows_of(q_len, k_len, block_size, layers=1):
+def rows_of(q_len, k_len, block_size, num_masks=1):
     """mixed_mask with keys for the first query."""
-    dense = mixed_mask(q_len, k_len, block_size, layers)
+    dense = mixed_mask(q_len, k_len, block_size, num_masks)
     dense[:, 0] = dense[:, -1]
     return dense
 
@@ -58,7 +58,7 @@ def check_forward(query, key, value, dense, block_size, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "layers", "q_len", "k_len", "head_dim", "block_size"),
+    ("heads", "kv_heads", "num_masks", "q_len", "k_len", "head_dim", "block_size"),
     [
         (1, 1, 1, 1, 130, 16, (16, 16)),
         (4, 2, 1, 1, 100, 24, (32, 16)),
@@ -67,11 +67,13 @@ def check_forward(query, key, value, dense, block_size, **options):
         (6, 1, 1, 16, 70, 16, (16, 64)),
     ],
 )
-def test_heads_that_share_keys(dtype, heads, kv_heads, layers, q_len, k_len, head_dim, block_size):
+def test_heads_that_share_keys(
+    dtype, heads, kv_heads, num_masks, q_len, k_len, head_dim, block_size
+):
     inputs = make_inputs(
         1, heads, q_len, k_len, head_dim, kv_heads=kv_heads, dtype=dtype, device=DEVICE
     )
-    check_forward(*inputs[:3], rows_of(q_len, k_len, block_size, layers), block_size)
+    check_forward(*inputs[:3], rows_of(q_len, k_len, block_size, num_masks), block_size)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7])

@@ -45,13 +45,13 @@ def test_mixed_blocks(dtype, head_dim, block_size, q_len, k_len):
 )
 def test_large_blocks(dtype, head_dim, block_size):
     inputs = make_inputs(2, 4, 1000, 777, head_dim, kv_heads=2, dtype=dtype, device=DEVICE)
-    check(inputs, mixed_mask(1000, 777, block_size, layers=4), block_size)
+    check(inputs, mixed_mask(1000, 777, block_size, num_masks=4), block_size)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "layers"), [(4, 2, 1), (3, 1, 3), (2, 2, 2)])
-def test_grouped_heads_and_masks_per_head(heads, kv_heads, layers):
+@pytest.mark.parametrize(("heads", "kv_heads", "num_masks"), [(4, 2, 1), (3, 1, 3), (2, 2, 2)])
+def test_grouped_heads_and_masks_per_head(heads, kv_heads, num_masks):
     inputs = make_inputs(2, heads, 50, 70, 16, kv_heads=kv_heads, device=DEVICE)
-    check(inputs, mixed_mask(50, 70, (16, 32), layers), (16, 32))
+    check(inputs, mixed_mask(50, 70, (16, 32), num_masks), (16, 32))
 
 
 @pytest.mark.parametrize("block_size", [(16, 16), (32, 64)])
@@ -120,20 +120,20 @@ def test_offsets_beyond_32_bits():
 
 
 @pytest.mark.parametrize(
-    ("kind", "side"), [("one long row", 8), ("equal rows", 4), ("empty", 2), ("full", 2)]
+    ("rows", "side"), [("one long row", 8), ("equal rows", 4), ("empty", 2), ("full", 2)]
 )
-def test_rows_of_any_length(kind, side):
+def test_rows_of_any_length(rows, side):
     i, j = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     blocks = {
         "one long row": (i == j) | (i == 3),
         "equal rows": (i == j) | ((i + 3) % side == j),
         "empty": i < 0,
         "full": i >= 0,
-    }[kind]
+    }[rows]
     dense = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1)
     inputs = make_inputs(2, 2, 16 * side, 16 * side, 16, device=DEVICE)
     results = check(inputs, dense[None], (16, 16))
-    if kind == "empty":
+    if rows == "empty":
         assert results["lse"].isneginf().all()
         assert all(results[name].count_nonzero() == 0 for name in ("out", "dq", "dk", "dv"))
 
