@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
+from typing import TYPE_CHECKING
 
-import scipy.sparse
 import torch
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from masks._core.transpose import transpose
 from masks.arguments import check_floating, check_integer
 from masks.lookup_table import LookupTable, compile_selected, compile_table
 from masks.registry import Cache, Handled
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 Size = int | tuple[int, int]
 
@@ -135,7 +138,7 @@ class BlockMask(OnGrid, Handled):
         """bool `shape`: every pair. Takes q_len * k_len bytes per head."""
         return self._by_head(convert.to_dense(self.block_set))
 
-    def to_scipy(self) -> scipy.sparse.bsr_array:
+    def to_scipy(self) -> "scipy.sparse.bsr_array":
         """A bool bsr_array (nq * bq, nk * bk) of whole blocks, indices ascending.
 
         Raises:

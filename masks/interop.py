@@ -6,7 +6,6 @@ scipy and dense matrices are read and made by BlockMask itself.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import scipy.sparse
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
@@ -136,6 +135,8 @@ def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> Block
     Raises ValueError for other layouts. A mask from to_torch whose last blocks are clipped comes
     back in whole blocks: crop it.
     """
+    import scipy.sparse  # here, for it takes longer to import than all of masks
+
     if matrix.layout in (torch.sparse_bsr, torch.sparse_csr):
         values, column, crow = (
             x.cpu().numpy() for x in (matrix.values(), matrix.col_indices(), matrix.crow_indices())

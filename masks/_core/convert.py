@@ -1,10 +1,11 @@
 """Masks from matrices of pairs or blocks, dense and scipy's, and back."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import scipy.sparse
 import torch
 from torch import Tensor
 
@@ -12,6 +13,9 @@ from masks._core.bit_tiles import deduplicate, pack, unpack
 from masks._core.block_set import BlockSet, assemble, of_full
 from masks._core.grid import Grid
 from masks._core.intervals import empty, from_bool_matrix, from_points
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 STRIP = 1 << 22  # pairs that are looked at together when a mask is read pair by pair
 
@@ -71,7 +75,7 @@ def to_blocks(blocks: BlockSet) -> Tensor:
 
 def checked_blocks(blocks) -> Tensor:
     """Blocks of any accepted form as bool (heads, nq, nk). Raises TypeError or ValueError."""
-    if scipy.sparse.issparse(blocks):
+    if _is_scipy(blocks):
         blocks = blocks.toarray()
     if not isinstance(blocks, Tensor):
         blocks = _tensor_of(blocks)
@@ -164,7 +168,7 @@ def _strip_blocks(grid: Grid, strip: Tensor, first_row: int) -> tuple[Tensor, Te
 
 def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> BlockSet:
     """See BlockMask.from_scipy."""
-    if not scipy.sparse.issparse(matrix):
+    if not _is_scipy(matrix):
         raise TypeError(
             f"matrix must be a scipy.sparse array or matrix, got {type(matrix).__name__}"
         )
@@ -178,8 +182,16 @@ def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> BlockSet:
     return assemble(grid, (0,), empty(grid.device), flat, *tiles)
 
 
-def _padded_bsr(matrix, grid: Grid) -> scipy.sparse.bsr_array:
+def _is_scipy(matrix: object) -> bool:
+    """Whether it is a matrix of scipy.sparse, which whoever has one has imported."""
+    sparse = sys.modules.get("scipy.sparse")
+    return sparse is not None and sparse.issparse(matrix)
+
+
+def _padded_bsr(matrix, grid: Grid) -> "scipy.sparse.bsr_array":
     """The matrix as bsr_array of whole blocks, duplicates summed and indices ascending."""
+    import scipy.sparse
+
     if matrix.format == "bsr" and matrix.blocksize == grid.block_size:
         blocks = scipy.sparse.bsr_array(matrix, copy=True)
     else:
@@ -191,8 +203,10 @@ def _padded_bsr(matrix, grid: Grid) -> scipy.sparse.bsr_array:
     return blocks
 
 
-def to_scipy(blocks: BlockSet) -> scipy.sparse.bsr_array:
+def to_scipy(blocks: BlockSet) -> "scipy.sparse.bsr_array":
     """See BlockMask.to_scipy."""
+    import scipy.sparse  # here, for it takes longer to import than all of masks
+
     if len(blocks.head_to_mask) != 1:
         raise ValueError(
             f"to_scipy takes a mask of one head, got {len(blocks.head_to_mask)}; use mask.head(h)"

@@ -6,19 +6,19 @@ mask. A pattern is compiled when the graph runs, at the lengths it runs with, so
 every sequence length.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import TransformType, retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from masks import DynamicMask
 from masks.registry import find
 from sparseflash.arguments import AnyMask
-from sparseflash.dispatch.autograd import refuse_second_derivative, refuse_tangents
+from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.options import OPTION_NAMES, AttentionOptions
@@ -72,24 +72,11 @@ def traced_attention(
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
     rest = (bias, block_scores, blocks, handle, key_lengths, seed, *options.as_dict().values())
-    if torch.compiler.is_compiling():
-        if _is_differentiated_by_torch_func():
-            return _transformed(query, key, value, *rest)
-    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return _Transformed.apply(query, key, value, *rest)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        from sparseflash.dispatch import transforms  # imports torch's compiler
+
+        return transforms.attention(query, key, value, *rest)
     return attention(query, key, value, *rest)
-
-
-@torch.compiler.assume_constant_result
-def _is_differentiated_by_torch_func() -> bool:
-    """Whether the compiler traces what torch.func.grad, jvp or their like run."""
-    found = [transform.key() for transform in retrieve_all_functorch_interpreters()]
-    return TransformType.Grad in found or TransformType.Jvp in found
-
-
-@torch.compiler.disable(reason="torch.func differentiates sparseflash.attention outside of graphs")
-def _transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _Transformed.apply(*arguments)
 
 
 @torch.library.custom_op("sparseflash::attention", mutates_args=(), schema=_SCHEMA)
@@ -162,51 +149,7 @@ def _(*arguments):
     return [torch.empty_like(given[name]) for name, needed in wanted if needed]
 
 
-class _Transformed(torch.autograd.Function):
-    """The operator for torch.func, which does not differentiate custom operators."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return attention(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _save(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return _differentiate(ctx, *grads, backward=_TransformedGradients.apply)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        refuse_tangents(ctx, *tangents)
-
-
-class _TransformedGradients(torch.autograd.Function):
-    """The operator of the backward pass for torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return tuple(attention_backward(*arguments))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        refuse_second_derivative(ctx, *grads)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        refuse_tangents(ctx, *tangents)
-
-
-def _save(ctx, inputs, output):
+def save_for_backward(ctx, inputs, output):
     given = _named(attention, inputs)
     given["out"], given["lse"] = output
     ctx.tensors = [name for name, x in given.items() if isinstance(x, Tensor)]
@@ -216,7 +159,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad_out, grad_lse, backward=attention_backward):
+def differentiate(ctx, grad_out, grad_lse, backward: Callable = attention_backward):
     needs = ctx.needs_input_grad
     if grad_out is None and grad_lse is None:
         return (None,) * len(needs)
@@ -227,7 +170,7 @@ def _differentiate(ctx, grad_out, grad_lse, backward=attention_backward):
     return tuple(next(grads) if needed else None for needed in needs)
 
 
-attention.register_autograd(_differentiate, setup_context=_save)
+attention.register_autograd(differentiate, setup_context=save_for_backward)
 attention_backward.register_autograd(refuse_second_derivative)
 
 

@@ -12,7 +12,10 @@ import sparseflash
 from sparseflash import _shadowing
 
 ROOT = Path(sparseflash.__file__).parents[1]
-SLOW = ("matplotlib", "rich", "torch.utils.benchmark", "transformers", "typer")
+SLOW = (
+    *("matplotlib", "rich", "scipy", "torch._dynamo", "torch.utils.benchmark", "transformers"),
+    *("triton", "typer"),
+)
 
 
 def run(program: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
