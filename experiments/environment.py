@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -36,17 +37,13 @@ def device_name(device: torch.device) -> str:
 def git_state() -> dict:
     """The commit, and whether tracked files differ from it; None and None outside a repository of
     its own: that of a folder around it says nothing about this code."""
-    nothing = {"commit": None, "dirty": None}
     try:
-        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():
-            return nothing
-        commit = _git("rev-parse", "HEAD")
-        return {
-            "commit": commit,
-            "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        }
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() == ROOT.resolve():
+            dirty = bool(_git("status", "--porcelain", "--untracked-files=no"))
+            return {"commit": _git("rev-parse", "HEAD"), "dirty": dirty}
     except (OSError, subprocess.CalledProcessError):
-        return nothing
+        pass
+    return {"commit": None, "dirty": None}
 
 
 def _git(*arguments: str) -> str:
@@ -55,11 +52,10 @@ def _git(*arguments: str) -> str:
 
 
 def _hardware(device: torch.device) -> dict:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
     host = {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -75,20 +71,15 @@ def _hardware(device: torch.device) -> dict:
 
 
 def _versions() -> dict:
-    packages = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+    packages = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return packages | {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
     }
-
-
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _cpu_model() -> str:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -135,35 +135,23 @@ def fading(window: int | torch.Tensor) -> Predicate:
 def _butterfly_candidates(size: Size, densities: Sequence[float]) -> list[Problem]:
     """Butterflies of every stride, on coarser blocks too, which gives higher densities."""
     candidates = []
-    for block_size in (
-        b for b in (size.block_size, 2 * size.block_size, 4 * size.block_size) if b <= 256
-    ):
-        strides = 2 ** torch.arange(int(math.log2(size.seq_len / block_size)))
-        for stride in strides.tolist():
-            pattern = masks.butterfly(max_stride=stride)
-            mask = pattern(size.seq_len, block_size=block_size, device=size.device)
-            label = f"butterfly({stride})" + (
-                f" of {block_size}" if block_size != size.block_size else ""
-            )
+    for side in (s for s in (1, 2, 4) if s * size.block_size <= 256):
+        coarse = replace(size, block_size=side * size.block_size)
+        for step in range(int(math.log2(size.seq_len / coarse.block_size))):
+            label = f"butterfly({2**step})" + f" of {coarse.block_size}" * (side > 1)
+            mask = coarse.compile(masks.butterfly(max_stride=2**step))
             candidates.append(Problem(label, mask.reblock(size.block_size)))
     return candidates
 
 
 def _strided_candidates(size: Size, densities: Sequence[float]) -> list[Problem]:
-    blocks = size.seq_len // size.block_size
-    strides = sorted(
-        {round(2 ** (step / 4)) for step in range(int(4 * math.log2(max(blocks, 1))) + 1)}
-    )
-    return [
-        Problem(f"strided({stride})", size.compile(masks.strided(stride))) for stride in strides
-    ]
+    steps = range(int(4 * math.log2(max(size.seq_len // size.block_size, 1))) + 1)
+    strides = sorted({round(2 ** (step / 4)) for step in steps})
+    return [Problem(f"strided({n})", size.compile(masks.strided(n))) for n in strides]
 
 
 def _random_candidates(size: Size, densities: Sequence[float]) -> list[Problem]:
-    return [
-        Problem(f"random({density:.3g})", size.compile(masks.random(density, seed=0)))
-        for density in densities
-    ]
+    return [Problem(f"random({s:.3g})", size.compile(masks.random(s, seed=0))) for s in densities]
 
 
 FULL = Single("full", masks.full(), dense="full")

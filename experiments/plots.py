@@ -93,7 +93,12 @@ def _speedup(rows: list[Measurement]) -> Figure:
                 ax.plot(*zip(*line, strict=True), **look)
         least = min(r.density for r in here)
         ax.plot([least, 1], [1 / least, 1], color="black", linewidth=1, linestyle=(0, (1, 2)))
-        end = {"textcoords": "offset points", "fontsize": 8, "ha": "right", "va": "bottom"}
+        end: dict[str, Any] = {
+            "textcoords": "offset points",
+            "fontsize": 8,
+            "ha": "right",
+            "va": "bottom",
+        }
         ax.annotate("ideal 1/s", (least, 1 / least), (-10, 2), **end)
         _density_axis(ax)
     title = f"Speed-up over the full mask of sparseflash, N = {rows[0].seq_len:,}"
@@ -146,9 +151,8 @@ def _against_length(
     panels, axes = _panels(rows)
     families = _families(rows)
     for direction, ax in axes.items():
-        for (implementation, family), points in _lines(
-            r for r in rows if r.direction == direction
-        ).items():
+        here = [r for r in rows if r.direction == direction]
+        for (implementation, family), points in _lines(here).items():
             line = sorted((r.seq_len, value(r)) for r in points)
             ax.plot(*zip(*line, strict=True), **_look(implementation, family, families))
         ax.set_xscale("log", base=2)
@@ -205,20 +209,18 @@ def _look(implementation: str, family: str, families: dict[str, int]) -> dict:
 
 
 def _level(ax: Axes, height: float, implementation: str) -> None:
+    """A line at the height of a dense baseline."""
     ax.axhline(height, color="#444444", linewidth=1, linestyle=STYLES.get(implementation, "-"))
-    label = f"{NAMES.get(implementation, implementation)} dense"
     below = implementation == "flash"  # the slowest: the level of FlexAttention lies above it
-    ax.annotate(
-        label,
-        (1, height),
-        (-3, -3 if below else 3),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        fontsize=7,
-        color="#444444",
-        ha="right",
-        va="top" if below else "bottom",
-    )
+    label = f"{NAMES.get(implementation, implementation)} dense"
+    look: dict[str, Any] = {
+        "fontsize": 7,
+        "color": "#444444",
+        "ha": "right",
+        "va": "top" if below else "bottom",
+    }
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    ax.annotate(label, (1, height), (-3, -3 if below else 3), **place, **look)
 
 
 def _density_axis(ax: Axes) -> None:

@@ -8,7 +8,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -111,17 +111,12 @@ def _table(rows: list[Measurement], everything: list[Measurement]) -> Table:
 def _cells(row: Measurement, everything: list[Measurement], repeated: bool) -> list[str]:
     versus = relative(row, everything)
     spread = (row.high_ms - row.low_ms) / 2 / row.median_ms
+    mask = [row.pattern, f"{row.density:.4f}", f"{row.blocks_per_row:.1f}"]
     return [
-        "" if repeated else row.pattern,
-        "" if repeated else f"{row.density:.4f}",
-        "" if repeated else f"{row.blocks_per_row:.1f}",
-        row.implementation,
-        f"{row.median_ms:.4g}",
-        f"{spread:.1%}".rstrip("%"),
-        f"{row.useful[0]:.3g}",
-        _optional(versus["speedup"], "{:.2f}"),
-        f"{versus['ideal']:.2f}",
-        _optional(versus["retention"], "{:.2f}"),
+        *(["", "", ""] if repeated else mask),
+        *(row.implementation, f"{row.median_ms:.4g}", f"{spread:.1%}".rstrip("%")),
+        *(f"{row.useful[0]:.3g}", _optional(versus["speedup"], "{:.2f}")),
+        *(f"{versus['ideal']:.2f}", _optional(versus["retention"], "{:.2f}")),
         f"{row.peak_bytes / 2**20:.1f}",
     ]
 
@@ -142,18 +137,13 @@ def _crossover_table(found: list[dict]) -> Table:
     ):
         table.add_column(column)
     for entry in found:
-        baseline = f" ({entry['baseline']})" if entry["baseline"] else ""
-        against_baseline = (
-            _limit(entry["against_baseline"]) + baseline if entry["baseline"] else "not measured"
+        baseline = entry["baseline"]
+        against = (
+            f"{_limit(entry['against_baseline'])} ({baseline})" if baseline else "not measured"
         )
-        table.add_row(
-            f"{entry['seq_len']:,}",
-            entry["direction"],
-            entry["implementation"],
-            entry["family"],
-            _limit(entry["against_full"]),
-            against_baseline,
-        )
+        names = (entry["direction"], entry["implementation"], entry["family"])
+        limit = _limit(entry["against_full"])
+        table.add_row(f"{entry['seq_len']:,}", *names, limit, against)
     return table
 
 
@@ -210,9 +200,14 @@ def origin(record: Record) -> str:
 
 
 def plain_table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
-    )
+    """A table without a frame."""
+    look: dict[str, Any] = {
+        "title_justify": "left",
+        "box": SIMPLE_HEAD,
+        "pad_edge": False,
+        "padding": (0, 1),
+    }
+    return Table(title=title, **look)
 
 
 def _optional(value: float | None, form: str) -> str:

@@ -55,27 +55,14 @@ class Shape:
     def case(
         self, suite: str, family: Single, block_size: int, implementations: tuple[str, ...]
     ) -> Case:
-        """A case of this size; `family` is compiled for a GPU."""
+        """A case of this size; the pattern of `family` is compiled for a GPU."""
         (problem,), _ = family.choose(self.size(block_size), ())
         return self.of(suite, family.name, problem, block_size, implementations)
 
-    def of(
-        self,
-        suite: str,
-        family: str,
-        problem: Problem,
-        block_size: int,
-        implementations: tuple[str, ...],
-    ) -> Case:
-        """A case of this size and a compiled mask."""
-        return Case(
-            suite=suite,
-            family=family,
-            problem=problem,
-            block_size=block_size,
-            implementations=implementations,
-            **asdict(self),
-        )
+    def of(self, suite: str, family: str, problem: Problem, block_size: int, names) -> Case:
+        """A case of this size and a compiled mask, for the implementations `names`."""
+        facts = {"problem": problem, "block_size": block_size, "implementations": names}
+        return Case(suite=suite, family=family, **facts, **asdict(self))
 
 
 def dense(ours: tuple[str, ...]) -> Iterator[Case]:
@@ -239,9 +226,6 @@ def planned(
         yield from length_cases(method)
         return
     for case in SUITES[suite](ours):
-        chosen = [
-            name
-            for name in case.implementations
-            if is_ours(name) or baselines is None or name in baselines
-        ]
+        names = case.implementations
+        chosen = (n for n in names if is_ours(n) or baselines is None or n in baselines)
         yield replace(case, implementations=tuple(chosen))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import track
@@ -110,16 +110,13 @@ def problems(implementations: tuple[str, ...]) -> "Iterator[Case]":
     from experiments.pattern_families import FULL, Single
     from experiments.suites import BLOCK, TOKENS, Shape, at_random
 
-    sparse = tuple(
-        c for c in implementations if c in (IMPLEMENTATION, Baseline.FLASH4, Baseline.FLEX)
-    )
-    for seq_len, share in ((8192, 1), (16_384, 16), (32_768, 16), (32_768, 4)):
+    known = (IMPLEMENTATION, Baseline.FLASH4, Baseline.FLEX)
+    sparse = tuple(name for name in implementations if name in known)
+    yield Shape(TOKENS // 8192, HEADS, 8192, HEAD_DIM).case("power", FULL, BLOCK, implementations)
+    for seq_len, share in ((16_384, 16), (32_768, 16), (32_768, 4)):
+        family = Single(f"random 1/{share}", at_random(share, seq_len, BLOCK))
         shape = Shape(TOKENS // seq_len, HEADS, seq_len, HEAD_DIM)
-        if share == 1:
-            yield shape.case("power", FULL, BLOCK, implementations)
-        else:
-            family = Single(f"random 1/{share}", at_random(share, seq_len, BLOCK))
-            yield shape.case("power", family, BLOCK, sparse)
+        yield shape.case("power", family, BLOCK, sparse)
 
 
 def measure(case: "Case", seconds: float) -> tuple[list[Row], dict[str, str]]:
@@ -129,77 +126,65 @@ def measure(case: "Case", seconds: float) -> tuple[list[Row], dict[str, str]]:
     from experiments.measure import DTYPES, SkipReasons, checked, random_problem
     from experiments.timing import prepared
 
-    passes = Passes.BOTH.directions
-    method = Method("cuda", "bf16", passes, Clock.GRAPH, "sustained", 0.0, seed=0)
+    directions = Passes.BOTH.directions
+    method = Method("cuda", "bf16", directions, Clock.GRAPH, "sustained", 0.0, seed=0)
     problem = random_problem(case, DTYPES[method.dtype], torch.device("cuda"), method.seed)
     skips = SkipReasons()
     rows = []
-    for implementation in case.implementations:
-        with skips.catch(implementation):
-            passes = checked(implementation, case, method, *problem)
-            for direction, prepare in passes.items():
+    for name in case.implementations:
+        with skips.catch(name):
+            for direction, prepare in checked(name, case, method, *problem).items():
                 with prepared(prepare, Clock.GRAPH) as sample:
-                    rows.append(row_of(case, implementation, direction, sample, seconds))
+                    rows.append(row_of(case, name, direction, sample, seconds))
     return rows, skips.reasons
 
 
-def row_of(
-    case: "Case", implementation: str, direction: str, sample: Sample, seconds: float
-) -> Row:
+def row_of(case: "Case", name: str, direction: str, sample: Sample, seconds: float) -> Row:
+    """Times a pass rested, then sustained with the GPU read."""
     rested_ms = rested(sample)
     with readings() as read:
         sustained_ms = sustained(sample, seconds)
     clocks, powers, capped = zip(*read[int(len(read) * WARM_UP) :], strict=True)
-    lengths = (case.seq_len, case.seq_len)
-    sizes = (case.batch * case.heads, lengths, case.head_dim, case.problem.density)
-    teraflop = useful_flops(*sizes, direction) / 1e9
+    lengths, density = (case.seq_len, case.seq_len), case.problem.density
+    flops = useful_flops(case.batch * case.heads, lengths, case.head_dim, density, direction)
     return Row(
-        problem=case.family,
-        seq_len=case.seq_len,
-        density=case.problem.density,
-        direction=direction,
-        implementation=implementation,
-        rested_ms=rested_ms,
-        rested_tflops=teraflop / rested_ms,
-        sustained_ms=sustained_ms,
-        sustained_tflops=teraflop / sustained_ms,
-        clock=statistics.median(clocks),
-        power=statistics.median(powers),
-        capped=statistics.mean(capped),
+        *(case.family, case.seq_len, density, direction, name),
+        *(rested_ms, flops / (rested_ms * 1e9), sustained_ms, flops / (sustained_ms * 1e9)),
+        *(statistics.median(clocks), statistics.median(powers), statistics.mean(capped)),
     )
 
 
 def rested(sample: Sample) -> float:
     """The median of runs in short bursts; the first of each wakes the GPU up."""
     (estimate,) = sample(1)
-    runs = max(2, round(BURST_MS / estimate))
     milliseconds = []
     for _ in range(BURSTS):
         time.sleep(PAUSE_SECONDS)
-        milliseconds += sample(runs)[1:]
+        milliseconds += sample(max(2, round(BURST_MS / estimate)))[1:]
     return statistics.median(milliseconds)
 
 
 def sustained(sample: Sample, seconds: float) -> float:
     """The median of runs that follow one another for so long, after the clock has settled."""
     (estimate,) = sample(1)
-    runs = max(1, round(ENQUEUED_MS / estimate))
     milliseconds = []
     begin = time.perf_counter()
     while (elapsed := time.perf_counter() - begin) < seconds:
-        times = sample(runs)
+        times = sample(max(1, round(ENQUEUED_MS / estimate)))
         milliseconds += times if elapsed > WARM_UP * seconds else []
     return statistics.median(milliseconds)
 
 
 @contextmanager
 def readings() -> Iterator[list[Reading]]:
-    """Reads the GPU while the block runs, after which the list is filled. Raises OSError with what
-    nvidia-smi said if it read nothing, which is no reason to skip a baseline."""
-    command = [*asking(QUERY), f"--loop-ms={SAMPLE_MILLISECONDS}"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as reader:
+    """Reads the GPU while the block runs, after which the list is filled.
+
+    Raises:
+        OSError: with what nvidia-smi said if it read nothing; no reason to skip a baseline.
+    """
+    asked = [*asking(QUERY), f"--loop-ms={SAMPLE_MILLISECONDS}"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(asked, text=True, **pipes) as reader:
         found: list[Reading] = []
         try:
             yield found
@@ -212,7 +197,7 @@ def readings() -> Iterator[list[Reading]]:
 
 
 def samples_of(printed: str) -> Iterator[Reading]:
-    """The whole lines of what nvidia-smi printed."""
+    """The complete lines of what nvidia-smi printed."""
     for clock, power, capped in LINE.findall(printed):
         yield float(clock), float(power), capped == "Active"
 
@@ -226,15 +211,14 @@ def identity() -> str:
 
 def asking(query: str) -> list[str]:
     """The command that asks for facts of that GPU."""
-    return [
-        *("nvidia-smi", f"--id={identity()}", f"--query-gpu={query}"),
-        "--format=csv,noheader,nounits",
-    ]
+    form = "--format=csv,noheader,nounits"
+    return ["nvidia-smi", f"--id={identity()}", f"--query-gpu={query}", form]
 
 
 def limit_watts() -> float:
-    command = asking("power.limit")
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    """The power that the GPU may draw."""
+    asked = asking("power.limit")
+    return float(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
 
 
 if __name__ == "__main__":
