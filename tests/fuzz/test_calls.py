@@ -207,11 +207,12 @@ def check_options(plain: bool, rng: random.Random, backend: str, case: Case) -> 
         results(partial(standard_attention, mask=case.mask, dtype=of), of)
         for of in (torch.float64, dtype)
     )
-    if "sinks" in wanted:
-        # One number is a sum over all queries that may cancel: its error is that of the terms.
+    for name in {"bias", "sinks"}.intersection(wanted):
+        # In float32, and a sum over queries that may cancel: its error is that of the terms.
         terms = grad_out.double().abs() * actual["out"].double().abs()
-        rounding = 8 * torch.finfo(dtype).eps * float(terms.sum() + grads[1].double().abs().sum())
-        assert float((actual.pop("sinks") - reference["sinks"]).abs().max()) <= rounding
+        eps = max(torch.finfo(of).eps for of in (dtype, torch.float32))
+        rounding = 8 * eps * float(terms.sum() + grads[1].double().abs().sum())
+        assert float((actual.pop(name) - reference[name]).abs().max()) <= rounding, name
     for name, result in actual.items():
         assert_close_to_reference(result, reference[name], eager[name], dtype=dtype, name=name)
 

@@ -15,7 +15,7 @@ from experiments.lra.tasks.task import SPLITS, MissingData, Samples
 from experiments.lra.tasks.text import SENTIMENTS
 
 FOLDER = "film_pairs"
-SIZES = dict(zip(SPLITS, (40_000, 4_000, 10_000), strict=True))
+SIZES: Mapping[str, int] = dict(zip(SPLITS, (40_000, 4_000, 10_000), strict=True))
 HELD_OUT = 10  # one film in so many of the training set is for validation
 HOW = "make them with: python -m experiments.lra.data film-pairs"
 Review = Path
