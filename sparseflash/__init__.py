@@ -1,6 +1,7 @@
 """Exact block-sparse attention for any sparsity pattern that you can write in Python."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from sparseflash._shadowing import check_masks
 
@@ -16,6 +17,9 @@ from sparseflash.merge import merge_attention
 from sparseflash.options import AttentionOptions
 from sparseflash.score import ScoreFunction
 from sparseflash.varlen import attention_varlen
+
+if TYPE_CHECKING:
+    from sparseflash.testing.selfcheck import selfcheck
 
 __version__ = "0.1.0"
 __all__ = [
