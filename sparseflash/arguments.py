@@ -10,7 +10,7 @@ from masks.arguments import check_floating
 
 AnyMask = Pattern | BlockMask | DynamicMask
 FULL = full()
-MADE_BY = {Tensor: "masks.BlockMask.from_dense", str: "masks.parse"}
+_MAKERS = {Tensor: "masks.BlockMask.from_dense", str: "masks.parse"}
 
 
 def checked_tensors(
@@ -127,7 +127,7 @@ def checked_mask(mask: AnyMask | None) -> AnyMask:
     if mask is None:
         return FULL
     if not isinstance(mask, AnyMask):
-        maker = MADE_BY.get(type(mask))
+        maker = _MAKERS.get(type(mask))
         raise TypeError(
             "mask must be a Pattern, a BlockMask, a DynamicMask or None, got "
             f"{type(mask).__name__}" + (f", of which {maker} makes one" if maker else "")
@@ -149,7 +149,7 @@ def wants_gradient(tensor: Tensor | None) -> bool:
 
 
 def checked_seed(seed: int | None, dropout_p: float) -> Tensor | None:
-    """The seed of a call, None without dropout; drawn if there is none."""
+    """The seed of a call: None without dropout, random if `seed` is None."""
     if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**63):
         raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
     if dropout_p == 0:

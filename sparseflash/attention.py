@@ -132,13 +132,13 @@ def attention(
         bias = checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
-    drawn = checked_seed(seed, checked.dropout_p)
+    seed_tensor = checked_seed(seed, checked.dropout_p)
     if plan is not None:
         lengths = lengths_in_range(key_lengths, key)
-        call = Call(plan, lengths, 0 if drawn is None else int(drawn), bias)
+        call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)
         out, lse = run(call, query, key, value, block_scores)
     elif query.numel() and key.numel():
-        rest = (bias, block_scores, key_lengths, drawn)
+        rest = (bias, block_scores, key_lengths, seed_tensor)
         out, lse = traced_attention(query, key, value, mask, *rest, checked)
     else:
         out, lse = without_pairs(query, key, value)

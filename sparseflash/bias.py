@@ -7,11 +7,20 @@ from masks.arguments import check_floating, check_integer
 
 
 def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
-    """bias[h, .] = -slopes[h] |distance|: (heads, q_len + k_len - 1) from (heads,).
+    """The bias -slopes[h] |k - q|, where the last query is at the last key. Differentiable.
 
-    The last query is at the last key. Differentiable.
-    Raises TypeError or ValueError naming the argument.
-    Source: Press, Smith, Lewis, "Train short, test long", 2022.
+    Args:
+        slopes: Floating-point (heads,).
+        q_len, k_len: Lengths in tokens.
+
+    Returns:
+        (heads, q_len + k_len - 1), a number for each distance.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message names it.
+
+    Reference:
+        Press, Smith, Lewis, "Train short, test long", 2022.
     """
     check_floating("slopes", slopes)
     if slopes.dim() != 1:
@@ -20,20 +29,28 @@ def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
 
 
 def relative_bias(weights: Tensor, q_len: int, k_len: int) -> Tensor:
-    """bias[h, .] = weights[h, r + distance], the distance k - q held within -r to r.
+    """The bias weights[h, r + k - q], the distance clamped to -r to r, where the last query is at
+    the last key. Differentiable.
 
-    weights: (heads, 2 r + 1). Returns (heads, q_len + k_len - 1). The last query is at the last
-    key. Differentiable.
-    Raises TypeError or ValueError naming the argument.
-    Source: Shaw, Uszkoreit, Vaswani, "Self-attention with relative position representations",
-    2018.
+    Args:
+        weights: Floating-point (heads, 2 r + 1).
+        q_len, k_len: Lengths in tokens.
+
+    Returns:
+        (heads, q_len + k_len - 1), a number for each distance.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message names it.
+
+    Reference:
+        Shaw, Uszkoreit, Vaswani, "Self-attention with relative position representations", 2018.
     """
     check_floating("weights", weights)
     if weights.dim() != 2 or weights.shape[1] % 2 == 0:
         raise ValueError(f"weights must be (heads, 2 r + 1), got {tuple(weights.shape)}")
-    reach = weights.shape[1] // 2
-    distance = _distances(q_len, k_len, weights.device).clamp(-reach, reach)
-    return weights[:, reach + distance]
+    radius = weights.shape[1] // 2
+    distance = _distances(q_len, k_len, weights.device).clamp(-radius, radius)
+    return weights[:, radius + distance]
 
 
 def _distances(q_len: int, k_len: int, device: torch.device) -> Tensor:

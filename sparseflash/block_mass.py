@@ -44,10 +44,10 @@ def block_mass(
         bias = checked_bias(bias, query, key)
     if key_lengths is not None:  # each part of the keys sees lengths that are cut to it
         key_lengths = lengths_in_range(key_lengths, key)
-    found = fitted_mask(checked_mask(mask), query, key)
-    if isinstance(found, DynamicMask):
+    block_mask = fitted_mask(checked_mask(mask), query, key)
+    if isinstance(block_mask, DynamicMask):
         raise TypeError("mask must not be a DynamicMask, of which block_mass could take no part")
-    bq, bk = found.block_size
+    bq, bk = block_mask.block_size
     q_len, k_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
     # Values that say in which block a key is make attention add the probabilities of its keys up;
     # they tell as many blocks apart as a value has entries.
@@ -59,9 +59,9 @@ def block_mass(
             query,
             key[:, :, start:end],
             _block_of_key(end - start, bk, head_dim, key),
-            found
+            block_mask
             if (start, end) == (0, k_len)
-            else found.crop(q_len, end).T.slice_queries(start, end).T,
+            else block_mask.crop(q_len, end).T.slice_queries(start, end).T,
             scale=scale,
             softcap=softcap,
             bias=None if bias is None else bias[:, start : start + q_len + end - start - 1],

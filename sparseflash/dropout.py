@@ -1,6 +1,6 @@
-"""Counter-based dropout: whether a pair is kept is a function of the seed and of its place alone.
+"""Counter-based dropout: whether a pair is dropped depends on the seed and on its indices alone.
 
-Forward and backward, every backend and every tile size draw the same mask, and nobody stores it.
+Forward and backward, every backend and every tile size make the same mask, and none stores it.
 """
 
 import torch
@@ -17,16 +17,21 @@ def philox(
 ) -> tuple[Tensor, ...]:
     """Philox4x32-10: four independent uniform 32-bit words for each counter.
 
-    key:     two 32-bit words
-    counter: four int64 tensors of 32-bit words, broadcast against one another
-    Returns four int64 tensors with values in [0, 2^32).
-    Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    Args:
+        key: Two 32-bit words.
+        counter: Four int64 tensors of 32-bit words, broadcast against one another.
+
+    Returns:
+        Four int64 tensors with values in [0, 2^32).
+
+    Reference:
+        Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(_ROUNDS):
-        # An int64 product wraps modulo 2^64: its upper half is right but for the sign that `>>`
-        # spreads, which the mask cuts off. c1 and c3 keep their upper halves, because all that
-        # they meet in the next round is an xor ahead of that mask.
+        # An int64 product wraps modulo 2^64. Its upper half is right but for the sign that `>>`
+        # extends, which the mask removes. c1 and c3 keep their upper halves: the next round only
+        # xors them, before that mask.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c2 = ((product1 >> 32) ^ k0 ^ c1) & _LOW, ((product0 >> 32) ^ k1 ^ c3) & _LOW
         c1, c3 = product1, product0
@@ -34,16 +39,14 @@ def philox(
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 
-def keep_mask(
-    seed: int, rows_bh: Tensor, q_index: Tensor, k_index: Tensor, dropout_p: float
-) -> Tensor:
-    """Which (query, key) pairs dropout keeps: bool, in the shape that the indices broadcast to.
+def keep_mask(seed: int, bh: Tensor, q_index: Tensor, k_index: Tensor, dropout_p: float) -> Tensor:
+    """The pairs that dropout keeps: bool, in the shape that the indices broadcast to.
 
-    kept iff philox(seed, (k >> 2, q, bh, 0))[k & 3] >= floor(dropout_p * 2^32)
+    keep = philox(seed, (k >> 2, q, bh, 0))[k & 3] >= floor(dropout_p * 2^32)
 
-    rows_bh: int64, batch_index * heads + head; q_index, k_index: int64, tokens
+    bh: int64, batch_index * heads + head; q_index, k_index: int64, tokens
     """
-    words = _words(seed, rows_bh, q_index, k_index >> 2)
+    words = _words(seed, bh, q_index, k_index >> 2)
     which = k_index & 3
     even = torch.where(which == 0, words[0], words[2])
     odd = torch.where(which == 1, words[1], words[3])
@@ -51,14 +54,14 @@ def keep_mask(
 
 
 def keep_mask_of_quads(
-    seed: int, rows_bh: Tensor, q_index: Tensor, quad_index: Tensor, dropout_p: float
+    seed: int, bh: Tensor, q_index: Tensor, quad_index: Tensor, dropout_p: float
 ) -> Tensor:
     """keep_mask of the keys 4 * quad + (0, 1, 2, 3) of each quad, at a quarter of its cost.
 
     The indices broadcast to (..., quads), one quad for each entry; the result is
     (..., 4 * quads).
     """
-    words = _words(seed, rows_bh, q_index, quad_index)
+    words = _words(seed, bh, q_index, quad_index)
     return torch.stack([w >= threshold(dropout_p) for w in words], dim=-1).flatten(-2)
 
 
@@ -67,6 +70,6 @@ def threshold(dropout_p: float) -> int:
     return int(dropout_p * 2**32)
 
 
-def _words(seed: int, rows_bh: Tensor, q_index: Tensor, quad_index: Tensor) -> tuple[Tensor, ...]:
+def _words(seed: int, bh: Tensor, q_index: Tensor, quad_index: Tensor) -> tuple[Tensor, ...]:
     key = (seed & _LOW, (seed >> 32) & _LOW)
-    return philox(key, (quad_index, q_index, rows_bh, torch.zeros_like(rows_bh)))
+    return philox(key, (quad_index, q_index, bh, torch.zeros_like(bh)))

@@ -74,7 +74,7 @@ class Explanation:
 
     @property
     def dense_is_faster(self) -> bool | None:
-        """Whether torch's dense attention takes less time, forward and backward together."""
+        """Whether torch's dense attention takes less time, forward and backward."""
         if self.measured is None or self.dense is None:
             return None
         return self.dense.forward + self.dense.backward < (
@@ -128,27 +128,27 @@ def explain(
         bias = checked_bias(bias, query, key)
     if sinks is not None:
         check_sinks(sinks, query)
-    found = fitted_mask(checked_mask(mask), query, key)
+    fitted = fitted_mask(checked_mask(mask), query, key)
     spec = AttentionSpec.from_call(
-        *(query, key, found, AttentionOptions(**options)),
+        *(query, key, fitted, AttentionOptions(**options)),
         has_key_lengths=key_lengths is not None,
         bias=bias is not None,
     )
-    why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, found))}
+    why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:
-        chosen = select(spec, found)
+        chosen = select(spec, fitted)
     except BackendError:
-        return Explanation(spec, found.density, None, {}, why_not)
-    plan = Plan(spec, chosen, found.table(query.device, chosen.block_size_for(spec, found)))
+        return Explanation(spec, fitted.density, None, {}, why_not)
+    plan = Plan(spec, chosen, fitted.table(query.device, chosen.block_size_for(spec, fitted)))
     call = Call(plan, lengths_in_range(key_lengths, key), bias=bias)
-    configuration = chosen.describe(call, found, query, key, value)
-    explanation = Explanation(spec, found.density, chosen.name, configuration, why_not)
+    configuration = chosen.describe(call, fitted, query, key, value)
+    explanation = Explanation(spec, fitted.density, chosen.name, configuration, why_not)
     if not measure:
         return explanation
 
     tensors = {"key_lengths": key_lengths, "bias": bias, "sinks": sinks}
     attend = partial(attention, **tensors, **(options | {"backend": chosen.name}))
-    full = FULL(found.seq_len, found.block_size, query.device)
+    full = FULL(fitted.seq_len, fitted.block_size, query.device)
     dense = partial(
         scaled_dot_product_attention,
         scale=options.get("scale"),
@@ -157,7 +157,7 @@ def explain(
     )
     return replace(
         explanation,
-        measured=_times(partial(attend, mask=found), query, key, value),
+        measured=_times(partial(attend, mask=fitted), query, key, value),
         full=_times(partial(attend, mask=full), query, key, value),
         dense=_times(dense, query, key, value),
     )

@@ -79,9 +79,9 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
                 got = getattr(tensor, "dtype", type(tensor).__name__)
                 raise TypeError(f"{name} must be floating-point tensors, got {got}")
-            facts = tensor.shape, tensor.dtype, tensor.device
-            if facts != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
-                raise ValueError(f"{name} must share shape, dtype and device, got {facts} too")
+            layout = tensor.shape, tensor.dtype, tensor.device
+            if layout != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
+                raise ValueError(f"{name} must share shape, dtype and device, got {layout} too")
     if lses[0].dtype not in (torch.float32, torch.float64):
         raise TypeError(f"lses must be float32 or float64, got {lses[0].dtype}")
     if outs[0].shape[:-1] != lses[0].shape or outs[0].device != lses[0].device:

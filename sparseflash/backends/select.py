@@ -13,9 +13,9 @@ def select(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> Backend:
         ValueError: No backend has the name.
         BackendError: None can serve the call; the message lists the reasons of each.
     """
-    known = [backend.name for backend in backends.BACKENDS]
-    if spec.backend != "auto" and spec.backend not in known:
-        raise ValueError(f"backend must be 'auto' or one of {known}, got {spec.backend!r}")
+    names = [backend.name for backend in backends.BACKENDS]
+    if spec.backend != "auto" and spec.backend not in names:
+        raise ValueError(f"backend must be 'auto' or one of {names}, got {spec.backend!r}")
     reasons = {}
     for backend in backends.BACKENDS:
         if spec.backend in ("auto", backend.name):

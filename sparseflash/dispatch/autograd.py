@@ -57,7 +57,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         refuse_tangents(ctx, *tangents)
 
 
-# Function.apply without what it does for torch.func, whose calls do not come here: see
+# Function.apply without its support of torch.func, whose calls take the operators: see
 # operators.is_traced.
 _apply = super(torch.autograd.Function, _BlockSparseAttention).apply  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -1,4 +1,4 @@
-"""Plan and Call: what a backend is given, beside query, key and value."""
+"""Plan and Call: what a backend gets beside query, key and value."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any

@@ -82,9 +82,9 @@ def traced_attention(
 @torch.library.custom_op("sparseflash::attention", mutates_args=(), schema=_SCHEMA)
 def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments."""
-    given = _named(attention, arguments)
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    out, lse = _call(given).forward(query, key, value)
+    bound = _bind(attention, arguments)
+    query, key, value = (bound[name] for name in ("query", "key", "value"))
+    out, lse = _call(bound).forward(query, key, value)
     return _with_promised_strides(out, query), lse
 
 
@@ -93,37 +93,37 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 )
 def attention_backward(*arguments: Any) -> list[Tensor]:
     """The gradients of those of (query, key, value, bias, block_scores) that `needs` names."""
-    given = _named(attention_backward, arguments)
-    needs = given["needs"]
-    saved = tuple([given[name] for name in ("query", "key", "value", "out", "lse")])
-    grads = _call(given, needs[3:]).backward(
-        given["grad_out"], given["grad_lse"], saved, tuple(needs)
+    bound = _bind(attention_backward, arguments)
+    needs = bound["needs"]
+    saved = tuple([bound[name] for name in ("query", "key", "value", "out", "lse")])
+    grads = _call(bound, needs[3:]).backward(
+        bound["grad_out"], bound["grad_lse"], saved, tuple(needs)
     )
     return [
-        _with_promised_strides(grad, given[name])
+        _with_promised_strides(grad, bound[name])
         for grad, name in zip(grads, _DIFFERENTIABLE, strict=True)
         if grad is not None
     ]
 
 
-def _named(operator, arguments: tuple) -> dict[str, Any]:
+def _bind(operator, arguments: tuple) -> dict[str, Any]:
     """The arguments of an operator by name."""
     names = [argument.name for argument in operator._opoverload._schema.arguments]
     return dict(zip(names, arguments, strict=True))
 
 
-def _call(given: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> Call:
+def _call(bound: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> Call:
     """needs: whether the gradients of bias and of block_scores are wanted."""
-    mask, seed = find(given["mask"]), given["seed"]
+    mask, seed = find(bound["mask"]), bound["seed"]
     return plan_call(
-        *(given["query"], given["key"], given["value"]),
-        mask if given["blocks"] is None else mask.select(given["blocks"]),
-        key_lengths=given["key_lengths"],
+        *(bound["query"], bound["key"], bound["value"]),
+        mask if bound["blocks"] is None else mask.select(bound["blocks"]),
+        key_lengths=bound["key_lengths"],
         seed=0 if seed is None else int(seed),
-        bias=given["bias"],
+        bias=bound["bias"],
         differentiates_bias=needs[0],
         differentiates_blocks=needs[1],
-        **{name: given[name] for name in OPTION_NAMES},
+        **{name: bound[name] for name in OPTION_NAMES},
     )
 
 
@@ -135,8 +135,8 @@ def _with_promised_strides(result: Tensor, like: Tensor) -> Tensor:
 
 @attention.register_fake
 def _(*arguments):
-    given = _named(attention, arguments)
-    query, mask = given["query"], given["mask"]
+    bound = _bind(attention, arguments)
+    query, mask = bound["query"], bound["mask"]
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
@@ -144,18 +144,18 @@ def _(*arguments):
 
 @attention_backward.register_fake
 def _(*arguments):
-    given = _named(attention_backward, arguments)
-    wanted = zip(_DIFFERENTIABLE, given["needs"], strict=True)
-    return [torch.empty_like(given[name]) for name, needed in wanted if needed]
+    bound = _bind(attention_backward, arguments)
+    needs = zip(_DIFFERENTIABLE, bound["needs"], strict=True)
+    return [torch.empty_like(bound[name]) for name, needed in needs if needed]
 
 
 def save_for_backward(ctx, inputs, output):
-    given = _named(attention, inputs)
-    given["out"], given["lse"] = output
-    ctx.tensors = [name for name, x in given.items() if isinstance(x, Tensor)]
-    ctx.save_for_backward(*(given.pop(name) for name in ctx.tensors))
-    ctx.others = given
-    ctx.found = find(given["mask"])  # it may have been made for this call alone
+    bound = _bind(attention, inputs)
+    bound["out"], bound["lse"] = output
+    ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
+    ctx.save_for_backward(*(bound.pop(name) for name in ctx.tensors))
+    ctx.others = bound
+    ctx.mask = find(bound["mask"])  # nothing else may hold it
     ctx.set_materialize_grads(False)
 
 
@@ -163,10 +163,10 @@ def differentiate(ctx, grad_out, grad_lse, backward: Callable = attention_backwa
     needs = ctx.needs_input_grad
     if grad_out is None and grad_lse is None:
         return (None,) * len(needs)
-    given = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
-    given |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": list(needs[:5])}
+    bound = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
+    bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": list(needs[:5])}
     names = [argument.name for argument in attention_backward._opoverload._schema.arguments]
-    grads = iter(backward(*(given[name] for name in names)))
+    grads = iter(backward(*(bound[name] for name in names)))
     return tuple(next(grads) if needed else None for needed in needs)
 
 
@@ -187,20 +187,20 @@ def _(info, in_dims, *arguments):
 
 def _folded(operator, info, in_dims, arguments):
     """The results of an operator with the mapped dimension made part of the batch."""
-    given, dims = _named(operator, arguments), _named(operator, in_dims)
-    if given["dropout_p"] > 0:
+    bound, dims = _bind(operator, arguments), _bind(operator, in_dims)
+    if bound["dropout_p"] > 0:
         raise NotImplementedError(
-            f"dropout_p must be 0 under torch.func.vmap, got {given['dropout_p']}"
+            f"dropout_p must be 0 under torch.func.vmap, got {bound['dropout_p']}"
         )
-    if dims["bias"] is not None or (operator is attention_backward and given["needs"][3]):
+    if dims["bias"] is not None or (operator is attention_backward and bound["needs"][3]):
         raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
-    if given["blocks"] is not None:
+    if bound["blocks"] is not None:
         raise NotImplementedError("mask must not be a DynamicMask under vmap")
     folded = (
         _into_batch(x, dims[name], info.batch_size)
         if isinstance(x, Tensor) and name != "bias"
         else x
-        for name, x in given.items()
+        for name, x in bound.items()
     )
     results = operator(*folded)
     return type(results)(x.unflatten(0, (info.batch_size, -1)) for x in results)

@@ -1,4 +1,4 @@
-"""The plan of a call: looked up once per call in the cache of its mask, or made there."""
+"""The plan of a call: looked up once in the cache of its mask, or built and stored there."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -56,7 +56,7 @@ def find_plan(
     differentiates_bias: bool = False,
     differentiates_blocks: bool = False,
 ) -> Plan:
-    """The plan of a call, made by the first call of its signature.
+    """The plan of a call, built by the first call of its signature.
 
     A DynamicMask is often new at every call. So its plan is looked up in the cache of its support
     too, and only the table is its own.
@@ -85,13 +85,13 @@ def find_plan(
     facts = (has_key_lengths, bias, differentiates_bias, differentiates_blocks)
     if isinstance(mask, DynamicMask):
         shared = (*signature, mask.num_batches, mask.num_heads)
-        found = mask.support.cache.get(shared)
-        if found is None:
-            found = _select(query, key, value, mask, options, *facts)
-            mask.support.cache[shared] = found
+        selected = mask.support.cache.get(shared)
+        if selected is None:
+            selected = _select(query, key, value, mask, options, *facts)
+            mask.support.cache[shared] = selected
     else:
-        found = _select(query, key, value, mask, options, *facts)
-    spec, backend = found
+        selected = _select(query, key, value, mask, options, *facts)
+    spec, backend = selected
     table = mask.table(spec.device, backend.block_size_for(spec, mask))
     plan = mask.cache[signature] = Plan(spec, backend, table)
     return plan
@@ -140,5 +140,5 @@ def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> BlockMask | Dynami
 
 @lru_cache(maxsize=128)
 def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    """Patterns are equal by value, so one that is made anew for every call is compiled once."""
+    """Patterns are equal by value, so a new one for every call is compiled once."""
     return pattern((q_len, k_len), device=device)

@@ -1,7 +1,7 @@
 """Hugging Face transformers: `register(pattern)` makes models attend by a pattern.
 
 A model's mask function is called once per forward pass, before its layers: it makes the block
-masks of the batch, which transformers hands to the attention of every layer.
+masks of the batch, which transformers passes to the attention of every layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from masks.parse import as_pattern
 from sparseflash.attention import attention
 from sparseflash.nn.decode_masks import decode_mask, shared_length
 
-# What makes masks reads numbers back and keeps what it made; a graph finds it done.
+# Making a mask reads numbers on the host and fills caches, which a graph must not trace.
 outside_of_graphs = torch.compiler.disable(reason="masks are made outside of graphs")
 
 
@@ -32,17 +32,24 @@ def register(
 
     What a model attends by its own mask (causal, sliding, padding) and by the pattern is attended.
 
-    pattern: a Pattern, its text as masks.parse reads it, or None for the one that the model's
-        configuration records: config.sparse_pattern = masks.to_json(pattern). Positions are those
-        of the padded sequence. In a step of generation, whose keys come before its queries, the
-        pattern is that of the next power of two of the length, so that many steps share what is
-        compiled; which only a pattern that draws or counts blocks by the length can tell.
-    name: must not contain "flash", which transformers takes for its own kernels.
+    Padding after all tokens costs nothing; other padding takes one call for each distinct row of
+    it in the batch. A mask of the model that is neither causal nor full (a sliding window, packed
+    sequences) is read pair by pair for every batch. Soft caps and attention sinks of a model
+    count.
 
-    Padding after all tokens costs nothing; other padding takes one call for each kind of it in the
-    batch. A mask of the model that is neither causal nor full (a sliding window, packed sequences)
-    is read pair by pair for every batch. Soft caps and attention sinks of a model count; calls
-    raise ValueError for a position bias, which is no function of the distance alone there.
+    Args:
+        pattern: A Pattern, its text as masks.parse reads it, or None for the one that the model's
+            configuration records: config.sparse_pattern = masks.to_json(pattern). Positions are
+            those of the padded sequence. In a step of generation, whose keys come before its
+            queries, the pattern is that of the next power of two of the length, so that many
+            steps share what is compiled; only a pattern that draws or counts blocks by the length
+            can tell the difference.
+        name: Must not contain "flash", which transformers takes for its own kernels.
+        backend: As in sparseflash.attention.
+
+    Raises:
+        ValueError: `name` contains "flash". Calls raise it for a position bias, which is not a
+            function of the distance alone there.
     """
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", got {name!r}')
@@ -84,7 +91,7 @@ class BatchMask:
     key_lengths: list[Tensor | None]
 
     def contiguous(self):
-        """What `generate` asks of the masks of a cache of a fixed size: to be tensors."""
+        """Called by `generate` where a cache has a fixed size: masks would have to be tensors."""
         raise NotImplementedError(
             'generate must have a cache that grows with blocksparse attention, such as "dynamic", '
             "not one of a fixed size"
@@ -92,7 +99,7 @@ class BatchMask:
 
     @property
     def ndim(self):
-        """What it asks for up to transformers 5.17."""
+        """Read by `generate` up to transformers 5.17 in the same place."""
         return self.contiguous()
 
 
@@ -122,15 +129,16 @@ def _mask_of_batch(
     if simple and allowed is None and span.is_whole:
         return _grouped([pattern] * batch_size, device, lengths)
     own = _mask_of_span(pattern, span, device)
-    found = [own] * batch_size
+    block_masks = [own] * batch_size
     if not simple:
         functions = (
             partial(mask_function, torch.tensor(i, device=device)) for i in range(batch_size)
         )
-        found = [own & _of_pairs(own, span, function, device) for function in functions]
+        block_masks = [own & _of_pairs(own, span, function, device) for function in functions]
     if allowed is not None:
-        found = [m & _of_keys(m, row) for m, row in zip(found, allowed, strict=True)]
-    return _grouped(found, device, lengths)
+        rows = zip(block_masks, allowed, strict=True)
+        block_masks = [mask & _of_keys(mask, row) for mask, row in rows]
+    return _grouped(block_masks, device, lengths)
 
 
 def _attend(
@@ -203,7 +211,7 @@ def _causal(pattern: Pattern) -> Pattern:
 
 @lru_cache(maxsize=256)
 def _mask_of_span(pattern: Pattern, span: Span, device: torch.device) -> BlockMask:
-    """The mask of a call out of that of the whole sequence."""
+    """The mask of a call, cut out of that of the whole sequence."""
     length = max(span.q_end, span.k_end)
     if span.q_offset == 0 and span.kv_offset == 0:
         return pattern(length, device=device).crop(span.q_end, span.k_end)
@@ -256,11 +264,11 @@ def _of_keys(like: BlockMask, allowed: Tensor) -> BlockMask:
 
 
 def _grouped(
-    found: Sequence[Pattern | BlockMask], device: torch.device, key_lengths: Tensor | None
+    block_masks: Sequence[Pattern | BlockMask], device: torch.device, key_lengths: Tensor | None
 ) -> BatchMask:
-    """Equal masks of several batch elements made one; members are listed on `device`."""
+    """Equal masks of several batch elements as one; members are listed on `device`."""
     members: dict[Pattern | BlockMask, list[int]] = {}
-    for element, mask in enumerate(found):
+    for element, mask in enumerate(block_masks):
         members.setdefault(mask, []).append(element)
     return BatchMask(
         list(members),

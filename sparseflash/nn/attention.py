@@ -113,7 +113,7 @@ class SparseAttention(nn.Module):
         """
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("module must have no kdim, vdim, add_bias_kv or add_zero_attn")
-        made = cls(
+        sparse = cls(
             module.embed_dim,
             module.num_heads,
             pattern,
@@ -122,8 +122,8 @@ class SparseAttention(nn.Module):
             device=module.in_proj_weight.device,
             dtype=module.in_proj_weight.dtype,
         )
-        made.load_state_dict(module.state_dict())
-        return made.train(module.training)
+        sparse.load_state_dict(module.state_dict())
+        return sparse.train(module.training)
 
     def reset_parameters(self) -> None:
         """Fresh weights, as torch.nn.MultiheadAttention draws them."""

@@ -1,4 +1,4 @@
-"""What every test of attention needs: awkward inputs, poisoned memory, and a measure of the error.
+"""What tests of attention share: inputs of all strides, poisoned memory, a measure of the error.
 
 The measure has no tolerance to tune. Materialised attention in the dtype of the inputs makes some
 error against float64 on the very same inputs; a kernel may make about twice as much.
@@ -41,12 +41,14 @@ def make_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normally distributed (query, key, value, grad_out) with standard deviation `scale`.
 
-    strides: "contiguous"    (batch, heads, seq, head_dim) in this order
-             "bshd"          a transposed view of (batch, seq, heads, head_dim)
-             "sliced"        a window of a larger tensor in every dimension
-             "expanded"      one batch element, with stride 0 over the batch
-             "strided_last"  every second number of the last dimension
-    Raises ValueError for other strides.
+    Args:
+        strides: "contiguous", (batch, heads, seq, head_dim) in this order; "bshd", a transposed
+            view of (batch, seq, heads, head_dim); "sliced", a window of a larger tensor in every
+            dimension; "expanded", one batch element with stride 0 over the batch; or
+            "strided_last", every second number of the last dimension.
+
+    Raises:
+        ValueError: `strides` is none of these.
     """
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -119,8 +121,8 @@ def error_budget(reference: Tensor, eager: Tensor, dtype: torch.dtype) -> tuple[
     rounding = _RESULT_ROUNDINGS * torch.finfo(dtype).eps
     rounding += _SUM_ROUNDINGS * torch.finfo(torch.float32).eps
     finite = reference[reference.isfinite()]
-    peak = float(finite.abs().max()) if finite.numel() else 0.0
-    return _FACTOR * largest + rounding * peak, _FACTOR * relative + rounding
+    magnitude = float(finite.abs().max()) if finite.numel() else 0.0
+    return _FACTOR * largest + rounding * magnitude, _FACTOR * relative + rounding
 
 
 def assert_close_to_reference(
@@ -128,9 +130,14 @@ def assert_close_to_reference(
 ):
     """Raises AssertionError where `actual` errs by more than the error budget.
 
-    reference: the result in float64; eager: the result of materialised attention in `dtype`, the
-    dtype of the inputs (float32 or narrower: float64 would be measured against itself).
     Infinities must stand where the reference has them, and NaN nowhere.
+
+    Args:
+        actual: The result to be checked.
+        reference: The result in float64.
+        eager: The result of materialised attention in `dtype`.
+        dtype: Of the inputs; float32 or narrower, for float64 would be measured against itself.
+        name: Of the result, for the message.
     """
     assert actual.shape == reference.shape, f"{name}: shape {actual.shape}, not {reference.shape}"
     assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
@@ -138,10 +145,10 @@ def assert_close_to_reference(
     same = torch.equal(actual.isinf(), infinite)
     same = same and torch.equal(actual[infinite].double(), reference[infinite])
     assert same, f"{name}: infinities in other places than the reference"
-    kinds = ("largest absolute", "relative Frobenius")
+    norms = ("largest absolute", "relative Frobenius")
     budgets = error_budget(reference, eager, dtype)
-    for kind, error, budget in zip(kinds, _errors(actual, reference), budgets, strict=True):
-        assert error <= budget, f"{name}: {kind} error {error:.3g}, the budget is {budget:.3g}"
+    for norm, error, budget in zip(norms, _errors(actual, reference), budgets, strict=True):
+        assert error <= budget, f"{name}: {norm} error {error:.3g}, the budget is {budget:.3g}"
 
 
 def _errors(actual: Tensor, reference: Tensor) -> tuple[float, float]:
@@ -167,10 +174,17 @@ def check_attention(
 ) -> dict[str, Tensor]:
     """Holds out, lse, dq, dk and dv of attention_fn(query, key, value) to the error budget.
 
-    mask and options (scale, dropout_p, key_lengths, seed) are those of standard_attention, and
-    what attention_fn must have been given too. The gradients of out and lse default to random
-    ones, so that of the LSE takes part. Returns the results by name, for tests that look closer.
-    Raises AssertionError, naming the result.
+    Args:
+        attention_fn: (query, key, value) -> (out, lse), with this mask and these options.
+        mask: As in standard_attention.
+        grad_out, grad_lse: Gradients of the results, random by default.
+        **options: Those of standard_attention.
+
+    Returns:
+        The results by name.
+
+    Raises:
+        AssertionError: A result errs by more than its budget; the message names it.
     """
     generator = torch.Generator(query.device).manual_seed(1)
     random = partial(torch.randn, generator=generator, device=query.device)
@@ -193,7 +207,7 @@ def check_attention(
 
 
 def _results(attend, inputs, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
-    """out, lse and the gradients of the inputs, for given gradients of out and lse."""
+    """out, lse and the gradients of the inputs, from the gradients of out and lse."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     out, lse = attend(*inputs)
     assert out.shape == grad_out.shape, f"out: shape {out.shape}, not {grad_out.shape}"

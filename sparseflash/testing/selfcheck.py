@@ -38,8 +38,8 @@ CHECKS: tuple[tuple[masks.Pattern, Lengths], ...] = (
     *((pattern, LENGTHS) for pattern in PATTERNS),
     (masks.causal(align="bottom-right"), (3, 500)),  # few queries, as in decoding
 )
-# The checks of a case that are made in one go. Masks of full blocks have kernels of their own,
-# which take longer to compile than to check: the others compile theirs at the same time.
+# The checks of a case that run one after another. Masks of full blocks have kernels of their own,
+# which take longer to compile than to check: other processes compile the others meanwhile.
 PARTS = (slice(0, 1), slice(1, None))
 
 
@@ -73,7 +73,7 @@ class Case:
         return reasons_against(backend, spec, mask)
 
     def run(self, pattern: masks.Pattern, lengths: Lengths) -> None:
-        """Raises AssertionError where a result errs by more than the error budget."""
+        """Checks one pattern. Raises AssertionError where a result exceeds the error budget."""
         query, key, value, grad_out = self.inputs(lengths)
         mask = pattern(lengths, self.block_size, self.device)
         options = {}
@@ -90,15 +90,19 @@ class Case:
 
 
 def selfcheck(console: Console | None = None, processes: int = 1) -> int:
-    """Compares every backend of this machine with float64, out, lse and gradients.
+    """Compares every backend of this machine with float64: out, lse and gradients.
 
-    Over dtypes, head dims, block sizes and patterns, with dropout and padded keys; an error counts
-    when it is more than about twice what materialised attention in the same dtype makes.
+    Over dtypes, head dims, block sizes and patterns, with dropout and padded keys. A check fails
+    when an error is more than about twice that of materialised attention in the same dtype. The
+    results are printed as a table.
 
-    processes: how many check side by side, where kernels take most of the time to compile. More
-        than one are started anew, so a script that asks for them needs its
-        `if __name__ == "__main__":`.
-    Prints a table and returns the number of checks that failed, 1 when there was none to make.
+    Args:
+        console: Where to print.
+        processes: How many to check with, for kernels take most of the time to compile. More than
+            one are spawned, so a script needs its `if __name__ == "__main__":`.
+
+    Returns:
+        The number of checks that failed, 1 when there was none.
     """
     console = console or Console()
     table = Table("backend", "device", "dtype", "head dim", "block", "options", "result")
@@ -107,16 +111,16 @@ def selfcheck(console: Console | None = None, processes: int = 1) -> int:
     parts = list(product(to_check, PARTS))
     with _mapping(processes) as mapped:
         results = mapped(_failures, [case for case, _ in parts], [part for _, part in parts])
-        shown = track(results, "selfcheck", len(parts), console=console, transient=True)
-        checked = iter(list(shown))
+        tracked = track(results, "selfcheck", len(parts), console=console, transient=True)
+        checked = iter(list(tracked))
     for case in to_check:
-        found = [failure for _ in PARTS for failure in next(checked)]
-        failures += len(found)
+        messages = [message for _ in PARTS for message in next(checked)]
+        failures += len(messages)
         options = ["dropout"] * (case.dropout_p > 0) + ["padded keys"] * case.padded
         table.add_row(
             *(case.backend, case.device, str(case.dtype).removeprefix("torch.")),
             *(str(case.head_dim), str(case.block_size), ", ".join(options)),
-            "\n".join(found) or "[green]ok",
+            "\n".join(messages) or "[green]ok",
         )
     console.print(table)
     for name, reasons in unavailable().items():
@@ -129,11 +133,11 @@ def cases() -> Iterator[Case]:
     """Those that the backends of this machine can serve."""
     for backend in backends.BACKENDS:
         for device in _devices():
-            # Every other one: kernels take longer to compile than to check.
+            # Every other combination: kernels take longer to compile than to check.
             combinations = [(dtype, dim) for dtype in DTYPES for dim in HEAD_DIMS][::2]
             for i, (dtype, head_dim) in enumerate(combinations):
-                # Every block size and option comes up, in as few cases as there are; what a
-                # backend cannot serve gives way to the next that it can.
+                # Every block size and option comes up in a few cases: the first variant that the
+                # backend can serve.
                 variants = (_case(backend.name, device, dtype, head_dim, i + n) for n in range(12))
                 yield from islice((case for case in variants if not case.why_not()), 1)
 
@@ -161,7 +165,7 @@ def _devices() -> list[str]:
 
 @contextmanager
 def _mapping(processes: int) -> Iterator[Callable]:
-    """`map`, or one that shares its work between processes."""
+    """`map`, or that of a pool of processes."""
     if processes == 1:
         yield map
         return
@@ -172,7 +176,7 @@ def _mapping(processes: int) -> Iterator[Callable]:
 
 
 def _failures(case: Case, part: slice) -> list[str]:
-    """What went wrong with a part of the checks of a case."""
+    """The messages of the failed checks of one part of a case."""
     return [
         f"{pattern} at {lengths}: {why}"
         for pattern, lengths in CHECKS[part]
@@ -181,7 +185,7 @@ def _failures(case: Case, part: slice) -> list[str]:
 
 
 def _failure(check: Callable[[], None]) -> str:
-    """What went wrong in a check, if anything."""
+    """The message of a check if it fails."""
     try:
         check()
     except Exception as error:  # a kernel may fail in any way, and the others are to be checked

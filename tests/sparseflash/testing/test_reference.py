@@ -1,15 +1,9 @@
-from functools import partial
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparseflash.reference import dropout_mask, memory_efficient_attention, standard_attention
+from sparseflash.reference import dropout_mask, standard_attention
 from sparseflash.testing import make_inputs
-
-BOTH = pytest.mark.parametrize(
-    "attention", [standard_attention, partial(memory_efficient_attention, chunk_size=8)]
-)
 
 
 def float64_inputs(*shape, **options):
@@ -25,40 +19,36 @@ def ragged_mask(q_len: int, k_len: int) -> torch.Tensor:
     return mask
 
 
-@BOTH
-def test_equals_torch(attention):
+def test_equals_torch():
     inputs = float64_inputs(2, 4, 21, 19, 5)
     mask = torch.rand(2, 1, 21, 19) < 0.8
     mask[..., 0] = True
-    out, lse = attention(*inputs, mask, scale=0.3)
+    out, lse = standard_attention(*inputs, mask, scale=0.3)
     expected = scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(out, expected)
     scores = (inputs[0] @ inputs[1].mT * 0.3).masked_fill(~mask, -torch.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
-@BOTH
-def test_grouped_heads_read_their_key_head(attention):
+def test_grouped_heads_read_their_key_head():
     query, key, value = float64_inputs(1, 6, 9, 9, 4, kv_heads=2)
-    out, _ = attention(query, key, value)
+    out, _ = standard_attention(query, key, value)
     wide = [x.repeat_interleave(3, dim=1) for x in (key, value)]
     torch.testing.assert_close(out, scaled_dot_product_attention(query, *wide))
 
 
-@BOTH
-def test_dropout_is_the_shared_mask(attention):
+def test_dropout_is_the_shared_mask():
     query, key, value = float64_inputs(2, 3, 17, 20, 4)
     kept = dropout_mask(5, 2, 3, 17, 20, 0.4)
     weights = (query @ key.mT / 2).softmax(-1) * kept / 0.6
-    out, lse = attention(query, key, value, dropout_p=0.4, seed=5)
+    out, lse = standard_attention(query, key, value, dropout_p=0.4, seed=5)
     torch.testing.assert_close(out, weights @ value)
     torch.testing.assert_close(lse, (query @ key.mT / 2).logsumexp(-1))
 
 
-@BOTH
-def test_query_without_a_key(attention):
+def test_query_without_a_key():
     inputs = float64_inputs(1, 2, 9, 11, 4)
-    out, lse = attention(*inputs, ragged_mask(9, 11))
+    out, lse = standard_attention(*inputs, ragged_mask(9, 11))
     assert (out[:, :, 2] == 0).all()
     assert (lse[:, :, 2] == -torch.inf).all()
     grad_query, grad_key, grad_value = torch.autograd.grad(
@@ -70,60 +60,46 @@ def test_query_without_a_key(attention):
     assert all(g.isfinite().all() for g in (grad_query, grad_key, grad_value))
 
 
-@BOTH
-def test_key_lengths_equal_a_mask(attention):
+def test_key_lengths_equal_a_mask():
     inputs = float64_inputs(3, 2, 9, 20, 4)
     lengths = torch.tensor([0, 7, 20])
     mask = torch.arange(20) < lengths.view(-1, 1, 1, 1)
     for padded, masked in zip(
-        attention(*inputs, key_lengths=lengths), attention(*inputs, mask), strict=True
+        standard_attention(*inputs, key_lengths=lengths),
+        standard_attention(*inputs, mask),
+        strict=True,
     ):
         assert torch.equal(padded, masked)
 
 
-@BOTH
-def test_takes_what_has_a_dense_form(attention):
+def test_takes_what_has_a_dense_form():
     class Mask:
         def to_dense(self):
             return torch.eye(9, dtype=torch.bool)
 
     query, key, value = float64_inputs(1, 1, 9, 9, 4)
-    torch.testing.assert_close(attention(query, key, value, Mask())[0], value)
+    torch.testing.assert_close(standard_attention(query, key, value, Mask())[0], value)
 
 
-@BOTH
-def test_dropout_needs_a_seed(attention):
+def test_dropout_needs_a_seed():
     with pytest.raises(ValueError, match="seed"):
-        attention(*float64_inputs(1, 1, 4, 4, 4), dropout_p=0.1)
+        standard_attention(*float64_inputs(1, 1, 4, 4, 4), dropout_p=0.1)
 
 
-def finite_results(attention, **options):
+def finite_results(**options):
     def results(query, key, value):
-        out, lse = attention(query, key, value, **options)
+        out, lse = standard_attention(query, key, value, **options)
         return out, lse.nan_to_num(neginf=0)
 
     return results
 
 
-@BOTH
-def test_gradients(attention):
+def test_gradients():
     options = {"mask": ragged_mask(10, 9), "dropout_p": 0.2, "seed": 3}
     inputs = float64_inputs(1, 2, 10, 9, 3, kv_heads=1)
-    assert torch.autograd.gradcheck(finite_results(attention, **options), inputs)
+    assert torch.autograd.gradcheck(finite_results(**options), inputs)
 
 
 def test_second_derivatives():
-    attention = finite_results(standard_attention, mask=ragged_mask(6, 5))
+    attention = finite_results(mask=ragged_mask(6, 5))
     assert torch.autograd.gradgradcheck(attention, float64_inputs(1, 1, 6, 5, 2))
-
-
-def test_memory_efficient_keeps_no_scores():
-    """What it saves for the backward pass never holds a whole row of scores."""
-    sizes = []
-    inputs = float64_inputs(1, 1, 256, 256, 4)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: sizes.append(x.numel()) or x, lambda x: x
-    ):
-        memory_efficient_attention(*inputs, chunk_size=32)
-    assert sizes
-    assert max(sizes) <= 256 * 4
