@@ -82,6 +82,7 @@ def test_any_number_of_splits_of_padded_keys(split, splits):
     lengths = torch.tensor([0, 1, 75], device=DEVICE)
     query, key, value, _ = make_inputs(3, 2, 2, 90, 16, kv_heads=1, device=DEVICE)
     dense = rows_of(2, 90, (16, 16))
+    dense[..., 16:48] = dense[..., 64:80] = True  # full blocks, of which a length clips the last
     padding = torch.arange(90, device=DEVICE)[:, None] >= lengths[:, None, None, None]
     expected = check_forward(query, key, value, dense, (16, 16), key_lengths=lengths)
     assert expected[0][0].count_nonzero() == 0

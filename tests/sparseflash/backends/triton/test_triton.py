@@ -86,7 +86,7 @@ def test_key_lengths(block_size, lengths):
 
 @pytest.mark.parametrize("seed", [0, -7, 5 << 40])
 def test_dropout(seed):
-    inputs = make_inputs(2, 2, 30, 40, 16, device=DEVICE)
+    inputs = make_inputs(2, 2, 30, 40, 16, kv_heads=1, device=DEVICE)
     check(inputs, mixed_mask(30, 40, (32, 16)), (32, 16), dropout_p=0.3, seed=seed)
 
 
