@@ -18,7 +18,7 @@ from experiments.record import Measurement, Record
 # Okabe and Ito's colours, which people who see colours differently can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 MARKERS = "osD^vPX*"
-# Implementations are told apart by their lines, patterns by colour and marker.
+# A line style stands for an implementation, a colour and a marker for a pattern.
 STYLES: dict[str, Any] = {
     "sparseflash": "-",
     "flex": "--",

@@ -23,7 +23,7 @@ def is_ours(implementation: str) -> bool:
 def useful_flops(
     heads: int, lengths: tuple[int, int], head_dim: int, density: float, direction: str
 ) -> float:
-    """4 head_dim per pair of a non-zero block, 2.5 times that backward; of the whole batch."""
+    """4 head_dim per pair of a non-zero block, 2.5 times that backward; of all heads."""
     factor = BACKWARD_FLOPS if direction == "backward" else 1
     return factor * 4 * head_dim * heads * density * lengths[0] * lengths[1]
 
@@ -120,7 +120,7 @@ class Record:
     complete: bool = False
 
     def save(self, path: Path) -> None:
-        """Writes the file whole or not at all, every row with the figures that follow from it."""
+        """Writes the file atomically, every row with the figures that follow from it."""
         figures = [_figures(row) | relative(row, self.rows) for row in self.rows]
         data = asdict(self) | {"crossovers": crossovers(self.rows)}
         data["rows"] = [row | more for row, more in zip(data["rows"], figures, strict=True)]

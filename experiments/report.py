@@ -56,7 +56,7 @@ def main(
 
 
 def wide_console() -> Console:
-    """A console with room for tables, however narrow the terminal is."""
+    """A console as wide as the tables, however narrow the terminal is."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     return console

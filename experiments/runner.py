@@ -30,7 +30,7 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
     """Measures cases, saves each in `path`, then prints and draws the record.
 
     Args:
-        cases: gives them, and is told where to say what it leaves out.
+        cases: returns them; its argument is called with what it leaves out.
         method: how they are measured.
         path: of the record.
         resume: whether the record in `path` goes on.

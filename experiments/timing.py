@@ -25,7 +25,7 @@ MIN_RUNS = TURNS  # so that all take part in every turn
 MAX_RUNS = 200
 ROUNDS = 5
 WARM_UP_MS, SUSTAINED_MS = 10.0, 20.0
-ESTIMATES = 3  # runs, of which the fastest tells how many a turn has
+ESTIMATES = 3  # runs, the fastest of which sets how many a turn has
 MAX_SUSTAINED_RUNS = 1000
 
 

@@ -47,7 +47,7 @@ BASELINES = (Baseline.CUDNN, Baseline.FLASH4)
 BURSTS, BURST_MS, PAUSE_SECONDS = 10, 3.0, 0.1
 ENQUEUED_MS = 20.0  # of sustained runs at a time
 SAMPLE_MILLISECONDS = 50
-WARM_UP = 1 / 3  # of the sustained runs, of which nothing is kept: the clock settles
+WARM_UP = 1 / 3  # of the sustained runs, which is not counted: the clock settles
 QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap"
 LINE = re.compile(r"([\d.]+), ([\d.]+), (Active|Not Active)\n")
 

@@ -77,8 +77,8 @@ def test_full_blocks_stay_full_for_flex():
 
 
 def test_flex_computes_pairs_by_a_predicate_where_there_is_one():
-    told = replace(PROBLEMS["local"], predicate=lambda q, k: (q, k))
-    assert flex_mask(told).mask_mod(0, 1, 2, 3) == (2, 3)
+    problem = replace(PROBLEMS["local"], predicate=lambda q, k: (q, k))
+    assert flex_mask(problem).mask_mod(0, 1, 2, 3) == (2, 3)
 
 
 def test_flex_compiles_no_mask_where_all_blocks_are_full():

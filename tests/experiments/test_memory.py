@@ -15,8 +15,8 @@ def tensor(device):
 def test_peak_counts_what_is_alive_at_once(device):
     def run():
         for _ in range(3):
-            kept = [tensor(device), tensor(device)]
-            del kept
+            both = [tensor(device), tensor(device)]
+            del both
         return tensor(device)
 
     assert peak_bytes(run, torch.device(device)) == pytest.approx(2 * MIB, rel=0.01)

@@ -73,9 +73,9 @@ def test_limits_are_measured_once_for_a_record(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "kept"), [(KeyboardInterrupt, INTERRUPTED, True), (CheckError, 1, False)]
+    ("error", "code", "saved"), [(KeyboardInterrupt, INTERRUPTED, True), (CheckError, 1, False)]
 )
-def test_a_run_that_breaks_off_says_so_by_its_exit_code(tmp_path, monkeypatch, error, code, kept):
+def test_a_run_that_breaks_off_says_so_by_its_exit_code(tmp_path, monkeypatch, error, code, saved):
     def run(plan, method, record, path, console):
         record.rows = [FULL]
         raise error("a wrong result")
@@ -84,7 +84,7 @@ def test_a_run_that_breaks_off_says_so_by_its_exit_code(tmp_path, monkeypatch, e
     with pytest.raises(typer.Exit) as ended:
         runner.carry_out(iter, METHOD, tmp_path / "record.json", resume=False, roofline=False)
     assert ended.value.exit_code == code
-    assert (tmp_path / "record.json").exists() == kept
+    assert (tmp_path / "record.json").exists() == saved
 
 
 class Runs:

@@ -81,7 +81,7 @@ def test_each_gets_its_own_time_and_as_many_runs_as_the_budget_allows():
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
-def test_everyone_comes_after_everyone_else_as_often(count):
+def test_each_comes_after_each_other_one_as_often(count):
     log = []
     names = "abcdef"[:count]
     time_rested([Sampled(name, 1.0, log) for name in names], budget_ms=60)
@@ -91,11 +91,11 @@ def test_everyone_comes_after_everyone_else_as_often(count):
     assert all(sorted(turn) == list(names) for turn in turns)
     pairs = Counter(pairwise(order))
     found = [pairs[pair] for pair in permutations(names, 2)]
-    assert sum(found) == len(order) - 1  # nobody comes after himself
+    assert sum(found) == len(order) - 1  # none comes after itself
     assert max(found) - min(found) <= 1
 
 
-def test_whoever_runs_seldom_takes_part_in_every_turn():
+def test_a_slow_call_takes_part_in_every_turn():
     log = []
     (timing,) = time_rested([Sampled("slow", 1000.0, log)], budget_ms=1)
     assert timing.runs == MIN_RUNS == sum(runs for _, runs in log[1:])

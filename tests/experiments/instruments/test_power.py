@@ -32,7 +32,7 @@ def on_cpu(monkeypatch):
 
 @pytest.fixture
 def smi(monkeypatch, tmp_path):
-    """A nvidia-smi that prints what it is told to, and its arguments."""
+    """A nvidia-smi that prints a given text, and its arguments."""
     script = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(power, "identity", lambda: "GPU-1")
@@ -92,7 +92,7 @@ def test_a_row_leaves_out_the_first_samples(monkeypatch):
     monkeypatch.setattr(power, "sustained", lambda sample, seconds: 4.0)
     row = power.row_of(case, power.IMPLEMENTATION, "forward", lambda runs: [1.0] * runs, 1.0)
     assert (row.clock, row.power) == (1600, 700)
-    assert row.capped == pytest.approx(4 / 6)  # two of eight are not kept
+    assert row.capped == pytest.approx(4 / 6)  # two of eight are not counted
     assert row.rested_tflops == pytest.approx(4 * 8192**2 * 128 * 64 / 2e9)
     assert row.sustained_tflops == row.rested_tflops / 2
 

@@ -58,8 +58,8 @@ def test_a_later_run_replaces_its_own_rows_only(tmp_path, monkeypatch):
     ]
     save(path, "decode", replace(PROBLEM, packed=4), [row("1", 4.0)])
     save(path, "dq", replace(PROBLEM, head_dim=64), [row("1", 5.0)])
-    kept = [(run["pass"], run["problem"]["head_dim"]) for run in json.loads(path.read_text())]
-    assert kept == [("forward", 128), ("dq", 128), ("decode", 128), ("dq", 64)]
+    runs = [(run["pass"], run["problem"]["head_dim"]) for run in json.loads(path.read_text())]
+    assert runs == [("forward", 128), ("dq", 128), ("decode", 128), ("dq", 64)]
 
 
 def test_a_step_of_decoding_is_measured_with_few_and_with_many_heads():
