@@ -53,14 +53,14 @@ class Problem:
         """(problems, queries, head_dim)"""
         run = self._chunk.query_run
         here = blocks[run] if run else blocks.index_select(0, self._query_blocks)
-        return here.view(len(self._chunk.bh), -1, blocks.shape[2])
+        return here.reshape(len(self._chunk.bh), -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
         """(problems * segments, width, head_dim), not to be written to: of consecutive blocks a
-        view, of others a copy in the workspace under `name`.
+        view where their strides allow it, of others a copy in the workspace under `name`.
         """
         if self._chunk.key_run:
-            return blocks[self._chunk.key_run].view(-1, self._width, blocks.shape[2])
+            return blocks[self._chunk.key_run].reshape(-1, self._width, blocks.shape[2])
         here = workspace.take(name, (len(self._key_blocks), *blocks.shape[1:]), blocks.dtype)
         torch.index_select(blocks, 0, self._key_blocks, out=here)
         return here.view(-1, self._width, blocks.shape[2])

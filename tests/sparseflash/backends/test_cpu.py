@@ -307,3 +307,13 @@ def refuse_keys(take):
         return take(workspace, name, shape, dtype)
 
     return taken
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("lengths", [(16, 16), (32, 96), (5, 32)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_blocks_that_are_consecutive_in_any_layout(strides, lengths, kv_heads):
+    for batch in (1, 2):
+        inputs = make_inputs(batch, 4, *lengths, 8, kv_heads=kv_heads, strides=strides)
+        check(dense_mask("full", *lengths), inputs, (32, 16))
+        check(dense_mask("causal", *lengths), inputs, 16)
