@@ -8,7 +8,7 @@ Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In
     warpgroup 1     |      S0 | softmax 0 | S1, PV0 | softmax 1 | ...        | O, LSE
 
 Each warpgroup owns 64 of the 128 queries. Ping-pong: they issue S_i = Q K_i^T and O += P_{i-1}
-V_{i-1} in turns, so that the tensor cores work for one while the other is in softmax; within a
+V_{i-1} alternately, so that the tensor cores work for one while the other is in softmax; within a
 warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup, and other
 CTAs on the same multiprocessor take the place of the second one.
 
