@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 ORDER = None  # round robin; min or max: of the partitions that can continue
-FIRST_PIPELINE_BARRIER = 7  # the named barriers below are for ping-pong, for warps, and Triton's
-NAMED_BARRIERS = 16
+PIPELINE_BARRIERS = 9  # the other named barriers are for ping-pong, for warps, and Triton's
 _partition = threading.local()
 _program = SimpleNamespace()
 
@@ -318,7 +317,7 @@ def arrivals_of(threads):
 
 
 def pipeline_barrier(number):
-    if not FIRST_PIPELINE_BARRIER <= number < NAMED_BARRIERS:
+    if not 0 <= number < PIPELINE_BARRIERS:
         raise Failure(f"named barrier {int(number)} is none of a pipeline")
     return int(number)
 
@@ -401,7 +400,7 @@ def _atomic_add(pointer, value, sem):
 def _warp_specialize(partitions, warps, registers):
     _program.partitions = Partitions(partitions)
     _program.pingpong, _program.load_wait_signals = [0, 0], [0, 0]
-    _program.arrived = [set() for _ in range(NAMED_BARRIERS)]
+    _program.arrived = [set() for _ in range(PIPELINE_BARRIERS)]
     _program.partitions.join()
 
 

@@ -59,24 +59,24 @@ def _run(ASM: gl.constexpr):
 
 
 @gluon.jit
-def named_barrier_arrive(barrier, threads):
-    """Arrives and does not wait. Every warp arrives for itself: at an mbarrier Triton would
-    synchronise the warpgroup first.
+def named_barrier_arrive(index, threads):
+    """Arrives at a named barrier of a pipeline and does not wait. Every warp arrives for itself,
+    while at an mbarrier Triton would synchronise the warpgroup first.
 
+    index: of the barrier, from FIRST_PIPELINE_BARRIER on
     threads: of all that arrive, and of the warp that waits
     """
-    _barrier_of_stage("bar.arrive", barrier, threads)
+    _barrier_of_stage("bar.arrive", index, threads)
 
 
 @gluon.jit
-def named_barrier_wait(barrier, threads):
+def named_barrier_wait(index, threads):
     """Lets one warp wait until all others have arrived, once each."""
-    _barrier_of_stage("bar.sync", barrier, threads)
+    _barrier_of_stage("bar.sync", index, threads)
 
 
 @gluon.jit
-def _barrier_of_stage(WHAT: gl.constexpr, barrier, threads):
+def _barrier_of_stage(WHAT: gl.constexpr, index, threads):
     ASM: gl.constexpr = WHAT + " $1, $2; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(
-        ASM, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
-    )
+    operands = [index + FIRST_PIPELINE_BARRIER, threads]
+    gl.inline_asm_elementwise(ASM, "=r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)

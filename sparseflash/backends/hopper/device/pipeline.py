@@ -31,7 +31,8 @@ class NamedBarrierPipeline(NamedTuple):
     """A Pipeline whose stages consumers release at named barriers, every warp for itself: Triton
     synchronises a warpgroup before it arrives at an mbarrier.
 
-    empty_barriers: id of the named barrier of stage 0; those of the others follow
+    empty_barriers: index of the named barrier of stage 0 among those of pipelines; those of the
+        other stages follow
     num_threads:    threads that meet at one, those of the producer included
     """
 

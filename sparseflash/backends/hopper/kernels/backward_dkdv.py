@@ -15,7 +15,6 @@ with None for the other.
 
 from typing import NamedTuple
 
-from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
 from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from sparseflash.backends.hopper.device.dropout import dropout_keep_words, transposed_element_mask
@@ -94,13 +93,8 @@ def backward_dkdv_kernel(
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
-    GRAD_OUT_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
-    query_pipeline = make_named_barrier_pipeline(
-        queries, FIRST_PIPELINE_BARRIER, STAGES, WARPGROUPS
-    )
-    grad_out_pipeline = make_named_barrier_pipeline(
-        grad_outs, GRAD_OUT_BARRIER, STAGES, WARPGROUPS
-    )
+    query_pipeline = make_named_barrier_pipeline(queries, 0, STAGES, WARPGROUPS)
+    grad_out_pipeline = make_named_barrier_pipeline(grad_outs, STAGES, STAGES, WARPGROUPS)
     key_pipeline = make_pipeline(keys, WARPGROUPS * KEY_STAGES, 1)
     value_pipeline = key_pipeline  # dV alone needs no values, and leaves by the buffers of keys
     if grad_keys is not None:

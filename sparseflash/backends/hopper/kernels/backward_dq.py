@@ -17,7 +17,6 @@ through that of values.
 
 from typing import NamedTuple
 
-from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
 from sparseflash.backends.hopper.device.block_list import (
     key_blocks_of_row,
     load_key_value_tiles,
@@ -108,12 +107,11 @@ def backward_dq_kernel(
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
-    VALUE_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
     pipelines = (
         make_pipeline(queries, WARPGROUPS, 1),
         make_pipeline(grad_outs, WARPGROUPS, 1),
-        make_named_barrier_pipeline(keys, FIRST_PIPELINE_BARRIER, STAGES, WARPGROUPS),
-        make_named_barrier_pipeline(values, VALUE_BARRIER, STAGES, WARPGROUPS),
+        make_named_barrier_pipeline(keys, 0, STAGES, WARPGROUPS),
+        make_named_barrier_pipeline(values, STAGES, STAGES, WARPGROUPS),
     )
     work_queue = make_work_queue(WARPGROUPS)
     drop = Dropout(seed_low, seed_high, threshold, keep_scale)

@@ -19,7 +19,6 @@ iteration of the loop to the next: ptxas would then wait for every product.
 
 from typing import NamedTuple
 
-from sparseflash.backends.hopper.device.barriers import FIRST_PIPELINE_BARRIER
 from sparseflash.backends.hopper.device.block_list import block_index, tile_start
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from sparseflash.backends.hopper.device.dropout import dropout_keep_words, transposed_element_mask
@@ -125,11 +124,10 @@ def backward_fused_kernel(
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
-    GRAD_OUT_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
     dq_shape: gl.constexpr = [2] + dq_accumulator.block_type.shape  # noqa: RUF005 (no star in Gluon)
     pipelines = Pipelines(
-        make_named_barrier_pipeline(queries, FIRST_PIPELINE_BARRIER, STAGES, 2),
-        make_named_barrier_pipeline(grad_outs, GRAD_OUT_BARRIER, STAGES, 2),
+        make_named_barrier_pipeline(queries, 0, STAGES, 2),
+        make_named_barrier_pipeline(grad_outs, STAGES, STAGES, 2),
         make_pipeline(keys, 2 * KEY_STAGES, 2),
         make_pipeline(values, 2 * KEY_STAGES, 1),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout),

@@ -20,7 +20,6 @@ scale * log2(e).
 from typing import NamedTuple
 
 from sparseflash.backends.hopper.device.barriers import (
-    FIRST_PIPELINE_BARRIER,
     pingpong_signal,
     pingpong_wait,
     signal_warpgroup,
@@ -125,13 +124,10 @@ def forward_kernel(
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
     LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(BLOCK, queries.block_type.shape[3], MASKED)
-    VALUE_BARRIER: gl.constexpr = FIRST_PIPELINE_BARRIER + STAGES
     query_pipeline = make_pipeline(queries, WARPGROUPS * QUERY_STAGES, 1)
-    key_pipeline = make_named_barrier_pipeline(
-        keys, FIRST_PIPELINE_BARRIER, STAGES, WARPGROUPS, LOAD_WAIT_WARPS
-    )
+    key_pipeline = make_named_barrier_pipeline(keys, 0, STAGES, WARPGROUPS, LOAD_WAIT_WARPS)
     value_pipeline = make_named_barrier_pipeline(
-        values, VALUE_BARRIER, STAGES, WARPGROUPS, LOAD_WAIT_WARPS
+        values, STAGES, STAGES, WARPGROUPS, LOAD_WAIT_WARPS
     )
     work_queue = make_work_queue(WARPGROUPS + LOAD_WAIT_WARPS)
     drop = Dropout(seed_low, seed_high, threshold, keep_scale)

@@ -112,7 +112,7 @@ TWO_WARPGROUPS = {
         Argument(
             Call("forward_kernel", "make_named_barrier_pipeline", "values"),
             1,
-            "FIRST_PIPELINE_BARRIER",
+            "0",
         ),
     ),
     "V begins with no empty stage": planted(
