@@ -47,7 +47,7 @@ from experiments.measure import DTYPES
 from experiments.timing import time_call
 from masks import BlockMask
 from sparseflash.backends import triton as triton_backend
-from sparseflash.backends.triton import configs
+from sparseflash.backends.triton import configs, launch
 from sparseflash.backends.triton.configs import Config
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec
@@ -215,15 +215,19 @@ def configured(config: Config, *passes: str) -> Iterator[None]:
     """Calls that are planned meanwhile run some passes with `config`, whatever it needs."""
     choose = configs.choose
 
+    def forget() -> None:
+        configs.kernel_variant.cache_clear()
+        launch._prepare.cache_clear()
+
     def chosen(pass_name: str, *facts, **options) -> Config | None:
         return config if pass_name in passes else choose(pass_name, *facts, **options)
 
-    configs.kernel_variant.cache_clear()
+    forget()
     try:
         with mock.patch.object(configs, "choose", chosen):
             yield
     finally:
-        configs.kernel_variant.cache_clear()
+        forget()
 
 
 def measure(which: str, problem: Problem, config: Config, console: Console) -> Iterator[dict]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from masks.lookup_table import BlockLists
 from sparseflash import dropout
 from sparseflash.backends.triton.configs import Config, kernel_variant, resident_programs
 from sparseflash.backends.triton_common.arguments import descriptor_of, table_arguments
@@ -19,6 +20,7 @@ from sparseflash.backends.triton_common.constants import (
 )
 from sparseflash.backends.triton_common.launcher import Launch, launch, launch_cached
 from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.spec import AttentionSpec
 
 MAX_TILE = 256
 MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
@@ -35,7 +37,7 @@ STREAMED = {
 
 @dataclass(frozen=True, eq=False)
 class PreparedPass:
-    """What is the same in all launches of a pass with one plan and one layout of tensors.
+    """What is the same in all launches of a pass with equal facts and layouts of tensors.
 
     Args:
         config: Tile shape, warps and pipeline stages.
@@ -43,11 +45,9 @@ class PreparedPass:
         variant, constants: See triton_common.launcher.
         strides: Those of the tensors, as the kernel takes them.
         tile: Shape of the tiles that descriptors describe; None where the loop reads pointers.
-        table: Arguments of the lookup table, by query or by key.
-        sizes: kernels.block_lists.Sizes.
         scalars: scale * log2(e), the soft cap, the least random word that keeps a pair,
             1 / (1 - dropout_p).
-        grid: A program for each tile of rows.
+        by_key: Whether block rows are those of keys.
         heads, tiles_per_row: Programs along the heads, and for each block row.
         resident_programs: How many programs run at a time, about.
     """
@@ -58,10 +58,8 @@ class PreparedPass:
     constants: dict[str, Any]
     strides: tuple[tuple[int, ...], ...]
     tile: list[int] | None
-    table: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
     scalars: tuple[float, float, int, float]
-    grid: tuple[int, int, int]
+    by_key: bool
     heads: int
     tiles_per_row: int
     resident_programs: int
@@ -77,28 +75,32 @@ def prepare_pass(plan: Plan, pass_name: str, tensors: dict[str, Tensor]) -> Prep
     layout = _strides_and_alignment(tensors.values())
     prepared = plan.cache.get((pass_name, layout))
     if prepared is None:
-        prepared = plan.cache[pass_name, layout] = _prepare(plan, pass_name, [*tensors], *layout)
+        spec, table = plan.spec, plan.table
+        shares_mask = spec.mask_heads == 1 or table.by_query.row_ptr.shape[0] == 1
+        facts = (spec, table.block_size, shares_mask, pass_name, tuple(tensors))
+        prepared = plan.cache[pass_name, layout] = _prepare(*facts, *layout)
     return prepared
 
 
+@lru_cache(maxsize=4096)  # a DynamicMask is often new, and its plan with it
 def _prepare(
-    plan: Plan,
+    spec: AttentionSpec,
+    block_size: tuple[int, int],
+    shares_mask: bool,
     pass_name: str,
-    names: list[str],
+    names: tuple[str, ...],
     strides: tuple[tuple[int, ...], ...],
     aligned: tuple[bool, ...],
 ) -> PreparedPass:
-    spec, table = plan.spec, plan.table
-    block_q, block_k = table.block_size
+    block_q, block_k = block_size
     size = spec.dtype.itemsize
     streamed = [names.index(name) for name in STREAMED[pass_name] if name in names]
     describable = all(aligned[i] and _is_describable(size, strides[i]) for i in streamed)
     group = spec.heads // spec.kv_heads
-    shares_mask = spec.mask_heads == 1 or table.by_query.row_ptr.shape[0] == 1
     heads_per_tile = group if pass_name == "decode" and shares_mask else 1
     packed_rows = spec.q_len * heads_per_tile if pass_name == "decode" else 0
     chosen = kernel_variant(
-        *(pass_name, spec.device, spec.dtype, spec.head_dim, table.block_size),
+        *(pass_name, spec.device, spec.dtype, spec.head_dim, block_size),
         *(spec.dropout_p > 0, spec.softcap is not None, spec.score, spec.bias, spec.precision),
         *(describable, packed_rows),
     )
@@ -112,9 +114,6 @@ def _prepare(
     else:
         heads, tiles_per_row, step = spec.heads, block_q // config.bm, config.bn
     scaled, layout = _layout(size, strides, aligned)
-    rows = table.by_key if pass_name == "dkdv" else table.by_query
-    tiles = rows.num_rows * tiles_per_row
-    longest_first = rows.imbalance > LONGEST_FIRST_IMBALANCE and tiles <= MAX_GRID_YZ
     return PreparedPass(
         config=config,
         streamed=STREAMED[pass_name],
@@ -122,23 +121,32 @@ def _prepare(
         constants=constants | layout.constants | chosen.constants,
         strides=scaled,
         tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
-        table=table_arguments(rows, table.bit_tiles, table),
-        sizes=(
-            *(spec.heads, spec.q_len, spec.k_len, rows.row_ptr.shape[0], rows.num_rows),
-            *(int(rows.imbalance != 1), int(longest_first)),
-            *(spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1)),
-        ),
         scalars=(
             *(spec.scale * LOG2E.value, spec.softcap or 0.0),
             *(dropout.threshold(spec.dropout_p), 1.0 / (1.0 - spec.dropout_p)),
         ),
-        grid=(heads, spec.batch, tiles) if longest_first else (tiles, heads, spec.batch),
+        by_key=pass_name == "dkdv",
         heads=heads,
         tiles_per_row=tiles_per_row,
         resident_programs=resident_programs(
             spec.device, config, pass_name, spec.dtype, spec.head_dim
         ),
     )
+
+
+def _sizes_and_grid(
+    spec: AttentionSpec, rows: BlockLists, prepared: PreparedPass
+) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """kernels.block_lists.Sizes, and the grid: a program for each tile of rows."""
+    tiles = rows.num_rows * prepared.tiles_per_row
+    longest_first = rows.imbalance > LONGEST_FIRST_IMBALANCE and tiles <= MAX_GRID_YZ
+    sizes = (
+        *(spec.heads, spec.q_len, spec.k_len, rows.row_ptr.shape[0], rows.num_rows),
+        *(int(rows.imbalance != 1), int(longest_first)),
+        *(spec.mask_heads if spec.mask_batch > 1 else 0, int(spec.mask_heads > 1)),
+    )
+    heads, batch = prepared.heads, spec.batch
+    return sizes, (heads, batch, tiles) if longest_first else (tiles, heads, batch)
 
 
 def launch_pass(
@@ -156,21 +164,24 @@ def launch_pass(
 
     Args:
         tensors: Those of prepare_pass.
-        grid: By default that of `prepared`.
+        grid: By default a program for each tile of rows.
     """
     key_lengths, bias = call.key_lengths, call.bias
     streamed = [tensors[name] for name in prepared.streamed]
     bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
 
     def launch_of_call() -> Launch:
+        table = call.table
+        rows = table.by_key if prepared.by_key else table.by_query
+        sizes, every_tile = _sizes_and_grid(call.spec, rows, prepared)
         scale2, cap, threshold, keep_scale = prepared.scalars
         arguments = (
             *_interleaved(tensors.values(), prepared.strides),
             *[prepared.tile and descriptor_of(x, prepared.tile) for x in streamed],
             *others,
-            *prepared.table,
+            *table_arguments(rows, table.bit_tiles, table),
             *(key_lengths, bias, bias_stride),
-            *prepared.sizes,
+            *sizes,
             *(scale2, cap, call.seed, threshold, keep_scale),
         )
         missing = tuple([x is None for x in (*others, key_lengths)])
@@ -178,7 +189,7 @@ def launch_pass(
         strided = len(tensors) * (1 + RANK)
         names = kernel.arg_names[strided : strided + len(streamed) + len(others)]
         changing = (*tensors, *names, "key_lengths", "bias", "seed")
-        return Launch(grid or prepared.grid, arguments, variant, prepared.constants, changing)
+        return Launch(grid or every_tile, arguments, variant, prepared.constants, changing)
 
     values = [
         x.data_ptr() if isinstance(x, Tensor) else None

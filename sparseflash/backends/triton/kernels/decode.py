@@ -13,19 +13,9 @@ Reference: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels.block_lists import (
-    Shape,
-    Sizes,
-    Table,
-    key_block_lists,
-    key_length,
-    mask_of_head,
-    with_first_blocks,
-)
+from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.forward import attend, finalize_softmax
-from sparseflash.backends.triton.kernels.scores import DropoutState, ScoreMods, bias_of_head
 from sparseflash.backends.triton.kernels.signature import unspecialized
-from sparseflash.backends.triton.kernels.tensors import Stream, one_head, store_rows
 
 
 @triton.jit(**unspecialized("query", "key", "value", "out"))
@@ -46,14 +36,14 @@ def decode_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    table = Table(
+    table = block_lists.Table(
         row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask
     )
-    sizes = Sizes(
+    sizes = block_lists.Sizes(
         heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
-    shape: tl.constexpr = Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
     tiles_of_heads = tl.cdiv(q_len * HEADS_PER_TILE, BM)
     split = tl.program_id(0) // tiles_of_heads
@@ -61,11 +51,13 @@ def decode_kernel(
     first_head = tl.program_id(1) * HEADS_PER_TILE
     batch = tl.program_id(2)
     kv_head = first_head // GROUP
-    mask_index = mask_of_head(table, sizes, batch, first_head)
-    length = key_length(key_lengths, batch, k_len)
-    starts, counts = key_block_lists(table, sizes, mask_index, 0, length, BLOCK_K, LENGTHS)
+    mask_index = block_lists.mask_of_head(table, sizes, batch, first_head)
+    length = block_lists.key_length(key_lengths, batch, k_len)
+    starts, counts = block_lists.key_block_lists(
+        table, sizes, mask_index, 0, length, BLOCK_K, LENGTHS
+    )
     starts, counts = split_lists(starts, counts, split, splits)
-    lists = with_first_blocks(table, starts, counts)
+    lists = block_lists.with_first_blocks(table, starts, counts)
 
     rows = tl.program_id(0) % tiles_of_heads * BM + tl.arange(0, BM)
     tokens = rows // HEADS_PER_TILE
@@ -76,22 +68,22 @@ def decode_kernel(
     pointers = row_pointers(query, strides, batch, row_heads, tokens, DIMS, ALIGN)
     q = tl.load(pointers, mask=inside, other=0.0)  # (BM, DIMS)
     strides = (key_batch, key_head, key_token, key_dim)
-    keys = one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+    keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
     strides = (value_batch, value_head, value_token, value_dim)
-    values = one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+    values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
     head = row_heads[:, None]
-    biases = bias_of_head(bias, bias_head, head)
+    biases = scores.bias_of_head(bias, bias_head, head)
     row_sum = tl.zeros([BM], tl.float32)
     row_max = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         row_sum, row_max, acc = attend(
             row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
-            Stream(keys, key_descriptor, batch, kv_head),
-            Stream(values, value_descriptor, batch, kv_head),
-            ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
-            DropoutState(seed, threshold, keep_scale, bh[:, None], DROPOUT),
+            tensors.Stream(keys, key_descriptor, batch, kv_head),
+            tensors.Stream(values, value_descriptor, batch, kv_head),
+            scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            scores.DropoutState(seed, threshold, keep_scale, bh[:, None], DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip
 
@@ -181,5 +173,5 @@ def merge_kernel(
     row_lse, out_scale = finalize_softmax(row_sum, row_max, 1.0, False)
     tl.store(lse + query_index + tl.arange(0, 1), row_lse)
     strides = (out_batch, out_head, out_token, out_dim)
-    outs = one_head(out, strides, batch, head, ALIGN, INDEX)
-    store_rows(outs, (acc * out_scale)[None, :], token, q_len, HEAD_DIM)
+    outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
+    tensors.store_rows(outs, (acc * out_scale)[None, :], token, q_len, HEAD_DIM)

@@ -16,36 +16,9 @@ do not mix, so the loops need no mask for them. No program adds to memory that a
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels.block_lists import (
-    BlockList,
-    Shape,
-    Sizes,
-    Table,
-    entry_of_step,
-    key_length,
-    lists_of_row,
-    mask_of_head,
-    scheduled_row,
-    tile_start,
-    work_tile,
-)
+from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
-from sparseflash.backends.triton.kernels.scores import (
-    DropoutState,
-    ScoreMods,
-    apply_score_mod,
-    bias_of_head,
-    dropout_keep_mask,
-    element_mask,
-)
 from sparseflash.backends.triton.kernels.signature import unspecialized
-from sparseflash.backends.triton.kernels.tensors import (
-    Stream,
-    load_rows,
-    one_head,
-    store_rows,
-    stream_rows,
-)
 from sparseflash.backends.triton_common.constants import LN2
 
 
@@ -69,54 +42,56 @@ def key_value_gradient_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    table = Table(
+    table = block_lists.Table(
         row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask
     )
-    sizes = Sizes(
+    sizes = block_lists.Sizes(
         heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
-    shape: tl.constexpr = Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
-    rank, tile, batch, kv_head = work_tile(sizes, BLOCK_K // BN)
-    mask_index = mask_of_head(table, sizes, batch, kv_head * GROUP)
-    row = scheduled_row(table, sizes, mask_index, rank)
+    shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    rank, tile, batch, kv_head = block_lists.work_tile(sizes, BLOCK_K // BN)
+    mask_index = block_lists.mask_of_head(table, sizes, batch, kv_head * GROUP)
+    row = block_lists.scheduled_row(table, sizes, mask_index, rank)
     start = row * BLOCK_K + tile * BN
-    length = key_length(key_lengths, batch, k_len)
+    length = block_lists.key_length(key_lengths, batch, k_len)
     strides = (key_batch, key_head, key_token, key_dim)
-    keys = one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+    keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
     strides = (value_batch, value_head, value_token, value_dim)
-    values = one_head(value, strides, batch, kv_head, ALIGN, INDEX)
-    k = load_rows(keys, start, length, shape, BN, True)  # (BN, DIMS)
-    v = load_rows(values, start, length, shape, BN, True)  # (BN, DIMS)
+    values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+    k = tensors.load_rows(keys, start, length, shape, BN, True)  # (BN, DIMS)
+    v = tensors.load_rows(values, start, length, shape, BN, True)  # (BN, DIMS)
 
     dk = tl.zeros([BN, DIMS], tl.float32)
     dv = tl.zeros([BN, DIMS], tl.float32)
     for head_in_group in range(GROUP):
         head = kv_head * GROUP + head_in_group
         bh = batch * heads + head
-        mask_index = mask_of_head(table, sizes, batch, head)
-        full_start, full_count, partial_start, partial_count = lists_of_row(
+        mask_index = block_lists.mask_of_head(table, sizes, batch, head)
+        full_start, full_count, partial_start, partial_count = block_lists.lists_of_row(
             table, sizes, mask_index, row
         )
         partial_count = tl.where(start < length, partial_count, 0)
         full_count = tl.where(start < length, full_count, 0)
         lists = (
-            BlockList(partial_start, partial_count, tl.load(partial_index + partial_start)),
-            BlockList(full_start, full_count, tl.load(full_index + full_start)),
+            block_lists.BlockList(
+                partial_start, partial_count, tl.load(partial_index + partial_start)
+            ),
+            block_lists.BlockList(full_start, full_count, tl.load(full_index + full_start)),
         )
         strides = (query_batch, query_head, query_token, query_dim)
-        queries = one_head(query, strides, batch, head, ALIGN, INDEX)
+        queries = tensors.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
-        grad_outs = one_head(grad_out, strides, batch, head, ALIGN, INDEX)
-        biases = bias_of_head(bias, bias_head, head)
+        grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+        biases = scores.bias_of_head(bias, bias_head, head)
         lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         for LIST in tl.static_range(2):
             dk, dv = add_key_value_gradients(
                 dk, dv, k, v, lse2_row, delta_row, start, table, lists[LIST],
-                Stream(queries, query_descriptor, batch, head),
-                Stream(grad_outs, grad_out_descriptor, batch, head),
-                ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
-                DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
+                tensors.Stream(queries, query_descriptor, batch, head),
+                tensors.Stream(grad_outs, grad_out_descriptor, batch, head),
+                scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+                scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
                 shape, LIST == 0, PRECISION, MASK_STAGES,
             )  # fmt: skip
 
@@ -124,11 +99,11 @@ def key_value_gradient_kernel(
     dk = tl.where(valid, dk * (scale2 * LN2), 0.0)
     dv = tl.where(valid, (dv * keep_scale) if DROPOUT else dv, 0.0)
     strides = (grad_key_batch, grad_key_head, grad_key_token, grad_key_dim)
-    grad_keys = one_head(grad_key, strides, batch, kv_head, ALIGN, INDEX)
+    grad_keys = tensors.one_head(grad_key, strides, batch, kv_head, ALIGN, INDEX)
     strides = (grad_value_batch, grad_value_head, grad_value_token, grad_value_dim)
-    grad_values = one_head(grad_value, strides, batch, kv_head, ALIGN, INDEX)
-    store_rows(grad_keys, dk, start, k_len, HEAD_DIM)
-    store_rows(grad_values, dv, start, k_len, HEAD_DIM)
+    grad_values = tensors.one_head(grad_value, strides, batch, kv_head, ALIGN, INDEX)
+    tensors.store_rows(grad_keys, dk, start, k_len, HEAD_DIM)
+    tensors.store_rows(grad_values, dv, start, k_len, HEAD_DIM)
 
 
 @triton.jit
@@ -147,25 +122,25 @@ def add_key_value_gradients(
     key_tokens = key_start + tl.arange(0, shape.BN)
     steps = count * (shape.BLOCK_Q // shape.BM)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        query_start = tile_start(block, step, shape.BLOCK_Q, shape.BM)
+        query_start = block_lists.tile_start(block, step, shape.BLOCK_Q, shape.BM)
         tokens = query_start + tl.arange(0, shape.BM)
-        q = stream_rows(
+        q = tensors.stream_rows(
             queries, query_start, mods.q_len, shape, shape.BM, PARTIAL, False
         )  # (BM, DIMS)
         lse2 = tl.load(lse2_row + tokens)  # (BM)
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BN, BM)
-        s, slopes = apply_score_mod(products, tokens, key_tokens, mods, True)
+        s, slopes = scores.apply_score_mod(products, tokens, key_tokens, mods, True)
         s -= lse2[None, :]
         if PARTIAL:
-            mask = element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, True)
+            mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, True)
             s = tl.where(mask, s, float("-inf"))
         p = tl.exp2(s)
-        do = stream_rows(
+        do = tensors.stream_rows(
             grad_outs, query_start, mods.q_len, shape, shape.BM, PARTIAL, False
         )  # (BM, DIMS)
         dropped = p
         if dropout.DROPOUT:
-            keep = dropout_keep_mask(dropout, tokens, key_start, shape, True)
+            keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, True)
             dropped = tl.where(keep, p, 0.0)
         dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # (BN, DIMS)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # (BN, BM)
@@ -176,7 +151,7 @@ def add_key_value_gradients(
         if mods.SOFTCAP or mods.SCORE is not None:
             ds *= slopes
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # (BN, DIMS)
-        entry = entry_of_step(start, step + 1, shape.BLOCK_Q, shape.BM)
+        entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_Q, shape.BM)
         block = tl.load(index + entry)
         if PARTIAL:
             bit_tile = tl.load(table.partial_bit_tile + entry)

@@ -11,36 +11,9 @@ pass does. A step, of one (BM, BN) tile:
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels.block_lists import (
-    Shape,
-    Sizes,
-    Table,
-    entry_of_step,
-    key_block_lists,
-    key_length,
-    mask_of_head,
-    scheduled_row,
-    tile_start,
-    with_first_blocks,
-    work_tile,
-)
+from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.lse_delta import compute_lse_delta
-from sparseflash.backends.triton.kernels.scores import (
-    DropoutState,
-    ScoreMods,
-    apply_score_mod,
-    bias_of_head,
-    dropout_keep_mask,
-    element_mask,
-)
 from sparseflash.backends.triton.kernels.signature import unspecialized
-from sparseflash.backends.triton.kernels.tensors import (
-    Stream,
-    load_rows,
-    one_head,
-    store_rows,
-    stream_rows,
-)
 from sparseflash.backends.triton_common.constants import LN2
 
 
@@ -65,57 +38,59 @@ def query_gradient_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    table = Table(
+    table = block_lists.Table(
         row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask
     )
-    sizes = Sizes(
+    sizes = block_lists.Sizes(
         heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
-    shape: tl.constexpr = Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
-    rank, tile, batch, head = work_tile(sizes, BLOCK_Q // BM)
+    rank, tile, batch, head = block_lists.work_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
-    mask_index = mask_of_head(table, sizes, batch, head)
-    row = scheduled_row(table, sizes, mask_index, rank)
-    length = key_length(key_lengths, batch, k_len)
-    starts, counts = key_block_lists(table, sizes, mask_index, row, length, BLOCK_K, LENGTHS)
-    lists = with_first_blocks(table, starts, counts)
+    mask_index = block_lists.mask_of_head(table, sizes, batch, head)
+    row = block_lists.scheduled_row(table, sizes, mask_index, rank)
+    length = block_lists.key_length(key_lengths, batch, k_len)
+    starts, counts = block_lists.key_block_lists(
+        table, sizes, mask_index, row, length, BLOCK_K, LENGTHS
+    )
+    lists = block_lists.with_first_blocks(table, starts, counts)
 
     start = row * BLOCK_Q + tile * BM
     strides = (query_batch, query_head, query_token, query_dim)
-    queries = one_head(query, strides, batch, head, ALIGN, INDEX)
+    queries = tensors.one_head(query, strides, batch, head, ALIGN, INDEX)
     strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
-    grad_outs = one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+    grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
     strides = (out_batch, out_head, out_token, out_dim)
-    outs = one_head(out, strides, batch, head, ALIGN, INDEX)
-    q = load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
-    do = load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+    outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
+    q = tensors.load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
+    do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
     strides = (grad_lse_batch, grad_lse_head, grad_lse_token)
     lse2, delta = compute_lse_delta(
         do, outs, grad_lse, strides, lse, lse_delta, batch, head, heads, start, q_len, shape
     )
     strides = (key_batch, key_head, key_token, key_dim)
-    keys = one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+    keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
     strides = (value_batch, value_head, value_token, value_dim)
-    values = one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+    values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
-    biases = bias_of_head(bias, bias_head, head)
+    biases = scores.bias_of_head(bias, bias_head, head)
     tokens = start + tl.arange(0, BM)
     dq = tl.zeros([BM, DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         dq = add_query_gradient(
             dq, q, do, lse2, delta, tokens, table, lists[LIST], length,
-            Stream(keys, key_descriptor, batch, kv_head),
-            Stream(values, value_descriptor, batch, kv_head),
-            ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
-            DropoutState(seed, threshold, keep_scale, batch * heads + head, DROPOUT),
+            tensors.Stream(keys, key_descriptor, batch, kv_head),
+            tensors.Stream(values, value_descriptor, batch, kv_head),
+            scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            scores.DropoutState(seed, threshold, keep_scale, batch * heads + head, DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip
 
     strides = (grad_query_batch, grad_query_head, grad_query_token, grad_query_dim)
-    grad_queries = one_head(grad_query, strides, batch, head, ALIGN, INDEX)
-    store_rows(grad_queries, dq * (scale2 * LN2), start, q_len, HEAD_DIM)
+    grad_queries = tensors.one_head(grad_query, strides, batch, head, ALIGN, INDEX)
+    tensors.store_rows(grad_queries, dq * (scale2 * LN2), start, q_len, HEAD_DIM)
 
 
 @triton.jit
@@ -130,7 +105,7 @@ def add_query_gradient(
     bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start = tile_start(block, step, shape.BLOCK_K, shape.BN)
+        key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
         ds, slopes, k = score_gradients(
             q, do, lse2, delta, tokens, table, bit_tile, key_start, limit,
             keys, values, mods, dropout, shape, PARTIAL, CLIPPED, PRECISION,
@@ -138,7 +113,7 @@ def add_query_gradient(
         if mods.SOFTCAP or mods.SCORE is not None:
             ds *= slopes
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # (BM, DIMS)
-        entry = entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
+        entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
         if PARTIAL:
             bit_tile = tl.load(table.partial_bit_tile + entry)
@@ -153,20 +128,22 @@ def score_gradients(
 ):  # fmt: skip
     """(dS before soft cap and score function, their derivative, K) of one tile."""
     MASKED: tl.constexpr = PARTIAL or CLIPPED
-    k = stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
+    k = tensors.stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
     key_tokens = key_start + tl.arange(0, shape.BN)
-    s, slopes = apply_score_mod(products, tokens, key_tokens, mods, False)
+    s, slopes = scores.apply_score_mod(products, tokens, key_tokens, mods, False)
     s -= lse2[:, None]
     if PARTIAL:
-        mask = element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, False)
+        mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, False)
         s = tl.where(mask, s, float("-inf"))
     if CLIPPED:
         s = tl.where(key_tokens[None, :] < limit, s, float("-inf"))
     p = tl.exp2(s)
-    v = stream_rows(values, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
+    v = tensors.stream_rows(
+        values, key_start, limit, shape, shape.BN, MASKED, CLIPPED
+    )  # (BN, DIMS)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BM, BN)
     if dropout.DROPOUT:
-        keep = dropout_keep_mask(dropout, tokens, key_start, shape, False)
+        keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, False)
         dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
     return p * (dp - delta[:, None]), slopes, k

@@ -13,22 +13,10 @@ up those of all programs of a head.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels.block_lists import (
-    Shape,
-    Sizes,
-    Table,
-    entry_of_step,
-    key_block_lists,
-    key_length,
-    mask_of_head,
-    tile_start,
-    with_first_blocks,
-)
+from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.dq import score_gradients
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
-from sparseflash.backends.triton.kernels.scores import DropoutState, ScoreMods, bias_of_head
 from sparseflash.backends.triton.kernels.signature import unspecialized
-from sparseflash.backends.triton.kernels.tensors import Stream, load_rows, one_head
 
 
 @triton.jit(**unspecialized("query", "key", "value", "grad_out"))
@@ -50,19 +38,19 @@ def ds_sums_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    table = Table(
+    table = block_lists.Table(
         row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask
     )
-    sizes = Sizes(
+    sizes = block_lists.Sizes(
         heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
-    shape: tl.constexpr = Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
     TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // BM
     head = tl.program_id(1)
     kv_head = head // GROUP
-    biases = bias_of_head(bias, bias_head, head)
+    biases = scores.bias_of_head(bias, bias_head, head)
     distances = by_distance
     if by_distance is not None:
         program = head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -73,24 +61,26 @@ def ds_sums_kernel(
         tile = work % num_tiles
         row = tile // TILES_PER_BLOCK
         start = tile * BM
-        mask_index = mask_of_head(table, sizes, batch, head)
-        length = key_length(key_lengths, batch, k_len)
-        starts, counts = key_block_lists(table, sizes, mask_index, row, length, BLOCK_K, LENGTHS)
-        lists = with_first_blocks(table, starts, counts)
+        mask_index = block_lists.mask_of_head(table, sizes, batch, head)
+        length = block_lists.key_length(key_lengths, batch, k_len)
+        starts, counts = block_lists.key_block_lists(
+            table, sizes, mask_index, row, length, BLOCK_K, LENGTHS
+        )
+        lists = block_lists.with_first_blocks(table, starts, counts)
         strides = (query_batch, query_head, query_token, query_dim)
-        queries = one_head(query, strides, batch, head, ALIGN, INDEX)
+        queries = tensors.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
-        grad_outs = one_head(grad_out, strides, batch, head, ALIGN, INDEX)
-        q = load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
-        do = load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+        grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+        q = tensors.load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
+        do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
         bh = batch * heads + head
         lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         tokens = start + tl.arange(0, BM)
         lse2, delta = tl.load(lse2_row + tokens), tl.load(delta_row + tokens)  # (BM)
         strides = (key_batch, key_head, key_token, key_dim)
-        keys = one_head(key, strides, batch, kv_head, ALIGN, INDEX)
+        keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
         strides = (value_batch, value_head, value_token, value_dim)
-        values = one_head(value, strides, batch, kv_head, ALIGN, INDEX)
+        values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
         tile_sums = by_tile
         if by_tile is not None:
             columns = tl.cdiv(k_len, BLOCK_K) * (BLOCK_K // BN)
@@ -98,10 +88,10 @@ def ds_sums_kernel(
         for LIST in tl.static_range(3 if LENGTHS else 2):
             add_ds_sums(
                 distances, tile_sums, q, do, lse2, delta, start, table, lists[LIST], length,
-                Stream(keys, key_descriptor, batch, kv_head),
-                Stream(values, value_descriptor, batch, kv_head),
-                ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
-                DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
+                tensors.Stream(keys, key_descriptor, batch, kv_head),
+                tensors.Stream(values, value_descriptor, batch, kv_head),
+                scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+                scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
                 shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
             )  # fmt: skip
 
@@ -120,7 +110,7 @@ def add_ds_sums(
     bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
-        key_start = tile_start(block, step, shape.BLOCK_K, shape.BN)
+        key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
         ds, _, _ = score_gradients(
             q, do, lse2, delta, tokens, table, bit_tile, key_start, limit,
             keys, values, mods, dropout, shape, PARTIAL, CLIPPED, PRECISION,
@@ -129,7 +119,7 @@ def add_ds_sums(
             tl.store(tile_sums + key_start // shape.BN, tl.sum(ds))
         if distances is not None:
             add_by_distance(distances, ds, query_start, key_start, mods, shape)
-        entry = entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
+        entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
         if PARTIAL:
             bit_tile = tl.load(table.partial_bit_tile + entry)

@@ -13,9 +13,8 @@ want dQ. A program takes BM queries of one bh.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels.block_lists import Shape
+from sparseflash.backends.triton.kernels import block_lists, tensors
 from sparseflash.backends.triton.kernels.signature import unspecialized
-from sparseflash.backends.triton.kernels.tensors import load_rows, one_head
 from sparseflash.backends.triton_common.constants import LOG2E
 
 
@@ -27,15 +26,15 @@ def lse_delta_kernel(
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    shape: tl.constexpr = Shape(BM, BM, BLOCK_Q, BLOCK_Q, HEAD_DIM, DIMS)
+    shape: tl.constexpr = block_lists.Shape(BM, BM, BLOCK_Q, BLOCK_Q, HEAD_DIM, DIMS)
     start = tl.program_id(0) * BM
     head = tl.program_id(1)
     batch = tl.program_id(2)
     strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
-    grad_outs = one_head(grad_out, strides, batch, head, ALIGN, INDEX)
+    grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
     strides = (out_batch, out_head, out_token, out_dim)
-    outs = one_head(out, strides, batch, head, ALIGN, INDEX)
-    do = load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+    outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
+    do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
     strides = (grad_lse_batch, grad_lse_head, grad_lse_token)
     compute_lse_delta(
         do, outs, grad_lse, strides, lse, lse_delta, batch, head, heads, start, q_len, shape
@@ -55,7 +54,7 @@ def compute_lse_delta(
     found = tl.load(lse + bh * q_len + tokens, mask=in_sequence, other=float("-inf"))
     lse2 = found * LOG2E
     lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
-    o = load_rows(outs, start, q_len, shape, shape.BM, True)  # (BM, DIMS)
+    o = tensors.load_rows(outs, start, q_len, shape, shape.BM, True)  # (BM, DIMS)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse is not None:
         batch_stride, head_stride, token_stride = grad_lse_strides
