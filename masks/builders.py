@@ -2,20 +2,37 @@
 one's own, strip by strip.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from masks._core import block_set, convert, slicing
-from masks._core.bit_tiles import deduplicate, pack
+from masks._core.bit_tiles import deduplicate, pack, unpack
 from masks._core.grid import Grid
-from masks._core.intervals import Runs, combine, empty, from_bool_matrix, from_points
+from masks._core.intervals import (
+    Runs,
+    combine,
+    concatenate,
+    empty,
+    from_bool_matrix,
+    from_points,
+    union,
+)
 from masks.block_mask import BlockMask
 
 # Pairs whose int64 distances stay in the cache of a CPU: functions of tokens run several times
 # faster on them than on a whole strip.
 CACHED_PAIRS = 1 << 18
+PAIRS_FOR_THREADS = 1 << 24  # fewer are read before threads have started
+SECONDS_UNTIL_BAR = 2.0
+BLOCKS_AT_ONCE = 1 << 22  # blocks of rows that are looked at together
+# More blocks than this share of a row: marking them in a row of bools takes less than a sort.
+DENSE_SHARE = 1 / 32
 
 
 def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
@@ -63,21 +80,80 @@ def _by_block(grid: Grid, tokens: Tensor, padding: int) -> Tensor:
 
 
 def from_offsets(
-    grid: Grid, attends: Callable[[Tensor], Tensor], reach: int, shift: int
+    grid: Grid, attends: Callable[[Tensor], Tensor], reach: int, step: int, shift: int
 ) -> BlockMask:
-    """Query q attends key k where attends(k - q - shift) holds, which it may only for |k - q -
-    shift| <= reach.
+    """Query q attends key k where attends(k - q - shift) holds, which it may only for multiples of
+    `step` between -reach and reach.
     """
-    q = torch.arange(grid.q_len, device=grid.device) + shift
-    band = from_intervals(grid, q - reach, q + reach + 1).block_set
-    candidates = torch.cat([band.full.expand(), band.partial]).sort().values
+    reach = min(reach, grid.q_len + grid.k_len)
+    if step <= grid.bq + grid.bk:  # every block of the band holds a multiple
+        q = torch.arange(grid.q_len, device=grid.device) + shift
+        band = from_intervals(grid, q - reach, q + reach + 1).block_set
+        candidates = torch.cat([band.full.expand(), band.partial]).sort().values
+    else:
+        candidates = _blocks_at(grid, step * _around(reach // step, grid) + shift)
     _, row, column = grid.locate(candidates)
     offset, tile = torch.unique(column * grid.bk - row * grid.bq - shift, return_inverse=True)
     keys = torch.arange(grid.bk, device=grid.device)
     inner = keys - torch.arange(grid.bq, device=grid.device)[:, None]
-    bit_tiles = torch.stack([pack(attends(inner + start)) for start in offset.tolist()])
+    tiles = [pack(attends(inner + start)) for start in offset.tolist()]
+    bit_tiles = torch.stack(tiles) if tiles else grid.inbounds_tiles[:0]
     nothing = empty(grid.device)
     return BlockMask(block_set.assemble(grid, (0,), nothing, candidates, bit_tiles, tile))
+
+
+def _around(count: int, grid: Grid) -> Tensor:
+    return torch.arange(-count, count + 1, device=grid.device)
+
+
+def _blocks_at(grid: Grid, distance: Tensor) -> Tensor:
+    """Ascending flat indices of the blocks that hold a pair with k - q one of `distance`."""
+    row = torch.arange(grid.nq, device=grid.device)[:, None]
+    first = (row * grid.bq + distance) // grid.bk
+    last = (row * grid.bq + grid.bq - 1 + distance) // grid.bk + 1
+    row, first, last = row.expand_as(first), first.clamp(0, grid.nk), last.clamp(0, grid.nk)
+    return union(grid.runs(0, row.flatten(), first.flatten(), last.flatten())).expand()
+
+
+def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
+    """Query q attends key k where queries[q] or keys[k]; bool (q_len,) and (k_len,).
+
+    The cost is that of the non-zero blocks.
+    """
+    row_bits, row_kind, row_all = _block_bits(queries, grid.bq)
+    column_bits, column_kind, column_all = _block_bits(keys, grid.bk)
+    row_any, column_any = row_bits.any(1)[row_kind], column_bits.any(1)[column_kind]
+    check_memory("global_tokens", 4 * row_bits.numel() * len(column_bits) * grid.bk // 32)
+
+    full_rows = grid.all_blocks().select(row_all)
+    columns = from_points(column_all.nonzero().flatten())
+    start = torch.arange(grid.nq, device=grid.device)[~row_all] * grid.row_stride
+    repeated = Runs(*((start[:, None] + edge).flatten() for edge in columns))
+    # Rows with a token meet every column, the others those with a token: filled in row by row, as
+    # a sort of all blocks would cost more than everything else.
+    every, some = (~column_all).nonzero().flatten(), (column_any & ~column_all).nonzero().flatten()
+    count = torch.where(row_all, 0, torch.where(row_any, len(every), len(some)))
+    begin = count.cumsum(0) - count
+    candidates = torch.empty(int(count.sum()), dtype=torch.int64, device=grid.device)
+    tile = torch.empty_like(candidates)
+    for column, inside in ((every, row_any & ~row_all), (some, ~row_any)):
+        row = inside.nonzero()
+        place = begin[row] + torch.arange(len(column), device=grid.device)
+        candidates[place] = row * grid.row_stride + column
+        tile[place] = row_kind[row] * len(column_bits) + column_kind[column]
+    crossings = row_bits[:, None, :, None] | column_bits[:, None, :]
+    tiles = torch.cat([pack(part.flatten(0, 1)) for part in crossings.split(16)])
+    full = union(full_rows, repeated)
+    return BlockMask(block_set.assemble(grid, (0,), full, candidates, tiles, tile))
+
+
+def _block_bits(tokens: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """bool (kinds, side), the kind of each block of tokens, and whether all its tokens are set."""
+    missing = -len(tokens) % side
+    bits = torch.nn.functional.pad(tokens, (0, missing)).view(-1, side)
+    inside = torch.nn.functional.pad(torch.ones_like(tokens), (0, missing)).view(-1, side)
+    kinds, kind = deduplicate(pack(bits))
+    return unpack(kinds, side), kind, (bits == inside).all(1)
 
 
 def from_runs(grid: Grid, runs: Runs) -> BlockMask:
@@ -85,9 +161,49 @@ def from_runs(grid: Grid, runs: Runs) -> BlockMask:
     return BlockMask(block_set.of_full(grid, runs))
 
 
-def from_coordinates(grid: Grid, row: Tensor, column: Tensor) -> BlockMask:
-    """Full blocks at the given block rows and columns; repeats are harmless."""
-    return from_runs(grid, from_points(torch.unique(grid.flat_index(0, row, column))))
+def from_spans(grid: Grid, row: Tensor, first: Tensor, last: Tensor) -> BlockMask:
+    """Full blocks in the columns from `first` to before `last` of the rows; they may overlap."""
+    first, last = first.clamp(0, grid.nk), last.clamp(0, grid.nk)
+    row, first, last = (t.flatten() for t in torch.broadcast_tensors(row, first, last))
+    return from_runs(grid, union(grid.runs(0, row, first, last)))
+
+
+def from_columns(name: str, grid: Grid, columns: Callable[[Tensor], Tensor]) -> BlockMask:
+    """Full blocks at columns(rows), int64 (n, m) for rows (n,): in any order, repeated or outside.
+
+    Raises:
+        ValueError: They would take more memory than there is.
+    """
+    width = columns(torch.zeros(1, dtype=torch.int64, device=grid.device)).shape[1]
+    check_memory(name, 16 * grid.nq * min(width, grid.nk))
+    rows = torch.arange(grid.nq, device=grid.device)
+    parts = [
+        _runs_at(grid, part, columns(part))
+        for part in rows.split(max(1, BLOCKS_AT_ONCE // max(width, grid.nk)))
+    ]
+    return from_runs(grid, concatenate(parts))
+
+
+def _runs_at(grid: Grid, row: Tensor, column: Tensor) -> Runs:
+    """Runs of the blocks at `column`, (n, m), of ascending rows (n,)."""
+    column = torch.where((column >= 0) & (column < grid.nk), column, grid.nk)
+    if DENSE_SHARE * grid.nk < column.shape[1]:  # a matrix of the rows is smaller than a sort
+        blocks = torch.zeros(len(row), grid.nk + 1, dtype=torch.bool, device=grid.device)
+        return from_bool_matrix(blocks.scatter_(1, column, True)[None, :, :-1]).shift(
+            int(row[0]) * grid.row_stride
+        )
+    flat = torch.unique(grid.flat_index(0, row[:, None], column))
+    return from_points(flat[flat % grid.row_stride < grid.nk])
+
+
+def check_memory(name: str, nbytes: int) -> None:
+    """Raises ValueError where a mask would take more memory than the machine has."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > limit:
+        raise ValueError(
+            f"{name} would take {nbytes / 2**30:.3g} GiB at this length, more than the "
+            f"{limit / 2**30:.3g} GiB of this machine; larger blocks take less"
+        )
 
 
 def on_square_blocks(grid: Grid, build: Callable[[Grid], BlockMask]) -> BlockMask:
@@ -110,30 +226,91 @@ def place(grid: Grid, parts: Sequence[tuple[BlockMask, int, int]]) -> BlockMask:
 def from_predicate(
     grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
 ) -> BlockMask:
-    """attends(q, k) on int64 token indices that broadcast, (n, 1) and (1, k_len); read strip by
-    strip.
+    """attends(q, k) on int64 token indices that broadcast, (n, 1) and (1, k_len).
+
+    Read strip by strip, on all cores of a CPU, with a progress bar when it takes long.
     """
+    on_cpu = grid.device.type == "cpu"
     k = torch.arange(grid.k_len, device=grid.device)[None]
-    at_once = max(1, CACHED_PAIRS // grid.k_len) if grid.device.type == "cpu" else grid.q_len
+    at_once = max(1, CACHED_PAIRS // grid.k_len) if on_cpu else grid.q_len
 
     def strip(_: int, rows: slice) -> Tensor:
         q = torch.arange(rows.start, rows.stop, device=grid.device)[:, None]
-        parts = [
-            _checked(name, attends(part, k), (len(part), grid.k_len)) for part in q.split(at_once)
-        ]
-        return torch.cat(parts)
+        shapes = [(len(part), grid.k_len) for part in q.split(at_once)]
+        parts = zip(q.split(at_once), shapes, strict=True)
+        return torch.cat([_evaluate(name, attends, part, k, shape) for part, shape in parts])
 
-    return BlockMask(convert.from_strips(grid, strip))
+    run = _in_threads if on_cpu and grid.q_len * grid.k_len > PAIRS_FOR_THREADS else map
+    read = functools.partial(_with_progress, f"reading {name}", run)
+    return BlockMask(convert.from_strips(grid, strip, run=read))
 
 
 def from_block_predicate(
     grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
 ) -> BlockMask:
     """attends(i, j) on int64 block indices that broadcast, (nq, 1) and (1, nk)."""
-    i = torch.arange(grid.nq, device=grid.device)[:, None]
     j = torch.arange(grid.nk, device=grid.device)[None]
-    blocks = _checked(name, attends(i, j), (grid.nq, grid.nk))
-    return from_runs(grid, from_bool_matrix(blocks[None]))
+    rows = torch.arange(grid.nq, device=grid.device)[:, None]
+    parts = []
+    for i in rows.split(max(1, BLOCKS_AT_ONCE // grid.nk)):
+        blocks = _evaluate(name, attends, i, j, (len(i), grid.nk))
+        parts.append(from_bool_matrix(blocks[None]).shift(int(i[0]) * grid.row_stride))
+    return from_runs(grid, concatenate(parts))
+
+
+def _in_threads(read: Callable, strips: list) -> Iterator:
+    """map, with a thread for each core; torch's own threads rest meanwhile."""
+    threads = torch.get_num_threads()
+
+    def start() -> None:
+        torch.set_num_threads(1)  # of this thread, and of threads begun while it runs
+
+    try:
+        with ThreadPoolExecutor(threads, initializer=start) as pool:
+            yield from pool.map(read, strips)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _with_progress(label: str, run: Callable, read: Callable, strips: list) -> Iterator:
+    """run(read, strips), with a bar on the terminal's standard error from SECONDS_UNTIL_BAR on."""
+    began, bar, task = time.monotonic(), None, None
+    try:
+        for done, result in enumerate(run(read, strips), 1):
+            if bar is None and time.monotonic() - began > SECONDS_UNTIL_BAR:
+                from rich.console import Console  # it takes 0.1 s to import
+                from rich.progress import Progress
+
+                bar = Progress(console=Console(stderr=True), transient=True)
+                task = bar.add_task(label, total=len(strips))
+                bar.start()
+            if bar is not None and task is not None:
+                bar.update(task, completed=done)
+            yield result
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _evaluate(name: str, attends: Callable, q: Tensor, k: Tensor, shape: tuple) -> Tensor:
+    """attends(q, k), checked and expanded to `shape`."""
+    before = _versions(q, k)
+    try:
+        answer = attends(q, k)
+    except RuntimeError as error:
+        if "ambiguous" not in str(error):
+            raise
+        raise ValueError(
+            f"pattern {name} must use & | ~ and torch.where, not and, or, not and if: {error}"
+        ) from error
+    if _versions(q, k) != before:
+        raise ValueError(f"pattern {name} must not change its arguments in place")
+    return _checked(name, answer, shape)
+
+
+def _versions(*tensors: Tensor) -> list[int]:
+    """How often each was changed in place; tensors of inference mode do not count it."""
+    return [t._version for t in tensors if not t.is_inference()]
 
 
 def _checked(name: str, answer, shape: tuple[int, int]) -> Tensor:

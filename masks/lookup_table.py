@@ -30,7 +30,6 @@ from masks._core.block_set import (
     demote_clipped,
 )
 from masks._core.grid import Grid
-from masks._core.intervals import Runs
 from masks._core.transpose import transpose_lists
 from masks.registry import Cache
 
@@ -176,7 +175,6 @@ def _block_lists(lists: Lists, g: Grid, masks: int) -> BlockLists:
     # A row of one run is a window of the shared list 0, 1, 2, ...; other rows list their blocks.
     single = runs[run_row] == 1
     shared = torch.arange(g.nk if bool(single.any()) else 0, device=g.device)
-    several = Runs(lists.full.begin[~single], lists.full.end[~single])
     listed_count = torch.where(runs > 1, full_count, 0)
     full_start = len(shared) + torch.cumsum(listed_count, 0) - listed_count
     full_start[run_row[single]] = run_column[single]
@@ -188,7 +186,9 @@ def _block_lists(lists: Lists, g: Grid, masks: int) -> BlockLists:
     row_ptr = torch.stack([full_start, full_count, partial_start, partial_count], dim=1)
     return BlockLists(
         row_ptr=row_ptr.view(masks, g.nq, 4).int(),
-        full_index=_padded(torch.cat([shared, several.expand() % g.row_stride])),
+        full_index=_padded(
+            torch.cat([shared, lists.full.select(~single).expand() % g.row_stride])
+        ),
         partial_index=_padded(lists.partial % g.row_stride),
         partial_bit_tile=_padded(lists.tile),
         schedule=_longest_first(count),

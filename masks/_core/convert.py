@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,36 +135,62 @@ def grid_of_blocks(
 
 
 def from_strips(
-    grid: Grid, pairs: Callable[[int, slice], Tensor], head_to_mask: tuple[int, ...] = (0,)
+    grid: Grid,
+    pairs: Callable[[int, slice], Tensor],
+    head_to_mask: tuple[int, ...] = (0,),
+    run: Callable = map,
 ) -> BlockSet:
-    """The set read strip by strip: pairs(mask, slice of queries) is bool (queries, k_len)."""
+    """The set read strip by strip.
+
+    Args:
+        grid: Lengths, block size and device.
+        pairs: pairs(mask, slice of queries) is bool (queries, k_len).
+        head_to_mask: The mask of each head.
+        run: `map`, or what does the same for a list.
+    """
     rows = max(1, STRIP // (grid.bq * grid.k_len))
-    full, partial, tiles, tile = [], [], [], []
-    num_tiles = 0
-    for mask in range(max(head_to_mask) + 1):
-        for row in range(0, grid.nq, rows):
-            strip = pairs(mask, slice(row * grid.bq, min((row + rows) * grid.bq, grid.q_len)))
-            flat, words = _strip_blocks(grid, strip, mask * grid.nq + row)
-            is_full = (words == grid.inbounds_tiles[grid.clip_kind(flat)]).flatten(1).all(1)
-            distinct, which = deduplicate(words[~is_full])
-            full.append(flat[is_full])
-            partial.append(flat[~is_full])
-            tiles.append(distinct)
-            tile.append(which + num_tiles)
-            num_tiles += len(distinct)
-    full, partial, tiles, tile = (torch.cat(parts) for parts in (full, partial, tiles, tile))
+    strips = [(m, row) for m in range(max(head_to_mask) + 1) for row in range(0, grid.nq, rows)]
+
+    def read(strip: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mask, row = strip
+        queries = slice(row * grid.bq, min((row + rows) * grid.bq, grid.q_len))
+        return _strip_blocks(grid, pairs(mask, queries), mask * grid.nq + row)
+
+    full, partial, tile, tiles = zip(*run(read, strips), strict=True)
+    first_tile = accumulate((len(part) for part in tiles), initial=0)
+    tile = torch.cat([part + n for part, n in zip(tile, first_tile, strict=False)])
+    full, partial, tiles = (torch.cat(parts) for parts in (full, partial, tiles))
     return assemble(grid, head_to_mask, from_points(full), partial, tiles, tile)
 
 
-def _strip_blocks(grid: Grid, strip: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
-    """Flat indices and packed pairs of the non-zero blocks of a strip of whole block rows."""
+def _strip_blocks(
+    grid: Grid, strip: Tensor, first_row: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(full, partial, tile, bit tiles) of a strip of whole block rows."""
     short_q, short_k = -strip.shape[0] % grid.bq, -strip.shape[1] % grid.bk
     if short_q or short_k:
         strip = torch.nn.functional.pad(strip, (0, short_k, 0, short_q))
-    words = pack(strip.view(strip.shape[0], grid.nk, grid.bk))
-    words = words.view(-1, grid.bq, *words.shape[1:]).transpose(1, 2)
-    row, column = (words != 0).any(-1).any(-1).nonzero(as_tuple=True)
-    return grid.flat_index(0, row + first_row, column), words[row, column]
+    # Most blocks are all false or all true, which words of eight bools at a time tell.
+    octets = strip.contiguous().view(torch.int64).view(-1, grid.bq, grid.nk, grid.bk // 8)
+    full = _fold(torch.bitwise_and, octets) == 0x0101010101010101
+    row, column = ((_fold(torch.bitwise_or, octets) != 0) & ~full).nonzero(as_tuple=True)
+    pairs = strip.view(-1, grid.bq, grid.nk, grid.bk)[row, :, column]
+    bit_tiles, tile = deduplicate(pack(pairs))
+    full_row, full_column = full.nonzero(as_tuple=True)
+    return (
+        grid.flat_index(0, full_row + first_row, full_column),
+        grid.flat_index(0, row + first_row, column),
+        tile,
+        bit_tiles,
+    )
+
+
+def _fold(rule: Callable[[Tensor, Tensor], Tensor], words: Tensor) -> Tensor:
+    """(rows, bq, nk, words) -> (rows, nk), by halves: sides of blocks are powers of two."""
+    for dim in (1, 3):
+        while words.shape[dim] > 1:
+            words = rule(*words.split(words.shape[dim] // 2, dim))
+    return words[:, 0, :, 0]
 
 
 def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> BlockSet:

@@ -53,10 +53,13 @@ class Runs(NamedTuple):
         first, last = torch.searchsorted(self.begin, edges).tolist()
         return Runs(self.begin[first:last], self.end[first:last])
 
+    def select(self, chosen: Tensor) -> "Runs":
+        """The runs where `chosen`, bool (runs,), is true."""
+        return Runs(self.begin[chosen], self.end[chosen])
+
     def nonempty(self) -> "Runs":
         """Without the runs whose end does not pass their begin."""
-        longer = self.end > self.begin
-        return Runs(self.begin[longer], self.end[longer])
+        return self.select(self.end > self.begin)
 
 
 def from_points(points: Tensor) -> Runs:

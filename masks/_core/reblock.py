@@ -81,7 +81,7 @@ def _merge(blocks: BlockSet, coarse: Grid) -> BlockSet:
         # The last coarse row may have fewer than rq parts, too.
         every = coarse.all_blocks(blocks.num_masks)
         absent = coarse.locate(every.begin)[1] * rq + part >= g.nq
-        full_or_missing += [filled, Runs(every.begin[absent], every.end[absent])]
+        full_or_missing += [filled, every.select(absent)]
     full = combine(
         lambda *sets: torch.stack([a | b for a, b in zip(sets[::2], sets[1::2], strict=True)]).all(
             0

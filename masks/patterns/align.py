@@ -6,6 +6,7 @@ ALIGNMENTS = ("top-left", "bottom-right")
 
 
 def check_align(align: str | None) -> None:
+    """Raises ValueError for what is neither None nor one of ALIGNMENTS."""
     if align is not None and align not in ALIGNMENTS:
         raise ValueError(f"align must be one of {ALIGNMENTS} or None, got {align!r}")
 
@@ -13,8 +14,10 @@ def check_align(align: str | None) -> None:
 def diagonal(grid: Grid, name: str, align: str | None) -> int:
     """The key (in tokens) that lies on the diagonal with query 0.
 
-    "top-left" puts query 0 on key 0, "bottom-right" the last query on the last key. Raises
-    ValueError when the lengths differ and no alignment was chosen.
+    "top-left" puts query 0 on key 0, "bottom-right" the last query on the last key.
+
+    Raises:
+        ValueError: The lengths differ and no alignment was chosen.
     """
     if align is None and grid.q_len != grid.k_len:
         raise ValueError(

@@ -11,8 +11,9 @@ from masks.patterns.align import check_align, diagonal
 def causal(*, align: str | None = None) -> Pattern:
     """Query q attends the keys k <= q + offset.
 
-    align: "top-left" (offset 0) or "bottom-right" (offset k_len - q_len); must be given when the
-        lengths differ.
+    Args:
+        align: "top-left" (offset 0) or "bottom-right" (offset k_len - q_len); must be given when
+            the lengths differ.
     """
     check_align(align)
 
@@ -20,8 +21,4 @@ def causal(*, align: str | None = None) -> Pattern:
         last = torch.arange(grid.q_len, device=grid.device) + diagonal(grid, "causal", align)
         return from_intervals(grid, torch.zeros_like(last), last + 1)
 
-    return Pattern(f"causal({_shown(align)})", build)
-
-
-def _shown(align: str | None) -> str:
-    return "" if align is None else f"align={align!r}"
+    return Pattern(f"causal({'' if align is None else f'align={align!r}'})", build)

@@ -5,7 +5,7 @@ import torch
 from masks._core.grid import Grid
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.builders import from_coordinates, on_square_blocks
+from masks.builders import from_spans, on_square_blocks
 from masks.pattern import Pattern, builtin
 from masks.patterns.global_tokens import global_tokens
 from masks.patterns.local import local
@@ -14,11 +14,18 @@ from masks.patterns.random import random_blocks
 
 @builtin()
 def longformer(window: int, num_global: int) -> Pattern:
-    """local(window) | global_tokens(num_global): |q - k| <= window, or q or k among the first
-    tokens; in tokens.
+    """local(window) | global_tokens(num_global): |q - k| <= window, or q or k among the first.
 
-    Raises TypeError or ValueError for a window below 0 or a num_global below 1, or no integers.
-    Source: Beltagy et al. 2020, Longformer.
+    Args:
+        window: Tokens on either side, at least 0.
+        num_global: Tokens, at least 1.
+
+    Raises:
+        TypeError: An argument is no integer.
+        ValueError: An argument is too small.
+
+    Reference:
+        Beltagy et al. 2020, Longformer.
     """
     num_global = check_integer("num_global", num_global, least=1)
     both = local(window) | global_tokens(num_global)
@@ -27,12 +34,20 @@ def longformer(window: int, num_global: int) -> Pattern:
 
 @builtin()
 def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int = 0) -> Pattern:
-    """Full blocks: a window of `window` blocks around the diagonal, `num_global` first rows and
-    columns of blocks, and `num_random` blocks drawn in every row (they may fall on the others).
+    """Full blocks: a window around the diagonal, the first rows and columns, and random ones.
 
-    All counts in blocks. Raises TypeError or ValueError for an even or negative window, a negative
-    count, or no integers.
-    Source: Zaheer et al. 2020, BigBird.
+    Args:
+        window: Blocks around the diagonal, an odd number.
+        num_global: First rows and columns of blocks.
+        num_random: Blocks drawn in every row, which may be among the others.
+        seed: Of the random blocks.
+
+    Raises:
+        TypeError: An argument is no integer.
+        ValueError: `window` is even, or a number is negative.
+
+    Reference:
+        Zaheer et al. 2020, BigBird.
     """
     window = check_integer("window", window, least=1)
     if window % 2 == 0:
@@ -42,29 +57,13 @@ def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int
     seed = check_integer("seed", seed)
 
     def blocks(grid: Grid) -> BlockMask:
-        i, j = (torch.arange(n, device=grid.device) for n in (grid.nq, grid.nk))
-        first_q, first_k = i[:num_global], j[:num_global]
-        near = (
-            (i * grid.nk // grid.nq)[:, None]
-            + torch.arange(window, device=grid.device)
-            - window // 2
-        )
-        near = near.clamp(0, grid.nk - 1)
-        row = torch.cat(
-            [
-                i.repeat_interleave(window),
-                *torch.cartesian_prod(first_q, j).T[:1],
-                *torch.cartesian_prod(i, first_k).T[:1],
-            ]
-        )
-        column = torch.cat(
-            [
-                near.flatten(),
-                *torch.cartesian_prod(first_q, j).T[1:],
-                *torch.cartesian_prod(i, first_k).T[1:],
-            ]
-        )
-        mask = from_coordinates(grid, row, column)
+        row = torch.arange(grid.nq, device=grid.device)
+        near = row * grid.nk // grid.nq - min(window, 2 * grid.nk + 1) // 2
+        first_columns = torch.full_like(row, min(num_global, grid.nk))
+        first = torch.stack([near, torch.zeros_like(row)])
+        last = torch.stack([near + min(window, 2 * grid.nk + 1), first_columns])
+        last[1, :num_global] = grid.nk
+        mask = from_spans(grid, row, first, last)
         return mask | random_blocks(grid, num_random, seed) if num_random else mask
 
     name = f"bigbird({window}, {num_global}, {num_random}, {seed})"

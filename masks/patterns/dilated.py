@@ -1,4 +1,8 @@
+from torch import Tensor
+
+from masks._core.grid import Grid
 from masks.arguments import check_integer
+from masks.block_mask import BlockMask
 from masks.builders import from_offsets
 from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
@@ -8,22 +12,28 @@ from masks.patterns.align import check_align, diagonal
 def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
     """Dilated sliding window: query q attends k = q + m * dilation for |m| <= window.
 
-    window: neighbours on each side; dilation: tokens between neighbours; align: as in causal, when
-        lengths differ.
-    Raises TypeError or ValueError for a window below 0 or a dilation below 1, or no integers.
-    Source: Beltagy et al. 2020, Longformer, section 3.1.
+    Args:
+        window: Neighbours on each side, at least 0.
+        dilation: Tokens between neighbours, at least 1.
+        align: As in causal, when the lengths differ.
+
+    Raises:
+        TypeError: An argument is no integer.
+        ValueError: An argument is too small.
+
+    Reference:
+        Beltagy et al. 2020, Longformer, section 3.1.
     """
-    window, dilation = (
-        check_integer("window", window, least=0),
-        check_integer("dilation", dilation, least=1),
-    )
+    window = check_integer("window", window, least=0)
+    dilation = check_integer("dilation", dilation, least=1)
     check_align(align)
-    reach = window * dilation
 
-    def attends(offset):
-        return (offset.abs() <= reach) & (offset % dilation == 0)
+    def build(grid: Grid) -> BlockMask:
+        reach = min(window * dilation, grid.q_len + grid.k_len)
 
-    def build(grid):
-        return from_offsets(grid, attends, reach, diagonal(grid, "dilated", align))
+        def attends(offset: Tensor) -> Tensor:
+            return (offset.abs() <= reach) & (offset % dilation == 0)
+
+        return from_offsets(grid, attends, reach, dilation, diagonal(grid, "dilated", align))
 
     return Pattern(f"dilated({window}, {dilation})", build)

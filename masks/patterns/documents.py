@@ -77,15 +77,14 @@ def _own_pattern(
         for size in dict.fromkeys(sizes)
         if min(size) > 0
     }
-    placed = [
-        (built[size], query, key)
-        for size, (query, key) in zip(sizes, starts, strict=False)
-        if size in built
-    ]
-    if not placed:
+    if not built:
         return from_runs(grid, empty(grid.device))
+    # One object for all documents of a size: place computes it once.
     heads = [
-        place(grid, [(mask.head(h), query, key) for mask, query, key in placed])
-        for h in range(placed[0][0].num_heads)
+        {size: mask.head(h) for size, mask in built.items()}
+        for h in range(next(iter(built.values())).num_heads)
     ]
-    return block_mask.stack(heads)
+    corners = [(size, *start) for size, start in zip(sizes, starts, strict=False) if size in built]
+    return block_mask.stack(
+        [place(grid, [(head[size], q, k) for size, q, k in corners]) for head in heads]
+    )

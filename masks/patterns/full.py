@@ -5,4 +5,4 @@ from masks.pattern import Pattern, builtin
 @builtin()
 def full() -> Pattern:
     """Every query attends every key: dense attention."""
-    return Pattern("full()", lambda grid: of_full(grid))
+    return Pattern("full()", of_full)

@@ -12,11 +12,17 @@ from masks.patterns.align import check_align, diagonal
 def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern:
     """Sliding window: query q attends the keys with |q - k| <= window, in tokens.
 
-    window: one int for both sides, or (left, right) for q - left <= k <= q + right; (w, 0) looks
-        at the past only.
-    align: as in causal, when the lengths differ.
-    Raises TypeError or ValueError for a window that is not one or two integers of at least 0.
-    Source: Beltagy et al. 2020, Longformer.
+    Args:
+        window: One integer for both sides, or (left, right) for q - left <= k <= q + right; (w, 0)
+            looks at the past only.
+        align: As in causal, when the lengths differ.
+
+    Raises:
+        TypeError: `window` is not one or two integers.
+        ValueError: A side is below 0.
+
+    Reference:
+        Beltagy et al. 2020, Longformer.
     """
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
@@ -26,7 +32,8 @@ def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern
 
     def build(grid: Grid) -> BlockMask:
         centre = torch.arange(grid.q_len, device=grid.device) + diagonal(grid, "local", align)
-        return from_intervals(grid, centre - left, centre + right + 1)
+        below, above = (min(side, grid.q_len + grid.k_len) for side in (left, right))
+        return from_intervals(grid, centre - below, centre + above + 1)
 
     shown = (left, right) if sides is window else left
     return Pattern(f"local({shown})", build)

@@ -3,7 +3,7 @@ import torch
 from masks._core.grid import Grid
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.builders import from_coordinates, on_square_blocks
+from masks.builders import from_spans, on_square_blocks
 from masks.pattern import Pattern, builtin
 
 
@@ -12,26 +12,35 @@ def neighborhood2d(columns: int, radius: int) -> Pattern:
     """Blocks as points of a plane: block i attends j where both their rows and their columns are
     at most `radius` apart.
 
-    columns: blocks in a row of the plane, so that block i stands in row i // columns and column
-    i % columns; radius: in blocks. For images whose pixels are taken patch by patch, a patch to a
-    block. When q_len and k_len differ, query block i stands at key block floor(i * nk / nq).
-    Raises TypeError or ValueError for fewer than 1 column or a radius below 0, or no integers.
-    Source: Parmar et al. 2018, Image Transformer (two-dimensional local attention).
+    For images whose pixels are taken patch by patch, a patch to a block. When q_len and k_len
+    differ, query block i stands at key block floor(i * nk / nq).
+
+    Args:
+        columns: Blocks in a row of the plane, so that block i stands in row i // columns and
+            column i % columns; at least 1.
+        radius: In blocks, at least 0.
+
+    Raises:
+        TypeError: An argument is no integer.
+        ValueError: An argument is too small.
+
+    Reference:
+        Parmar et al. 2018, Image Transformer (two-dimensional local attention).
     """
-    columns, radius = (
-        check_integer("columns", columns, least=1),
-        check_integer("radius", radius, least=0),
-    )
+    columns = check_integer("columns", columns, least=1)
+    radius = check_integer("radius", radius, least=0)
 
     def blocks(grid: Grid) -> BlockMask:
-        i = torch.arange(grid.nq, device=grid.device)
-        centre = (i * grid.nk // grid.nq)[:, None, None]
-        near = torch.arange(-radius, radius + 1, device=grid.device)
-        row = centre // columns + near[:, None]
-        column = centre % columns + near
-        j = row * columns + column
-        inside = (row >= 0) & (column >= 0) & (column < columns) & (j < grid.nk)
-        return from_coordinates(grid, i[:, None, None].expand_as(j)[inside], j[inside])
+        wide = min(columns, grid.nk)
+        reach = min(radius, grid.nk)
+        i = torch.arange(grid.nq, device=grid.device)[:, None]
+        centre = i * grid.nk // grid.nq
+        above = min(reach, -(-grid.nk // wide))
+        row = centre // wide + torch.arange(-above, above + 1, device=grid.device)
+        column = centre % wide
+        first = row * wide + (column - reach).clamp(min=0)
+        last = row * wide + (column + reach + 1).clamp(max=wide)
+        return from_spans(grid, i, first, last)
 
     return Pattern(
         f"neighborhood2d({columns}, {radius})", lambda grid: on_square_blocks(grid, blocks)

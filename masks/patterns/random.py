@@ -1,12 +1,14 @@
+import itertools
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from masks._core.grid import Grid
+from masks._core.intervals import Runs, combine, concatenate, from_bool_matrix, from_points
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask, of_full
-from masks.builders import from_coordinates, on_square_blocks
+from masks.builders import BLOCKS_AT_ONCE, DENSE_SHARE, check_memory, from_runs, on_square_blocks
 from masks.pattern import Pattern, builtin
 
 
@@ -17,7 +19,14 @@ def random(density: float, seed: int = 0) -> Pattern:
 
     The same seed gives the same mask on every device. Give heads masks of their own with stack and
     several seeds.
-    Raises TypeError or ValueError for a density outside (0, 1] or a seed that is no integer.
+
+    Args:
+        density: In (0, 1].
+        seed: Of the draws.
+
+    Raises:
+        TypeError: `seed` is no integer.
+        ValueError: `density` is outside (0, 1].
     """
     if not isinstance(density, Real) or not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], got {density!r}")
@@ -31,33 +40,48 @@ def random(density: float, seed: int = 0) -> Pattern:
 
 def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
     """`count` full blocks in every row (all of them when there are fewer)."""
+    if count >= grid.nk:
+        return of_full(grid)
+    check_memory("random", 16 * grid.nq * count)
     generator = torch.Generator("cpu").manual_seed(seed)
-    if 2 * count > grid.nk:
-        if count >= grid.nk:
-            return of_full(grid)
-        return ~_chosen(grid, grid.nk - count, generator)
-    return _chosen(grid, count, generator)
-
-
-def _chosen(grid: Grid, count: int, generator: torch.Generator) -> BlockMask:
-    """Draws with replacement until each row has `count` distinct blocks, keeping the first `count`
-    of them.
-    """
+    few = min(count, grid.nk - count)  # of a row that is mostly chosen the others are drawn
     draws = torch.empty(grid.nq, 0, dtype=torch.int64, device="cpu")
     while True:
-        more = torch.randint(grid.nk, (grid.nq, count + 8), generator=generator, device="cpu")
+        more = torch.randint(grid.nk, (grid.nq, few + 8), generator=generator, device="cpu")
         draws = torch.cat([draws, more], dim=1)
-        new = _first_time(draws)
-        if int(new.sum(1).min()) >= count:
+        parts = draws.split(max(1, BLOCKS_AT_ONCE // max(grid.nk, draws.shape[1])))
+        found = [_first_distinct(part, few, grid.nk, few < count) for part in parts]
+        if all(runs is not None for runs in found):
             break
-    row, place = (new & (new.cumsum(1) <= count)).nonzero(as_tuple=True)
-    column = draws[row, place]
-    return from_coordinates(grid, row.to(grid.device), column.to(grid.device))
+    starts = itertools.accumulate((len(part) for part in parts), initial=0)
+    runs = [
+        runs.shift(row * grid.row_stride) for runs, row in zip(found, starts, strict=False) if runs
+    ]
+    full = concatenate(runs)
+    return from_runs(grid, Runs(*(edge.to(grid.device) for edge in full)))
 
 
-def _first_time(draws: Tensor) -> Tensor:
-    """Which draws of each row had not come before."""
+def _first_distinct(draws: Tensor, count: int, nk: int, complement: bool) -> Runs | None:
+    """The blocks of the first `count` distinct draws of every row, or all others; None where a row
+    has fewer.
+    """
+    if DENSE_SHARE * nk < count:  # marking all blocks of a row takes less than a sort of the draws
+        drawn_at = torch.arange(draws.shape[1], dtype=torch.int32, device="cpu").expand_as(draws)
+        first = torch.full((len(draws), nk), draws.shape[1], dtype=torch.int32, device="cpu")
+        first.scatter_reduce_(1, draws, drawn_at, "amin")
+        last = first.kthvalue(count, dim=1, keepdim=True).values
+        enough = int(last.max()) < draws.shape[1]
+        return from_bool_matrix(((first <= last) ^ complement)[None]) if enough else None
     value, order = draws.sort(dim=1, stable=True)
     new = torch.ones_like(draws, dtype=torch.bool)
     new[:, 1:] = value[:, 1:] != value[:, :-1]
-    return torch.empty_like(new).scatter_(1, order, new)
+    new = torch.empty_like(new).scatter_(1, order, new)
+    rank = new.cumsum(1)
+    if int(rank[:, -1].min()) < count:
+        return None
+    row, at = (new & (rank <= count)).nonzero(as_tuple=True)
+    chosen = from_points((row * (nk + 1) + draws[row, at]).sort().values)
+    if not complement:
+        return chosen
+    every = torch.arange(len(draws), device="cpu") * (nk + 1)
+    return combine(lambda a, b: a & ~b, Runs(every, every + nk), chosen)

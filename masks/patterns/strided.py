@@ -1,42 +1,50 @@
 import torch
+from torch import Tensor
 
 from masks._core.grid import Grid
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.builders import from_coordinates, on_square_blocks
+from masks.builders import from_columns, on_square_blocks
 from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 
 @builtin()
 def strided(stride: int, *, window: int = 0, align: str | None = None) -> Pattern:
-    """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window; stride and window in
-    blocks.
+    """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window.
 
     The strided attention of sparse transformers drawn with blocks, as their GPU kernels did; for
-    one key in every `dilation` tokens use dilated. align: "top-left" or "bottom-right" lines up
-    the first or last blocks when the lengths differ. Blocks that are not square are cut out of
-    square ones of the longer side.
-    Raises TypeError or ValueError for a stride below 1 or a window below 0, or no integers.
-    Source: Child et al. 2019, Generating Long Sequences with Sparse Transformers.
+    one key in every `dilation` tokens use dilated. Blocks that are not square are cut out
+    of square ones of the longer side.
+
+    Args:
+        stride: In blocks, at least 1.
+        window: In blocks, at least 0.
+        align: "top-left" or "bottom-right" lines up the first or last blocks when the lengths
+            differ.
+
+    Raises:
+        TypeError: An argument is no integer.
+        ValueError: An argument is too small.
+
+    Reference:
+        Child et al. 2019, Generating Long Sequences with Sparse Transformers.
     """
-    stride, window = (
-        check_integer("stride", stride, least=1),
-        check_integer("window", window, least=0),
-    )
+    stride = check_integer("stride", stride, least=1)
+    window = check_integer("window", window, least=0)
     check_align(align)
 
     def blocks(grid: Grid) -> BlockMask:
         shift = grid.nk - grid.nq if diagonal(grid, "strided", align) else 0
-        i = torch.arange(grid.nq, device=grid.device)
-        steps = torch.arange(-(-grid.nk // stride), device=grid.device)
-        near = torch.arange(-window, window + 1, device=grid.device)
-        column = torch.cat(
-            [(i + shift)[:, None] % stride + steps * stride, (i + shift)[:, None] + near], dim=1
-        )
-        row = i[:, None].expand_as(column)
-        inside = (column >= 0) & (column < grid.nk)
-        return from_coordinates(grid, row[inside], column[inside])
+        steps = torch.arange(-(-grid.nk // stride), device=grid.device) * stride
+        reach = min(window, grid.nq + grid.nk)
+        near = torch.arange(-reach, reach + 1, device=grid.device)
+
+        def columns(row: Tensor) -> Tensor:
+            centre = (row + shift)[:, None]
+            return torch.cat([centre % stride + steps, centre + near], dim=1)
+
+        return from_columns("strided", grid, columns)
 
     shown = f", window={window}" if window else ""
     return Pattern(f"strided({stride}{shown})", lambda grid: on_square_blocks(grid, blocks))

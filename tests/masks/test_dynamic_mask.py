@@ -102,6 +102,13 @@ def test_masks_of_scores_alone():
     assert causal.select_threshold(scores[:, :5], 0.0).to_block_mask() == causal
 
 
+def test_scores_that_are_no_number_are_never_among_the_highest():
+    scores = torch.tensor([[torch.nan, 5.0, 3.0], [torch.nan, torch.nan, torch.nan]])
+    blocks = DynamicMask.from_topk(scores, 2, 16).to_blocks()[0, 0]
+    assert blocks.tolist() == [[False, True, True], [False, False, False]]
+    assert DynamicMask.from_threshold(scores, 4.0, 16).to_blocks().sum() == 1
+
+
 def test_scores_keep_their_graph_and_blocks_have_none():
     scores = torch.rand(2, 5, 7, requires_grad=True)
     for mask in (

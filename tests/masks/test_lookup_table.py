@@ -70,3 +70,17 @@ def test_lists_end_in_readable_entries():
 def test_a_million_tokens_stay_small():
     for pattern, megabytes in ((masks.butterfly(), 2), (masks.causal(), 1), (masks.full(), 1)):
         assert pattern(1 << 20).table().nbytes < megabytes * 1e6, pattern
+
+
+def test_lists_that_32_bits_cannot_number_are_refused(monkeypatch):
+    mask = masks.random(0.5)(256, 16)
+    monkeypatch.setattr("masks.lookup_table.MAX_ENTRIES", mask.nnz_blocks - 1)
+    with pytest.raises(ValueError, match=f"blocks must be at most .* got {mask.nnz_blocks}"):
+        mask.table()
+
+
+def test_whether_rows_list_partial_blocks():
+    assert not masks.full()(64, 16).table().by_query.has_partial
+    assert masks.full()((64, 60), 16).table().by_query.has_partial
+    assert not masks.full()((64, 60), 16).table().by_key.has_partial
+    assert masks.causal()(64, 16).table().by_key.has_partial
