@@ -5,11 +5,24 @@ file.
 import ast
 import operator
 import runpy
+import warnings
 from pathlib import Path
 from typing import Any
 
 from masks.pattern import BUILTIN, Pattern
 
+# What Python raises where a text, or data of a file, is no pattern or nested too deeply.
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 _OPERATORS = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
@@ -32,9 +45,18 @@ def parse(text: str) -> Pattern:
     if path and name.isidentifier():
         return _from_file(Path(f"{path}.py"), name)
     try:
-        return _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError) as error:
-        raise ValueError(f"pattern {text!r} cannot be read: {error}") from error
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"pattern {shortened(text)} cannot be read: {error or 'too many levels'}"
+        ) from error
+
+
+def shortened(value: Any) -> str:
+    """The value as Python writes it, for a message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def as_pattern(pattern: Pattern | str) -> Pattern:
@@ -64,7 +86,7 @@ def _evaluate(node: ast.expr) -> Pattern:
                 name, *map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords}
             )
     raise ValueError(
-        f"pattern {ast.unparse(node)!r} must be built of {sorted(BUILTIN)} with & | ^ - ~"
+        f"pattern {shortened(ast.unparse(node))} must be built of {sorted(BUILTIN)} with & | ^ - ~"
     )
 
 
@@ -73,7 +95,7 @@ def _literal(node: ast.expr):
         return ast.literal_eval(node)
     except ValueError:
         raise ValueError(
-            f"arguments of patterns must be literals, got {ast.unparse(node)!r}"
+            f"arguments of patterns must be literals, got {shortened(ast.unparse(node))}"
         ) from None
 
 

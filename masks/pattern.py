@@ -1,10 +1,11 @@
 """Pattern: a sparsity pattern as an idea, before any sequence length."""
 
+import hashlib
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
@@ -17,24 +18,28 @@ from masks.builders import from_block_predicate, from_predicate
 from masks.registry import Handled
 
 P = ParamSpec("P")
+DEFAULT_SIZE = (128, 128)
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern(Handled):
-    """A named, length-free sparsity pattern: `pattern(seq_len, block_size)` compiles it into a
-    BlockMask.
-
-    recipe says how it was made, where that can be told: the pattern can be saved then, and equals
-    every pattern made the same way. block_size is the one it is compiled with unless another is
-    asked for; see with_block_size.
+    """A named sparsity pattern without a length: `pattern(seq_len, block_size)` is its BlockMask.
 
     `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
+
+    Attributes:
+        name: How it is shown.
+        build: Makes the mask on a grid.
+        recipe: How the pattern came about, or None for one of a function. A pattern with a recipe
+            can be saved, and equals every pattern with the same one.
+        block_size: Tokens of its blocks unless others are asked for; see with_block_size.
     """
 
     name: str
     build: Callable[[Grid], BlockMask]
     recipe: "Recipe | None" = field(default=None, repr=False)
-    block_size: tuple[int, int] = (128, 128)
+    block_size: tuple[int, int] = DEFAULT_SIZE
+    _identity: str = field(init=False, repr=False)
 
     def __call__(
         self,
@@ -42,11 +47,16 @@ class Pattern(Handled):
         block_size: int | tuple[int, int] | None = None,
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The mask at `seq_len` tokens in blocks of `block_size` tokens, each an int or a (q, k)
-        pair; by default in blocks of the pattern's own size.
+        """The mask at one length.
 
-        Raises TypeError or ValueError for lengths below 1 and block sides other than 16, 32, 64,
-        128, 256.
+        Args:
+            seq_len: Tokens, an int or (q_len, k_len).
+            block_size: Tokens, an int or (bq, bk); by default the pattern's own.
+            device: Where the mask is made and lives; the CPU by default.
+
+        Raises:
+            TypeError: A length or a side is no integer.
+            ValueError: A length is below 1, or a side other than 16, 32, 64, 128 or 256.
         """
         size = self.block_size if block_size is None else block_size
         return self.build(Grid.of(seq_len, size, device))
@@ -73,7 +83,8 @@ class Pattern(Handled):
 
     def __invert__(self) -> "Pattern":
         recipe = Recipe("~", {"of": self})
-        return Pattern(f"~{self.name}", lambda grid: ~self.build(grid), recipe, self.block_size)
+        build = _Operation(lambda mask: ~mask, self)
+        return Pattern(f"~{self.name}", build, recipe, self.block_size)
 
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
@@ -81,7 +92,14 @@ class Pattern(Handled):
         name = f"({self.name} {sign} {other.name})"
         recipe = Recipe(sign, {"left": self, "right": other})
         size = _common_block_size([self, other])
-        return Pattern(name, lambda grid: rule(self.build(grid), other.build(grid)), recipe, size)
+        return Pattern(name, _Operation(rule, self, other), recipe, size)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Digests of the parts, not the parts: patterns may be nested deeper than Python recurses.
+        made_by = self.handle if self.recipe is None else _digestible(self.recipe)
+        digest = hashlib.sha256(repr((made_by, self.block_size)).encode()).hexdigest()
+        self.__dict__["_identity"] = digest
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pattern) and self._identity == other._identity
@@ -89,19 +107,41 @@ class Pattern(Handled):
     def __hash__(self) -> int:
         return hash(self._identity)
 
-    @cached_property
-    def _identity(self) -> Hashable:
-        return self.handle if self.recipe is None else (_frozen(self.recipe), self.block_size)
-
     def __repr__(self) -> str:
-        return self.name
+        bq, bk = self.block_size
+        own = "" if self.block_size == DEFAULT_SIZE else f".with_block_size(({bq}, {bk}))"
+        return f"{self.name}{own}"
 
 
-def _frozen(value: Any) -> Hashable:
-    """A recipe or a part of one as a value that can be hashed."""
-    if isinstance(value, Recipe):
-        return value.maker, *((name, _frozen(part)) for name, part in value.arguments.items())
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+@dataclass(frozen=True)
+class _Operation:
+    """How the mask of a pattern is made of those of one or two others."""
+
+    rule: Callable[..., BlockMask]
+    left: Pattern
+    right: Pattern | None = None
+
+    def __call__(self, grid: Grid) -> BlockMask:
+        # A long chain `a | b | c | ...` is nested to the left: a loop, not a recursion.
+        chain: list[_Operation] = [self]
+        first = self.left
+        while isinstance(first.build, _Operation):
+            chain.append(first.build)
+            first = first.build.left
+        mask = first.build(grid)
+        for step in reversed(chain):
+            others = [] if step.right is None else [step.right.build(grid)]
+            mask = step.rule(mask, *others)
+        return mask
+
+
+def _digestible(value: Any) -> Any:
+    """A recipe or a part of one in values whose repr says all about them."""
+    if isinstance(value, Pattern):
+        return f"pattern {value._identity}"
+    if isinstance(value, dict):
+        return {name: _digestible(part) for name, part in value.items()}
+    return [_digestible(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 class Recipe(NamedTuple):

@@ -21,10 +21,11 @@ from masks._core.block_set import BlockSet, assemble
 from masks._core.grid import Grid
 from masks._core.intervals import Runs
 from masks.block_mask import BlockMask
-from masks.parse import call_builtin
+from masks.parse import UNREADABLE, call_builtin, shortened
 from masks.pattern import Pattern, stack
 
 VERSION = 1
+_DEEP = "too many levels"
 HEADER = "masks"  # the key of the safetensors metadata
 _MAKERS = {
     "&": operator.and_,
@@ -55,17 +56,24 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
 def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | BlockMask:
     """What `save` wrote; a mask comes to `device`.
 
-    Raises ValueError for a file that holds neither, is of another version or makes no sense.
+    Raises:
+        ValueError: The file holds neither, is of another version or makes no sense.
+        OSError: There is no such file, or it cannot be read.
     """
+    name = f"file {path}"
     try:
         with safe_open(path, framework="pt") as file:
-            header = _read_header((file.metadata() or {}).get(HEADER), f"file {path}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"file {path} holds no mask: {error}") from error
+            header = _read_header((file.metadata() or {}).get(HEADER), name)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        if "pattern" not in header:
+            mask = BlockMask(_block_set(header, tensors))
+    except ValueError:
+        raise
+    except (SafetensorError, *UNREADABLE) as error:
+        raise ValueError(f"{name} holds no mask: {error}") from error
     if "pattern" in header:
-        return _read_pattern(header["pattern"], f"file {path}")
-    return BlockMask(_block_set(header, tensors)).to(device)
+        return _read_pattern(header["pattern"], name)
+    return mask.to(device)
 
 
 def to_json(pattern: Pattern) -> str:
@@ -84,7 +92,7 @@ def from_json(text: str) -> Pattern:
         raise TypeError(f"text must be what to_json wrote, got {type(text).__name__}")
     header = _read_header(text, "text")
     if "pattern" not in header:
-        raise ValueError(f"text holds no pattern, got {text!r}")
+        raise ValueError(f"text holds no pattern, got {shortened(text)}")
     return _read_pattern(header["pattern"], "text")
 
 
@@ -110,10 +118,10 @@ def _written(value: Any) -> Any:
 def _read_pattern(written: Any, name: str) -> Pattern:
     try:
         pattern = _read(written)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"pattern of {name} cannot be read: {error}") from error
+    except UNREADABLE as error:
+        raise ValueError(f"pattern of {name} cannot be read: {error or _DEEP}") from error
     if not isinstance(pattern, Pattern):
-        raise ValueError(f"{name} holds no pattern, got {written!r}")
+        raise ValueError(f"{name} holds no pattern, got {shortened(written)}")
     return pattern
 
 
@@ -135,11 +143,13 @@ def _read_header(text: str | None, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} holds no mask")
     try:
         header = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} must be what masks wrote, got {text!r}: {error}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(
+            f"{name} must be what masks wrote, got {shortened(text)}: {error}"
+        ) from error
     version = header.get("version") if isinstance(header, dict) else None
     if version != VERSION:
-        raise ValueError(f"{name} must be of version {VERSION}, got {version}")
+        raise ValueError(f"{name} must be of version {VERSION}, got {shortened(version)}")
     return header
 
 
@@ -181,9 +191,10 @@ def _checks(
     """Kernels trust a table: what it is made of must lie within the grid and the bit tiles. Each
     check relies on those before it.
     """
-    masks = max(head_to_mask, default=-1) + 1
+    masks = len(set(head_to_mask))
     limit = grid.mask_stride * masks
     words = (grid.bq, words_per_row(grid.bk))
+    yield "head_layer", all(type(mask) is int for mask in head_to_mask)
     yield "head_layer", sorted(set(head_to_mask)) == list(range(masks)) and masks > 0
     yield "full", _alike(*full)
     yield "full", _ascends(torch.stack(tuple(full), dim=1).flatten(), limit)
@@ -198,7 +209,9 @@ def _checks(
 
 def _alike(*columns: Tensor) -> bool:
     """Whether these are lists of as many int64."""
-    return all(c.dtype == torch.int64 and c.shape == columns[0].shape[:1] for c in columns)
+    return all(c.dtype == torch.int64 and c.shape == (c.numel(),) for c in columns) and (
+        len({c.shape for c in columns}) == 1
+    )
 
 
 def _ascends(numbers: Tensor, limit: int) -> bool:

@@ -122,12 +122,17 @@ def test_a_pattern_of_a_function_is_not_pickled():
         ("full_end", lambda t: t.pop("full_end")),
         ("full", lambda t: t.update(full_begin=torch.tensor([6]), full_end=torch.tensor([8]))),
         ("partial", lambda t: t["partial"].add_(1000)),
-        ("partial", lambda t: t["partial"].add_(7 * 8)),  # a layer further
+        ("partial", lambda t: t["partial"].add_(7 * 8)),  # a mask further
         ("partial", lambda t: t["partial"].sub_(7 * 8)),
         ("partial", lambda t: t.update(partial=t["partial"].int())),
         ("partial", lambda t: t["partial"].copy_(t["partial"].flip(0))),
         ("partial", lambda t: t["partial"][1:2].copy_(t["partial"][:1])),
         ("partial", lambda t: t["partial"][:1].copy_(t["full_begin"][:1])),
+        (
+            "partial",
+            lambda t: t.update(partial=torch.tensor(7), partial_tile=torch.tensor(0)),
+        ),
+        ("partial", lambda t: t["partial"][-1:].fill_(7 * 8)),  # one past the last block
         (
             "partial",
             lambda t: t.update(partial=torch.tensor([7]), partial_tile=torch.tensor([0])),
@@ -152,8 +157,10 @@ def test_files_that_would_lead_kernels_astray_are_refused(name, change, tmp_path
         masks.load(tmp_path / "mask")
 
 
-@pytest.mark.parametrize("head_to_mask", [[], [1], [0, 2], [0, -1]])
-def test_heads_without_a_layer_are_refused(head_to_mask, tmp_path):
+@pytest.mark.parametrize(
+    "head_to_mask", [[], [1], [0, 2], [0, -1], [10**12], [0, 1.0], ["0"], [None]]
+)
+def test_heads_without_a_mask_are_refused(head_to_mask, tmp_path):
     masks.save(masks.causal()(100, 16), tmp_path / "mask")
     with safe_open(tmp_path / "mask", framework="pt") as file:
         header = json.loads(file.metadata()["masks"])
@@ -220,3 +227,26 @@ def test_documents_of_a_function_in_a_file_are_not_saved(tmp_path):
     )
     with pytest.raises(ValueError, match="near is made of a function"):
         masks.to_json(masks.documents([4], pattern=f"{tmp_path / 'own.py'}:near"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version":1,"pattern":' + "[" * 100_000,
+        '{"version":1,"pattern":' + '{"~":{"of":' * 3000 + '{"full":{}}' + "}}" * 3000 + "}",
+        '{"version":1,"pattern":{"local":{"window":1e400}}}',
+        '{"version":1,"pattern":{"local":{"window":' + "9" * 5000 + "}}}",
+        '{"version":1,"pattern":{"local":[3]}}',
+        '{"version":1,"pattern":{"stack":{"masks":[1]}}}',
+        '{"version":[' + "1," * 5000 + "1]}",
+    ],
+    ids=range(7),
+)
+def test_texts_that_hold_no_pattern(text):
+    with pytest.raises(ValueError, match=r"^(pattern of )?text .{1,400}$"):
+        masks.from_json(text)
+
+
+def test_texts_with_the_former_name_of_the_block_size_are_read():
+    text = '{"version":1,"pattern":{"in_blocks":{"pattern":{"full":{}},"block_size":[16,32]}}}'
+    assert masks.from_json(text) == masks.full().with_block_size((16, 32))

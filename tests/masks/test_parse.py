@@ -1,0 +1,41 @@
+"""Expressions that name no pattern."""
+
+import pytest
+
+import masks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "~" * 3000 + "full",
+        "~" * 200_000 + "full",
+        "full" + "|full" * 3000,
+        "(" * 500 + "full" + ")" * 500,
+        "local(" * 500,
+        "full\0",
+        "\ud800",
+        "local(1e999)",
+        "local((1,) * 10**9)",
+        "1 is 1",
+    ],
+    ids=lambda text: text[:8].encode("unicode_escape"),
+)
+def test_texts_that_cannot_be_read(text):
+    with pytest.raises(ValueError, match=r"^pattern .{1,260} (cannot be read|must be built of)"):
+        masks.parse(text)
+
+
+def test_long_chains_are_compared_and_built():
+    chains = [masks.local(3), masks.local(3)]
+    for _ in range(1500):
+        chains = [~(chain | masks.global_tokens(2)) for chain in chains]
+    first, second = chains
+    assert first == second
+    assert first != ~second
+    assert first(64, 16).density > 0
+
+
+def test_the_block_size_of_a_pattern_is_shown():
+    assert repr(masks.local(3)) == repr(masks.local(3).with_block_size(128)) == "local(3)"
+    assert repr(masks.local(3).with_block_size(16)) == "local(3).with_block_size((16, 16))"
