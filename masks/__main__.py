@@ -1,5 +1,7 @@
 """`python -m masks PATTERN`: draws a pattern and prints its figures."""
 
+import hashlib
+import inspect
 import re
 from pathlib import Path
 from typing import Annotated
@@ -10,17 +12,28 @@ from rich.table import Table
 
 import masks
 from masks import plot
+from masks.pattern import BUILTIN
+
+
+def _known_patterns() -> str:
+    """Every built-in pattern with its arguments, a paragraph each."""
+    calls = (f"{name}{inspect.signature(make)}" for name, make in sorted(BUILTIN.items()))
+    lines = (call.removesuffix(" -> masks.pattern.Pattern") for call in calls)
+    return "\n\n".join(["Patterns, joined by & | ^ - and ~:", *lines])
+
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(epilog=_known_patterns())
 def main(
     pattern: Annotated[
         str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')
     ],
-    seq_len: Annotated[int, typer.Option(help="tokens")] = 4096,
-    block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128 or 256")] = 128,
+    seq_len: Annotated[str, typer.Option(help="tokens: a length, or QUERIES,KEYS")] = "4096",
+    block_size: Annotated[
+        str, typer.Option(help="tokens: 16, 32, 64, 128 or 256, or QUERIES,KEYS")
+    ] = "128",
     output: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="PNG to write; by default named after the pattern"),
@@ -29,11 +42,12 @@ def main(
     """Draw a sparsity pattern, in the terminal and as a PNG, and print its figures."""
     if output is not None and output.suffix != ".png":
         raise typer.BadParameter(f"--output must end in .png, got {output}")
+    sizes = _pair("--seq-len", seq_len), _pair("--block-size", block_size)
     try:
-        mask = masks.parse(pattern)(seq_len, block_size)
+        mask = masks.parse(pattern)(*sizes)
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    path = output or Path(re.sub(r"\W+", "_", pattern).strip("_") + ".png")
+    path = output or _file_name(pattern)
     try:
         plot.save(mask, path, pattern)
     except OSError as error:
@@ -45,6 +59,21 @@ def main(
     console.print(plot.text(mask), highlight=False)
     console.print(table)
     console.print(f"wrote {path}")
+
+
+def _pair(option: str, text: str) -> tuple[int, int]:
+    """One number for queries and keys, or one for each."""
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})?", text):
+        raise typer.BadParameter(f"{option} must be NUMBER or QUERIES,KEYS, got {text!r}")
+    numbers = [int(part) for part in text.split(",")]
+    return numbers[0], numbers[-1]
+
+
+def _file_name(pattern: str) -> Path:
+    """A name of its own for every text: a digest tells apart what letters and digits do not."""
+    name = re.sub(r"\W+", "_", pattern).strip("_")[:60]
+    digest = hashlib.sha256(pattern.encode()).hexdigest()[:6]
+    return Path(f"{name}.png" if name == pattern else f"{name}-{digest}.png")
 
 
 if __name__ == "__main__":

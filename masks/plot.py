@@ -1,6 +1,7 @@
 """Pictures and figures of a mask."""
 
 import math
+import textwrap
 from pathlib import Path
 
 import torch
@@ -10,6 +11,9 @@ from masks._core.bit_tiles import unpack
 from masks.block_mask import BlockMask
 
 _SHADES = " ░▒▓█"
+MAX_CELLS = 1024
+MAX_PICTURES = 16
+FAINTEST = 0.2  # of the colour scale: a row of global tokens is seen among a million tokens
 
 
 def figures(mask: BlockMask) -> dict[str, str]:
@@ -30,40 +34,69 @@ def figures(mask: BlockMask) -> dict[str, str]:
     }
 
 
-def cell_density(mask: BlockMask, most: int) -> Tensor:
-    """float32 (rows, columns), each at most `most`: the fraction of pairs set in each cell of the
-    first head.
+def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
+    """float32 (rows, columns), each at most `most`: the share of the pairs of the sequence that
+    attend, in cells of as many blocks as it takes.
     """
-    g = mask.grid
-    blocks = mask.head(0).block_set
-    set_pairs = unpack(blocks.coded_tiles(), g.bk).float().mean((1, 2))
-    density = set_pairs[blocks.tile_code_grid()]
-    step_q, step_k = (math.ceil(n / most) for n in density.shape)
-    return torch.nn.functional.avg_pool2d(density[None], (step_q, step_k), ceil_mode=True)[0]
+    g, blocks = mask.grid, mask.head(head).block_set
+    set_pairs = unpack(blocks.coded_tiles(), g.bk).sum((1, 2)).float()
+    step_q, step_k = _blocks_per_cell(mask, most)
+    columns = torch.arange(g.nk, device=g.device)
+    cells = []
+    for rows in torch.arange(g.nq, device=g.device).split(step_q):
+        count = set_pairs[blocks.tile_codes(g.flat_index(0, rows[:, None], columns))].sum(0)
+        cells.append(torch.nn.functional.pad(count, (0, -g.nk % step_k)).view(-1, step_k).sum(1))
+    queries, keys = (
+        (length - torch.arange(0, length, side, device=g.device)).clamp(max=side)
+        for length, side in ((g.q_len, step_q * g.bq), (g.k_len, step_k * g.bk))
+    )
+    return torch.stack(cells) / (queries[:, None] * keys)
+
+
+def _blocks_per_cell(mask: BlockMask, most: int) -> tuple[int, int]:
+    return math.ceil(mask.grid.nq / most), math.ceil(mask.grid.nk / most)
 
 
 def text(mask: BlockMask, most: int = 48) -> str:
-    """The mask in block characters, darker where more pairs are set; queries go down, keys to the
-    right.
+    """The mask of the first head in block characters, darker where more pairs attend, never blank
+    where one does; queries go down, keys to the right.
     """
     cells = (cell_density(mask, most) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(_SHADES[c] * 2 for c in row) for row in cells.tolist())
 
 
 def save(mask: BlockMask, path: Path, title: str) -> None:
-    """Writes a PNG of the first head: one cell a block (fewer when there are more than 1024),
-    darker when fuller.
-    """
-    from matplotlib.figure import Figure
+    """Writes a PNG: one cell a block (fewer when there are more than 1024), darker when fuller.
 
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.subplots()
-    extent = (0, mask.seq_len[1], mask.seq_len[0], 0)
-    cells = cell_density(mask, 1024).numpy()
-    axes.imshow(cells, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    axes.set(
-        title=f"{title}, density {mask.density:.3g}",
-        xlabel="key (tokens)",
-        ylabel="query (tokens)",
-    )
+    Heads with masks of their own have a picture each, the first MAX_PICTURES of them.
+    """
+    from matplotlib.figure import Figure  # it takes longer to import than masks itself
+
+    masks = range(min(mask.num_masks, MAX_PICTURES))
+    width = math.ceil(math.sqrt(len(masks)))
+    height = math.ceil(len(masks) / width)
+    figure = Figure(figsize=(5 * width, 5 * height), layout="constrained")
+    for m in masks:
+        heads = [h for h, own in enumerate(mask.head_to_mask) if own == m]
+        axes = figure.add_subplot(height, width, m + 1)
+        _draw(axes, mask, heads[0])
+        if mask.num_heads > 1:
+            axes.set_title(textwrap.shorten(f"head {', '.join(map(str, heads))}", 40))
+    lines = textwrap.wrap(title, 48 * width, max_lines=3, placeholder=" ...")
+    figure.suptitle("\n".join([*lines, f"density {mask.density:.3g}"]), fontsize="medium")
     figure.savefig(path, dpi=150)
+
+
+def _draw(axes, mask: BlockMask, head: int) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    (q_len, k_len), (bq, bk) = mask.seq_len, mask.block_size
+    cells = cell_density(mask, MAX_CELLS, head)
+    step_q, step_k = _blocks_per_cell(mask, MAX_CELLS)
+    # All cells are drawn of one size: the last ones reach past the sequence, where the axes end.
+    extent = (0, cells.shape[1] * step_k * bk, cells.shape[0] * step_q * bq, 0)
+    shades = torch.where(cells > 0, FAINTEST + (1 - FAINTEST) * cells, 0).cpu().numpy()
+    axes.imshow(shades, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    axes.set(xlabel="key (tokens)", ylabel="query (tokens)", xlim=(0, k_len), ylim=(q_len, 0))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(EngFormatter(sep=""))

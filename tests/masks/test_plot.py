@@ -39,6 +39,48 @@ def test_text_is_darker_where_more_pairs_are_set():
     assert "░" in plot.text(masks.local(0)(32, block_size=16))
 
 
+@pytest.mark.parametrize("lengths", [(300, 300), (1, 300), (300, 129), (128, 128)])
+def test_clipped_blocks_are_as_dark_as_full_ones(lengths):
+    assert (plot.cell_density(masks.full()(lengths), 2) == 1).all()
+
+
+def test_every_cell_that_attends_is_shown():
+    mask = masks.global_tokens([70_000])(1 << 17, block_size=16)
+    assert all("░" in line for line in plot.text(mask).splitlines())
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list:
+    """The figures that are saved."""
+    saved = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: saved.append(figure)
+    )
+    return saved
+
+
+def test_cells_lie_where_their_tokens_are(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    plot.save(masks.full()((300, 1000)), tmp_path / "x.png", "full")
+    (axes,) = figures[0].axes
+    assert (axes.get_xlim(), axes.get_ylim()) == ((0, 1000), (300, 0))
+    assert tuple(axes.images[0].get_extent()) == (0, 1024, 384, 0)
+
+
+def test_every_distinct_mask_is_drawn(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    heads = masks.stack([masks.local(9), masks.causal(), masks.local(9)])
+    plot.save(heads(100, 16), tmp_path / "x.png", "a long title " * 40)
+    assert [axes.get_title() for axes in figures[0].axes] == ["head 0, 2", "head 1"]
+    assert len(figures[0]._suptitle.get_text().splitlines()) == 4
+
+
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -57,6 +99,33 @@ def test_the_picture_is_named_after_the_pattern(tmp_path, monkeypatch):
     assert (tmp_path / "butterfly.png").exists()
 
 
+def test_pictures_of_different_patterns_have_different_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = ("local(3)", "~local(3)", "local(3) & full", "local(3) | full")
+    for text in texts:
+        assert invoke(text, "--seq-len", 256).exit_code == 0
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_queries_and_keys_may_differ_in_length(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(
+        "causal(align='bottom-right')", "--seq-len", "100,300", "--block-size", "16,32"
+    )
+    assert result.exit_code == 0, result.output
+    assert re.search(r"sequence length +100 x 300", result.output)
+    assert re.search(r"block size +16 x 32", result.output)
+
+
+def test_help_lists_the_patterns_with_their_arguments():
+    text = " ".join(invoke("--help").output.split())
+    for call in (
+        "longformer(window: int, num_global: int)",
+        "random(density: float, seed: int = 0)",
+    ):
+        assert call in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -64,6 +133,8 @@ def test_the_picture_is_named_after_the_pattern(tmp_path, monkeypatch):
         (("local(-1)",), "window"),
         (("full", "--block-size", 48), "block_size"),
         (("full", "--seq-len", 0), "seq_len"),
+        (("full", "--seq-len", "1,2,3"), "--seq-len"),
+        (("full", "--block-size", "x"), "--block-size"),
         (("strided(2.5)",), "stride"),
         (("full", "--output", "nowhere/x.png"), "--output"),
         (("full", "--output", "x.pdf"), ".png"),
