@@ -68,6 +68,7 @@ MAX_DKDV_DIMS = 128
 MAX_WHOLE_DQ_DIMS = 64
 
 REGISTERS_PER_SM = 65536
+L2_OPERAND_BYTES = 50_000_000  # of the heads that are scheduled together
 MIN_DYNAMIC_IMBALANCE = 1.25  # most blocks in a row over the mean: above, the scheduler is dynamic
 
 # By head dim, where several CTAs on tiles of 64 share a multiprocessor: coverage of tiles of 128,

@@ -9,6 +9,7 @@ from torch import Tensor
 from masks.lookup_table import PREFETCH, BlockLists, LookupTable
 from sparseflash import dropout
 from sparseflash.backends.hopper.configs import (
+    L2_OPERAND_BYTES,
     MAX_KV_TILE,
     MIN_DYNAMIC_IMBALANCE,
     REGISTERS_PER_SM,
@@ -206,15 +207,27 @@ def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
 def sizes_and_grid(
     spec: AttentionSpec, rows: BlockLists, heads: int, ctas_per_sm: int
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """params.Sizes, and the grid of a persistent kernel: at most as many CTAs as run at a time.
-
-    Heads follow one another, so that CTAs share keys and values in L2. If some rows are very long,
-    those of all heads come first (LPT): a CTA that took one of them last would keep all others
-    waiting.
-    """
+    """params.Sizes, and the grid of a persistent kernel: at most as many CTAs as run at a time."""
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
-    heads_per_group = num_bh if rows.imbalance > LONGEST_FIRST_IMBALANCE else 1
+    heads_per_group = _heads_per_group(spec, rows, num_bh)
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.num_rows, num_work_tiles, heads_per_group)
     return sizes, (min(num_work_tiles, ctas_per_sm * multiprocessors(spec.device)), 1, 1)
+
+
+def _heads_per_group(spec: AttentionSpec, rows: BlockLists, num_bh: int) -> int:
+    """How many heads the scheduler takes together, longest rows first (LPT).
+
+    Even rows: one, so that all CTAs share its keys and values in L2. Very uneven rows: all, for a
+    CTA that takes a very long row last keeps all others waiting. In between, as in causal masks,
+    the short rows of one head cannot fill the gaps that its long ones leave. A group then has as
+    many heads, a power of two, as L2 holds operands of.
+    """
+    if rows.imbalance > LONGEST_FIRST_IMBALANCE:
+        return num_bh
+    if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
+        return 1
+    head_bytes = 2 * max(spec.q_len, spec.k_len) * spec.head_dim * spec.dtype.itemsize
+    in_l2 = max(L2_OPERAND_BYTES // head_bytes, 1)
+    return min(num_bh, 1 << in_l2.bit_length() - 1)

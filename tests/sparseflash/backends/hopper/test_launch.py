@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import masks
-from sparseflash.backends.hopper import launch
+from sparseflash.backends.hopper import configs, launch
 from sparseflash.backends.hopper.configs import KernelConfig
 from sparseflash.backends.triton_common import launcher
 from sparseflash.testing import STRIDES, make_inputs
@@ -56,7 +56,7 @@ def test_strides_of_single_entries_do_not_matter():
     [
         (masks.full(), False, 1),
         (masks.strided(2), False, 1),
-        (masks.causal(), True, 1),
+        (masks.causal(), True, 12),
         (masks.pattern(lambda q, k: (q // 128 == 3) | (k < 100)), True, 12),
         (masks.global_tokens(1) - masks.full(), False, 1),
     ],
@@ -70,6 +70,18 @@ def test_uneven_rows_are_scheduled_dynamically_and_very_long_ones_first(
     sizes, grid = launch.sizes_and_grid(SPEC, table.by_query, SPEC.heads, 1)
     assert sizes == (4, 1024, 1024, 1, 8, 3 * 4 * 8, heads_per_group)
     assert grid == (10, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "head_dim", "heads_per_group"),
+    [(1024, 64, 12), (16_384, 64, 8), (16_384, 128, 4), (65_536, 128, 1), (262_144, 128, 1)],
+)
+def test_a_group_has_as_many_uneven_heads_as_l2_holds(seq_len, head_dim, heads_per_group):
+    spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=head_dim)
+    rows = masks.causal()(seq_len).table().by_query
+    sizes, _ = launch.sizes_and_grid(spec, rows, SPEC.heads, 1)
+    assert sizes[-1] == heads_per_group
+    assert sizes[-1] * 2 * seq_len * head_dim * 2 <= configs.L2_OPERAND_BYTES or sizes[-1] == 1
 
 
 @pytest.mark.parametrize(
