@@ -118,8 +118,10 @@ def lengths_in_range(lengths: Tensor | None, key: Tensor) -> Tensor | None:
     k_len = key.shape[2]
     if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
         lengths = lengths.clamp(0, k_len)
-    elif bool(((lengths < 0) | (lengths > k_len)).any()):
-        raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
+    else:
+        numbers = lengths.tolist()
+        if not all(0 <= n <= k_len for n in numbers):
+            raise ValueError(f"key_lengths must be 0 to {k_len}, got {numbers}")
     return lengths.to(key.device, torch.int32)
 
 
