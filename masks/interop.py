@@ -38,7 +38,6 @@ def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
     """The FlexAttention mask with the same elements, lists and block size.
 
     Its mask_mod looks a pair up in the bit tiles; that takes 4 bytes for every block.
-    Source: torch.nn.attention.flex_attention.BlockMask.from_kv_blocks.
     """
     lists = to_block_lists(mask)
     return flex_attention.BlockMask.from_kv_blocks(
@@ -53,7 +52,8 @@ def from_flex(mask: flex_attention.BlockMask) -> BlockMask:
     """The elements that a FlexAttention mask attends: all of its full blocks, and those of its
     partial blocks for which mask_mod holds.
 
-    Raises ValueError for a mask that has several batch elements.
+    Raises:
+        ValueError: The mask has several batch elements.
     """
     if mask.kv_num_blocks.shape[0] != 1:
         raise ValueError(
@@ -89,9 +89,14 @@ def from_block_lists(
 ) -> BlockMask:
     """The mask of FlashAttention-4's forward lists.
 
-    pattern: which elements of the partial blocks attend.
-    Raises ValueError for lists of several batch elements, for partial blocks without a pattern,
-    and for lists of another length.
+    Args:
+        lists: Those of the forward pass.
+        seq_len: Tokens, one number or (q_len, k_len).
+        pattern: Which elements of the partial blocks attend.
+
+    Raises:
+        ValueError: The lists are of several batch elements or another length, or have partial
+            blocks and no pattern.
     """
     if lists.full_block_cnt.shape[0] != 1:
         raise ValueError(
@@ -110,7 +115,8 @@ def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor
     """A sparse bool tensor: sparse_bsr of whole blocks, (nq * bq, nk * bk), or sparse_csr of
     elements, (q_len, k_len).
 
-    Raises ValueError for other layouts and for several heads.
+    Raises:
+        ValueError: The layout is another, or the mask has several heads.
     """
     blocks = mask.to_scipy()
     if layout == torch.sparse_bsr:
@@ -132,8 +138,10 @@ def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> Block
     """The mask of a sparse tensor (Nq, Nk) in layout sparse_bsr, sparse_csr or sparse_coo: stored
     non-zero entries attend.
 
-    Raises ValueError for other layouts. A mask from to_torch whose last blocks are clipped comes
-    back in whole blocks: crop it.
+    A mask from to_torch whose last blocks are clipped comes back unclipped: crop it.
+
+    Raises:
+        ValueError: The layout is another.
     """
     import scipy.sparse  # here, for it takes longer to import than all of masks
 

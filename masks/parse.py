@@ -36,8 +36,11 @@ def parse(text: str) -> Pattern:
     path.py:name.
 
     A bare name is a call without arguments: "butterfly" is butterfly(). Nothing else is evaluated;
-    a file named by path.py:name is run. Raises TypeError for what is no string and ValueError
-    for any other text, with the known patterns.
+    a file named by path.py:name is run.
+
+    Raises:
+        TypeError: `text` is no string.
+        ValueError: It is any other text; the message has the known patterns.
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a string, got {type(text).__name__}")

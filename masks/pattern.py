@@ -145,7 +145,7 @@ def _digestible(value: Any) -> Any:
 
 
 class Recipe(NamedTuple):
-    """How a pattern was made: by a function of BUILTIN, or by an operation, with its arguments."""
+    """How a pattern came about: a function of BUILTIN or an operation, with its arguments."""
 
     maker: str
     arguments: dict[str, Any]
@@ -187,9 +187,17 @@ def builtin(
 def pattern(attends: Callable) -> Pattern:
     """Decorator: the pattern of a vectorised function of token indices, (q, k) -> bool.
 
-    q is int64 (n, 1) and k int64 (1, k_len), on the device where the mask is wanted; the answer
-    must be a bool tensor that broadcasts to (n, k_len). Compiled strip by strip, never through an
-    N x N array. Raises TypeError for what is no function.
+    Compiled strip by strip, never through an N x N array, on all cores of a CPU. Every pair is
+    asked for: about 1 ns a pair and operation, seconds at 64K tokens, minutes at 1M; on a GPU with
+    `device="cuda"` far less.
+
+    Args:
+        attends: A function of q, int64 (n, 1), and k, int64 (1, k_len), on the device where the
+            mask is wanted. It returns a bool tensor that broadcasts to (n, k_len), and does not
+            change its arguments.
+
+    Raises:
+        TypeError: `attends` is no function.
     """
     return _of_function(attends, from_predicate)
 
@@ -198,8 +206,12 @@ def block_pattern(attends: Callable) -> Pattern:
     """Decorator: the pattern of a vectorised function of block indices, (i, j) -> bool; its blocks
     are full.
 
-    i is int64 (nq, 1) and j int64 (1, nk); the answer must be a bool tensor that broadcasts to
-    (nq, nk). Raises TypeError for what is no function.
+    Args:
+        attends: A function of i, int64 (n, 1), and j, int64 (1, nk). It returns a bool tensor that
+            broadcasts to (n, nk), and does not change its arguments.
+
+    Raises:
+        TypeError: `attends` is no function.
     """
     return _of_function(attends, from_block_predicate)
 
@@ -218,8 +230,11 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask: ...
 def stack(masks):
     """Head h gets masks[h]: a Pattern from patterns, a BlockMask from block masks.
 
-    Heads with equal masks share storage. Raises ValueError for an empty list and TypeError for a
-    mixture.
+    Heads with equal masks share storage.
+
+    Raises:
+        TypeError: `masks` is no list, or a mixture.
+        ValueError: It is empty.
     """
     if not isinstance(masks, Sequence):
         raise TypeError(f"stack takes a list of masks, one for each head, got {masks!r}")

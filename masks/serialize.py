@@ -42,7 +42,10 @@ _MAKERS = {
 def save(mask: Pattern | BlockMask, path: str | Path) -> None:
     """Writes a mask or a pattern to a safetensors file.
 
-    Raises ValueError for a pattern that is made of a function: its mask at a length can be saved.
+    Raises:
+        TypeError: It is neither.
+        ValueError: A pattern of a function, which no file can hold; its mask at a length can be
+            saved.
     """
     if isinstance(mask, Pattern):
         header, tensors = {"pattern": _written(mask)}, {}
@@ -79,7 +82,9 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | Bloc
 def to_json(pattern: Pattern) -> str:
     """A pattern as text, for the configuration of a model; from_json reads it.
 
-    Raises ValueError for a pattern that is made of a function, and TypeError for what is none.
+    Raises:
+        TypeError: It is no pattern.
+        ValueError: It is a pattern of a function, which no text can hold.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
@@ -87,7 +92,12 @@ def to_json(pattern: Pattern) -> str:
 
 
 def from_json(text: str) -> Pattern:
-    """The pattern that to_json wrote. Raises TypeError or ValueError for anything else."""
+    """The pattern that to_json wrote.
+
+    Raises:
+        TypeError: `text` is no string.
+        ValueError: It is anything else than what to_json writes.
+    """
     if not isinstance(text, str):
         raise TypeError(f"text must be what to_json wrote, got {type(text).__name__}")
     header = _read_header(text, "text")

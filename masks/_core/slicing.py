@@ -145,9 +145,9 @@ def _assembled(
 
     No two parts have a pair in common, so the words of their tiles add up to those of the union.
     """
-    fulls, flats, tiles, banks = zip(*placed, strict=True)
-    first_tile = accumulate((len(bank) for bank in banks), initial=0)
-    bit_tiles = torch.cat(banks)
+    fulls, flats, tiles, parts = zip(*placed, strict=True)
+    first_tile = accumulate((len(part) for part in parts), initial=0)
+    bit_tiles = torch.cat(parts)
     tile = torch.cat([t + start for t, start in zip(tiles, first_tile, strict=False)])
     flat, order = torch.cat(flats).sort()
     tile = tile[order]

@@ -22,15 +22,18 @@ def documents(
 ) -> Pattern:
     """Packed sequences: the queries of document n attend keys of document n, and no others.
 
-    lengths: tokens of each document, summing to q_len; k_lengths: the same for the keys when they
-        differ.
-    pattern: which of those keys: this Pattern, or the one that a text names, at the document's own
-        lengths, its blocks counted from the document's first token; by default all. A text is
-        resolved when `documents` is called, once: a file that it names is run then and never by a
-        reader of what was saved.
-    Raises ValueError for no lengths or some below 0, for lists of different lengths, and for sums
-    other than the sequence length; TypeError for lengths that are no integers and a pattern of
-    another type.
+    Args:
+        lengths: Tokens of each document, summing to q_len.
+        k_lengths: The same for the keys when they differ.
+        pattern: Which of those keys: a Pattern, or the text of one, at the document's own lengths,
+            its blocks counted from the document's first token; by default all. A text is resolved
+            once, when `documents` is called: a file that it names is run then and never by a
+            reader of what was saved.
+
+    Raises:
+        TypeError: Lengths are no integers, or `pattern` has another type.
+        ValueError: There are no lengths, some are below 0, the lists differ in length, or the sums
+            are not the sequence length.
     """
     assert not isinstance(pattern, str), "the decorator has resolved it"
     q_lengths = check_integers("lengths", lengths, least=0)

@@ -13,11 +13,18 @@ from masks.pattern import Pattern, builtin
 def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
     """A token tree over a cached prefix: node q attends the prefix, its ancestors and itself.
 
-    parents: the parent of each node, a node before it, or -1 for a root. The queries are the
-        nodes; the keys are prefix_len cached tokens and then the nodes.
-    Raises ValueError for a parent that is neither an earlier node nor -1, for no nodes, for a
-    prefix_len below 0, and for lengths other than (nodes, prefix_len + nodes).
-    Source: Miao et al. 2023, SpecInfer.
+    The queries are the nodes; the keys are the cached tokens and then the nodes.
+
+    Args:
+        parents: The parent of each node, a node before it, or -1 for a root.
+        prefix_len: Cached tokens.
+
+    Raises:
+        ValueError: A parent is neither an earlier node nor -1, there are no nodes, prefix_len is
+            below 0, or the lengths are not (nodes, prefix_len + nodes).
+
+    Reference:
+        Miao et al. 2023, SpecInfer.
     """
     parents, prefix_len = (
         check_integers("parents", parents),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from masks.lookup_table import PREFETCH, BlockLists, LookupTable
+from masks.lookup_table import BlockLists, LookupTable
 from sparseflash import dropout
 from sparseflash.backends.hopper.configs import (
     L2_OPERAND_BYTES,
@@ -96,7 +96,7 @@ def launch_pass(
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
         )
         group = spec.heads // spec.kv_heads
-        masked = spec.has_key_lengths or rows.partial_index.shape[0] > PREFETCH
+        masked = spec.has_key_lengths or rows.has_partial
         facts = (spec.device, spec.dtype, spec.head_dim, block, group, masked, spec.dropout_p > 0)
         variant = (*facts, *(x is None for x in (*tensors, key_lengths, work_counter)))
         constants = {"QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
