@@ -10,7 +10,7 @@ FILES = [path for folder in ("masks", "sparseflash") for path in (ROOT / folder)
 # Metaphors that once stood for a term, and the term.
 TERMS = {
     r"relays?|relayed": "load-wait warp",
-    r"hear|hears|heard|announce[ds]?|announcements?": "publish and receive work tiles",
+    r"hear|hears|heard|told|announce[ds]?|announcements?": "publish and receive work tiles",
     r"owed|grown|peak": "row max, row sum",
     r"rooms?": "register budget, occupancy, capacity",
     r"roofs?": "roofline",
