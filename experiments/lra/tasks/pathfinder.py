@@ -63,7 +63,7 @@ class Pathfinder(Task):
         skip_corrupt: bool = False,
         shorter: float = 0.0,
         traced: bool = False,
-        distractors: Literal["release", "described"] = "release",
+        distractors: Literal["release", "described", "none"] = "release",
         directions: Literal["release", "any"] = "release",
     ):
         if (shorter or traced) and source != "fresh":

@@ -76,7 +76,8 @@ class Rules:
             baseline, and its loop over longer contours changes lengths only; the metadata of the
             release names distractors of 4.67 segments beside contours of 14. "described" asks for
             `distractor_segments / length`: 5, 5, 8 and 7 for contours of 14 segments, as the
-            docstrings of the arena's loaders have it.
+            docstrings of the arena's loaders have it. "none" draws none: for statistics of the
+            discs, of which distractors say nothing.
         directions: "release" gives a first segment only the directions that the border rule of
             the release leaves: 30 of 360 degrees in images of 32 pixels, 95 in images of 64,
             354 to 360 in larger ones. `find_available_coordinates` takes a negative minimum of
@@ -86,11 +87,13 @@ class Rules:
             contours prefer none, and the places of the discs say less of the label.
     """
 
-    distractors: Literal["release", "described"] = "release"
+    distractors: Literal["release", "described", "none"] = "release"
     directions: Literal["release", "any"] = "release"
 
     def count(self, side: int, segments: int) -> int:
         """Distractors that an image is to have; those that find no free place are left out."""
+        if self.distractors == "none":
+            return 0
         total = PARAMETERS[side].distractor_segments
         if self.distractors == "release":
             return ceil(total / BASELINE_DISTRACTOR)

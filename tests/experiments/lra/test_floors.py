@@ -1,5 +1,9 @@
+import json
+
 import numpy as np
 import torch
+from typer import Typer
+from typer.testing import CliRunner
 
 from experiments.lra import floors
 from experiments.lra.tasks import ListOps, Pathfinder, Text, listops
@@ -38,15 +42,59 @@ def test_networks_see_distances_and_places_of_discs_alone(monkeypatch):
         floors, "_network_accuracy", lambda forms, labels: seen.append((forms, labels)) or 0.5
     )
     found = floors.pathfinder_floors(Pathfinder(), 6)
-    assert found == {"distance of the discs": 0.5, "coordinates of the discs": 0.5}
-    drawings = [Pathfinder().images("floors", 6).draw(i) for i in range(6)]
-    (apart, labels), (forms, _) = seen
+    assert list(found.values()) == [0.5, 0.5, 0.5]
+    images = Pathfinder(distractors="none").images("floors", 6)
+    drawings = [images.draw(i) for i in range(6)]
+    (apart, labels), (turned, _), (plain, _) = seen
     assert labels.tolist() == [drawing.label for drawing in drawings]
     distance = torch.tensor([np.linalg.norm(d.discs[0] - d.discs[1]) for d in drawings])
-    torch.testing.assert_close(apart[..., 0], (distance / 31).float().expand(16, 6))
-    assert forms.shape == (16, 6, 5)
+    torch.testing.assert_close(apart[..., 0], (distance / 31).float().expand(2, 6))
+    assert turned.shape == (16, 6, 5)
     places = torch.tensor(np.stack([d.discs for d in drawings])).flatten(1) / 31 - 0.5
-    torch.testing.assert_close(forms[0, :, :4], places.float())
+    for forms in (turned, plain):
+        torch.testing.assert_close(forms[0, :, :4], places.float())
+    assert torch.equal(plain[1, :, :2], plain[0, :, 2:4])
+
+
+def test_absolute_coordinates_say_more_where_contours_have_a_direction(monkeypatch):
+    monkeypatch.setattr(floors, "STEPS", 500)
+    monkeypatch.setattr(floors, "BATCH", 256)
+    found = floors.pathfinder_floors(Pathfinder(), 8000)
+    assert found["coordinates of the discs"] > 0.6
+    assert found["coordinates of the discs, turned and mirrored"] < 0.6
+
+
+def test_a_threshold_is_chosen_on_one_set_and_tested_on_another():
+    scores, labels = np.array([0.1, 0.9, 0.2, 0.8]), np.array([0, 1, 0, 1])
+    tested, right = np.array([0.4, 0.6, 0.3, 0.7]), np.array([0, 1, 1, 0])
+    assert floors.threshold_accuracy(scores, labels, tested, right) == 0.5
+
+
+def test_shared_words_tell_films_that_name_their_own(tmp_path):
+    lines = []
+    for n in range(100):
+        film = f"word{n // 4 * 7} actor{n // 4}" if n % 2 else ""
+        texts = f"a film {film} indeed", f"the film {film or n} it is"
+        lines.append("\t".join([f"{n % 2}.0", "a", "b", *texts]))
+    folder = tmp_path / "film_pairs"
+    folder.mkdir()
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    # Digits are no words: "actor" and "word" are shared where the label is 1.
+    assert floors.film_pairs_floors(tmp_path) == {"shared words": 1.0}
+
+
+def test_floors_are_written_where_they_are_asked_for(tmp_path, monkeypatch):
+    for name in ("listops_floors", "pathfinder_floors"):
+        monkeypatch.setattr(floors, name, lambda *arguments: {"floor": 0.5})
+    app = Typer()
+    app.command()(floors.main)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["--output", "here.json"]).exit_code == 0
+    measured = json.loads((tmp_path / "here.json").read_text())["floors"]
+    assert set(measured) >= {"listops", *(f"pathfinder{side}-hard" for side in floors.SIDES)}
+    assert CliRunner().invoke(app, []).exit_code == 0
+    assert (tmp_path / "runs" / "lra-floors.json").exists()
 
 
 def test_a_network_is_tested_where_it_was_neither_trained_nor_chosen(monkeypatch):
