@@ -1,8 +1,8 @@
-"""Every way to attend that the room compares, by name or as a pattern.
+"""Every attention that is compared, by name or as a pattern.
 
-An attend is a function (query, key, value, lengths, dropout_p) -> out: query, key, value, out are
-(batch, heads, seq_len, head_dim), lengths is int (batch,) or None; keys at or past a length are
-masked.
+An attend is a function (query, key, value, keys, dropout_p) -> out: query, key, value, out are
+(batch, heads, seq_len, head_dim). keys says which keys are attended: int (batch,), those before a
+length; bool (batch, seq_len), those that are True; or None, all.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,38 +49,81 @@ def _attend_by(expression: str | tuple[str, ...], block_size: int) -> Attend:
 
 
 def by_pattern(pattern: masks.Pattern, block_size: int) -> Attend:
+    """Attention with the blocks of a pattern alone.
+
+    A query whose pattern has no key that is attended reads the others of its pattern.
+    """
     pattern = pattern.with_block_size(block_size)
 
-    def attend(query, key, value, lengths, dropout_p):
-        return sparseflash.attention(
-            query, key, value, pattern, dropout_p=dropout_p, key_lengths=lengths
-        )
+    def attend(query, key, value, keys, dropout_p):
+        if keys is None or keys.dtype != torch.bool:
+            return sparseflash.attention(
+                query, key, value, pattern, dropout_p=dropout_p, key_lengths=keys
+            )
+        scale, head_dim = query.shape[-1] ** -0.5, query.shape[-1]
+        query, key, value = with_masked_keys(query, key, value, keys)
+        out = sparseflash.attention(query, key, value, pattern, dropout_p=dropout_p, scale=scale)
+        return out[..., :head_dim]
 
     return attend
 
 
-def standard(query, key, value, lengths, dropout_p):
+# Its square, times any usual scale, is a score whose probability is 0 in float32; and it is a
+# number of every precision.
+MASKING = 256.0
+PADDED = 16  # head dims that every backend has are multiples of this
+
+
+def with_masked_keys(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with more features, by one of which masked keys score -MASKING^2 scale less.
+
+    The kernels take a mask of keys by length alone. This one costs features up to the next
+    multiple of PADDED.
+
+    Args:
+        query, key, value: (batch, heads, seq_len, head_dim).
+        keys: bool (batch, seq_len), False where a key is masked.
+
+    Returns:
+        query, key and value of (batch, heads, seq_len, more).
+    """
+    more = PADDED - query.shape[-1] % PADDED
+    masked = torch.zeros_like(key[..., :more])
+    masked[..., 0] = torch.where(keys, 0.0, -MASKING)[:, None]
+    asked = torch.zeros_like(query[..., :more])
+    asked[..., 0] = MASKING
+    return (
+        torch.cat([query, asked], -1),
+        torch.cat([key, masked], -1),
+        torch.cat([value, torch.zeros_like(masked)], -1),
+    )
+
+
+def standard(query, key, value, keys, dropout_p):
     """Attention with materialised scores, O(N^2) memory."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
-    if lengths is not None:
-        scores = scores.masked_fill(~_inside(lengths, key), -torch.inf)
+    if keys is not None:
+        scores = scores.masked_fill(~attended(keys, key), -torch.inf)
     return dropout(scores.softmax(-1), dropout_p) @ value
 
 
-def sdpa(query, key, value, lengths, dropout_p):
+def sdpa(query, key, value, keys, dropout_p):
     """torch's own dense attention: FlashAttention-2 or cuDNN where they can."""
-    inside = None if lengths is None else _inside(lengths, key)
-    return scaled_dot_product_attention(query, key, value, inside, dropout_p)
+    mask = None if keys is None else attended(keys, key)
+    return scaled_dot_product_attention(query, key, value, mask, dropout_p)
 
 
-def linear(query, key, value, lengths, dropout_p):
+def linear(query, key, value, keys, dropout_p):
     """phi(Q) (phi(K)^T V) / (phi(Q) sum phi(K)), phi = elu + 1; sums in float32.
 
-    Source: Katharopoulos et al. 2020, Transformers are RNNs.
+    Reference:
+        Katharopoulos et al. 2020, Transformers are RNNs.
     """
     query, key = elu(query) + 1, elu(key) + 1
-    if lengths is not None:
-        key = key * _inside(lengths, key).mT
+    if keys is not None:
+        key = key * attended(keys, key).mT
     with torch.autocast(query.device.type, enabled=False):
         query_, key_, value_ = query.float(), key.float(), value.float()
         weighted = query_ @ (key_.mT @ value_)
@@ -88,9 +131,11 @@ def linear(query, key, value, lengths, dropout_p):
         return dropout((weighted / total).to(value.dtype), dropout_p)
 
 
-def _inside(lengths: Tensor, key: Tensor) -> Tensor:
-    """bool (batch, 1, 1, k_len)"""
-    return (torch.arange(key.shape[2], device=key.device) < lengths[:, None])[:, None, None]
+def attended(keys: Tensor, key: Tensor) -> Tensor:
+    """Which keys are attended, bool (batch, 1, 1, k_len), from lengths or from a mask."""
+    if keys.dtype != torch.bool:
+        keys = torch.arange(key.shape[2], device=key.device) < keys[:, None]
+    return keys[:, None, None]
 
 
 NAMED: dict[str, Attend] = {

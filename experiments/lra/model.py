@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, pad, relu
 
-from experiments.lra.attend import NAMED, Attend, attend_by
+from experiments.lra.attend import Attend, attend_by
 from experiments.lra.grid import order_of
 from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
@@ -17,6 +17,7 @@ Expressions = str | list[str | list[str]]
 
 ROTARY_BASE = 10_000.0
 AXIAL_BASE = 100.0  # coordinates of pixels are small numbers
+BLACK = 0
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,11 @@ class EncoderConfig:
 
 
 class Encoder(nn.Module):
-    """ids (batch, seq_len) and lengths (batch,) or None -> features (batch, tokens, dim), and the
-    lengths of these; tokens is seq_len, and one more with a CLS token."""
+    """ids (batch, seq_len) and lengths (batch,) or None -> features (batch, tokens, dim), and
+    which of these tokens are keys: their lengths (batch,), a mask (batch, tokens) or None for all.
+
+    tokens is seq_len, and one more with a CLS token.
+    """
 
     order: Tensor | None
 
@@ -86,12 +90,11 @@ class Encoder(nn.Module):
             ids = pad(ids, (1, 0), value=self.extra_id)
             lengths = None if lengths is None else lengths + 1
         x, turns = self.positions(self.embedding(ids))
-        if self.config.mask_black:
-            x, turns, lengths = black_last(ids, x, turns)
+        keys = ids != BLACK if self.config.mask_black else lengths
         x = dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x = layer(x, turns, lengths)
-        return self.norm(x), lengths
+            x = layer(x, turns, keys)
+        return self.norm(x), keys
 
 
 def per_layer(config: EncoderConfig) -> list[str | list[str]]:
@@ -118,25 +121,8 @@ def _check(config: EncoderConfig, shape: Shape, expressions: list[str | list[str
     packaged = [e for e in expressions if isinstance(e, str) and e in PACKAGED]
     if packaged and config.positions in ("rotary", "axial"):
         raise ValueError(f"positions {config.positions!r} do not go with {packaged[0]!r}")
-    if config.mask_black:
-        if shape.side is None:
-            raise ValueError("mask_black is for images, this task is text")
-        # Masked pixels are moved to the end, and patterns are about places.
-        if any(not isinstance(e, str) or e not in NAMED for e in expressions):
-            raise ValueError(
-                f"mask_black goes with attention {sorted(NAMED)} only, got {expressions}"
-            )
-
-
-def black_last(ids: Tensor, x: Tensor, turns: Tensor | None):
-    """The same tokens with black pixels behind all others, and how many others there are.
-
-    Attention without a pattern does not ask where a token stands, so this is a mask of black keys.
-    """
-    black = ids == 0
-    order = black.to(torch.uint8).argsort(dim=1, stable=True)
-    x = x.gather(1, order[..., None].expand_as(x))
-    return x, None if turns is None else turns[order][:, None], (~black).sum(1)
+    if config.mask_black and shape.side is None:
+        raise ValueError("mask_black is for images, this task is text")
 
 
 class Positions(nn.Module):
@@ -197,8 +183,8 @@ class Layer(nn.Module):
         self.widen = nn.Linear(config.dim, config.feedforward)
         self.narrow = nn.Linear(config.feedforward, config.dim)
 
-    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
-        x = x + self._dropped(self.attention(self.norm_attention(x), turns, lengths))
+    def forward(self, x: Tensor, turns: Tensor | None, keys: Tensor | None) -> Tensor:
+        x = x + self._dropped(self.attention(self.norm_attention(x), turns, keys))
         wide = self._dropped(gelu(self.widen(self.norm_feedforward(x))))
         return x + self._dropped(self.narrow(wide))
 
@@ -215,28 +201,26 @@ class SelfAttention(nn.Module):
         self.query_key_value = nn.Linear(config.dim, 3 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None, keys: Tensor | None) -> Tensor:
         batch, tokens, dim = x.shape
         projected = self.query_key_value(x).view(batch, tokens, 3, self.heads, -1)
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind()
         if turns is not None:
             query, key = rotate(query, turns), rotate(key, turns)
         p = self.dropout if self.training else 0.0
-        attended = self.attend(query, key, value, lengths, p)
+        attended = self.attend(query, key, value, keys, p)
         return self.out(attended.transpose(1, 2).reshape(batch, tokens, dim))
 
 
 class PackagedAttention(nn.Module):
-    """A layer of another package, which knows padding but no turns."""
+    """A layer of another package, which masks keys but does not rotate them."""
 
     def __init__(self, config: EncoderConfig, name: str, tokens: int):
         super().__init__()
         self.layer = PACKAGED[name](config.dim, config.heads, tokens)
 
-    def forward(self, x: Tensor, turns: Tensor | None, lengths: Tensor | None) -> Tensor:
-        if lengths is None:
-            return self.layer(x, None)
-        return self.layer(x, torch.arange(x.shape[1], device=x.device) < lengths[:, None])
+    def forward(self, x: Tensor, turns: Tensor | None, keys: Tensor | None) -> Tensor:
+        return self.layer(x, None if keys is None else mask_of(keys, x))
 
 
 def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int) -> nn.Module:
@@ -260,10 +244,8 @@ class Classifier(nn.Module):
         self.answer = nn.Linear(config.feedforward, shape.classes)
 
     def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        x, lengths = self.encoder(
-            ids.flatten(0, 1), None if lengths is None else lengths.flatten()
-        )
-        pooled = pooled_by(self.pool, x, lengths).unflatten(0, ids.shape[:2])
+        x, keys = self.encoder(ids.flatten(0, 1), None if lengths is None else lengths.flatten())
+        pooled = pooled_by(self.pool, x, keys).unflatten(0, ids.shape[:2])
         if ids.shape[1] == 1:
             return self.classify(pooled[:, 0])
         a, b = pooled.unbind(1)
@@ -273,14 +255,24 @@ class Classifier(nn.Module):
         return self.answer(relu(self.hidden(features)))
 
 
-def pooled_by(pool: str, x: Tensor, lengths: Tensor | None) -> Tensor:
-    """(batch, tokens, dim) -> (batch, dim), see EncoderConfig.pool."""
+def pooled_by(pool: str, x: Tensor, keys: Tensor | None) -> Tensor:
+    """(batch, tokens, dim) -> (batch, dim), over the tokens that are keys.
+
+    See EncoderConfig.pool and Encoder.
+    """
     if pool == "cls":
         return x[:, 0]
-    if lengths is None:
+    if keys is None:
         return x.amax(1) if pool == "max" else x.mean(1)
-    padding = (torch.arange(x.shape[1], device=x.device) >= lengths[:, None])[..., None]
+    mask = mask_of(keys, x)
     if pool == "max":
-        return x.masked_fill(padding, -torch.inf).amax(1)
-    divisor = lengths[:, None] if pool == "mean" else x.shape[1]
-    return x.masked_fill(padding, 0).sum(1) / divisor
+        return x.masked_fill(~mask[..., None], -torch.inf).amax(1)
+    divisor = mask.sum(1, keepdim=True) if pool == "mean" else x.shape[1]
+    return x.masked_fill(~mask[..., None], 0).sum(1) / divisor
+
+
+def mask_of(keys: Tensor, x: Tensor) -> Tensor:
+    """bool (batch, tokens) of lengths (batch,), or of such a mask itself."""
+    if keys.dtype == torch.bool:
+        return keys
+    return torch.arange(x.shape[1], device=x.device) < keys[:, None]

@@ -89,18 +89,50 @@ def test_tiles_are_patches():
 
 
 @pytest.mark.parametrize("positions", ["learned", "axial"])
-def test_black_pixels_can_be_masked(positions):
-    config = small(positions=positions, mask_black=True)
+@pytest.mark.parametrize(
+    "attention", ["flash", "standard", "linear", "local(9)", ["local(9)", "full()"]]
+)
+def test_black_pixels_can_be_masked(positions, attention):
+    config = small(positions=positions, mask_black=True, attention=[attention] * 2)
     model = Encoder(config, IMAGE).eval()
-    ids = torch.randint(256, (2, 64))
+    ids = torch.randint(1, 256, (2, 64))
     ids[0, 10:30] = 0
-    features, lengths = model(ids, None)
-    assert lengths.tolist() == [int((row > 0).sum()) for row in ids]
+    features, keys = model(ids, None)
+    assert torch.equal(keys, ids > 0)
     with torch.no_grad():
         model.embedding.weight[0] += 100
     again, _ = model(ids, None)
-    kept = lengths[0]
-    torch.testing.assert_close(features[0, :kept], again[0, :kept])
+    torch.testing.assert_close(features[keys], again[keys])
+    assert not torch.allclose(features[~keys], again[~keys])
+    assert not torch.allclose(features, Encoder(small(), IMAGE).eval()(ids, None)[0])
+
+
+@pytest.mark.parametrize("expression", ["flash", "sdpa", "full()", ["full()", "full()"]])
+def test_masked_keys_are_those_of_the_materialised_attention(expression):
+    query, key, value = torch.randn(3, 2, 2, 40, 8, requires_grad=True).unbind()
+    keys = torch.rand(2, 40) < 0.5
+    expected = NAMED["standard"](query, key, value, keys, 0.0)
+    actual = attend_by(expression, 16)(query, key, value, keys, 0.0)
+    torch.testing.assert_close(actual, expected)
+    wanted, found = (
+        torch.autograd.grad(out.square().sum(), (query, key, value), retain_graph=True)
+        for out in (expected, actual)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def test_masked_keys_change_no_pattern():
+    query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
+    keys = torch.ones(1, 40, dtype=torch.bool)
+    local = attend_by("local(3)", 16)
+    plain = local(query, key, value, None, 0.0)
+    torch.testing.assert_close(local(query, key, value, keys, 0.0), plain)
+    keys[0, 20] = False
+    out = local(query, key, value, keys, 0.0)
+    near = torch.arange(17, 24)
+    far = [n for n in range(40) if n not in near]
+    torch.testing.assert_close(out[:, :, far], plain[:, :, far])
+    assert not torch.isclose(out[:, :, near], plain[:, :, near]).any()
 
 
 def test_axial_positions_hold_for_other_sizes():
@@ -120,6 +152,11 @@ def test_mean_of_padded_length():
     x, lengths = torch.ones(1, 4, 2), torch.tensor([2])
     assert pooled_by("mean", x, lengths).tolist() == [[1, 1]]
     assert pooled_by("mean_padded", x, lengths).tolist() == [[0.5, 0.5]]
+    keys = torch.tensor([[False, True, False, False]])
+    x = torch.arange(8.0).view(1, 4, 2)
+    assert pooled_by("mean", x, keys).tolist() == [[2, 3]]
+    assert pooled_by("mean_padded", x, keys).tolist() == [[0.5, 0.75]]
+    assert pooled_by("max", x, keys).tolist() == [[2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +172,3 @@ def test_mean_of_padded_length():
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Encoder(small(**options), TEXT)
-
-
-def test_black_pixels_and_patterns_do_not_go_together():
-    with pytest.raises(ValueError, match="mask_black goes with attention"):
-        Encoder(small(mask_black=True, attention="local(3)"), IMAGE)
