@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import log, sqrt
 from os import cpu_count
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from experiments.environment import environment
 from experiments.files import write_json
-from experiments.lra.tasks import FilmPairs, ListOps, Pathfinder, Samples, Task
+from experiments.lra.tasks import FilmPairs, ListOps, Pathfinder, Samples, Task, films
 from experiments.lra.tasks.listops import (
     CLOSE,
     DIGIT,
@@ -58,22 +59,29 @@ def main(
     output: Annotated[Path, typer.Option(dir_okay=False, help="the record")] = Path(
         "runs/lra-floors.json"
     ),
-    data_root: Annotated[
-        Path | None, typer.Option(file_okay=False, help="of film pairs, which are left out else")
-    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="measured anew; all by default")] = None,
+    data_root: Annotated[Path, typer.Option(file_okay=False, help="of film pairs")] = Path("data"),
 ) -> None:
-    """Measures the floors of ListOps, Pathfinder and film pairs and writes their record."""
-    console = Console()
-    measured = {ListOps().name: listops_floors(samples)}
+    """Measures the floors of ListOps, Pathfinder and film pairs and writes their record.
+
+    Other tasks of the record stay as they are.
+    """
+    measures = {ListOps().name: partial(listops_floors, samples)}
     undirected = (Pathfinder(s, distractors="described", directions="any") for s in SIDES[:2])
-    for task in (*map(Pathfinder, SIDES), *undirected):
-        measured[task.name] = pathfinder_floors(task, samples)
-        console.print({task.name: measured[task.name]})
-    if data_root is not None:
-        measured[FilmPairs.name] = film_pairs_floors(data_root)
-    record = environment(torch.device("cpu")) | {"samples": samples, "floors": measured}
-    write_json(output, record)
-    console.print(measured, f"wrote {output}")
+    for pathfinder in (*map(Pathfinder, SIDES), *undirected):
+        measures[pathfinder.name] = partial(pathfinder_floors, pathfinder, samples)
+    if task is not None or (data_root / films.FOLDER).exists():
+        measures[FilmPairs.name] = partial(film_pairs_floors, data_root)
+    if unknown := set(task or ()) - measures.keys():
+        raise typer.BadParameter(f"unknown task {sorted(unknown)}; known: {list(measures)}")
+    record = json.loads(output.read_text()) if output.exists() else {"floors": {}, "measured": {}}
+    facts = environment(torch.device("cpu")) | {"samples": samples}
+    for name in task or measures:
+        record["floors"][name] = measures[name]()
+        record["measured"][name] = facts
+        write_json(output, record)
+        Console().print({name: record["floors"][name]})
+    Console().print(f"wrote {output}")
 
 
 def listops_floors(samples: int, seed: int = 1) -> dict[str, float]:

@@ -90,11 +90,15 @@ def test_floors_are_written_where_they_are_asked_for(tmp_path, monkeypatch):
     app = Typer()
     app.command()(floors.main)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.json").write_text('{"floors": {"other": 1}, "measured": {}}')
     assert CliRunner().invoke(app, ["--output", "here.json"]).exit_code == 0
     measured = json.loads((tmp_path / "here.json").read_text())["floors"]
-    assert set(measured) >= {"listops", *(f"pathfinder{side}-hard" for side in floors.SIDES)}
-    assert CliRunner().invoke(app, []).exit_code == 0
-    assert (tmp_path / "runs" / "lra-floors.json").exists()
+    assert set(measured) >= {"other", "listops", "pathfinder32-hard", "pathfinder256-hard"}
+    assert CliRunner().invoke(app, ["--task", "listops"]).exit_code == 0
+    (only,) = json.loads((tmp_path / "runs" / "lra-floors.json").read_text())["floors"]
+    assert only == "listops"
+    refused = CliRunner().invoke(app, ["--task", "pathfinder"])
+    assert (refused.exit_code, "unknown task" in refused.output) == (2, True)
 
 
 def test_a_network_is_tested_where_it_was_neither_trained_nor_chosen(monkeypatch):
