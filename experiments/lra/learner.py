@@ -9,7 +9,7 @@ from typing import Literal
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -21,6 +21,7 @@ from experiments.lra.tasks.hashing import stream_of
 # Classes of a traced token: on no contour with a disc, on one with a single disc, with both.
 TRACES = 3
 HEADS = ("restore.", "trace.")  # weights of training alone
+Growth = Literal["interpolated", "repeated"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ class ObjectiveConfig:
 class Learner(L.LightningModule):
     """A classifier of a task's samples in training.
 
-    init_from: a checkpoint whose weights to start from. Learned positions of a smaller image are
-        repeated over the larger one, as the FlashAttention paper did for Path-X.
+    init_from: a checkpoint whose weights to start from.
+    positions_from: how learned positions of a smaller image are fitted to a larger one; see
+        `resized`.
     passes: "compiled" has torch.compile fuse all but our kernels, for every size of a batch anew:
         choose sizes of splits that are multiples of the batch; "cuda_graph" replays the passes of
         the classifier, which spares small models the wait for launches.
@@ -74,6 +76,7 @@ class Learner(L.LightningModule):
         optimizer: OptimizerConfig,
         objective: ObjectiveConfig,
         init_from: Path | None = None,
+        positions_from: Growth = "interpolated",
         passes: Literal["eager", "compiled", "cuda_graph"] = "eager",
         seed: int = 0,
     ):
@@ -91,7 +94,7 @@ class Learner(L.LightningModule):
         self.accuracy = MulticlassAccuracy(classes, average="micro")
         self.confusion = MulticlassConfusionMatrix(classes)
         if init_from is not None:
-            start_from(self, init_from)
+            start_from(self, init_from, positions_from)
         if passes == "compiled":
             # Traces and hidden tokens read the encoder, labels the whole classifier.
             whole = not (objective.traces or objective.pixels)
@@ -213,7 +216,17 @@ def accuracy_of(confusion: Tensor) -> dict[str, float]:
 
 
 def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """The learning rate over a run of so many steps; see OptimizerConfig.
+
+    Raises:
+        ValueError: For "onecycle" with a warm-up that is longer than the run, or without an end.
+    """
     if config.schedule == "onecycle":
+        if not 0 <= config.warmup_steps <= steps:
+            raise ValueError(
+                f"optimizer.warmup_steps must be 0 to the {steps} steps of trainer.max_steps for "
+                f"schedule 'onecycle', got {config.warmup_steps}"
+            )
         return OneCycleLR(
             optimizer,
             config.learning_rate,
@@ -240,7 +253,7 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
-def start_from(learner: Learner, path: Path) -> None:
+def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> None:
     """Loads weights; learned positions are fitted, the heads of training alone may be new or old.
 
     Raises ValueError for a checkpoint of another model.
@@ -252,7 +265,7 @@ def start_from(learner: Learner, path: Path) -> None:
     own = learner.state_dict()
     name = "classifier.encoder.positions.learned.weight"
     if name in weights and name in own:
-        weights[name] = repeated_over_grid(weights[name], own[name].shape[0])
+        weights[name] = resized(weights[name], own[name].shape[0], how)
     try:
         missing, unexpected = learner.load_state_dict(weights, strict=False)
     except RuntimeError as error:
@@ -261,10 +274,25 @@ def start_from(learner: Learner, path: Path) -> None:
         raise ValueError(f"{path} holds another model: {others} are in one of the two only")
 
 
-def repeated_over_grid(positions: Tensor, tokens: int) -> Tensor:
-    """(side^2, dim) -> (tokens, dim), repeating the small grid over the larger one."""
+def resized(positions: Tensor, tokens: int, how: Growth) -> Tensor:
+    """Learned positions of a square image for a larger one: (side^2, dim) -> (tokens, dim).
+
+    Positions of an image of the same size, or of no square, come back as they are.
+
+    Args:
+        positions: In raster order.
+        tokens: Of the larger image.
+        how: "interpolated" takes the larger image as the same plane, seen finer: bilinear, as the
+            FlashAttention paper did for Path-X. "repeated" lays the smaller image side by side,
+            which needs a multiple of its side.
+    """
     small, large = (round(sqrt(n)) for n in (positions.shape[0], tokens))
-    if positions.shape[0] == tokens or small**2 != positions.shape[0] or large % small:
+    if positions.shape[0] == tokens or small**2 != positions.shape[0] or large**2 != tokens:
         return positions
-    grid = positions.view(small, small, -1).repeat(large // small, large // small, 1)
-    return grid.flatten(0, 1)
+    grid = positions.view(small, small, -1)
+    if how == "interpolated":
+        plane = grid.permute(2, 0, 1)[None]
+        return interpolate(plane, (large, large), mode="bilinear")[0].flatten(1).T
+    if large % small:
+        return positions
+    return grid.repeat(large // small, large // small, 1).flatten(0, 1)

@@ -3,9 +3,10 @@
     python -m experiments.lra.results listops runs/listops-flash runs/listops-butterfly
 
 Every folder is a group: the seeds of one configuration, as `python -m experiments.lra.seeds`
-leaves them, each in a folder seed<n>. A run that went on from a checkpoint counts once, as it
-ended. Writes results/lra-<name>-<device>.json, which holds the command, commit and environment of
-every run, and results/lra-<name>-<device>-curves.png, which is drawn from the JSON file alone.
+leaves them, or curricula, each in a folder seed<n>. A run that went on from a checkpoint counts
+once, as it ended. Writes results/lra-<name>-<device>.json, which holds the command, commit and
+environment of every run, and results/lra-<name>-<device>-curves.png, which is drawn from the JSON
+file alone.
 """
 
 import json
@@ -27,6 +28,7 @@ from experiments.lra.seeds import summary_of
 from experiments.plots import COLOURS
 
 RESULTS = Path(__file__).parents[1] / "results"
+CURRICULUM = "curriculum.json"
 
 
 def main(
@@ -52,11 +54,27 @@ def ended(group: Path) -> list[dict]:
     Raises ValueError for a folder without results.
     """
     newest = {}
-    for path in sorted(group.rglob("result.json"), key=lambda path: path.stat().st_mtime):
-        newest[path.relative_to(group).parts[0]] = json.loads(path.read_text())
+    results = sorted(group.rglob("result.json"), key=lambda path: path.stat().st_mtime)
+    for path in (*results, *group.rglob(CURRICULUM)):
+        run = json.loads(path.read_text())
+        if path.name == CURRICULUM:
+            if "test/accuracy" not in run:
+                continue
+            run |= one_curve(run["stages"])
+        newest[path.relative_to(group).parts[0]] = run
     if not newest:
         raise ValueError(f"{group} holds no result.json: no run of it ended")
     return sorted(newest.values(), key=lambda result: result["seed"])
+
+
+def one_curve(stages: list[dict]) -> dict:
+    """The stages of a curriculum as one run: steps and curve of all, and the stages themselves."""
+    begin, curve, short = 0, [], []
+    for stage in stages:
+        curve += [[begin + step, *values] for step, *values in stage["curve"]]
+        short.append({name: value for name, value in stage.items() if name != "curve"})
+        begin += stage["trained"]
+    return {"steps": begin, "curve": curve, "stages": short}
 
 
 def record_of(name: str, groups: dict[str, list[dict]]) -> dict:
@@ -125,7 +143,21 @@ def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
         steps, accuracies = ([point[n] for point in run["curve"]] for n in (0, 1))
         style = ":" if run["stuck"] else "-"
         ax.plot(steps, [100 * a for a in accuracies], style, color=colour, linewidth=1)
+        _draw_stages(ax, colour, run.get("stages", []))
     ax.plot([], [], color=colour, label=f"{label}: {in_words(group)}")
+
+
+def _draw_stages(ax: Axes, colour: str, stages: list[dict]) -> None:
+    """Where each stage of a curriculum begins, whose images validate it, and its name."""
+    begin = 0
+    for stage in stages:
+        ax.axvline(begin, color=colour, linestyle=":", linewidth=0.7)
+        name = f" {stage['difficulty']}, {stage['shorter']:g} shorter"
+        ax.annotate(name, (begin, 1), xycoords=("data", "axes fraction"), **STAGE_TEXT)
+        begin += stage["trained"]
+
+
+STAGE_TEXT = {"rotation": 90, "ha": "left", "va": "top", "fontsize": 6, "color": "#666666"}
 
 
 def in_words(group: dict) -> str:

@@ -56,6 +56,24 @@ def test_a_record_holds_runs_means_floors_and_stuck_runs(groups, tmp_path, capsy
     assert (tmp_path / "lra-x-a-gpu-curves.png").stat().st_size > 10_000
 
 
+def test_a_curriculum_is_one_run_with_stages(tmp_path):
+    folder = tmp_path / "labels" / "seed0"
+    leave(folder / "1-hard" / "version_0", run(0, 0.5))
+    stage = {"difficulty": "easy", "shorter": 1.0, "trained": 1000}
+    stages = [stage | {"curve": run(0, accuracy)["curve"]} for accuracy in (0.6, 0.9)]
+    whole = run(0, 0.9) | {"stages": stages}
+    (folder / "curriculum.json").write_text(json.dumps(whole))
+    (ended,) = results.ended(tmp_path / "labels")
+    assert ended["steps"] == 2000
+    assert [point[0] for point in ended["curve"]] == [500, 1000, 1500, 2000]
+    assert ended["stages"] == [stage, stage]
+    results.main("x", [tmp_path / "labels"], tmp_path)
+    assert (tmp_path / "lra-x-a-gpu-curves.png").stat().st_size > 10_000
+    del whole["test/accuracy"]
+    (folder / "curriculum.json").write_text(json.dumps(whole))
+    assert results.ended(tmp_path / "labels")[0]["curve"] == run(0, 0.5)["curve"]
+
+
 def test_a_folder_without_results_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"holds no result\.json: no run of it ended"):
         results.ended(tmp_path)

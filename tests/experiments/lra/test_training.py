@@ -23,7 +23,7 @@ from experiments.lra.learner import (
     OptimizerConfig,
     accuracy_of,
     read_checkpoint,
-    repeated_over_grid,
+    resized,
     schedule_of,
     start_from,
 )
@@ -387,14 +387,32 @@ def test_unknown_tasks_list_the_known_ones():
         command.check_task(["fit", "--data.task", "Foo"])
 
 
-def test_positions_of_a_small_image_are_repeated_over_a_larger_one():
+def test_positions_of_a_small_image_are_repeated_or_interpolated():
     positions = torch.arange(4.0)[:, None]
-    assert repeated_over_grid(positions, 16).view(4, 4).tolist() == [
+    assert resized(positions, 16, "repeated").view(4, 4).tolist() == [
         [0, 1, 0, 1],
         [2, 3, 2, 3],
         [0, 1, 0, 1],
         [2, 3, 2, 3],
     ]
+    # Pixels of the small image are centred on two by two of the large one.
+    assert resized(positions, 16, "interpolated").view(4, 4).tolist() == [
+        [0, 0.25, 0.75, 1],
+        [0.5, 0.75, 1.25, 1.5],
+        [1.5, 1.75, 2.25, 2.5],
+        [2, 2.25, 2.75, 3],
+    ]
+    for how in ("repeated", "interpolated"):
+        assert resized(positions, 4, how) is positions
+        assert resized(torch.ones(3, 1), 16, how).shape == (3, 1)
+    assert resized(positions, 9, "repeated") is positions
+    assert resized(positions, 9, "interpolated").shape == (9, 1)
+
+
+def test_a_warm_up_is_not_longer_than_its_run():
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    with pytest.raises(ValueError, match=r"warmup_steps must be 0 to the 60 steps.*, got 1000"):
+        schedule_of(OptimizerConfig(warmup_steps=1000), optimizer, 60)
 
 
 def test_accuracy_comes_with_error_and_prior():
