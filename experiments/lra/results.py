@@ -60,21 +60,22 @@ def ended(group: Path) -> list[dict]:
         if path.name == CURRICULUM:
             if "test/accuracy" not in run:
                 continue
-            run |= one_curve(run["stages"])
+            run |= one_curve(run)
         newest[path.relative_to(group).parts[0]] = run
     if not newest:
         raise ValueError(f"{group} holds no result.json: no run of it ended")
     return sorted(newest.values(), key=lambda result: result["seed"])
 
 
-def one_curve(stages: list[dict]) -> dict:
-    """The stages of a curriculum as one run: steps and curve of all, and the stages themselves."""
-    begin, curve, short = 0, [], []
-    for stage in stages:
+def one_curve(run: dict) -> dict:
+    """What differs when the stages of a curriculum count as one run: steps and curve of all."""
+    begin, curve, stages = 0, [], []
+    for stage in run["stages"]:
         curve += [[begin + step, *values] for step, *values in stage["curve"]]
-        short.append({name: value for name, value in stage.items() if name != "curve"})
+        stages.append({name: value for name, value in stage.items() if name != "curve"})
         begin += stage["trained"]
-    return {"steps": begin, "curve": curve, "stages": short}
+    tested = begin - run["stages"][-1]["trained"] + run["tested_step"]
+    return {"steps": begin, "tested_step": tested, "curve": curve, "stages": stages}
 
 
 def record_of(name: str, groups: dict[str, list[dict]]) -> dict:

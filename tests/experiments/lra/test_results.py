@@ -61,10 +61,10 @@ def test_a_curriculum_is_one_run_with_stages(tmp_path):
     leave(folder / "1-hard" / "version_0", run(0, 0.5))
     stage = {"difficulty": "easy", "shorter": 1.0, "trained": 1000}
     stages = [stage | {"curve": run(0, accuracy)["curve"]} for accuracy in (0.6, 0.9)]
-    whole = run(0, 0.9) | {"stages": stages}
+    whole = run(0, 0.9) | {"stages": stages, "tested_step": 500}
     (folder / "curriculum.json").write_text(json.dumps(whole))
     (ended,) = results.ended(tmp_path / "labels")
-    assert ended["steps"] == 2000
+    assert (ended["steps"], ended["tested_step"]) == (2000, 1500)
     assert [point[0] for point in ended["curve"]] == [500, 1000, 1500, 2000]
     assert ended["stages"] == [stage, stage]
     results.main("x", [tmp_path / "labels"], tmp_path)
