@@ -1,246 +1,68 @@
-"""Training and testing from the command line.
+"""Training and testing on Long Range Arena and Path-X.
 
     python -m experiments.lra fit --preset nystromformer/listops --model.encoder.attention flash
     python -m experiments.lra fit --preset nystromformer/listops --ckpt_path runs/.../last.ckpt
     python -m experiments.lra test --preset nystromformer/listops --ckpt_path runs/.../best.ckpt
 
 A preset is a file of presets/, after the common.yaml of its folders; every value of it can be
-given on the command line, as --help lists them.
+given on the command line.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
-import torch
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
-from rich.console import Console
-from rich.table import Table
-
-from experiments.environment import environment
-from experiments.files import write_json
-from experiments.lra import presets, tasks
-from experiments.lra.batches import ArenaData
-from experiments.lra.callbacks import Curve, Deadline, Enough, StuckAtChance, folder_of
-from experiments.lra.causal import moved_discs
-from experiments.lra.floors import floors
-from experiments.lra.learner import Learner, read_checkpoint
-from experiments.lra.tasks import Pathfinder, Task
-
-
-class ArenaCLI(LightningCLI):
-    """Lightning's command line, with one task for data and model, and a test after each run.
-
-    Args:
-        folder: Of the run; Lightning chooses one where it is None. A run that goes on from
-            `FOLDER/checkpoints/last.ckpt` goes on in its own folder.
-        trained: Called after training, with the command line.
-        test: Whether a trained model is tested.
-    """
-
-    def __init__(
-        self,
-        *args,
-        folder: Path | None = None,
-        trained: Callable[["ArenaCLI"], None] = lambda cli: None,
-        test: bool = True,
-        **options,
-    ):
-        self.folder, self.trained, self.test = folder, trained, test
-        super().__init__(
-            Learner,
-            ArenaData,
-            *args,
-            seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
-            **options,
-        )
-
-    def add_arguments_to_parser(self, parser) -> None:
-        parser.link_arguments("data.task", "model.task", apply_on="instantiate")
-        parser.link_arguments("seed_everything", "data.seed")
-        parser.link_arguments("seed_everything", "model.seed")
-        parser.add_lightning_class_args(Deadline, "deadline")
-        parser.add_lightning_class_args(Enough, "enough")
-
-    def instantiate_classes(self) -> None:
-        with told_plainly():
-            super().instantiate_classes()
-
-    def before_fit(self) -> None:
-        path = self._checkpoint()
-        folder = self.folder
-        if folder is None and path is not None and path.parent.name == "checkpoints":
-            folder = path.parent.parent
-        if folder is not None:
-            logger = TensorBoardLogger(folder.parent, name="", version=folder.name)
-            self.trainer.logger = logger
-
-    def before_test(self) -> None:
-        self._checkpoint()
-
-    def _checkpoint(self) -> Path | None:
-        """The checkpoint that was named, if one was; ends the program where it cannot be read."""
-        path = self.config[str(self.subcommand)].ckpt_path
-        if not path:
-            return None
-        with told_plainly():
-            read_checkpoint(Path(path))
-        return Path(path)
-
-    @property
-    def stuck(self) -> bool:
-        return any(callback.stuck for callback in self._callbacks(StuckAtChance))
-
-    @property
-    def ended(self) -> bool:
-        """Whether a run was trained to its end, not to that of its time."""
-        enough = any(callback.reached for callback in self._callbacks(Enough))
-        return enough or self.trainer.global_step >= int(self.trainer.max_steps)
-
-    def after_fit(self) -> None:
-        self.trained(self)
-        if self.test:
-            self._test()
-
-    def _test(self) -> None:
-        checkpoint = self.trainer.checkpoint_callback
-        best = getattr(checkpoint, "best_model_path", "") or None
-        steps = self.trainer.global_step
-        # Testing reads the best checkpoint, which knows no more than the run did when it was made.
-        run = {
-            "stuck": self.stuck,
-            "steps": steps,
-            "tested_step": read_checkpoint(Path(best))["global_step"] if best else steps,
-            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
-        }
-        if not run["stuck"]:
-            self.trainer.test(
-                self.model, datamodule=self.datamodule, ckpt_path=best, weights_only=True
-            )
-        self._report(run)
-
-    def after_test(self) -> None:
-        self._report({"stuck": False, "steps": self.trainer.global_step})
-
-    def _moved_discs(self, run: dict) -> dict[str, float]:
-        task = self.datamodule.task
-        if run["stuck"] or not isinstance(task, Pathfinder):
-            return {}
-        # The trainer has taken the model off its device.
-        classifier = self.model.classifier.to(self.trainer.strategy.root_device)
-        return moved_discs(classifier, task)
-
-    def _callbacks(self, kind: type) -> list:
-        return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _report(self, run: dict) -> None:
-        path = folder_of(self.trainer) / "result.json"
-        if not self.trainer.is_global_zero:
-            return
-        result = self._result(run)
-        write_json(path, result)  # so that a run that is killed from here on has been tested
-        result["moved discs"] = self._moved_discs(run)
-        write_json(path, result)
-        show(result)
-
-    def _result(self, run: dict) -> dict:
-        task = self.datamodule.task
-        return {
-            "task": task.name,
-            "attention": self.model.classifier.encoder.config.attention,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "seed": self.model.seed,
-            "batch_size": self.datamodule.batch_size,
-            **run,
-            **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
-            "floors": floors(task),
-            "environment": environment(self.trainer.strategy.root_device),
-        }
+OPTIONS = {
+    "--preset NAME": "a configuration, see below; with --print_config its values are shown",
+    "--ckpt_path FILE": "fit: go on from this checkpoint; test: the model",
+    "--seed_everything N": "of weights, order of samples and dropout",
+    "--model.encoder.attention E": "standard, flash, sdpa, linear, nystromformer, performer, "
+    "linformer, reformer, a pattern as `python -m masks` reads it, or a list for layers and heads",
+    "--model.encoder.NAME V": "block_size, layers, dim, heads, feedforward, positions, pool, "
+    "dropout, order, tile, mask_black: see EncoderConfig in model.py",
+    "--model.optimizer.NAME V": "learning_rate, betas, weight_decay, warmup_steps, schedule: see "
+    "OptimizerConfig in learner.py",
+    "--model.objective.NAME V": "labels, pixels, traces, hidden, ink: weights of the losses",
+    "--model.init_from FILE": "start with the weights of this checkpoint",
+    "--model.passes P": "eager, compiled or cuda_graph",
+    "--data.task T": "ListOps, Text, Retrieval, FilmPairs, ImageTask, Pathfinder or Synthetic, "
+    "with options --data.task.init_args.NAME V",
+    "--data.NAME V": "data_root, batch_size, workers",
+    "--trainer.NAME V": "max_steps, val_check_interval, precision, devices, default_root_dir, ...",
+    "--deadline.at T": "stop at a moment, seconds after 1970; the run is tested, and can go on",
+    "--enough.accuracy A": "stop at this validation accuracy; --enough.patience N: when so many "
+    "validations were not better",
+    "--help-all": "every option, those of Lightning among them",
+}
 
 
-def show(result: dict) -> None:
-    """Prints an accuracy with its floors."""
-    if result["stuck"]:
-        Console().print(f"{result['task']}: stuck at chance, stopped at step {result['steps']}")
-        return
-    accuracy, error = result["test/accuracy"], result["test/standard_error"]
-    table = Table("", "%", "standard errors below", title=f"{result['task']}, test")
-    table.add_row("accuracy", f"{100 * accuracy:.2f} ± {100 * error:.2f}", "")
-    for name, floor in {"class prior": result["test/class_prior"], **result["floors"]}.items():
-        table.add_row(name, f"{100 * floor:.2f}", f"{(accuracy - floor) / max(error, 1e-9):+.1f}")
-    for name, part in result["moved discs"].items():
-        table.add_row(f"a disc moved: {name}", f"{100 * part:.2f}", "")
-    Console().print(table)
+def print_help() -> None:
+    """Prints what the command takes, without the seconds that its imports take."""
+    from rich.console import Console
+    from rich.table import Table
 
-
-def with_presets(arguments: list[str]) -> list[str]:
-    """The arguments, each `--preset name` replaced by `--config file` for its files."""
-    expanded = []
-    given = iter(arguments)
-    for argument in given:
-        if argument == "--preset":
-            files = presets.files_of(next(given, ""))
-            expanded += [part for path in files for part in ("--config", str(path))]
-        else:
-            expanded.append(argument)
-    return expanded
-
-
-def check_task(arguments: list[str]) -> None:
-    """Raises ValueError with the known tasks for a bare name that is none of them."""
-    known = [name for name, found in vars(tasks).items() if _is_task(found)]
-    for option, value in pairwise(arguments):
-        if option == "--data.task" and value.isidentifier() and value not in known:
-            raise ValueError(f"unknown task {value!r}; known: {', '.join(known)}")
-
-
-def _is_task(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Task) and found is not Task
-
-
-@contextmanager
-def told_plainly() -> Iterator[None]:
-    """Ends the program with the message of a ValueError: what was given cannot be."""
-    try:
-        yield
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
-
-def fit(
-    arguments: list[str], folder: Path, trained: Callable[[bool, bool], None], test: bool
-) -> None:
-    """Trains one stage of several in one process, which share compiled code.
-
-    Args:
-        arguments: Of `python -m experiments.lra fit`.
-        folder: Of the stage.
-        trained: Called after training with whether the run came to its end, and whether it was
-            stuck at chance.
-        test: Whether the model is tested then.
-    """
-    _command(
-        ["fit", *arguments],
-        folder=folder,
-        trained=lambda cli: trained(cli.ended, cli.stuck),
-        test=test,
-    )
+    folder = Path(__file__).parent / "presets"
+    files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.yaml"))
+    presets = sorted(str(path) for path in files if path.name != "common")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for option, text in OPTIONS.items():
+        table.add_row(option, text)
+    console = Console(markup=False, highlight=False)
+    print(__doc__)
+    console.print(table, "", f"Presets: {', '.join(presets)}", sep="\n")
 
 
 def main() -> None:
-    _command(sys.argv[1:])
+    """Runs the command line, or prints its help."""
+    arguments = sys.argv[1:]
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print_help()
+        return
+    if "--help-all" in arguments:
+        given = [argument for argument in arguments if argument != "--help-all"]
+        sys.argv[1:] = [*(given or ["fit"]), "--help"]
+    from experiments.lra import command
 
-
-def _command(arguments: list[str], **options) -> None:
-    torch.set_float32_matmul_precision("high")
-    with told_plainly():
-        check_task(arguments)
-        sys.argv[1:] = with_presets(arguments)
-    ArenaCLI(**options)
+    command.main()
 
 
 if __name__ == "__main__":

@@ -52,8 +52,15 @@ class Best(ModelCheckpoint):
     """Saves the best checkpoint of a run as `checkpoints/best.ckpt` in its folder.
 
     A run that goes on knows it by the file itself, wherever the folder was moved to: Lightning's
-    own forgets it when the path is another.
+    own forgets it when the path is another. Pre-training without labels is monitored by its own
+    loss.
     """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if getattr(pl_module, "pre_trains", False):
+            self.monitor, self.mode = "validation/pixels", "min"
+            self.kth_value = torch.tensor(torch.inf)
+        super().setup(trainer, pl_module, stage)
 
     def __init__(self, monitor: str = "validation/accuracy", mode: Literal["min", "max"] = "max"):
         super().__init__(filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
@@ -74,6 +81,16 @@ class Best(ModelCheckpoint):
                 "kth_value": score,
             }
         )
+
+
+class Last(ModelCheckpoint):
+    """Saves `checkpoints/last.ckpt`, from which a run goes on, every so many steps."""
+
+    def __init__(self, every: int = 500):
+        super().__init__(filename="last", every_n_train_steps=every, enable_version_counter=False)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Nothing of an earlier folder matters."""
 
 
 class Enough(Callback):
@@ -166,8 +183,8 @@ class Deadline(Checkpoint):
 
 
 class Interruption(Checkpoint):
-    """Leaves the checkpoint from which a run goes on when it is interrupted (Ctrl-C): after the
-    step that is being made. A second interruption stops it at once.
+    """Leaves the checkpoint from which a run goes on when it is interrupted (Ctrl-C), after the
+    step that is being made, and at the end of a run. A second interruption stops it at once.
 
     every: steps from one agreement of several processes to the next; see Deadline.
     """
@@ -199,6 +216,8 @@ class Interruption(Checkpoint):
         if stops:
             rank_zero_info(f"To go on: --ckpt_path {save_last(trainer)}")
             raise KeyboardInterrupt
+        if trainer.global_step == trainer.max_steps:
+            save_last(trainer)
 
     def _ask(self, *_) -> None:
         if self.asked:
@@ -226,7 +245,7 @@ def folder_of(trainer: L.Trainer) -> Path:
 
 class Curve(Callback):
     """Keeps [step, accuracy, loss] of every validation, and writes them to curve.json, which a run
-    that is killed leaves behind."""
+    that is killed leaves behind; in pre-training [step, loss of the pixels]."""
 
     def __init__(self):
         self.points: list[list[float]] = []
@@ -235,6 +254,7 @@ class Curve(Callback):
         if not trainer.sanity_checking:
             measured = trainer.callback_metrics
             names = ("validation/accuracy", "validation/loss")
+            names = ("validation/pixels",) if pl_module.pre_trains else names
             self.points.append([trainer.global_step, *(float(measured[name]) for name in names)])
             folder = folder_of(trainer)
             if trainer.is_global_zero:

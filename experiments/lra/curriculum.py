@@ -176,7 +176,7 @@ class Run:
     ) -> None:
         """Trains the stage at hand to its end, or to the end of the time."""
         # Late, so that --help and what cannot be are answered at once.
-        from experiments.lra.__main__ import fit
+        from experiments.lra.command import fit
 
         number = self.number
         last = number == len(self.stages) - 1

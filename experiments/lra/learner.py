@@ -173,12 +173,26 @@ class Learner(L.LightningModule):
         return (losses * weights).sum() / weights.sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.restore is not None:
+            # The same tokens are hidden in every validation.
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(batch_idx)
+                pixels = self.restoration_loss(batch)
+            size = len(batch.labels)
+            self.log("validation/pixels", pixels, sync_dist=True, batch_size=size)
+        if not self.objective.labels:
+            return
         logits = self.classifier(*batch.inputs)
         self.accuracy(logits, batch.labels)
         size = len(batch.labels)
         self.log("validation/accuracy", self.accuracy, prog_bar=True, batch_size=size)
         loss = cross_entropy(logits, batch.labels)
         self.log("validation/loss", loss, sync_dist=True, batch_size=size)
+
+    @property
+    def pre_trains(self) -> bool:
+        """Whether labels have no part in training: then no accuracy says anything."""
+        return not self.objective.labels
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.confusion(self.classifier(*batch.inputs), batch.labels)
@@ -222,11 +236,7 @@ def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LR
         ValueError: For "onecycle" with a warm-up that is longer than the run, or without an end.
     """
     if config.schedule == "onecycle":
-        if not 0 <= config.warmup_steps <= steps:
-            raise ValueError(
-                f"optimizer.warmup_steps must be 0 to the {steps} steps of trainer.max_steps for "
-                f"schedule 'onecycle', got {config.warmup_steps}"
-            )
+        check_warm_up(config, steps)
         return OneCycleLR(
             optimizer,
             config.learning_rate,
@@ -243,6 +253,15 @@ def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LR
     }
     after = fall[config.schedule]
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else after(step))
+
+
+def check_warm_up(config: OptimizerConfig, steps: int) -> None:
+    """Raises ValueError for a warm-up that does not go with a run of so many steps."""
+    if config.schedule == "onecycle" and not 0 <= config.warmup_steps <= steps:
+        raise ValueError(
+            f"model.optimizer.warmup_steps must be 0 to the {steps} steps of trainer.max_steps "
+            f"for schedule 'onecycle', got {config.warmup_steps}"
+        )
 
 
 def read_checkpoint(path: Path) -> dict:

@@ -2,9 +2,11 @@
 # The curriculum with traced contours: Pathfinder-32, Path-64, Path-X, each from the best weights of the one before; the
 # two larger on three devices, whose processes share a batch.
 set -euo pipefail
+# Images with half of the distractors of the release, and without a preferred direction, as on the day of these runs.
+images=(--data.task.init_args.distractors described --data.task.init_args.directions any)
 start=()
 fit() {
-  python -m experiments.lra.seeds --seeds 1 --output "runs/$1-traced" -- --preset "curriculum/$1" "${start[@]}" \
+  python -m experiments.lra.seeds --seeds 1 --output "runs/$1-traced" -- --preset "curriculum/$1" "${start[@]}" "${images[@]}" \
     --data.task.init_args.traced true --model.objective.traces 1 "${@:2}"
   start=(--model.init_from "$(find "runs/$1-traced" -name best.ckpt)")
 }

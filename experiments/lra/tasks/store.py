@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,6 +18,8 @@ from experiments.files import write_json
 Arrays = dict[str, np.ndarray]
 Allocate = Callable[[str, tuple[int, ...], DTypeLike], np.ndarray]
 MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished-"
+ABANDONED = 24 * 3600  # seconds after which a draft is nobody's
 
 
 def stored(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> Arrays:
@@ -24,29 +27,62 @@ def stored(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> A
 
     facts: what the arrays are generated from; generate(allocate): fills the arrays that
     allocate(name, shape, dtype) makes on disk. Raises ValueError for a folder that was generated
-    from other facts, or whose arrays have not the size that its manifest says.
+    from other facts, or whose files are not what was generated; names the file.
     """
     if not folder.exists():
         _write(folder, facts, generate)
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = _manifest(folder)
     if manifest["facts"] != json.loads(json.dumps(facts)):
         raise ValueError(f"{folder} holds {manifest['facts']}, not {facts}: move it away")
-    arrays = {
-        name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        for name in manifest["sha256"]
-    }
+    arrays = {name: _loaded(folder, name) for name in manifest["sha256"]}
     for name, array in arrays.items():
         if list(array.shape) != manifest["shape"][name]:
             raise ValueError(
                 f"{folder / name}.npy must be {manifest['shape'][name]}, got {array.shape}"
             )
+    _verify_once(folder)
     return arrays
+
+
+def _manifest(folder: Path) -> dict:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if manifest["shape"].keys() != manifest["sha256"].keys() or "facts" not in manifest:
+            raise ValueError("it is incomplete")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; delete {folder}") from error
+    return manifest
+
+
+def _loaded(folder: Path, name: str) -> np.ndarray:
+    path = folder / f"{name}.npy"
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; delete {folder}") from error
+
+
+# Folders that this process has verified, with the sizes and times of their files.
+_verified: dict[Path, list[tuple]] = {}
+
+
+def _verify_once(folder: Path) -> None:
+    """Verifies a folder unless it is as it was when this process did so before."""
+    found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _files(folder)]
+    if _verified.get(folder) != found:
+        verify(folder)
+        _verified[folder] = found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def verify(folder: Path) -> None:
     """Raises ValueError naming the first array whose content hash is not that of the manifest."""
-    for name, expected in json.loads((folder / MANIFEST).read_text())["sha256"].items():
-        if content_hash(np.load(folder / f"{name}.npy", mmap_mode="r")) != expected:
+    for name, expected in _manifest(folder)["sha256"].items():
+        if content_hash(_loaded(folder, name)) != expected:
             raise ValueError(f"{folder / name}.npy is not what was generated: delete {folder}")
 
 
@@ -57,8 +93,11 @@ def content_hash(array: np.ndarray) -> str:
 
 def _write(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for path in folder.parent.glob(f"{UNFINISHED}*"):
+        if time.time() - path.stat().st_mtime > ABANDONED:  # by a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
     # A folder takes its name only when it is complete: an interrupted write leaves no whole one.
-    draft = Path(mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    draft = Path(mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     arrays: Arrays = {}
 
     def allocate(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:

@@ -1,6 +1,8 @@
 import errno
+import os
 import pickle
 import shutil
+import time
 from typing import Any, cast
 
 import numpy as np
@@ -105,6 +107,29 @@ class TestStore:
         np.save(folder / "x.npy", np.array([1, 2], np.uint8))
         with pytest.raises(ValueError, match=r"x\.npy must be \[3\], got \(2,\)"):
             store.stored(folder, {"a": 1}, self.generate)
+
+    @pytest.mark.parametrize("name", ["manifest.json", "x.npy"])
+    @pytest.mark.parametrize("damage", ["cut", "emptied", "deleted", "changed"])
+    def test_damaged_files_are_named(self, tmp_path, name, damage):
+        folder = tmp_path / "data"
+        store.stored(folder, {"a": 1}, self.generate)
+        path, content = folder / name, (folder / name).read_bytes()
+        if damage == "deleted":
+            path.unlink()
+        else:
+            cut = {"cut": content[:-2], "emptied": b"", "changed": content[:-4] + b"wxyz"}
+            path.write_bytes(cut[damage])
+        with pytest.raises(ValueError, match=rf"data/{name} (cannot be read|is not what)"):
+            store.stored(folder, {"a": 1}, self.generate)
+
+    def test_drafts_of_killed_processes_are_removed(self, tmp_path):
+        for name, age in (("old", 2 * store.ABANDONED), ("new", 0)):
+            (tmp_path / f".unfinished-{name}").mkdir()
+            at = time.time() - age
+            os.utime(tmp_path / f".unfinished-{name}", (at, at))
+        store.stored(tmp_path / "data", {"a": 1}, self.generate)
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"data", ".unfinished-new"}
 
     def test_a_folder_of_something_else_is_not_taken_for_data(self, tmp_path):
         def late(allocate):

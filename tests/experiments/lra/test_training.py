@@ -11,12 +11,21 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 
-from experiments.lra import __main__ as command
-from experiments.lra import presets
+from experiments.lra import __main__ as entry
+from experiments.lra import command, presets
 from experiments.lra.batches import ArenaData, StepBatches
-from experiments.lra.callbacks import Averaged, Curve, Deadline, Interruption, StuckAtChance
+from experiments.lra.callbacks import (
+    Averaged,
+    Best,
+    Curve,
+    Deadline,
+    Enough,
+    Interruption,
+    Last,
+    StuckAtChance,
+)
 from experiments.lra.learner import (
     Learner,
     ObjectiveConfig,
@@ -101,7 +110,8 @@ def fit(
         **options,
     )
     losses = next((c for c in callbacks if isinstance(c, Losses)), Losses())
-    last = ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
+    last = Last(every)
+    last.dirpath = str(folder)
     trainer = L.Trainer(
         accelerator=accelerator,
         max_steps=steps,
@@ -158,6 +168,51 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
     resumed = fit(tmp_path / "killed", *averages(), ckpt_path=last)[3]
     assert list(resumed) == list(range(7, 13))
     assert {**killed.values, **resumed} == whole
+
+
+def test_a_run_that_goes_on_keeps_its_best_checkpoint_wherever_it_is_moved(tmp_path, monkeypatch):
+    losses = {0: 1.0, 4: 0.5, 5: 0.7, 8: 0.9}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validation/loss", losses[self.trainer.global_step], batch_size=1)
+
+    monkeypatch.setattr(Learner, "validation_step", validation_step)
+    first, second = (Best("validation/loss", "min") for _ in range(2))
+    fit(tmp_path / "here", first, Deadline(at=0, every=5), steps=8)
+    assert float(first.best_model_score) == 0.5
+    (tmp_path / "here").rename(tmp_path / "there")
+    last = tmp_path / "there" / "checkpoints" / "last.ckpt"
+    fit(tmp_path / "there", second, steps=8, ckpt_path=last)
+    assert float(second.best_model_score) == 0.5
+    best = tmp_path / "there" / "checkpoints" / "best.ckpt"
+    assert second.best_model_path == str(best)
+    assert read_checkpoint(best)["global_step"] == 4
+    assert list(best.parent.glob("best*")) == [best]
+
+
+def test_a_short_run_leaves_its_last_checkpoint(tmp_path):
+    fit(tmp_path, Interruption(), steps=3, every=10)
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 3
+
+
+def test_pre_training_is_monitored_by_its_own_loss(tmp_path):
+    best, curve = Best(), Curve()
+    objective = ObjectiveConfig(labels=0, pixels=1, hidden=0.3)
+    trainer, learner, *_ = fit(tmp_path, best, curve, steps=8, objective=objective)
+    assert "validation/accuracy" not in trainer.callback_metrics
+    assert [len(point) for point in curve.points] == [2, 2]
+    assert float(best.best_model_score) == min(loss for _, loss in curve.points)
+    assert learner.pre_trains
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"accuracy": 0.0}, 4), ({"patience": 2}, None), ({}, 40)]
+)
+def test_a_run_ends_when_its_validation_says_so(tmp_path, options, steps):
+    enough = Enough(**options)
+    trainer, *_ = fit(tmp_path, enough, steps=40, task=Majority(random=True))
+    assert trainer.global_step == steps if steps else trainer.global_step < 40
+    assert enough.reached == bool(options)
 
 
 def test_a_deadline_stops_a_run_that_can_go_on(tmp_path):
@@ -383,7 +438,7 @@ def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatc
 
 def test_unknown_tasks_list_the_known_ones():
     command.check_task(["fit", "--data.task", "ListOps"])
-    with pytest.raises(ValueError, match="unknown task 'Foo'; known: ImageTask, ListOps, Path"):
+    with pytest.raises(ValueError, match="unknown task 'Foo'; known: FilmPairs, ImageTask, "):
         command.check_task(["fit", "--data.task", "Foo"])
 
 
@@ -427,6 +482,8 @@ def test_accuracy_comes_with_error_and_prior():
     ("arguments", "message"),
     [
         (["--model.encoder.attention", "foo()"], "error: unknown pattern 'foo'; known: "),
+        (["--model.optimizer.warmup_steps", "9"], r"error: .*warmup_steps must be 0 to the 3"),
+        (["--data.task", "Text"], r"error: .*aclImdb/train.* is missing"),
         (["--ckpt_path", "none.ckpt"], r"error: none\.ckpt cannot be read as a checkpoint"),
     ],
 )
@@ -435,6 +492,34 @@ def test_what_cannot_be_is_told_without_a_traceback(arguments, message, tmp_path
     monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split(), *arguments])
     with pytest.raises(SystemExit, match=message):
         command.main()
+
+
+def test_help_comes_at_once_and_lists_presets(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lra", "fit", "--help"])
+    monkeypatch.setattr(command, "main", lambda: pytest.fail("imported more than help takes"))
+    entry.main()
+    printed = capsys.readouterr().out
+    assert "--model.encoder.attention" in printed
+    assert "nystromformer/listops" in printed.replace("\n", "")
+    program = (
+        "import sys, experiments.lra.__main__ as e; e.print_help(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "False"
+
+
+def test_all_options_can_be_asked_for(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lra", "--help-all"])
+    monkeypatch.setattr(command, "main", lambda: None)
+    entry.main()
+    assert sys.argv[1:] == ["fit", "--help"]
+
+
+def test_an_accuracy_without_an_error_has_no_distance_in_errors(capsys):
+    result = {"task": "t", "stuck": False, "floors": {}, "moved discs": {}}
+    tested = {"test/accuracy": 0.0, "test/standard_error": 0.0, "test/class_prior": 0.25}
+    command.show(result | tested)
+    assert "000" not in capsys.readouterr().out
 
 
 def test_unknown_presets_list_the_known_ones():
