@@ -81,7 +81,8 @@ class Case:
 
 def case_of(task: str) -> Case:
     values = presets.read((ARENA | PATH)[task])
-    encoder = values["model"]["encoder"] | {"attention_dropout": 0.0}
+    # Random ids have no black: every token is a key.
+    encoder = values["model"]["encoder"] | {"attention_dropout": 0.0, "mask_black": False}
     contenders = CONTENDERS
     if task in PATH:
         # Standard attention would need more memory than any GPU has.

@@ -137,7 +137,10 @@ def test_networks_find_what_coordinates_tell(monkeypatch):
 def test_measured_floors_are_found_by_task():
     assert set(floors.floors(Pathfinder(64))) == {
         "distance of the discs",
+        "coordinates of the discs, turned and mirrored",
         "coordinates of the discs",
     }
+    undirected = Pathfinder(64, distractors="described", directions="any")
+    assert floors.floors(undirected) != floors.floors(Pathfinder(64))
     assert floors.floors(ListOps())["root operator only"] > 0.3
     assert floors.floors(Text()) == {}

@@ -27,9 +27,15 @@ def test_speed_ups(record):
 def test_floors():
     recorded = json.loads(floors.RESULTS.read_text())["floors"]
     assert row("root operator only")[0] == f"{100 * recorded['listops']['root operator only']:.1f}"
-    for name in ("distance of the discs", "coordinates of the discs"):
-        measured = [recorded[f"pathfinder{side}-hard"][name] for side in floors.SIDES]
-        assert row(name)[1:] == [f"{100 * value:.1f}" for value in measured]
+    for name, label in (
+        ("distance of the discs", "distance of the discs only"),
+        ("coordinates of the discs, turned and mirrored",) * 2,
+        ("coordinates of the discs", "coordinates of the discs only"),
+    ):
+        measured = [recorded[f"pathfinder{side}-hard"].get(name) for side in floors.SIDES]
+        printed = ["" if value is None else f"{100 * value:.1f}" for value in measured]
+        assert row(label)[1:] == printed
+    assert f"give {100 * recorded['film-pairs']['shared words']:.1f}." in " ".join(PAGE)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,8 @@ def test_memory_is_linear():
         ("pathfinder32", "pathfinder32-traced-raster", "Pathfinder 32, traced, raster order"),
         ("pathfinder64", "pathfinder64-traced", "Pathfinder 64, traced"),
         ("path-x", "path-x-traced", "Path-X, traced"),
-        ("pathfinder32", "pathfinder32-labels", "Pathfinder 32, labels alone"),
+        ("pathfinder32", "pathfinder32-labels", "Pathfinder 32, labels alone, at once"),
+        ("pathfinder32-labels", "pathfinder32-curriculum", "**Pathfinder 32, labels alone, curr"),
     ],
 )
 def test_trained_runs(record, label, begins):
