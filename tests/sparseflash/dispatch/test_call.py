@@ -63,7 +63,7 @@ def times_checked(monkeypatch):
     return checks
 
 
-def test_what_is_the_same_for_a_kind_of_calls_is_checked_once(times_checked):
+def test_calls_of_one_signature_are_checked_once(times_checked):
     mask = masks.local(8)(40, block_size=16)
     query, key, value = torch.randn(3, 2, 4, 40, 16)
     for _ in range(3):
@@ -101,7 +101,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
-def test_a_kind_that_was_checked_lets_nothing_else_pass(change, message):
+def test_a_signature_that_was_checked_lets_no_other_call_pass(change, message):
     mask = masks.local(8)(40, block_size=16)
     names = ("query", "key", "value")
     right = dict(zip(names, torch.randn(3, 2, 4, 40, 16), strict=True))
