@@ -119,7 +119,7 @@ def damaged_tensors(rng: random.Random, path, metadata: dict[str, str]) -> None:
     elif tensor.numel():
         at = rng.randrange(tensor.numel())
         limit = 2**31 - 1 if tensor.element_size() == 4 else 2**63 - 1
-        near = int(tensor.view(-1)[at]) + rng.choice((-1, 1))
+        near = min(limit, max(-limit, int(tensor.view(-1)[at]) + rng.choice((-1, 1))))
         new = rng.choice((-1, 0, near, limit, -limit, rng.randrange(50)))
         tensor.view(-1)[at] = max(-limit, min(new, limit))
         tensors[name] = tensor
