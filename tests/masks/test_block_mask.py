@@ -6,66 +6,13 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import masks
 from masks import BlockMask
-from masks._core import convert
 from masks._core.grid import Grid
-
-SIDES = (16, 32, 64, 128)
-
-
-@st.composite
-def dense_masks(draw, heads=False):
-    """A bool tensor of any length, built of blocks so that full, partial and empty ones all
-    occur.
-    """
-    q_len, k_len = draw(st.integers(1, 150)), draw(st.integers(1, 150))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    cell = draw(st.sampled_from([1, 16, 40]))
-    shape = (draw(st.integers(1, 3)),) if heads else ()
-    coarse = torch.rand(*shape, -(-q_len // cell), -(-k_len // cell), generator=generator)
-    coarse = coarse < draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
-    return coarse.repeat_interleave(cell, -2).repeat_interleave(cell, -1)[..., :q_len, :k_len]
-
-
-block_sizes = st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES))
-
-
-@given(dense_masks(heads=True), block_sizes)
-def test_dense_round_trip(dense, block_size):
-    mask = BlockMask.from_dense(dense, block_size)
-    assert torch.equal(mask.to_dense(), dense.squeeze(0))
-
-
-@given(dense_masks(), block_sizes)
-def test_transpose(dense, block_size):
-    mask = BlockMask.from_dense(dense, block_size)
-    assert torch.equal(mask.T.to_dense(), dense.T)
-    assert BlockMask.from_dense(dense.T, block_size[::-1]) == mask.T
-
-
-@given(dense_masks(), block_sizes, block_sizes)
-def test_reblock(dense, block_size, other):
-    mask = BlockMask.from_dense(dense, block_size).reblock(other)
-    assert mask == BlockMask.from_dense(dense, other)
-    assert torch.equal(mask.to_dense(), dense)
-
-
-@given(dense_masks(heads=True), block_sizes, block_sizes)
-def test_tables_of_other_blocks_and_how_far_blocks_fill_them(dense, block_size, other):
-    mask = BlockMask.from_dense(dense, block_size)
-    table, expected = mask.table(block_size=other), BlockMask.from_dense(dense, other)
-    assert table.block_size == other
-    assert torch.equal(table.by_query.row_ptr, expected.table().by_query.row_ptr)
-    assert torch.equal(table.bit_tiles, expected.table().bit_tiles)
-    parts = BlockMask.from_dense(dense, tuple(map(min, block_size, other)))
-    covered = parts.nnz_blocks * parts.grid.bq * parts.grid.bk
-    touched = expected.nnz_blocks * expected.grid.bq * expected.grid.bk
-    if mask.num_masks == mask.num_heads:
-        assert mask.coverage(other) == (covered / touched if covered else 1.0)
+from tests.helpers.dense_masks import block_sizes, dense_masks
 
 
 def test_tables_are_compiled_once_and_coverage_computed_once(monkeypatch):
@@ -80,7 +27,7 @@ def test_tables_are_compiled_once_and_coverage_computed_once(monkeypatch):
     assert mask.table(block_size=(128, 128)) is mask.table(block_size=(128, 128))
 
 
-def test_masks_and_tables_move_whole():
+def test_masks_and_tables_move():
     mask = (masks.local(9) | masks.random(0.5))(300, 16)
     there = mask.to("meta")
     stored = there.block_set
@@ -91,24 +38,6 @@ def test_masks_and_tables_move_whole():
     assert mask.table().by_key.row_ptr.device.type == "cpu"
 
 
-@given(dense_masks(), block_sizes, st.data())
-def test_crop(dense, block_size, data):
-    q_len, k_len = (data.draw(st.integers(1, n)) for n in dense.shape)
-    cropped = BlockMask.from_dense(dense, block_size).crop(q_len, k_len)
-    assert cropped == BlockMask.from_dense(dense[:q_len, :k_len], block_size)
-    assert torch.equal(cropped.to_dense(), dense[:q_len, :k_len])
-
-
-@given(dense_masks(), block_sizes, st.data())
-def test_rows(dense, block_size, data):
-    end = data.draw(st.integers(1, dense.shape[0]))
-    begin = data.draw(st.integers(0, end - 1))
-    two = torch.stack([dense, ~dense])
-    rows = BlockMask.from_dense(two, block_size).slice_queries(begin, end)
-    assert rows == BlockMask.from_dense(two[:, begin:end], block_size)
-    assert torch.equal(rows.to_dense(), two[:, begin:end])
-
-
 @given(dense_masks(), block_sizes, st.integers(0, 2**31))
 def test_algebra_commutes_with_to_dense(a, block_size, seed):
     b = torch.rand(a.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -117,43 +46,6 @@ def test_algebra_commutes_with_to_dense(a, block_size, seed):
     for ours, dense in ((x & y, a & b), (x | y, a | b), (x - y, a & ~b), (x ^ y, a ^ b), (~x, ~a)):
         assert torch.equal(ours.to_dense(), dense)
         assert ours == BlockMask.from_dense(dense, block_size)
-
-
-@given(dense_masks(), block_sizes)
-@settings(max_examples=30)
-def test_scipy_round_trip(dense, block_size):
-    mask = BlockMask.from_dense(dense, block_size)
-    for matrix in (scipy.sparse.csr_array(dense.numpy()), scipy.sparse.coo_array(dense.numpy())):
-        assert BlockMask.from_scipy(matrix, block_size) == mask
-    padded = mask.to_scipy()
-    assert padded.sum() == dense.sum()
-    assert (padded.toarray()[: dense.shape[0], : dense.shape[1]] == dense.numpy()).all()
-    whole = BlockMask.from_scipy(padded, block_size)
-    assert whole.crop(*dense.shape) == mask
-
-
-def test_scipy_blocks_may_be_stored_in_any_order_twice_and_with_any_numbers():
-    blocks = np.zeros((3, 16, 16))
-    blocks[0, 2, 3], blocks[1], blocks[2, 5, 5] = -1.0, 1.0, 2.0
-    matrix = scipy.sparse.bsr_array((blocks, [1, 0, 1], [0, 3]), shape=(16, 32))
-    mask = BlockMask.from_scipy(matrix, 16)
-    assert (mask.to_dense().numpy() == (matrix.toarray() != 0)).all()
-    assert matrix.indices.tolist() == [1, 0, 1], "the caller's matrix was changed"
-
-
-def test_a_mask_is_read_in_strips(monkeypatch):
-    monkeypatch.setattr(convert, "STRIP", 2 * 16 * 90)
-    dense = torch.rand(2, 10, 6).lt(0.7).repeat_interleave(16, 1).repeat_interleave(15, 2)
-    dense[:, ::7, ::5] = True
-    dense, rows = dense[:, :150], []
-
-    def pairs(layer, queries):
-        rows.append(queries.stop - queries.start)
-        return dense[layer, queries]
-
-    mask = BlockMask(convert.from_strips(Grid.of((150, 90), 16), pairs, (0, 1)))
-    assert torch.equal(mask.to_dense(), dense)
-    assert rows == 2 * [32, 32, 32, 32, 22]
 
 
 def test_blocks_round_trip_and_figures():
