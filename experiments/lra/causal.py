@@ -1,4 +1,4 @@
-"""Does a model of Pathfinder follow contours? Its answers must turn when a disc moves to the end
+"""Does a model of Pathfinder follow contours? Its answers must change when a disc moves to the end
 of the other contour, and nothing else changes.
 """
 

@@ -59,7 +59,7 @@ class ArenaCLI(LightningCLI):
         parser.add_lightning_class_args(Enough, "enough")
 
     def instantiate_classes(self) -> None:
-        with told_plainly():
+        with errors_in_one_line():
             super().instantiate_classes()
 
     def before_fit(self) -> None:
@@ -70,14 +70,14 @@ class ArenaCLI(LightningCLI):
         if folder is not None:
             logger = TensorBoardLogger(folder.parent, name="", version=folder.name)
             self.trainer.logger = logger
-        with told_plainly():
+        with errors_in_one_line():
             # Before anything is started: what cannot be is said in a line.
             check_warm_up(self.model.optimizer, int(self.trainer.max_steps))
             self.datamodule.prepare_data()
 
     def before_test(self) -> None:
         self._checkpoint()
-        with told_plainly():
+        with errors_in_one_line():
             self.datamodule.prepare_data()
 
     def _checkpoint(self) -> Path | None:
@@ -85,7 +85,7 @@ class ArenaCLI(LightningCLI):
         path = self.config[str(self.subcommand)].ckpt_path
         if not path:
             return None
-        with told_plainly():
+        with errors_in_one_line():
             read_checkpoint(Path(path))
         return Path(path)
 
@@ -203,7 +203,7 @@ def _is_task(found: object) -> bool:
 
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """Ends the program with the message of an error: what was given cannot be, or is missing."""
     try:
         yield
@@ -237,7 +237,7 @@ def main() -> None:
 
 def _command(arguments: list[str], **options) -> None:
     torch.set_float32_matmul_precision("high")
-    with told_plainly():
+    with errors_in_one_line():
         check_task(arguments)
         sys.argv[1:] = with_presets(arguments)
     ArenaCLI(**options)

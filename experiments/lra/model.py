@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, pad, relu
 
-from experiments.lra.attend import Attend, attend_by
+from experiments.lra.attention import AttentionFunction, parse_attention
 from experiments.lra.grid import order_of
 from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
@@ -29,9 +29,9 @@ class EncoderConfig:
         one for each head; or "nystromformer", "performer", "linformer", "reformer" of other
         packages
     block_size: side of the patterns' blocks, in tokens
-    positions:  "learned" and "sinusoidal" are added to the embeddings; "rotary" turns queries and
-        keys by their place in the sequence, "axial" by the row and the column of their pixel: the
-        same in images of any size
+    positions:  "learned" and "sinusoidal" are added to the embeddings; "rotary" rotates queries
+        and keys by their place in the sequence, "axial" by the row and the column of their pixel:
+        the same in images of any size
     pool:       "mean" or "max" over all tokens but padding; "mean_padded" divides the sum by the
         padded length, as published code does; "cls" reads a token put in front
     order:      of pixels: "raster", or "tiles" of tile = rows, columns: a prior of the plane
@@ -89,11 +89,11 @@ class Encoder(nn.Module):
         if self.cls:
             ids = pad(ids, (1, 0), value=self.extra_id)
             lengths = None if lengths is None else lengths + 1
-        x, turns = self.positions(self.embedding(ids))
+        x, rotary_angles = self.positions(self.embedding(ids))
         keys = ids != BLACK if self.config.mask_black else lengths
         x = dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x = layer(x, turns, keys)
+            x = layer(x, rotary_angles, keys)
         return self.norm(x), keys
 
 
@@ -127,11 +127,11 @@ def _check(config: EncoderConfig, shape: Shape, expressions: list[str | list[str
 
 class Positions(nn.Module):
     """embeddings (batch, tokens, dim) -> the same with what is added for their places, and the
-    angles, (tokens, head_dim / 2), by which queries and keys turn."""
+    angles, (tokens, head_dim / 2), by which queries and keys rotate."""
 
     place: Tensor
     added: Tensor | None
-    turns: Tensor | None
+    rotary_angles: Tensor | None
 
     def __init__(self, config: EncoderConfig, shape: Shape, order: Tensor | None):
         super().__init__()
@@ -139,7 +139,7 @@ class Positions(nn.Module):
         place = torch.arange(shape.seq_len) if order is None else order
         self.register_buffer("place", pad(place + self.cls, (int(self.cls), 0)), persistent=False)
         self.learned = None
-        added = turns = None
+        added = rotary_angles = None
         tokens = shape.seq_len + self.cls
         if config.positions == "learned":
             self.learned = nn.Embedding(tokens, config.dim)
@@ -147,23 +147,23 @@ class Positions(nn.Module):
             angles = frequencies(torch.arange(tokens), config.dim // 2, ROTARY_BASE)
             added = torch.cat([angles.sin(), angles.cos()], -1)
         elif config.positions == "rotary":
-            turns = frequencies(self.place, config.dim // config.heads // 2, ROTARY_BASE)
+            rotary_angles = frequencies(self.place, config.dim // config.heads // 2, ROTARY_BASE)
         elif config.positions == "axial":
             assert shape.side is not None
             pairs = config.dim // config.heads // 4
             row, column = place // shape.side, place % shape.side
             angles = [frequencies(at, pairs, AXIAL_BASE) for at in (row, column)]
-            # The CLS token does not turn.
-            turns = pad(torch.cat(angles, -1), (0, 0, int(self.cls), 0))
+            # The CLS token does not rotate.
+            rotary_angles = pad(torch.cat(angles, -1), (0, 0, int(self.cls), 0))
         self.register_buffer("added", added, persistent=False)
-        self.register_buffer("turns", turns, persistent=False)
+        self.register_buffer("rotary_angles", rotary_angles, persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.learned is not None:
             x = x + self.learned(self.place)
         elif self.added is not None:
             x = x + self.added[self.place]
-        return x, self.turns
+        return x, self.rotary_angles
 
 
 def frequencies(place: Tensor, count: int, base: float) -> Tensor:
@@ -183,8 +183,8 @@ class Layer(nn.Module):
         self.widen = nn.Linear(config.dim, config.feedforward)
         self.narrow = nn.Linear(config.feedforward, config.dim)
 
-    def forward(self, x: Tensor, turns: Tensor | None, keys: Tensor | None) -> Tensor:
-        x = x + self._dropped(self.attention(self.norm_attention(x), turns, keys))
+    def forward(self, x: Tensor, rotary_angles: Tensor | None, keys: Tensor | None) -> Tensor:
+        x = x + self._dropped(self.attention(self.norm_attention(x), rotary_angles, keys))
         wide = self._dropped(gelu(self.widen(self.norm_feedforward(x))))
         return x + self._dropped(self.narrow(wide))
 
@@ -193,22 +193,26 @@ class Layer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections around an attend."""
+    """Projections around an attention function."""
 
-    def __init__(self, config: EncoderConfig, attend: Attend):
+    def __init__(self, config: EncoderConfig, attention_function: AttentionFunction):
         super().__init__()
-        self.attend, self.heads, self.dropout = attend, config.heads, config.attention_dropout
+        self.attention_function, self.heads, self.dropout = (
+            attention_function,
+            config.heads,
+            config.attention_dropout,
+        )
         self.query_key_value = nn.Linear(config.dim, 3 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor, turns: Tensor | None, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary_angles: Tensor | None, keys: Tensor | None) -> Tensor:
         batch, tokens, dim = x.shape
         projected = self.query_key_value(x).view(batch, tokens, 3, self.heads, -1)
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind()
-        if turns is not None:
-            query, key = rotate(query, turns), rotate(key, turns)
+        if rotary_angles is not None:
+            query, key = rotate(query, rotary_angles), rotate(key, rotary_angles)
         p = self.dropout if self.training else 0.0
-        attended = self.attend(query, key, value, keys, p)
+        attended = self.attention_function(query, key, value, keys, p)
         return self.out(attended.transpose(1, 2).reshape(batch, tokens, dim))
 
 
@@ -219,14 +223,14 @@ class PackagedAttention(nn.Module):
         super().__init__()
         self.layer = PACKAGED[name](config.dim, config.heads, tokens)
 
-    def forward(self, x: Tensor, turns: Tensor | None, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary_angles: Tensor | None, keys: Tensor | None) -> Tensor:
         return self.layer(x, None if keys is None else mask_of(keys, x))
 
 
 def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int) -> nn.Module:
     if isinstance(expression, str) and expression in PACKAGED:
         return PackagedAttention(config, expression, tokens)
-    return SelfAttention(config, attend_by(expression, config.block_size))
+    return SelfAttention(config, parse_attention(expression, config.block_size))
 
 
 class Classifier(nn.Module):

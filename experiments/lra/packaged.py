@@ -11,7 +11,7 @@ HASHES, CHUNK = 2, 64
 
 
 class Masked(nn.Module):
-    """A layer that is told which tokens of x (batch, tokens, dim) are inside, bool (batch, tokens)
+    """A layer, and which tokens of x (batch, tokens, dim) are inside: bool (batch, tokens)
     or None."""
 
     def __init__(self, layer: nn.Module):
@@ -48,7 +48,7 @@ def linformer(dim: int, heads: int, seq_len: int) -> Masked:
 
 
 class Hashed(nn.Module):
-    """Reformer's attention between its projections, told which tokens are inside."""
+    """Reformer's attention between its projections, given which tokens are inside."""
 
     def __init__(self, attention: nn.Module, dim: int):
         super().__init__()

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from experiments.environment import device_name, environment
 from experiments.files import write_json
 from experiments.lra import presets
-from experiments.lra.attend import NAMED
+from experiments.lra.attention import NAMED
 from experiments.lra.model import Classifier, EncoderConfig
 from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape

@@ -19,7 +19,7 @@ _ULP = 2.0**-53
 
 @numba.njit(nogil=True)
 def mix(x):
-    """A bijection of uint64 that turns consecutive numbers into random ones."""
+    """A bijection of uint64 from consecutive numbers to random ones."""
     x = (x ^ (x >> _S30)) * _MIX_1
     x = (x ^ (x >> _S27)) * _MIX_2
     return x ^ (x >> _S31)
@@ -77,8 +77,8 @@ def _hashes(stream, n):
 def shuffled(position, n, stream):
     """Which of 0..n-1 stands at a position of the order that belongs to a stream: a bijection.
 
-    A Feistel network on the smallest even number of bits that holds n, walked until it lands below
-    n: random access to a permutation that takes no memory.
+    A Feistel network on the smallest even number of bits that holds n, applied until the result is
+    below n: random access to a permutation that takes no memory.
     """
     half = np.uint64(1)
     while np.uint64(1) << (half + half) < np.uint64(n):

@@ -31,8 +31,10 @@ class ImageTask(Task):
         folder = data_root / "cifar-10-batches-py"
         train, test = GreyImages(folder, TRAIN_FILES), GreyImages(folder, ("test_batch",))
         held_out = len(train) // 10
-        kept, validation = split_by_hash(len(train), (len(train) - held_out, held_out), "image")
-        parts = Subset(train, kept), Subset(train, validation), test
+        training, validation = split_by_hash(
+            len(train), (len(train) - held_out, held_out), "image"
+        )
+        parts = Subset(train, training), Subset(train, validation), test
         return dict(zip(SPLITS, parts, strict=True))
 
 

@@ -25,14 +25,14 @@ FILES = dict(
         strict=True,
     )
 )
-KEPT_BYTES = 4000
+MAX_BYTES = 4000
 HOW = "unpack lra_release.gz of google-research/long-range-arena"
 COLUMNS = 5  # label, two identifiers, two texts; no header, no quoting
 
 
 class Retrieval(Task):
     """tsv_data/new_aan_pairs.{train,eval,test}.tsv, read in place: only where each line begins is
-    kept in memory.
+    held in memory.
 
     skip_corrupt: leave out (and count) lines that cannot be read, instead of stopping.
     """
@@ -49,7 +49,7 @@ class Retrieval(Task):
 
 
 class Pairs:
-    """The lines of one file, in any order; where they begin is kept beside the file."""
+    """The lines of one file, in any order; where they begin is stored beside the file."""
 
     def __init__(self, path: Path, skip_corrupt: bool = False, how: str = HOW):
         if not path.exists():
@@ -90,7 +90,7 @@ def read_pair(line: bytes) -> Sample:
     columns = line.rstrip(b"\n").split(b"\t")
     try:
         label, _, _, first, second = columns
-        ids = [bytes_to_ids(text[:KEPT_BYTES]) for text in (first, second)]
+        ids = [bytes_to_ids(text[:MAX_BYTES]) for text in (first, second)]
         return Sample(ids, int(float(label)))
     except ValueError as error:
         raise ValueError(

@@ -327,7 +327,7 @@ def _mark(trace, stamp, row, column, value):
 
 @numba.njit(nogil=True)
 def _two_contours(s, state, mask, contours):
-    """Grows both contours by turns on an empty image; False when one of them cannot go on."""
+    """Extends both contours alternately on an empty image; False when one cannot be extended."""
     p, size = s.padding, s.side
     mask[:] = 1
     mask[p : size - p, p : size - p] = 0
@@ -397,7 +397,7 @@ def _start(s, contour, pivot, row, column, degree):
 
 @numba.njit(nogil=True)
 def _extend(s, state, mask, pivot, contour, n):
-    """Adds segment n of a contour and moves its pivot; False when there is no way on."""
+    """Adds segment n of a contour and moves its pivot; False when no end fits."""
     last = contour[n - 1, 2]
     row, column = pivot[0] + s.strides[last, 0], pivot[1] + s.strides[last, 1]
     cumulative = np.empty(len(s.circle))
@@ -474,7 +474,7 @@ def _distractor(s, state, mask, image, contour):
         if _crowded(mask):
             return
         trial[:] = mask
-        if _grow(s, state, trial, contour, pivot):
+        if _place_contour(s, state, trial, contour, pivot):
             mask[:] = trial
             _paint(s, image, contour, s.distractor)
             return
@@ -492,7 +492,7 @@ def _crowded(mask):
 
 
 @numba.njit(nogil=True)
-def _grow(s, state, mask, contour, pivot):
+def _place_contour(s, state, mask, contour, pivot):
     if not _seed_anywhere(s, state, mask, contour, pivot):
         return False
     for n in range(1, len(contour)):

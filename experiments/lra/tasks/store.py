@@ -1,4 +1,4 @@
-"""Generated data on disk: memory-mapped arrays with a content hash; whole or not there."""
+"""Generated data on disk: memory-mapped arrays with a content hash; complete or absent."""
 
 import hashlib
 import json
@@ -96,7 +96,7 @@ def _write(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> N
     for path in folder.parent.glob(f"{UNFINISHED}*"):
         if time.time() - path.stat().st_mtime > ABANDONED:  # by a process that was killed
             shutil.rmtree(path, ignore_errors=True)
-    # A folder takes its name only when it is complete: an interrupted write leaves no whole one.
+    # A folder takes its name only when it is complete, which an interrupted write never is.
     draft = Path(mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     arrays: Arrays = {}
 

@@ -91,15 +91,15 @@ def collate(shape: Shape, samples: Sequence[Sample]) -> Batch:
     lengths = np.zeros((len(samples), shape.documents), np.int64)
     for n, sample in enumerate(samples):
         for d, document in enumerate(sample.documents):
-            kept = document[: shape.seq_len]
-            ids[n, d, : len(kept)] = kept
-            lengths[n, d] = len(kept)
+            cut = document[: shape.seq_len]
+            ids[n, d, : len(cut)] = cut
+            lengths[n, d] = len(cut)
     labels = torch.tensor([sample.label for sample in samples])
     traces = [sample.trace for sample in samples if sample.trace is not None]
-    whole = bool((lengths == shape.seq_len).all()) and shape.side is not None
+    filled = bool((lengths == shape.seq_len).all()) and shape.side is not None
     return Batch(
         torch.from_numpy(ids),
-        None if whole else torch.from_numpy(lengths),
+        None if filled else torch.from_numpy(lengths),
         labels,
         torch.from_numpy(np.stack(traces)).long() if traces else None,
     )

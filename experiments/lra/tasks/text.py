@@ -36,9 +36,9 @@ class Text(Task):
         if self.validate_on_test:
             return {"train": train, "validation": test, "test": test}
         held_out = len(train) // 10
-        kept, validation = split_by_hash(len(train), (len(train) - held_out, held_out), "text")
+        training, validation = split_by_hash(len(train), (len(train) - held_out, held_out), "text")
         return {
-            "train": Subset(train, kept),
+            "train": Subset(train, training),
             "validation": Subset(train, validation),
             "test": test,
         }

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from experiments.lra.attend import NAMED, attend_by
+from experiments.lra.attention import NAMED, parse_attention
 from experiments.lra.grid import tile_order
 from experiments.lra.model import Classifier, Encoder, EncoderConfig, pooled_by
 from experiments.lra.tasks import Shape
@@ -20,15 +20,15 @@ def test_dense_attentions_agree_with_the_materialised_one(expression):
     query, key, value = torch.randn(3, 2, 2, 40, 8).unbind()
     lengths = torch.tensor([40, 13])
     expected = NAMED["standard"](query, key, value, lengths, 0.0)
-    actual = attend_by(expression, 16)(query, key, value, lengths, 0.0)
+    actual = parse_attention(expression, 16)(query, key, value, lengths, 0.0)
     torch.testing.assert_close(actual, expected)
 
 
 def test_heads_attend_by_patterns_of_their_own():
     query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
-    out = attend_by(["local(3)", "full()"], 16)(query, key, value, None, 0.0)
+    out = parse_attention(["local(3)", "full()"], 16)(query, key, value, None, 0.0)
     full = NAMED["standard"](query, key, value, None, 0.0)
-    local = attend_by("local(3)", 16)(query, key, value, None, 0.0)
+    local = parse_attention("local(3)", 16)(query, key, value, None, 0.0)
     torch.testing.assert_close(out[:, 1], full[:, 1])
     torch.testing.assert_close(out[:, 0], local[:, 0])
 
@@ -45,7 +45,7 @@ def test_unknown_attentions_list_the_known_ones():
     with pytest.raises(
         ValueError, match=r"unknown pattern 'nearby'.*known: .*'butterfly'.*'sdpa'"
     ):
-        attend_by("nearby(3)")
+        parse_attention("nearby(3)")
 
 
 @pytest.mark.parametrize("pool", ["mean", "mean_padded", "max", "cls"])
@@ -112,7 +112,7 @@ def test_masked_keys_are_those_of_the_materialised_attention(expression):
     query, key, value = torch.randn(3, 2, 2, 40, 8, requires_grad=True).unbind()
     keys = torch.rand(2, 40) < 0.5
     expected = NAMED["standard"](query, key, value, keys, 0.0)
-    actual = attend_by(expression, 16)(query, key, value, keys, 0.0)
+    actual = parse_attention(expression, 16)(query, key, value, keys, 0.0)
     torch.testing.assert_close(actual, expected)
     wanted, found = (
         torch.autograd.grad(out.square().sum(), (query, key, value), retain_graph=True)
@@ -124,7 +124,7 @@ def test_masked_keys_are_those_of_the_materialised_attention(expression):
 def test_masked_keys_change_no_pattern():
     query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
     keys = torch.ones(1, 40, dtype=torch.bool)
-    local = attend_by("local(3)", 16)
+    local = parse_attention("local(3)", 16)
     plain = local(query, key, value, None, 0.0)
     torch.testing.assert_close(local(query, key, value, keys, 0.0), plain)
     keys[0, 20] = False

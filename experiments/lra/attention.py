@@ -1,6 +1,6 @@
 """Every attention that is compared, by name or as a pattern.
 
-An attend is a function (query, key, value, keys, dropout_p) -> out: query, key, value, out are
+An attention function takes (query, key, value, keys, dropout_p) -> out: query, key, value, out are
 (batch, heads, seq_len, head_dim). keys says which keys are attended: int (batch,), those before a
 length; bool (batch, seq_len), those that are True; or None, all.
 """
@@ -16,11 +16,11 @@ import masks
 import sparseflash
 from experiments.lra.packaged import PACKAGED
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
-def attend_by(expression: str | Sequence[str], block_size: int = 128) -> Attend:
-    """The attend that `expression` names, one and the same for equal arguments.
+def parse_attention(expression: str | Sequence[str], block_size: int = 128) -> AttentionFunction:
+    """The attention function that `expression` names, one and the same for equal arguments.
 
     So compiled code, which holds a pattern by its identity, serves all layers and models of it.
 
@@ -32,30 +32,34 @@ def attend_by(expression: str | Sequence[str], block_size: int = 128) -> Attend:
     Raises:
         ValueError: With the known names.
     """
-    return _attend_by(expression if isinstance(expression, str) else tuple(expression), block_size)
+    return _parse_attention(
+        expression if isinstance(expression, str) else tuple(expression), block_size
+    )
 
 
 @lru_cache
-def _attend_by(expression: str | tuple[str, ...], block_size: int) -> Attend:
+def _parse_attention(expression: str | tuple[str, ...], block_size: int) -> AttentionFunction:
     if isinstance(expression, str) and expression in NAMED:
         return NAMED[expression]
     try:
         if isinstance(expression, str):
-            return by_pattern(masks.parse(expression), block_size)
-        return by_pattern(masks.stack([masks.parse(head) for head in expression]), block_size)
+            return pattern_attention(masks.parse(expression), block_size)
+        return pattern_attention(
+            masks.stack([masks.parse(head) for head in expression]), block_size
+        )
     except ValueError as error:
         names = sorted([*NAMED, *PACKAGED])
         raise ValueError(f"{error}; attentions with a name: {names}") from error
 
 
-def by_pattern(pattern: masks.Pattern, block_size: int) -> Attend:
+def pattern_attention(pattern: masks.Pattern, block_size: int) -> AttentionFunction:
     """Attention with the blocks of a pattern alone.
 
     A query whose pattern has no key that is attended reads the others of its pattern.
     """
     pattern = pattern.with_block_size(block_size)
 
-    def attend(query, key, value, keys, dropout_p):
+    def attention(query, key, value, keys, dropout_p):
         if keys is None or keys.dtype != torch.bool:
             return sparseflash.attention(
                 query, key, value, pattern, dropout_p=dropout_p, key_lengths=keys
@@ -65,7 +69,7 @@ def by_pattern(pattern: masks.Pattern, block_size: int) -> Attend:
         out = sparseflash.attention(query, key, value, pattern, dropout_p=dropout_p, scale=scale)
         return out[..., :head_dim]
 
-    return attend
+    return attention
 
 
 # Its square, times any usual scale, is a score whose probability is 0 in float32; and it is a
@@ -138,9 +142,9 @@ def attended(keys: Tensor, key: Tensor) -> Tensor:
     return keys[:, None, None]
 
 
-NAMED: dict[str, Attend] = {
+NAMED: dict[str, AttentionFunction] = {
     "standard": standard,
     "sdpa": sdpa,
     "linear": linear,
-    "flash": by_pattern(masks.full(), 128),
+    "flash": pattern_attention(masks.full(), 128),
 }
