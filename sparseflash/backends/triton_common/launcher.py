@@ -16,7 +16,7 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from sparseflash.backends.triton_common.relaunch import Launched, store, try_relaunch
+from sparseflash.backends.triton_common.relaunch import Launched, current_context, store, try_relaunch
 
 
 class Launch(NamedTuple):
@@ -113,10 +113,11 @@ def _enter_context() -> None:
     """Gives this thread a CUDA context, without which Triton cannot encode tensor maps.
 
     A new thread, such as that of autograd, has none until it calls CUDA's runtime. Triton enters
-    the context of the device only where it loads a kernel.
+    the context of the device only where it loads a kernel. A thread that has one makes no call to
+    the runtime, for it may be capturing a CUDA graph.
     """
     if not hasattr(_THREAD, "entered"):
-        if torch.cuda.is_initialized():
+        if torch.version.cuda and torch.cuda.is_initialized() and not current_context():
             torch.cuda.mem_get_info()
         _THREAD.entered = True
 

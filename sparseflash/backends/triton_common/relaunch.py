@@ -92,7 +92,7 @@ class PackedLaunch:
         self._storage = parameters
         addresses = [_address(parameter) for parameter in parameters]
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._context = _current_context()
+        self._context = current_context()
         self._launch = _driver().cuLaunchKernel
         self._lock = Lock()  # another thread may be about to launch it on tensors of its own
 
@@ -117,7 +117,7 @@ class PackedLaunch:
 
     def _enter(self) -> bool:
         """Whether this thread had no context, and has that of the kernel now."""
-        return not _current_context() and _driver().cuCtxSetCurrent(self._context) == 0
+        return not current_context() and _driver().cuCtxSetCurrent(self._context) == 0
 
 
 class DriverError(RuntimeError):
@@ -215,7 +215,8 @@ def _address(parameter) -> int:
     return parameter.address if isinstance(parameter, TensorMap) else ctypes.addressof(parameter)
 
 
-def _current_context() -> int | None:
+def current_context() -> int | None:
+    """The CUDA context of this thread, None if it has none."""
     found = ctypes.c_void_p()
     _driver().cuCtxGetCurrent(ctypes.byref(found))
     return found.value

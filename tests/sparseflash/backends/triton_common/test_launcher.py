@@ -62,10 +62,13 @@ def test_launch_hooks_are_called(compiled, hook):
     assert compiled.started == [("with hooks", (3, 2, 1), (1, 2, 64))]
 
 
-def test_every_thread_enters_a_context_once(compiled, monkeypatch):
+@pytest.mark.parametrize("context", [None, 3])
+def test_every_thread_without_a_context_enters_one_once(compiled, monkeypatch, context):
     entered = []
+    monkeypatch.setattr(launcher.torch.version, "cuda", "13.0")
     monkeypatch.setattr(launcher.torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(launcher.torch.cuda, "mem_get_info", lambda: entered.append(get_ident()))
+    monkeypatch.setattr(launcher, "current_context", lambda: context)
 
     def twice():
         launch((3, 2, 1))
@@ -75,4 +78,4 @@ def test_every_thread_enters_a_context_once(compiled, monkeypatch):
     for thread in threads:
         thread.start()
         thread.join()
-    assert len(entered) == 2
+    assert len(entered) == (0 if context else 2)
