@@ -1,7 +1,6 @@
 """Grid: the blocks of a score matrix and their flat numbering."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +19,11 @@ def canonical_device(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured of what runs on the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,22 @@ class Grid:
         queries = (row == self.nq - 1) & (self.q_len % self.bq != 0)
         return keys.long() + 2 * queries.long()
 
-    @cached_property
+    @property
     def inbounds_tiles(self) -> Tensor:
-        """int32 (4, bq, words): for each clip_kind every pair that lies in the sequence."""
+        """int32 (4, bq, words): for each clip_kind every pair that lies in the sequence.
+
+        Computed once, but again while a CUDA graph is captured: the graph owns what it computes.
+        """
+        stored = self.__dict__.get("_inbounds_tiles")
+        if stored is not None:
+            return stored
         keys = self.k_len - (self.nk - 1) * self.bk
         queries = self.q_len - (self.nq - 1) * self.bq
         sides = [(self.bq, self.bk), (self.bq, keys), (queries, self.bk), (queries, keys)]
-        return torch.stack([bit_tiles.corner(self.block_size, s, self.device) for s in sides])
+        tiles = torch.stack([bit_tiles.corner(self.block_size, s, self.device) for s in sides])
+        if not is_captured(self.device):
+            self.__dict__["_inbounds_tiles"] = tiles
+        return tiles
 
     def with_blocks(self, bq: int, bk: int) -> "Grid":
         """The same lengths in blocks of another size."""

@@ -269,3 +269,19 @@ def test_a_cuda_graph_chooses_blocks_anew_at_every_replay(within):
         graph.replay()
         for result, expected in zip(captured, step(), strict=True):
             assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+def test_a_capture_leaves_nothing_in_the_mask_that_it_selects_from():
+    scores = torch.rand(BATCH, HEADS, NQ, NK, device="cuda")
+    every, fresh = (masks.full()(LENGTHS, BLOCKS, "cuda") for _ in range(2))
+    fresh.select_topk(scores, 2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = every.select_topk(scores, 2).table().bit_tiles
+    eager = every.select_topk(scores, 2).table().bit_tiles
+    expected = fresh.select_topk(scores, 2).table().bit_tiles
+    assert torch.equal(eager, expected)
+    graph.replay()
+    assert torch.equal(captured, expected)

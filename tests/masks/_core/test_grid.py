@@ -36,3 +36,14 @@ def test_runs_are_located_by_their_columns():
 def test_how_the_sequence_clips_a_block(row, column, kind):
     flat = GRID.flat_index(1, torch.tensor([row]), torch.tensor([column]))
     assert GRID.clip_kind(flat).tolist() == [kind]
+
+
+def test_what_a_cuda_graph_computes_is_not_stored(monkeypatch):
+    grid = Grid.of((50, 75), (16, 32))
+    monkeypatch.setattr("masks._core.grid.is_captured", lambda device: True)
+    captured = grid.inbounds_tiles
+    assert grid.inbounds_tiles is not captured
+    monkeypatch.undo()
+    stored = grid.inbounds_tiles
+    assert stored.equal(captured)
+    assert grid.inbounds_tiles is stored
