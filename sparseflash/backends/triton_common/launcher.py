@@ -16,7 +16,12 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from sparseflash.backends.triton_common.relaunch import Launched, current_context, store, try_relaunch
+from sparseflash.backends.triton_common.relaunch import (
+    Launched,
+    current_context,
+    store,
+    try_relaunch,
+)
 
 
 class Launch(NamedTuple):
