@@ -32,7 +32,7 @@ LONGEST = 4097 if HAS_GPU else 70
 CASES = (
     {"triton": (100, 1000), "hopper": (100, 1000)}
     if HAS_GPU
-    else {"cpu": (20, 150), "triton": (1, 3)}
+    else {"cpu": (20, 150), "triton": (1, 2)}
 )
 # Those that a kernel is compiled for: few, as compilation takes longer than many cases.
 SHAPES = [(16, (16, 16)), (40, (32, 64))]

@@ -109,7 +109,10 @@ def test_a_graph_draws_a_new_dropout_mask_at_every_call(compile_counter):
 
 @pytest.mark.parametrize(
     ("backend", "strides"),
-    [("triton", "bshd"), *((next(iter(BACKENDS)), s) for s in ("contiguous", "bshd"))],
+    [
+        pytest.param("triton", "bshd", marks=[] if HAS_GPU else pytest.mark.slow),
+        *((next(iter(BACKENDS)), s) for s in ("contiguous", "bshd")),
+    ],
 )
 def test_opcheck(backend, strides):
     tensors = inputs(16, 20, device=BACKENDS[backend], strides=strides)
