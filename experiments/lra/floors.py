@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from math import log, sqrt
 from os import cpu_count
@@ -38,6 +39,8 @@ from experiments.lra.tasks.listops import (
     apply,
     generate,
 )
+from experiments.lra.tasks.pathfinder import FreshImages
+from experiments.lra.tasks.snakes import DIFFICULTIES
 
 RESULTS = Path(__file__).parents[1] / "results" / "lra-floors.json"
 SIDES = (32, 64, 128, 256)
@@ -152,9 +155,8 @@ def _apart(forms: Tensor) -> Tensor:
 
 
 def _discs(task: Pathfinder, samples: int) -> tuple[Tensor, Tensor]:
-    images = Pathfinder(
-        task.side, task.difficulty, distractors="none", directions=task.rules.directions
-    ).images("floors", samples)
+    segments, rules = DIFFICULTIES[task.difficulty], replace(task.rules, distractors="none")
+    images = FreshImages(task.side, segments, "floors", task.seed, samples, rules=rules)
     with ThreadPoolExecutor(cpu_count()) as pool:
         drawings = list(pool.map(images.draw, range(samples)))
     discs = torch.from_numpy(np.stack([drawing.discs for drawing in drawings])).float()
