@@ -19,8 +19,8 @@ from sparseflash.backends.hopper.configs import (
     DKDV_CONFIGS,
     DQ_CONFIGS,
     FUSED_CONFIGS,
+    MAX_ALTERNATE_DQ_DIMS,
     MAX_DKDV_DIMS,
-    MAX_WHOLE_DQ_DIMS,
     tile_width,
 )
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
@@ -93,7 +93,7 @@ def _compute_lse_delta(
 ) -> None:
     """Writes LSE and delta of all queries; zeros past the sequence."""
     _, heads, q_len, head_dim = out.shape
-    tiles = (WARPGROUP_TILE.of(x) for x in (grad_out, out))
+    tiles = (WARPGROUP_TILE.descriptor(x) for x in (grad_out, out))
     arguments = (*tiles, lse, grad_lse, lse_delta, heads, q_len, lse_delta.shape[1])
     grid = (lse_delta.numel() // (2 * WARPGROUP_M.value), 1, 1)
     variant = (out.device, out.dtype, head_dim, grad_lse is None)
@@ -120,7 +120,7 @@ def _fused(
 def _dq_box(spec: AttentionSpec) -> TmaBox2D:
     """What a warpgroup of the fused kernel adds to the accumulator of dQ at a time."""
     dims = tile_width(spec.head_dim)
-    if dims > MAX_WHOLE_DQ_DIMS or spec.dropout_p > 0:
+    if dims > MAX_ALTERNATE_DQ_DIMS or spec.dropout_p > 0:
         dims //= 2
     return TmaBox2D(DQ_COLUMNS, WARPGROUP_M.value * dims // DQ_COLUMNS)
 
@@ -138,7 +138,8 @@ def _convert_dq(dq_accumulator: Tensor, scale: float, grad_query: Tensor) -> Non
     batch, heads, _, head_dim = grad_query.shape
     tiles = dq_accumulator.numel() // (WARPGROUP_M.value * tile_width(head_dim))
     tiles_per_head = tiles // (batch * heads)
-    arguments = (dq_accumulator, WARPGROUP_TILE.of(grad_query), scale, heads, tiles_per_head)
+    gradient = WARPGROUP_TILE.descriptor(grad_query)
+    arguments = (dq_accumulator, gradient, scale, heads, tiles_per_head)
     variant = (grad_query.device, grad_query.dtype, head_dim)
     launch_kernel(convert_dq_kernel, (tiles, 1, 1), arguments, variant, OPTIONS)
 

@@ -65,7 +65,7 @@ MAX_KV_TILE = {64: 128, 128: 128, 256: 64}
 MAX_DKDV_DIMS = 128
 # The widest tiles of which a warpgroup of the fused kernel has the registers to add all dims of
 # dQ, of every other tile; there are none left for dropout.
-MAX_WHOLE_DQ_DIMS = 64
+MAX_ALTERNATE_DQ_DIMS = 64
 
 REGISTERS_PER_SM = 65536
 L2_OPERAND_BYTES = 50_000_000  # of the heads that are scheduled together

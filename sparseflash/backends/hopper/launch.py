@@ -31,6 +31,8 @@ GLUON_DTYPES = {
     torch.float32: gl.float32,
 }
 
+UNSWIZZLED_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)  # no swizzle, 32-bit elements, rank 2
+
 
 class TmaTile(NamedTuple):
     """A TMA box of `rows` tokens and all dims of an addressable tensor (batch, heads, tokens,
@@ -39,8 +41,8 @@ class TmaTile(NamedTuple):
 
     rows: int
 
-    def of(self, tensor: Tensor) -> TensorDescriptor:
-        layout = _tensor_map(tensor.shape, tensor.stride(), tensor.dtype, self.rows)
+    def descriptor(self, tensor: Tensor) -> TensorDescriptor:
+        layout = _descriptor_fields(tensor.shape, tensor.stride(), tensor.dtype, self.rows)
         return _Descriptor(tensor, *layout)
 
 
@@ -50,9 +52,9 @@ class TmaBox2D(NamedTuple):
     columns: int
     rows: int = 1
 
-    def of(self, tensor: Tensor) -> TensorDescriptor:
+    def descriptor(self, tensor: Tensor) -> TensorDescriptor:
         shape, strides = list(tensor.shape), list(tensor.stride())
-        return _Descriptor(tensor, shape, strides, [self.rows, self.columns], FLAT_LAYOUT)
+        return _Descriptor(tensor, shape, strides, [self.rows, self.columns], UNSWIZZLED_LAYOUT)
 
 
 WARPGROUP_TILE = TmaTile(WARPGROUP_M.value)
@@ -85,7 +87,7 @@ def launch_pass(
         None if x is None else x.data_ptr() for x in (*tensors, key_lengths, work_counter)
     ]
 
-    def launch_of_call() -> Launch:
+    def prepare_launch() -> Launch:
         heads = spec.kv_heads if by_key else spec.heads
         sizes, grid = sizes_and_grid(spec, rows, heads, config.ctas_per_sm)
         bit_tiles = table.bit_tiles_by_key if by_key else table.bit_tiles
@@ -105,11 +107,11 @@ def launch_pass(
         changing = (*names, "key_lengths", "work_counter", "seed_low", "seed_high")
         return Launch(grid, arguments, variant, constants, changing)
 
-    launch_cached(table.cache, signature, (*addresses, *seeds), kernel, launch_of_call)
+    launch_cached(table.cache, signature, (*addresses, *seeds), kernel, prepare_launch)
 
 
 def _argument(tensor: Tensor | None, how: Access) -> Tensor | TensorDescriptor | None:
-    return tensor if tensor is None or how is None else how.of(tensor)
+    return tensor if tensor is None or how is None else how.descriptor(tensor)
 
 
 def max_registers(ctas_per_sm: int) -> dict[str, int]:
@@ -147,9 +149,6 @@ def kv_tile(block: int, head_dim: int) -> TmaTile:
     return TmaTile(min(block, MAX_KV_TILE[tile_width(head_dim)]))
 
 
-FLAT_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
-
-
 class _Descriptor(TensorDescriptor):
     """A descriptor of an addressable tensor, which need not be checked again."""
 
@@ -158,7 +157,7 @@ class _Descriptor(TensorDescriptor):
 
 
 @lru_cache(maxsize=4096)
-def _tensor_map(
+def _descriptor_fields(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int
 ) -> tuple:
     """(shape, strides, box, layout) of a descriptor."""

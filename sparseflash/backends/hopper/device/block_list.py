@@ -6,7 +6,7 @@ from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.pipeline import advance, producer_load
 
 
-class BlockRange(NamedTuple):
+class RowBlocks(NamedTuple):
     """The blocks of one block row, in the order in which kernels take them: partial ones, the full
     one that the key length clips, full ones.
 
@@ -40,7 +40,7 @@ def read_block_row(params, batch, head, row):
     full_start, n_full = gl.load(row_ptr), gl.load(row_ptr + 1)
     partial_start, n_partial = gl.load(row_ptr + 2), gl.load(row_ptr + 3)
     key_length = read_key_length(params, batch)
-    return BlockRange(key_length, partial_start, n_partial, n_full * 0, full_start, n_full)
+    return RowBlocks(key_length, partial_start, n_partial, n_full * 0, full_start, n_full)
 
 
 @gluon.jit
@@ -54,7 +54,7 @@ def key_blocks_of_row(params, batch, head, row):
         whole_blocks = length // params.block
         n_full = count_below(params.table.full_index, full_start, blocks.n_full, whole_blocks)
         upto = count_below(params.table.full_index, full_start, blocks.n_full, reached)
-        blocks = BlockRange(length, start, n_partial, upto - n_full, full_start, n_full)
+        blocks = RowBlocks(length, start, n_partial, upto - n_full, full_start, n_full)
     return blocks
 
 
@@ -66,7 +66,7 @@ def query_blocks_of_row(params, batch, head, row):
         inside = row * params.block < blocks.key_length
         n_partial = gl.where(inside, blocks.n_partial, 0)
         n_full = gl.where(inside, blocks.n_full, 0)
-        blocks = BlockRange(blocks.key_length, blocks.partial_start, n_partial, blocks.n_clipped,
+        blocks = RowBlocks(blocks.key_length, blocks.partial_start, n_partial, blocks.n_clipped,
                             blocks.full_start, n_full)  # fmt: skip
     return blocks
 

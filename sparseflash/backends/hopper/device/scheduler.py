@@ -12,7 +12,7 @@ from sparseflash.backends.hopper.device.barriers import (
     PRODUCER_WARP_BARRIER,
     sync_warp,
 )
-from sparseflash.backends.hopper.device.block_list import BlockRange
+from sparseflash.backends.hopper.device.block_list import RowBlocks
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.pipeline import (
     Pipeline,
@@ -39,7 +39,7 @@ class WorkTile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     row: gl.tensor
-    blocks: BlockRange
+    blocks: RowBlocks
 
 
 @gluon.jit
@@ -91,7 +91,7 @@ def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
 @gluon.jit
 def publish_work(params, work, state):
     """Publishes a work tile; returns the state of the next one."""
-    acquire_work_slot(params, state)
+    acquire_work_stage(params, state)
     stage, blocks = state.stage, work.blocks
     write_field(params, stage, ROW, work.row)
     write_field(params, stage, BATCH, work.batch)
@@ -103,26 +103,26 @@ def publish_work(params, work, state):
     if params.key_lengths is not None:
         write_field(params, stage, KEY_LENGTH, blocks.key_length)
         write_field(params, stage, N_CLIPPED, blocks.n_clipped)
-    commit_work_slot(params, state)
+    commit_work_stage(params, state)
     return advance(state, WORK_QUEUE_DEPTH)
 
 
 @gluon.jit
 def publish_end(params, state):
     """Publishes that no work tile follows."""
-    acquire_work_slot(params, state)
+    acquire_work_stage(params, state)
     write_field(params, state.stage, ROW, -1)
-    commit_work_slot(params, state)
+    commit_work_stage(params, state)
 
 
 @gluon.jit
-def acquire_work_slot(params, state):
+def acquire_work_stage(params, state):
     producer_acquire(params.work_queue, state)
     sync_warp(PRODUCER_WARP_BARRIER)
 
 
 @gluon.jit
-def commit_work_slot(params, state):
+def commit_work_stage(params, state):
     sync_warp(PRODUCER_WARP_BARRIER)
     producer_commit(params.work_queue, state)
 
@@ -148,7 +148,7 @@ def receive_work(params, state):
     sync_single_warp()
     consumer_release(params.work_queue, state)
     state = advance(state, WORK_QUEUE_DEPTH)
-    blocks = BlockRange(key_length, partial_start, n_partial, n_clipped, full_start, n_full)
+    blocks = RowBlocks(key_length, partial_start, n_partial, n_clipped, full_start, n_full)
     return WorkTile(batch, head, row, blocks), state
 
 

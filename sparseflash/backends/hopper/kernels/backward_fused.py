@@ -79,7 +79,7 @@ from sparseflash.backends.hopper.kernels.dq_accumulator import (
 TILES_PER_BLOCK = gl.constexpr(2)  # tiles of 64 queries
 # Buffers of dS of each warpgroup. Where the other one reads dS, a warpgroup overwrites a buffer
 # only after it has found the next one of the other there, which had then read it.
-NUM_DS_SLOTS = gl.constexpr(2)
+DS_STAGES = gl.constexpr(2)
 
 
 class DsExchange(NamedTuple):
@@ -175,9 +175,9 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator
 @gluon.jit
 def make_ds_exchange(DTYPE: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_M, WARPGROUP_M], DTYPE)
-    shape: gl.constexpr = [NUM_DS_SLOTS * 2, WARPGROUP_M, WARPGROUP_M]
+    shape: gl.constexpr = [DS_STAGES * 2, WARPGROUP_M, WARPGROUP_M]
     buffers = gl.allocate_shared_memory(DTYPE, shape, LAYOUT)
-    return DsExchange(buffers, make_mbarriers(NUM_DS_SLOTS * 2, 1))
+    return DsExchange(buffers, make_mbarriers(DS_STAGES * 2, 1))
 
 
 @gluon.jit
@@ -186,7 +186,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
              KEY_STAGES: gl.constexpr):  # fmt: skip
     """Computes dK and dV of 64 keys of each work tile, and half of dQ of all queries."""
     DIMS: gl.constexpr = pipelines.key_pipeline.buffers.shape[4]
-    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
     GRAD_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
@@ -215,7 +215,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
         own_state = PipelineState(kv_buffer + WARPGROUP, key_state.phase)
         consumer_wait(pipelines.value_pipeline, own_state)
         kv_operands = None, None
-        if WHOLE_TILES:
+        if ALTERNATE_TILES:
             key = load_operand_a(pipelines.key_pipeline, kv_buffer + WARPGROUP)
             value = load_operand_a(pipelines.value_pipeline, kv_buffer + WARPGROUP)
             kv_operands = key, value
@@ -243,7 +243,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
 
 
 @gluon.constexpr_function
-def adds_whole_tiles(dq_buffers, key_buffers):
+def adds_alternate_tiles(dq_buffers, key_buffers):
     """Whether a warpgroup adds all dims of every other tile of dQ, not half of them of every tile.
 
     Then it has the registers to hold its keys and values, too.
@@ -279,10 +279,10 @@ def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blo
     """
     bh = batch * params.sizes.heads + head
     # Where a warpgroup adds dQ of every other tile, the half of the block must be a constant.
-    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
-    STEP: gl.constexpr = TILES_PER_BLOCK if WHOLE_TILES else 1
+    STEP: gl.constexpr = TILES_PER_BLOCK if ALTERNATE_TILES else 1
     first_tile = first_tile_of_head(bh, params)
     n_tiles = (blocks.n_partial + blocks.n_full) * TILES_PER_BLOCK
     block = block_index(params, blocks, 0)
@@ -296,20 +296,20 @@ def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blo
             tile = first_tile + block * TILES_PER_BLOCK + (i + half - 1) % TILES_PER_BLOCK
             next_cursor = advance_cursor(cursor, STAGES)
             dk, dv, ds = mma_one_tile(
-                dk, dv, ds, cursor, owned_tile(tile, half, WARPGROUP, WHOLE_TILES), next_cursor,
-                kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start, i + half,
-                WARPGROUP, MASKED, GRAD_LAYOUT,
+                dk, dv, ds, cursor, owned_tile(tile, half, WARPGROUP, ALTERNATE_TILES),
+                next_cursor, kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start,
+                i + half, WARPGROUP, MASKED, GRAD_LAYOUT,
             )  # fmt: skip
             cursor = next_cursor
         block = next_block
     tile = first_tile + block * TILES_PER_BLOCK
     last_tile = owned_tile(
-        tile + (TILES_PER_BLOCK - 1), TILES_PER_BLOCK - 1, WARPGROUP, WHOLE_TILES
+        tile + (TILES_PER_BLOCK - 1), TILES_PER_BLOCK - 1, WARPGROUP, ALTERNATE_TILES
     )
-    if WHOLE_TILES:
+    if ALTERNATE_TILES:
         next_cursor = advance_cursor(cursor, STAGES)
         dk, dv, ds = mma_one_tile(
-            dk, dv, ds, cursor, owned_tile(tile, 0, WARPGROUP, WHOLE_TILES), next_cursor,
+            dk, dv, ds, cursor, owned_tile(tile, 0, WARPGROUP, ALTERNATE_TILES), next_cursor,
             kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start, n_tiles - 1,
             WARPGROUP, MASKED, GRAD_LAYOUT,
         )  # fmt: skip
@@ -324,7 +324,7 @@ def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blo
         dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
         store_to_shared(dq_buffer, dq)
         fence_async_shared()
-        reduce_add(dq_accumulator, dq_buffer, last_tile, WARPGROUP, WHOLE_TILES)
+        reduce_add(dq_accumulator, dq_buffer, last_tile, WARPGROUP, ALTERNATE_TILES)
     consumer_release(pipelines.query_pipeline, cursor.query)
     return dk, dv, advance_cursor(cursor, STAGES)
 
@@ -332,22 +332,22 @@ def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blo
 @gluon.jit
 def advance_cursor(cursor, STAGES: gl.constexpr):
     """The cursor of the next tile."""
-    query, ds = advance(cursor.query, STAGES), advance(cursor.ds, NUM_DS_SLOTS)
+    query, ds = advance(cursor.query, STAGES), advance(cursor.ds, DS_STAGES)
     return PipelineCursor(query, ds, cursor.kv_buffer)
 
 
 @gluon.jit
-def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands, dq_accumulator,
+def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands, dq_accumulator,
                  pipelines, params, blocks, bh, key_start, i, WARPGROUP: gl.constexpr,
                  MASKED: gl.constexpr, GRAD_LAYOUT: gl.constexpr):  # fmt: skip
     """(dK + dS_{i-1}^T Q_{i-1}, dV + P_i^T dO_i, dS_i^T); adds dS_{i-1} K to dQ.
 
-    last_cursor:  of tile i - 1, None at the first tile
-    last_dq_tile: number of tile i - 1 in the accumulator of dQ, None where the other warpgroup
+    prev_cursor:  of tile i - 1, None at the first tile
+    prev_dq_tile: number of tile i - 1 in the accumulator of dQ, None where the other warpgroup
         adds it
     """
     S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
-    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
     state = cursor.query
@@ -372,8 +372,8 @@ def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands
     dp = minus_delta
     if params.dropout.threshold is not None:
         dp = gl.zeros([WARPGROUP_M, WARPGROUP_M], gl.float32, S_LAYOUT)
-    if last_cursor is not None:
-        dk = issue_dk_mma(dk, last_ds, pipelines, last_cursor)
+    if prev_cursor is not None:
+        dk = issue_dk_mma(dk, prev_ds, pipelines, prev_cursor)
     # S^T - LSE / scale = K Q^T - LSE / scale: [64 keys, D] [D, 64 queries] -> [64, 64]
     scores = warpgroup_mma(key, query.permute((1, 0)), scores, is_async=True)
     # dP^T - delta = V dO^T - delta: [64 keys, D] [D, 64 queries] -> [64, 64]
@@ -384,7 +384,7 @@ def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands
             params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
         )
         keep = transposed_element_mask(keep, S_LAYOUT)
-    if last_dq_tile is not None:
+    if prev_dq_tile is not None:
         wait_for_stores(0)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * params.scale_log2)
@@ -397,9 +397,9 @@ def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands
     # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
     p_dropped = as_operand_a(p_dropped, value.dtype, GRAD_LAYOUT)
     dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
-    if last_dq_tile is not None:
-        dq = issue_dq_mma(pipelines, last_cursor, WARPGROUP)
-    dp = warpgroup_mma_wait(1 if last_dq_tile is None else 3, deps=(dp,))
+    if prev_dq_tile is not None:
+        dq = issue_dq_mma(pipelines, prev_cursor, WARPGROUP)
+    dp = warpgroup_mma_wait(1 if prev_dq_tile is None else 3, deps=(dp,))
     if params.dropout.threshold is not None:
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0) + minus_delta
     # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
@@ -407,17 +407,17 @@ def mma_one_tile(dk, dv, last_ds, last_cursor, last_dq_tile, cursor, kv_operands
     entry = cursor.ds.stage * 2 + WARPGROUP
     pipelines.ds_exchange.buffers.index(entry).store(ds)
     dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
-    if last_dq_tile is None:
+    if prev_dq_tile is None:
         dv = warpgroup_mma_wait(0, deps=(dv,))
     else:
         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
         store_to_shared(dq_buffer, dq)
     fence_async_shared()
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(entry), count=1)
-    if last_dq_tile is not None:
-        reduce_add(dq_accumulator, dq_buffer, last_dq_tile, WARPGROUP, WHOLE_TILES)
-    if last_cursor is not None:
-        consumer_release(pipelines.query_pipeline, last_cursor.query)
+    if prev_dq_tile is not None:
+        reduce_add(dq_accumulator, dq_buffer, prev_dq_tile, WARPGROUP, ALTERNATE_TILES)
+    if prev_cursor is not None:
+        consumer_release(pipelines.query_pipeline, prev_cursor.query)
     consumer_release(pipelines.grad_out_pipeline, state)
     # While products run ptxas has no registers for it but those that it was computed in.
     return dk, dv, as_operand_a(copy_registers(ds), value.dtype, GRAD_LAYOUT)
@@ -456,7 +456,7 @@ def issue_dq_mma(pipelines, cursor, WARPGROUP: gl.constexpr):
     own first, [64 queries, 64 keys] [64 keys, added dims] -> [64 queries, added dims].
     """
     DIMS: gl.constexpr = added_dims(pipelines.dq_buffers)
-    WHOLE_TILES: gl.constexpr = adds_whole_tiles(
+    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
     ds_exchange = pipelines.ds_exchange
@@ -468,7 +468,7 @@ def issue_dq_mma(pipelines, cursor, WARPGROUP: gl.constexpr):
             mbarrier.wait(ds_exchange.full_barriers.index(entry), cursor.ds.phase)
         ds = ds_exchange.buffers.index(entry).permute((1, 0))
         key = stage_matrix(pipelines.key_pipeline, opaque(cursor.kv_buffer + warpgroup))
-        if not WHOLE_TILES:
+        if not ALTERNATE_TILES:
             key = key.slice(WARPGROUP * DIMS, DIMS, dim=1)
         dq = warpgroup_mma(ds, key, dq, use_acc=i == 1, is_async=True)
     return dq

@@ -51,9 +51,9 @@ def first_tile_of_head(bh, params):
 
 
 @gluon.jit
-def owned_tile(tile, half, WARPGROUP: gl.constexpr, WHOLE_TILES: gl.constexpr):
+def owned_tile(tile, half, WARPGROUP: gl.constexpr, ALTERNATE_TILES: gl.constexpr):
     """The tile, or None where the other warpgroup adds that half of a block."""
-    if WHOLE_TILES and half != WARPGROUP:
+    if ALTERNATE_TILES and half != WARPGROUP:
         tile = None
     return tile
 
@@ -61,16 +61,17 @@ def owned_tile(tile, half, WARPGROUP: gl.constexpr, WHOLE_TILES: gl.constexpr):
 @gluon.jit
 def store_to_shared(buffer, dq):
     """Brings what a warpgroup adds, an accumulator [64, added_dims], into shared memory."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flat = as_flat(dq)
-    reinterpret(buffer, gl.float32, flat.shape, FLAT).store(flat)
+    reinterpret(buffer, gl.float32, flat.shape, UNSWIZZLED).store(flat)
 
 
 @gluon.jit
-def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr, WHOLE_TILES: gl.constexpr):
+def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr,
+               ALTERNATE_TILES: gl.constexpr):  # fmt: skip
     """Adds what the buffer holds by TMA: a tile, or this warpgroup's half of its dims."""
     box = tile
-    if not WHOLE_TILES:
+    if not ALTERNATE_TILES:
         box = tile * 2 + WARPGROUP
     add_tile(dq_accumulator, [box * buffer.shape[0], 0], buffer)
 

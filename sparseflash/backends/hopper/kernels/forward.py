@@ -264,7 +264,7 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
     while work.row >= 0:
         n_masked = (work.blocks.n_partial + work.blocks.n_clipped) * TILES_PER_BLOCK
         n_tiles = n_masked + work.blocks.n_full * TILES_PER_BLOCK
-        stored_buffer = query_buffer
+        prev_query_buffer = query_buffer
         query_buffer = query_state.stage * WARPGROUPS + WARPGROUP
         bh = work.batch * params.sizes.heads + work.head
         query_start = work.row * params.block + WARPGROUP * WARPGROUP_M
@@ -275,16 +275,16 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
         # O of the last row may still be on its way out of its query buffer.
         is_storing = (rows_done > 0) & (QUERY_STAGES > 1)
         if QUERY_STAGES == 1:
-            release_query_after_store(query_pipeline, stored_buffer, rows_done > 0)
+            release_query_after_store(query_pipeline, prev_query_buffer, rows_done > 0)
         consumer_wait(query_pipeline, PipelineState(query_buffer, query_state.phase))
         if n_tiles > 0:
             acc, softmax, state = mainloop(
-                acc, softmax, state, query_buffer, pipelines, stored_buffer, is_storing,
+                acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is_storing,
                 params, work.blocks, bh, query_start, n_masked, n_tiles,
                 Constants(WARPGROUP, LOAD_WAIT_WARPS, MASKED, STAGES, S_LAYOUT, O_LAYOUT),
             )  # fmt: skip
         else:
-            release_query_after_store(query_pipeline, stored_buffer, is_storing)
+            release_query_after_store(query_pipeline, prev_query_buffer, is_storing)
         row_sum = gl.convert_layout(
             gl.sum(softmax.row_sum, axis=1), ROW_LAYOUT, assert_trivial=True
         )
@@ -312,11 +312,11 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
 
 
 @gluon.jit
-def mainloop(acc, softmax, state, query_buffer, pipelines, stored_buffer, is_storing, params,
+def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is_storing, params,
              blocks, bh, query_start, n_masked, n_tiles, const):  # fmt: skip
     """All tiles of a row, at least one, of which the first `n_masked` have element masks.
 
-    stored_buffer, is_storing: the query buffer of the last row, and whether O leaves it
+    prev_query_buffer, is_storing: the query buffer of the last row, and whether O leaves it
     """
     query_pipeline, key_pipeline, value_pipeline = pipelines
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
@@ -348,7 +348,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, stored_buffer, is_sto
         p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
     acc = rescale_rows(acc, correction, const.O_LAYOUT)
     p = as_operand_a(p, query.dtype, const.O_LAYOUT)
-    release_query_after_store(query_pipeline, stored_buffer, is_storing)
+    release_query_after_store(query_pipeline, prev_query_buffer, is_storing)
     if const.LOAD_WAIT_WARPS > 0:
         sync_partition()  # else Triton would synchronise the warpgroup in every step
     for i in range(1, n_tiles):
@@ -365,12 +365,12 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, stored_buffer, is_sto
 
 
 @gluon.jit
-def mma_one_tile(acc, softmax, last_p, last, query, key_pipeline, value_pipeline, params, blocks,
-                 bh, query_start, i, n_masked, const):  # fmt: skip
-    """S_i and its softmax; O += P_{i-1} V_{i-1}, which is at state `last`."""
+def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pipeline, params,
+                 blocks, bh, query_start, i, n_masked, const):  # fmt: skip
+    """S_i and its softmax; O += P_{i-1} V_{i-1}, which is at `prev_state`."""
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
-    last_value = stage_matrix(value_pipeline, last.stage)
-    state = advance(last, const.STAGES)
+    prev_value = stage_matrix(value_pipeline, prev_state.stage)
+    state = advance(prev_state, const.STAGES)
     if const.MASKED:
         words = key_words_if_masked(
             params, blocks, i, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
@@ -384,9 +384,9 @@ def mma_one_tile(acc, softmax, last_p, last, query, key_pipeline, value_pipeline
     # S_i = Q K_i^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if const.LOAD_WAIT_WARPS == 0:
-        consumer_wait(value_pipeline, last)
+        consumer_wait(value_pipeline, prev_state)
     # O += P_{i-1} V_{i-1}: [64, N] [N, D] -> [64, D]
-    acc = warpgroup_mma(last_p, last_value, acc, is_async=True)
+    acc = warpgroup_mma(prev_p, prev_value, acc, is_async=True)
     if params.block > WARPGROUP_M:
         pingpong_signal(const.WARPGROUP, const.LOAD_WAIT_WARPS)
     if params.dropout.threshold is not None:
@@ -403,9 +403,9 @@ def mma_one_tile(acc, softmax, last_p, last, query, key_pipeline, value_pipeline
         p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
     # The compiler moves this wait up, behind some of the exponentials or before the row maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    consumer_release(value_pipeline, last)
+    consumer_release(value_pipeline, prev_state)
     acc = rescale_rows(acc, correction, const.O_LAYOUT)
-    return acc, softmax, as_operand_a(p, last_value.dtype, const.O_LAYOUT), state
+    return acc, softmax, as_operand_a(p, prev_value.dtype, const.O_LAYOUT), state
 
 
 @gluon.jit

@@ -46,9 +46,9 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
     query_start = gl.program_id(0) % tiles_per_head * WARPGROUP_M
     grad_out_pipeline, out_pipeline = make_pipeline(grad_outs, 1, 1), make_pipeline(outs, 1, 1)
     fence_async_shared()
-    first = PipelineState(0, 1)
-    producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, first)
-    producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, first)
+    empty = PipelineState(0, 1)
+    producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, empty)
+    producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, empty)
     tensors = LseTensors(lse, grad_lse, lse_delta)
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
     lse_log2, dlse = read_lse(tensors, bh, tokens, q_len)
@@ -72,12 +72,12 @@ def row_product_layout(dims):
 def read_lse(tensors, bh, tokens, q_len):
     """(log2(e) * LSE, dLSE) [64] of queries of a head; zeros past the sequence."""
     inside = tokens < q_len
-    first = bh.to(gl.int64) * q_len
-    lse_log2 = gl.load(tensors.lse + first + tokens, mask=inside, other=0.0) * LOG2E
+    head_start = bh.to(gl.int64) * q_len
+    lse_log2 = gl.load(tensors.lse + head_start + tokens, mask=inside, other=0.0) * LOG2E
     lse_log2 = gl.where(lse_log2 == NEG_INF, float("inf"), lse_log2)
     grad_lse = gl.zeros_like(lse_log2)
     if tensors.grad_lse is not None:
-        grad_lse = gl.load(tensors.grad_lse + first + tokens, mask=inside, other=0.0)
+        grad_lse = gl.load(tensors.grad_lse + head_start + tokens, mask=inside, other=0.0)
     return lse_log2, grad_lse
 
 

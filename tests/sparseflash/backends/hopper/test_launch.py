@@ -30,7 +30,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
     addressed = launch.addressable(query)
     assert torch.equal(addressed, query)
     assert (addressed is query) == (strides in ("contiguous", "bshd"))
-    descriptor = launch.TmaTile(64).of(addressed)
+    descriptor = launch.TmaTile(64).descriptor(addressed)
     assert descriptor.block_shape == [1, 1, 64, 64]
     assert descriptor.strides == list(addressed.stride())
 
@@ -38,7 +38,7 @@ def test_tensors_are_copied_only_where_they_cannot_be_addressed(strides):
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (96, 128), (192, 256), (256, 256)])
 def test_tiles_are_as_wide_as_a_power_of_two(head_dim, width):
     query, *_ = make_inputs(1, 1, 40, 40, head_dim, dtype=torch.float16)
-    descriptor = launch.TmaTile(64).of(query)
+    descriptor = launch.TmaTile(64).descriptor(query)
     assert descriptor.block_shape == [1, 1, 64, width]
     assert descriptor.shape == list(query.shape)
 
@@ -48,7 +48,7 @@ def test_strides_of_single_entries_do_not_matter():
         (1, 1, 40, 64), (3, 5, 64, 1)
     )
     assert launch.addressable(query) is query
-    assert launch.TmaTile(64).of(query).strides[:2] == [8, 8]
+    assert launch.TmaTile(64).descriptor(query).strides[:2] == [8, 8]
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ ALL_GRADIENTS = {
         "kernels.backward_fused", NUMBERS, Drop(Call("issue_dq_mma", "wait"))
     ),
     "dS has one buffer: it is overwritten before it is read": planted(
-        "kernels.backward_fused", DEADLOCK, Constant("NUM_DS_SLOTS", "gl.constexpr(1)")
+        "kernels.backward_fused", DEADLOCK, Constant("DS_STAGES", "gl.constexpr(1)")
     ),
     "dQ is overwritten before it is stored": planted(
         "kernels.backward_fused", NUMBERS, Drop(Call("mma_one_tile", "wait_for_stores"))
