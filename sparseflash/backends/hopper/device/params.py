@@ -75,6 +75,21 @@ class Params(NamedTuple):
     dropout: Dropout
 
 
+class Constants(NamedTuple):
+    """What the mainloop of one warpgroup has as constants.
+
+    They are constexpr only while the tuple is passed as an argument, so it is built in the call.
+
+    S_LAYOUT:   accumulator layout of S and dP
+    ACC_LAYOUT: accumulator layout of what the mainloop sums: O, dQ, or dK and dV
+    """
+
+    WARPGROUP: gl.constexpr
+    STAGES: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    ACC_LAYOUT: gl.constexpr
+
+
 def unspecialized_arguments(*pointers: str) -> dict[str, list[str]]:
     """Arguments of gluon.jit for a kernel with a table, sizes and more `pointers`."""
     return arguments.unspecialized_arguments(

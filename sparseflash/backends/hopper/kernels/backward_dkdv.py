@@ -13,8 +13,6 @@ registers for both accumulators, up to 128 dims; for more the kernel runs once f
 with None for the other.
 """
 
-from typing import NamedTuple
-
 from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from sparseflash.backends.hopper.device.dropout import dropout_keep_words, transposed_element_mask
@@ -37,6 +35,7 @@ from sparseflash.backends.hopper.device.layouts import (
 from sparseflash.backends.hopper.device.masking import bit_tile_words, element_mask
 from sparseflash.backends.hopper.device.params import (
     LN2,
+    Constants,
     Dropout,
     Params,
     Sizes,
@@ -65,18 +64,6 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
-
-
-class Constants(NamedTuple):
-    """What is known when the kernel is compiled. They are constexpr only while the tuple is passed
-    as an argument.
-    """
-
-    WARPGROUP: gl.constexpr
-    WITH_KEYS: gl.constexpr
-    WITH_VALUES: gl.constexpr
-    S_LAYOUT: gl.constexpr
-    GRAD_LAYOUT: gl.constexpr
 
 
 @gluon.jit(**unspecialized_arguments("key_lengths", "work_counter"))
@@ -265,13 +252,15 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
                         lse_delta_buffers, state, params, work.blocks, bh, key_start, True,
-                        Constants(WARPGROUP, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT),
+                        Constants(WARPGROUP, STAGES, S_LAYOUT, GRAD_LAYOUT), WITH_KEYS,
+                        WITH_VALUES,
                     )  # fmt: skip
                 else:
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
                         lse_delta_buffers, state, params, work.blocks, bh, key_start, False,
-                        Constants(WARPGROUP, WITH_KEYS, WITH_VALUES, S_LAYOUT, GRAD_LAYOUT),
+                        Constants(WARPGROUP, STAGES, S_LAYOUT, GRAD_LAYOUT), WITH_KEYS,
+                        WITH_VALUES,
                     )  # fmt: skip
                 state = advance(state, STAGES)
             work, work_state = receive_work(params, work_state)
@@ -302,12 +291,12 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
 
 @gluon.jit
 def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_delta_buffers,
-                 state, params, blocks, bh, key_start, PARTIAL: gl.constexpr,
-                 const):  # fmt: skip
+                 state, params, blocks, bh, key_start, PARTIAL: gl.constexpr, const,
+                 WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr):  # fmt: skip
     """(dK + dS^T Q, dV + P^T dO) of the i-th tile of 64 queries."""
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, const.S_LAYOUT)
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
-    BOTH: gl.constexpr = const.WITH_KEYS and const.WITH_VALUES
+    BOTH: gl.constexpr = WITH_KEYS and WITH_VALUES
     if PARTIAL:
         entry = blocks.partial_start + i // TILES_PER_BLOCK
         first_word = i % TILES_PER_BLOCK * 2
@@ -339,7 +328,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         # Wide tiles leave no registers that could hold LSE and delta while products run.
         scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
         consumer_wait(grad_out_pipeline, state)
-        if const.WITH_KEYS:
+        if WITH_KEYS:
             dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
         lse_log2 = lse_log2.load(COLUMN_LAYOUT)
     if params.dropout.threshold is not None:
@@ -348,31 +337,31 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
             params.dropout, bh, query_start, key_start, WARPGROUP_M, const.S_LAYOUT
         )
         keep = transposed_element_mask(keep, const.S_LAYOUT)
-    scores = warpgroup_mma_wait(0 if const.WITH_VALUES else 1, deps=(scores,))
+    scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
     p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 0))
     if PARTIAL:
         p = gl.where(element_mask(words, WARPGROUP_M, const.S_LAYOUT), p, 0.0)
-    if const.WITH_VALUES:
+    if WITH_VALUES:
         p_dropped = p
         if params.dropout.threshold is not None:
             p_dropped = gl.where(keep, p, 0.0)
-        p_dropped = as_operand_a(p_dropped, query.dtype, const.GRAD_LAYOUT)
+        p_dropped = as_operand_a(p_dropped, query.dtype, const.ACC_LAYOUT)
         # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
-    if const.WITH_KEYS:
-        dp = warpgroup_mma_wait(1 if const.WITH_VALUES else 0, deps=(dp,))
+    if WITH_KEYS:
+        dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
         if params.dropout.threshold is not None:
             dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
         if not BOTH or params.dropout.threshold is not None:
             dp = dp + gl.expand_dims(minus_delta.load(COLUMN_LAYOUT), 0)
         # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
-        ds = as_operand_a(p * dp, query.dtype, const.GRAD_LAYOUT)
+        ds = as_operand_a(p * dp, query.dtype, const.ACC_LAYOUT)
         # dK += dS^T Q: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dk = warpgroup_mma(ds, query, dk, is_async=True)
-    if const.WITH_VALUES:
-        dv = warpgroup_mma_wait(1 if const.WITH_KEYS else 0, deps=(dv,))
+    if WITH_VALUES:
+        dv = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(dv,))
     consumer_release(grad_out_pipeline, state)
-    if const.WITH_KEYS:
+    if WITH_KEYS:
         dk = warpgroup_mma_wait(0, deps=(dk,))
     consumer_release(query_pipeline, state)
     return dk, dv

@@ -15,8 +15,6 @@ is: the 64 queries of warpgroup 0 through that of keys, those of warpgroup 1, if
 through that of values.
 """
 
-from typing import NamedTuple
-
 from sparseflash.backends.hopper.device.block_list import (
     key_blocks_of_row,
     load_key_value_tiles,
@@ -41,6 +39,7 @@ from sparseflash.backends.hopper.device.layouts import (
 from sparseflash.backends.hopper.device.masking import element_mask, key_mask_words
 from sparseflash.backends.hopper.device.params import (
     LN2,
+    Constants,
     Dropout,
     Params,
     Sizes,
@@ -78,17 +77,6 @@ from sparseflash.backends.hopper.kernels.lse_delta import (
     row_product_layout,
     write_lse_delta,
 )
-
-
-class Constants(NamedTuple):
-    """What is known when the kernel is compiled. They are constexpr only while the tuple is passed
-    as an argument.
-    """
-
-    WARPGROUP: gl.constexpr
-    STAGES: gl.constexpr
-    S_LAYOUT: gl.constexpr
-    DQ_LAYOUT: gl.constexpr
 
 
 @gluon.jit(
@@ -310,7 +298,7 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
         keep = element_mask(keep, TILE_N, const.S_LAYOUT)
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
     # dS = P * (dP - delta): [64, N]
-    ds = as_operand_a(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, const.DQ_LAYOUT)
+    ds = as_operand_a(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, const.ACC_LAYOUT)
     # dQ += dS K: [64, N] [N, D] -> [64, D]
     dq = warpgroup_mma(ds, key, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))

@@ -60,6 +60,7 @@ from sparseflash.backends.hopper.device.masking import element_mask, key_words_i
 from sparseflash.backends.hopper.device.params import (
     LN2,
     NEG_INF,
+    Constants,
     Dropout,
     Params,
     Sizes,
@@ -87,19 +88,6 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
-
-
-class Constants(NamedTuple):
-    """What is known when the kernel is compiled. They are constexpr only while the tuple is passed
-    as an argument.
-    """
-
-    WARPGROUP: gl.constexpr
-    LOAD_WAIT_WARPS: gl.constexpr
-    MASKED: gl.constexpr
-    STAGES: gl.constexpr
-    S_LAYOUT: gl.constexpr
-    O_LAYOUT: gl.constexpr
 
 
 class SoftmaxState(NamedTuple):
@@ -281,7 +269,7 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
             acc, softmax, state = mainloop(
                 acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is_storing,
                 params, work.blocks, bh, query_start, n_masked, n_tiles,
-                Constants(WARPGROUP, LOAD_WAIT_WARPS, MASKED, STAGES, S_LAYOUT, O_LAYOUT),
+                Constants(WARPGROUP, STAGES, S_LAYOUT, O_LAYOUT), LOAD_WAIT_WARPS, MASKED,
             )  # fmt: skip
         else:
             release_query_after_store(query_pipeline, prev_query_buffer, is_storing)
@@ -313,7 +301,8 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
 
 @gluon.jit
 def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is_storing, params,
-             blocks, bh, query_start, n_masked, n_tiles, const):  # fmt: skip
+             blocks, bh, query_start, n_masked, n_tiles, const, LOAD_WAIT_WARPS: gl.constexpr,
+             MASKED: gl.constexpr):  # fmt: skip
     """All tiles of a row, at least one, of which the first `n_masked` have element masks.
 
     prev_query_buffer, is_storing: the query buffer of the last row, and whether O leaves it
@@ -326,7 +315,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     else:
         query = stage_matrix(query_pipeline, opaque(query_buffer))
     state = advance(state, const.STAGES)
-    if const.MASKED:
+    if MASKED:
         words = key_words_if_masked(
             params, blocks, 0, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
         )
@@ -337,24 +326,24 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     consumer_release(key_pipeline, state)
-    if const.MASKED and n_masked > 0:
+    if MASKED and n_masked > 0:
         scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
-    p, softmax, correction = online_softmax(scores, softmax, params, const)
+    p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
     if params.dropout.threshold is not None:
         key_start = tile_start(params, blocks, 0, TILE_N)
         keep = dropout_keep_words(
             params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
         )
         p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
-    acc = rescale_rows(acc, correction, const.O_LAYOUT)
-    p = as_operand_a(p, query.dtype, const.O_LAYOUT)
+    acc = rescale_rows(acc, correction, const.ACC_LAYOUT)
+    p = as_operand_a(p, query.dtype, const.ACC_LAYOUT)
     release_query_after_store(query_pipeline, prev_query_buffer, is_storing)
-    if const.LOAD_WAIT_WARPS > 0:
+    if LOAD_WAIT_WARPS > 0:
         sync_partition()  # else Triton would synchronise the warpgroup in every step
     for i in range(1, n_tiles):
         acc, softmax, p, state = mma_one_tile(
             acc, softmax, p, state, query, key_pipeline, value_pipeline, params, blocks, bh,
-            query_start, i, n_masked, const,
+            query_start, i, n_masked, const, LOAD_WAIT_WARPS, MASKED,
         )  # fmt: skip
     consumer_wait(value_pipeline, state)
     # O += P V of the last tile: [64, N] [N, D] -> [64, D]
@@ -366,29 +355,30 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
 
 @gluon.jit
 def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pipeline, params,
-                 blocks, bh, query_start, i, n_masked, const):  # fmt: skip
+                 blocks, bh, query_start, i, n_masked, const, LOAD_WAIT_WARPS: gl.constexpr,
+                 MASKED: gl.constexpr):  # fmt: skip
     """S_i and its softmax; O += P_{i-1} V_{i-1}, which is at `prev_state`."""
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     prev_value = stage_matrix(value_pipeline, prev_state.stage)
     state = advance(prev_state, const.STAGES)
-    if const.MASKED:
+    if MASKED:
         words = key_words_if_masked(
             params, blocks, i, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
         )
     zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, const.S_LAYOUT)
-    if const.LOAD_WAIT_WARPS == 0:
+    if LOAD_WAIT_WARPS == 0:
         consumer_wait(key_pipeline, state)
     key = stage_matrix(key_pipeline, state.stage)
     if params.block > WARPGROUP_M:
-        pingpong_wait(const.WARPGROUP, const.LOAD_WAIT_WARPS)
+        pingpong_wait(const.WARPGROUP, LOAD_WAIT_WARPS)
     # S_i = Q K_i^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if const.LOAD_WAIT_WARPS == 0:
+    if LOAD_WAIT_WARPS == 0:
         consumer_wait(value_pipeline, prev_state)
     # O += P_{i-1} V_{i-1}: [64, N] [N, D] -> [64, D]
     acc = warpgroup_mma(prev_p, prev_value, acc, is_async=True)
     if params.block > WARPGROUP_M:
-        pingpong_signal(const.WARPGROUP, const.LOAD_WAIT_WARPS)
+        pingpong_signal(const.WARPGROUP, LOAD_WAIT_WARPS)
     if params.dropout.threshold is not None:
         key_start = tile_start(params, blocks, i, TILE_N)
         keep = dropout_keep_words(
@@ -396,24 +386,24 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
         )
     scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(key_pipeline, state)
-    if const.MASKED and i < n_masked:
+    if MASKED and i < n_masked:
         scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
-    p, softmax, correction = online_softmax(scores, softmax, params, const)
+    p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
     if params.dropout.threshold is not None:
         p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
     # The compiler moves this wait up, behind some of the exponentials or before the row maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     consumer_release(value_pipeline, prev_state)
-    acc = rescale_rows(acc, correction, const.O_LAYOUT)
-    return acc, softmax, as_operand_a(p, prev_value.dtype, const.O_LAYOUT), state
+    acc = rescale_rows(acc, correction, const.ACC_LAYOUT)
+    return acc, softmax, as_operand_a(p, prev_value.dtype, const.ACC_LAYOUT), state
 
 
 @gluon.jit
-def online_softmax(scores, softmax, params, const):
+def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
     """(P = exp2(scale_log2 * (S - row_max)) [64, N], the new state, the correction [64])."""
     row_max = gl.maximum(softmax.row_max, gl.max(scores, axis=1))
     shift = row_max * params.scale_log2
-    if const.MASKED:
+    if MASKED:
         # A row without a key so far: -inf less -inf would be NaN.
         shift = gl.where(row_max == NEG_INF, 0.0, shift)
     p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(shift, 1))
