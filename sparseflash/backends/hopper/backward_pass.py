@@ -1,4 +1,4 @@
-"""The backward pass: what the host makes of one call.
+"""The backward pass: host side of one call.
 
     P  = exp2(scale * log2(e) * Q K^T - log2(e) * LSE)
     dS = P * (dO V^T - delta),    delta = rowsum(dO * O) - dLSE
@@ -65,6 +65,7 @@ def backward(
         if all(needs) and uses_fused_backward(table, spec):
             _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
             return _fused(*call)
+        # dQ first: its kernel writes the LSE and delta that the kernel of dK and dV reads.
         if needs_query:
             grad_query = _dq(out, lse, grad_lse, *call)
         else:
@@ -72,7 +73,7 @@ def backward(
         if tile_width(spec.head_dim) <= MAX_DKDV_DIMS:
             if needs_key or needs_value:
                 grad_key, grad_value = _dkdv(*call)
-        else:
+        else:  # registers hold one of both accumulators, so S is computed in either launch
             if needs_key:
                 grad_key, _ = _dkdv(*call, with_value=False)
             if needs_value:

@@ -18,6 +18,9 @@ class KernelConfig(NamedTuple):
 
 
 # Configurations by block size and tile width (dims, a power of 2).
+# Shared memory, at most 227 KiB a CTA, bounds the stages. At 128 dims the forward kernel takes
+# 128 KiB for two stages of K and V and 64 for two of Q. That of dK and dV takes 96 KiB for three
+# stages of Q and dO and 128 for two of K and V.
 # STAGES: of K and V; QUERY_STAGES: of Q.
 FORWARD_CONFIGS = {
     128: {
@@ -57,6 +60,7 @@ DKDV_CONFIGS = {
 # By tile width, for blocks of 128; stages as for dK and dV.
 FUSED_CONFIGS = {
     64: KernelConfig(1, {"STAGES": 4, "KEY_STAGES": 2}),
+    # One row of K and V: the exchange of dS and the buffers of dQ take 64 KiB.
     128: KernelConfig(1, {"STAGES": 3, "KEY_STAGES": 1}),
 }
 # By tile width: the most keys of one tile where work tiles are rows of queries.

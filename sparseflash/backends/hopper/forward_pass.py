@@ -1,4 +1,4 @@
-"""The forward pass: what the host makes of one call."""
+"""The forward pass: host side of one call."""
 
 import torch
 from torch import Tensor

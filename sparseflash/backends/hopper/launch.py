@@ -82,6 +82,7 @@ def launch_pass(
     rows = table.by_key if by_key else table.by_query
     work_counter = make_work_counter(rows, spec.device)
     seeds = (None, None) if spec.dropout_p == 0 else _seed_words(seed)
+    # Equal signatures share a packed launch; what differs between them is written into it.
     signature = (kernel.__name__, spec, *[None if x is None else x.stride() for x in tensors])
     addresses = [
         None if x is None else x.data_ptr() for x in (*tensors, key_lengths, work_counter)
@@ -99,6 +100,7 @@ def launch_pass(
         )
         group = spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
+        # Everything that a kernel is compiled for: also which arguments are None.
         facts = (spec.device, spec.dtype, spec.head_dim, block, group, masked, spec.dropout_p > 0)
         variant = (*facts, *(x is None for x in (*tensors, key_lengths, work_counter)))
         constants = {"QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
@@ -200,6 +202,7 @@ def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
     """The counter of the dynamic tile scheduler, None where rows are even."""
     if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
         return None
+    # A new one for every launch, because the kernel never resets it.
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Which calls the backend serves, in which tiles, and which it leaves to others."""
+"""Which calls the backend serves, in which tiles, and which calls "auto" gives to others."""
 
 from functools import lru_cache
 from importlib.util import find_spec

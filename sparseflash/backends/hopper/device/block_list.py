@@ -49,6 +49,7 @@ def key_blocks_of_row(params, batch, head, row):
     blocks = read_block_row(params, batch, head, row)
     if params.key_lengths is not None:
         length, start, full_start = blocks.key_length, blocks.partial_start, blocks.full_start
+        # Columns ascend within a row, so the blocks before the key length are the first ones.
         reached = gl.cdiv(length, params.block)
         n_partial = count_below(params.table.partial_index, start, blocks.n_partial, reached)
         whole_blocks = length // params.block
@@ -94,7 +95,7 @@ def block_index(params, blocks, i):
 @gluon.jit
 def count_below(index, start, count, limit):
     """How many of the ascending entries index[start : start + count] are below `limit`."""
-    low = count * 0
+    low = count * 0  # a tensor: the type of a value may not change in a loop
     high = count
     while low < high:
         middle = (low + high) // 2
@@ -131,6 +132,8 @@ def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, k
                     start, count, state, STAGES: gl.constexpr):  # fmt: skip
     """Loads the keys and values of listed blocks; the index is read one block ahead."""
     TILE_N: gl.constexpr = keys.block_type.shape[2]
+    # Every list ends in readable entries (masks.lookup_table.PREFETCH). So neither the first load
+    # of an empty list nor the one after the last block is out of bounds.
     block = gl.load(index + start)
     for i in range(start, start + count):
         next_block = gl.load(index + i + 1)

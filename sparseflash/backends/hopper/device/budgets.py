@@ -1,11 +1,15 @@
 """Register budgets of the warp roles: registers per thread, by setmaxnreg.
 
-A CTA of two warpgroups and up to two more warps has all 65536 registers of a multiprocessor.
+A CTA of two consumer warpgroups has all 65,536 registers of a multiprocessor. setmaxnreg acts on
+warpgroups, so Triton pads the producer and the load-wait warp to one of four warps.
 """
 
 from sparseflash.backends.hopper.device.gluon_compat import gl
 
+# The largest multiple of 8 that fits: 2 * 128 * 240 + 128 * 24 = 64,512 registers. Triton gives
+# the first consumer, which is its default partition, what the other partitions do not take.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)  # of the load-wait warp too
-# Up to this width registers of the forward kernel hold Q, which then leaves shared memory once.
+# Up to this width registers of the forward kernel hold Q, so that products read K alone from
+# shared memory. Wider tiles have no registers for Q beside O and S.
 MAX_QUERY_REGISTER_DIMS = gl.constexpr(128)

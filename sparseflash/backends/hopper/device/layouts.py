@@ -9,12 +9,14 @@ THREADS_PER_ROW = gl.constexpr(4)  # threads that share a row of an accumulator
 @gluon.constexpr_function
 def accumulator_layout(columns):
     """The layout of an accumulator [WARPGROUP_M, columns] of one warpgroup."""
+    # wgmma of version 3.0: four warps of 16 rows each.
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def row_share_layout():
     """The layout of [WARPGROUP_M, THREADS_PER_ROW]: one element per thread and accumulator row."""
+    # As in an accumulator: four lanes a row, eight rows a warp, two rows of distance 8 a thread.
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
@@ -28,6 +30,7 @@ def operand_a_layout(accumulator):
 @gluon.jit
 def as_operand_a(matrix, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """An accumulator as the left operand of a product with accumulator layout LAYOUT."""
+    # A thread holds the same elements in both layouts: no exchange between threads.
     return gl.convert_layout(matrix.to(DTYPE), operand_a_layout(LAYOUT), assert_trivial=True)
 
 

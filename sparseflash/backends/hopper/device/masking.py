@@ -1,4 +1,7 @@
-"""Which pairs of a tile are element_mask: words of bits, a row of pairs in each few of them."""
+"""Element masks of tiles, out of words of 32 bits.
+
+Pair (row, column) of a tile is bit column % 32 of word column // 32 of that row.
+"""
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
@@ -26,6 +29,7 @@ def bit_tile_words(params, entry, first_row, first_word, TILE_N: gl.constexpr,
 def key_words_if_masked(params, blocks, i, n_masked, first_row, TILE_N: gl.constexpr,
                         LAYOUT: gl.constexpr):  # fmt: skip
     """key_mask_words of the i-th tile of a row of queries if i < n_masked, else zeros."""
+    # Both paths of the branch must give tensors of one shape and layout.
     none = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
     words = (none, none) if TILE_N == 64 else (none, none, none, none)
     if i < n_masked:
@@ -57,6 +61,8 @@ def key_mask_words(params, blocks, i, first_row, TILE_N: gl.constexpr, LAYOUT: g
     entry = blocks.partial_start + block
     words = bit_tile_words(params, entry, first_row, first_key // 32, TILE_N, LAYOUT)
     if params.key_lengths is not None:
+        # The clipped block has no bit tile: it read that of the entry after the partial ones,
+        # which every list has. So all bits are set before the key length bounds them.
         is_partial = block < blocks.n_partial
         all_bits = gl.where(is_partial, 0, -1)
         partial = gl.load(table.partial_index + entry)

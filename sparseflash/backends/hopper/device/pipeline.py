@@ -3,8 +3,8 @@
     producer    producer_acquire: wait until a stage is empty; TMA load; full barrier completes
     consumer    consumer_wait: wait until it is full; read; consumer_release: it is empty again
 
-Each counts stages around the buffer, and laps by their parity, in a PipelineState. A producer
-starts at phase 1, for all stages are empty at first.
+A PipelineState counts stages around the buffer and the parity of each use. A producer starts at
+phase 1: a wait for that parity of a new mbarrier returns at once, as all stages are empty.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class NamedBarrierPipeline(NamedTuple):
 
 
 class PipelineState(NamedTuple):
-    """Where a producer or consumer is: the stage, and the parity of its lap."""
+    """Where a producer or consumer is: the stage, and the parity of its use."""
 
     stage: gl.tensor
     phase: gl.tensor
@@ -122,6 +122,7 @@ def producer_load(pipeline, descriptor, batch, head, token, state):
     """
     producer_acquire(pipeline, state)
     full_barrier = pipeline.full_barriers.index(state.stage)
+    # Before the load: the barrier completes when these bytes have arrived.
     mbarrier.expect(full_barrier, descriptor.block_type.nbytes)
     tile = stage_tile(pipeline, state.stage, descriptor)
     load_tile(descriptor, [batch, head, token, 0], full_barrier, tile)
@@ -143,7 +144,7 @@ def consumer_wait(pipeline, state):
 
 @gluon.jit
 def consumer_release(pipeline, state):
-    """Hands a stage back to the producer."""
+    """Signals that this consumer has read a stage, which the producer may overwrite then."""
     if isinstance(pipeline.empty_barriers, gl.shared_memory_descriptor):
         mbarrier.arrive(pipeline.empty_barriers.index(state.stage), count=1)
     else:

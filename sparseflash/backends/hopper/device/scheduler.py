@@ -25,7 +25,7 @@ from sparseflash.backends.hopper.device.pipeline import (
 )
 
 WORK_QUEUE_DEPTH = gl.constexpr(4)  # work tiles that are published ahead
-WORK_TILE_FIELDS = gl.constexpr(9)  # of a work tile that is published:
+WORK_TILE_FIELDS = gl.constexpr(9)  # integers of a published work tile:
 ROW, BATCH, HEAD, PARTIAL_START, N_PARTIAL, FULL_START, N_FULL, KEY_LENGTH, N_CLIPPED = map(
     gl.constexpr, range(WORK_TILE_FIELDS.value)
 )
@@ -57,8 +57,8 @@ def make_work_queue(CONSUMERS: gl.constexpr):
 def next_work_id(params, work_id):
     """The work tile of this CTA after `work_id`; the first one is its own number.
 
-    Static where all rows take the same time: CTAs stride over the work tiles. Else dynamic: an
-    atomic counter hands them out as CTAs ask.
+    Static where all rows take the same time: CTAs stride over the work tiles. Else dynamic:
+    each CTA takes the next one of an atomic counter.
     """
     following = work_id + gl.num_programs(0)
     if params.work_counter is not None:
@@ -93,6 +93,7 @@ def publish_work(params, work, state):
     """Publishes a work tile; returns the state of the next one."""
     acquire_work_stage(params, state)
     stage, blocks = state.stage, work.blocks
+    # Consumers would otherwise repeat the lookup, and no product runs meanwhile.
     write_field(params, stage, ROW, work.row)
     write_field(params, stage, BATCH, work.batch)
     write_field(params, stage, HEAD, work.head)
@@ -168,4 +169,5 @@ def write_field(params, stage, FIELD: gl.constexpr, number):
 @gluon.jit
 def read_field(params, stage, FIELD: gl.constexpr):
     number = params.work_queue.buffers.index(stage * WORK_TILE_FIELDS + FIELD)
+    # The maximum of one element turns it into a scalar.
     return gl.max(number.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)

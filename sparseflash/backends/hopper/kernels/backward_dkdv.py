@@ -83,7 +83,7 @@ def backward_dkdv_kernel(
     query_pipeline = make_named_barrier_pipeline(queries, 0, STAGES, WARPGROUPS)
     grad_out_pipeline = make_named_barrier_pipeline(grad_outs, STAGES, STAGES, WARPGROUPS)
     key_pipeline = make_pipeline(keys, WARPGROUPS * KEY_STAGES, 1)
-    value_pipeline = key_pipeline  # dV alone needs no values, and leaves by the buffers of keys
+    value_pipeline = key_pipeline  # dV alone needs no V, and is stored through the buffers of K
     if grad_keys is not None:
         value_pipeline = make_pipeline(values, WARPGROUPS * KEY_STAGES, 1)
     lse_delta_buffers = gl.allocate_shared_memory(
@@ -144,6 +144,7 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
     while work_id < params.sizes.num_work_tiles:
         next_work = next_work_id(params, work_id)
         batch, kv_head, row = decode_work_id(params, work_id, QHEADS_PER_KVHEAD)
+        # One queue entry a query head: heads with masks of their own have other blocks.
         for i in range(QHEADS_PER_KVHEAD):
             head = kv_head * QHEADS_PER_KVHEAD + i
             blocks = query_blocks_of_row(params, batch, head, row)
@@ -192,6 +193,7 @@ def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pip
         next_block = gl.load(index + i + 1)
         for tile in gl.static_range(params.block // WARPGROUP_M):
             token = block * params.block + tile * WARPGROUP_M
+            # Q, LSE and delta share a stage and its full barrier, which expects the bytes of all.
             full_barrier = query_pipeline.full_barriers.index(state.stage)
             producer_acquire(query_pipeline, state)
             mbarrier.expect(
@@ -267,10 +269,11 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
         dk = dk * (params.scale_log2 * LN2)
         if params.dropout.threshold is not None:
             dv = dv * params.dropout.keep_scale
+        # The loop does not mask keys past the key length: their gradients become 0 here.
         if params.key_lengths is not None:
             inside = gl.expand_dims(key_start + offsets < key_length, 1)
             dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
-        # All products have completed: the buffers of K and V hold dK and dV on their way out.
+        # All products have completed, so dK and dV are stored through the buffers of K and V.
         if WITH_KEYS:
             key.store(dk.to(DTYPE))
         if WITH_VALUES:
@@ -282,6 +285,7 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
         if WITH_VALUES:
             dv_buffer = value_pipeline.buffers.index(buffer)
             store_tile(grad_values, [own_batch, own_head, key_start, 0], dv_buffer)
+        # The producer loads the next K and V there.
         wait_for_stores(0)
         consumer_release(key_pipeline, kv_state)
         if WITH_KEYS:
@@ -337,6 +341,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
             params.dropout, bh, query_start, key_start, WARPGROUP_M, const.S_LAYOUT
         )
         keep = transposed_element_mask(keep, const.S_LAYOUT)
+    # Products complete in the order of issue: S^T is the last one, but where dK is computed alone.
     scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
     p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 0))
     if PARTIAL:
@@ -349,6 +354,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
     if WITH_KEYS:
+        # dV may still run while dS^T is computed.
         dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
         if params.dropout.threshold is not None:
             dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)

@@ -9,8 +9,8 @@ Persistent and warp specialised like the kernel of dK and dV, with two warpgroup
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and dK += dS^T
 Q. dS also goes through shared memory, where each warpgroup finds the keys of the other: each
 computes half of dS K (half the dims of every tile; all of them of every other tile at 64 dims) and
-adds it to dQ in global memory, beside the CTAs of other keys. The order of those sums, and with it
-the last bits of dQ, differs from run to run.
+adds it to dQ in global memory, to which the CTAs of other keys add too. The order of those sums,
+and with it the last bits of dQ, differs from run to run.
 
 dK and dQ of a tile are computed with the next one, beside S^T and dV: so no warpgroup waits for
 the other, and products run while P and dS are computed. No product may be in flight from one
@@ -83,7 +83,7 @@ DS_STAGES = gl.constexpr(2)
 
 
 class DsExchange(NamedTuple):
-    """dS^T of both warpgroups: buffer 2 * slot + warpgroup is written by that one for both."""
+    """dS^T of both warpgroups: buffer 2 * stage + warpgroup is written by that one for both."""
 
     buffers: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
@@ -102,7 +102,7 @@ class Pipelines(NamedTuple):
 
 
 class PipelineCursor(NamedTuple):
-    """Where a tile of queries lies: its stage of Q and dO, its slot of the exchange, and the first
+    """Where a tile of queries lies: its stage of Q and dO, that of the exchange, and the first
     buffer of the K and V of its work tile.
     """
 
@@ -128,6 +128,7 @@ def backward_fused_kernel(
     pipelines = Pipelines(
         make_named_barrier_pipeline(queries, 0, STAGES, 2),
         make_named_barrier_pipeline(grad_outs, STAGES, STAGES, 2),
+        # Both warpgroups read all keys, for dQ, and each its own values.
         make_pipeline(keys, 2 * KEY_STAGES, 2),
         make_pipeline(values, 2 * KEY_STAGES, 1),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout),
@@ -190,7 +191,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
     GRAD_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
-    # dV and dK leave by the buffer by which dQ did.
+    # dV and dK are stored through the buffer from which dQ was added.
     out_buffer = reinterpret(
         pipelines.dq_buffers.index(WARPGROUP), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
@@ -253,8 +254,8 @@ def adds_alternate_tiles(dq_buffers, key_buffers):
 
 @gluon.jit
 def load_operand_a(pipeline, buffer):
-    """This warpgroup's half of K or V as a left operand in registers: products that read it there
-    leave the bandwidth of shared memory to others.
+    """This warpgroup's half of K or V as a left operand in registers, where products that read it
+    take no bandwidth of shared memory.
     """
     LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
     return stage_matrix(pipeline, buffer).load(operand_a_layout(LAYOUT))
@@ -384,13 +385,14 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
             params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
         )
         keep = transposed_element_mask(keep, S_LAYOUT)
+    # The buffer of dQ is written next: TMA must have read what it added before.
     if prev_dq_tile is not None:
         wait_for_stores(0)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * params.scale_log2)
     if MASKED and i < n_masked:
         p = gl.where(element_mask(words, WARPGROUP_M, S_LAYOUT), p, 0.0)
-    p = p.to(value.dtype)  # which leaves registers for dQ
+    p = p.to(value.dtype)  # 16 bits, so that registers hold dQ beside dV
     p_dropped = p
     if params.dropout.threshold is not None:
         p_dropped = gl.where(keep, p, 0.0)
@@ -399,6 +401,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
     dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
     if prev_dq_tile is not None:
         dq = issue_dq_mma(pipelines, prev_cursor, WARPGROUP)
+    # dV and the two products of dQ may still run.
     dp = warpgroup_mma_wait(1 if prev_dq_tile is None else 3, deps=(dp,))
     if params.dropout.threshold is not None:
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0) + minus_delta
@@ -412,6 +415,8 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
     else:
         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
         store_to_shared(dq_buffer, dq)
+    # One fence serves dS, which wgmma reads, and dQ, which TMA reads. To signal dS earlier takes a
+    # second one, which was up to 4 % slower.
     fence_async_shared()
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(entry), count=1)
     if prev_dq_tile is not None:
@@ -419,7 +424,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
     if prev_cursor is not None:
         consumer_release(pipelines.query_pipeline, prev_cursor.query)
     consumer_release(pipelines.grad_out_pipeline, state)
-    # While products run ptxas has no registers for it but those that it was computed in.
+    # Copied when no product runs: else ptxas finds no registers, and waits for every product.
     return dk, dv, as_operand_a(copy_registers(ds), value.dtype, GRAD_LAYOUT)
 
 
@@ -464,6 +469,7 @@ def issue_dq_mma(pipelines, cursor, WARPGROUP: gl.constexpr):
     for i in gl.static_range(2):
         warpgroup = (WARPGROUP + i) % 2
         entry = cursor.ds.stage * 2 + warpgroup
+        # Its own first, which needs no wait: it stored that itself.
         if i == 1:
             mbarrier.wait(ds_exchange.full_barriers.index(entry), cursor.ds.phase)
         ds = ds_exchange.buffers.index(entry).permute((1, 0))

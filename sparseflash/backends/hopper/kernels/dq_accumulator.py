@@ -79,6 +79,7 @@ def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr,
 @gluon.constexpr_function
 def flat_layout(size):
     """Of a flat tile: which thread has which element of an accumulator."""
+    # Four neighbours a thread, which are 16 bytes, then the lanes, the warps, and the rest.
     rest = [[1 << i] for i in range(9, size.bit_length() - 1)]
     lanes = [[4], [8], [16], [32], [64]]
     return gl.DistributedLinearLayout([[1], [2], *rest], lanes, [[128], [256]], [], [size])
@@ -88,7 +89,8 @@ def flat_layout(size):
 def as_flat(acc):
     """An accumulator of one warpgroup in the order of its registers."""
     SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
-    # four warps, two halves of eight rows; columns by eight, four threads and two registers
+    # Rows: four warps, two halves, eight rows.
+    # Columns: groups of eight, four threads, two elements.
     split = acc.reshape([4, 2, 8, acc.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
     return gl.convert_layout(split.reshape([SIZE]), flat_layout(SIZE), assert_trivial=True)
 

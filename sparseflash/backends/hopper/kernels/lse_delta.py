@@ -46,7 +46,7 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
     query_start = gl.program_id(0) % tiles_per_head * WARPGROUP_M
     grad_out_pipeline, out_pipeline = make_pipeline(grad_outs, 1, 1), make_pipeline(outs, 1, 1)
     fence_async_shared()
-    empty = PipelineState(0, 1)
+    empty = PipelineState(0, 1)  # both stages are: the waits return at once
     producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, empty)
     producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, empty)
     tensors = LseTensors(lse, grad_lse, lse_delta)
@@ -62,6 +62,7 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
 @gluon.constexpr_function
 def row_product_layout(dims):
     """Of [64, dims], with each row in the four threads that have it in an accumulator."""
+    # Eight neighbouring columns a thread: 16 bytes, the widest load from shared memory.
     columns = [1, 2, 4, *(1 << i for i in range(5, dims.bit_length() - 1))]
     registers = [*([0, column] for column in columns), [8, 0]]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
@@ -90,6 +91,7 @@ def compute_minus_delta(out, grad_out, grad_lse):
 @gluon.jit
 def write_lse_delta(tensors, lse_log2, minus_delta, bh, tokens, padded_len):
     """Writes both of queries of a head; those past the sequence too."""
+    # TMA of the kernel of dK and dV reads whole tiles, so none may be uninitialised.
     row = tensors.lse_delta + bh.to(gl.int64) * 2 * padded_len
     gl.store(row + tokens, lse_log2)
     gl.store(row + padded_len + tokens, minus_delta)
