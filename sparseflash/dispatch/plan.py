@@ -78,8 +78,9 @@ def find_plan(
     )
     try:
         plan = mask.cache.get(signature)
-    except TypeError:  # an option that cannot be hashed: the checks say more
-        plan = None
+    except TypeError:  # an option that cannot be hashed: its check names it
+        AttentionOptions(**options)
+        raise
     if plan is not None:
         return plan
     facts = (has_key_lengths, bias, differentiates_bias, differentiates_blocks)
