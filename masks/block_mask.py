@@ -1,7 +1,7 @@
 """BlockMask and DynamicMask: a pattern at one length and block size, exact to the pair.
 
-They stand in one module because each makes the other: a BlockMask selects to a DynamicMask, which
-reads back as a BlockMask. What they do is in masks._core; here is what users see of it.
+They stand in one module because each constructs the other: a BlockMask selects to a DynamicMask,
+which reads back as a BlockMask. What they do is in masks._core; here is what users see of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -281,7 +281,7 @@ class BlockMask(OnGrid, Handled):
         return self._binary(other, lambda a, b: a & ~b)
 
     def __invert__(self) -> "BlockMask":
-        return of_full(self.grid) - self
+        return from_full_runs(self.grid) - self
 
     def _binary(self, other: "BlockMask", rule: Callable[[Tensor, Tensor], Tensor]) -> "BlockMask":
         if not isinstance(other, BlockMask):
@@ -294,7 +294,7 @@ class BlockMask(OnGrid, Handled):
             raise ValueError(
                 f"masks must have the same heads, or 1, got {self.num_heads} and {other.num_heads}"
             )
-        return BlockMask(block_set.binary(self.block_set, other.block_set, rule))
+        return BlockMask(block_set.elementwise(self.block_set, other.block_set, rule))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
@@ -325,9 +325,9 @@ class BlockMask(OnGrid, Handled):
         return torch.stack([masks[mask] for mask in self.head_to_mask])
 
 
-def of_full(grid: Grid) -> BlockMask:
+def from_full_runs(grid: Grid) -> BlockMask:
     """The mask of all pairs."""
-    return BlockMask(block_set.of_full(grid, grid.all_blocks()))
+    return BlockMask(block_set.from_full_runs(grid, grid.all_blocks()))
 
 
 def stack(masks: Sequence[BlockMask]) -> BlockMask:
@@ -400,7 +400,7 @@ class DynamicMask(OnGrid):
             TypeError: `blocks` is no bool tensor.
             ValueError: Its shape does not fit.
         """
-        return _all_blocks("blocks", blocks, block_size, seq_len).select(blocks)
+        return _full_mask_like("blocks", blocks, block_size, seq_len).select(blocks)
 
     @staticmethod
     def from_topk(
@@ -409,7 +409,7 @@ class DynamicMask(OnGrid):
         """The k blocks of the highest scores in every row; see BlockMask.select_topk, and
         from_blocks for the sizes.
         """
-        return _all_blocks("scores", scores, block_size, seq_len).select_topk(scores, k)
+        return _full_mask_like("scores", scores, block_size, seq_len).select_topk(scores, k)
 
     @staticmethod
     def from_threshold(
@@ -421,7 +421,7 @@ class DynamicMask(OnGrid):
         """The blocks whose scores are above the threshold; see BlockMask.select_threshold, and
         from_blocks for the sizes.
         """
-        support = _all_blocks("scores", scores, block_size, seq_len)
+        support = _full_mask_like("scores", scores, block_size, seq_len)
         return support.select_threshold(scores, threshold)
 
     @property
@@ -497,13 +497,13 @@ class DynamicMask(OnGrid):
         )
 
 
-def _all_blocks(name: str, like: Tensor, block_size: Size, seq_len: Size | None) -> BlockMask:
+def _full_mask_like(name: str, like: Tensor, block_size: Size, seq_len: Size | None) -> BlockMask:
     """All pairs in as many blocks as the last two dimensions of `like` say."""
     if not isinstance(like, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(like).__name__}")
     if not 2 <= like.ndim <= 4:
         raise ValueError(f"{name} must have 2 to 4 dimensions, got {tuple(like.shape)}")
-    return of_full(convert.grid_of_blocks(name, like, block_size, seq_len))
+    return from_full_runs(convert.grid_of_blocks(name, like, block_size, seq_len))
 
 
 def _batch_of_blocks(name: str, blocks: Tensor, support: BlockMask) -> Tensor:

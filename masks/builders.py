@@ -158,7 +158,7 @@ def _block_bits(tokens: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def from_runs(grid: Grid, runs: Runs) -> BlockMask:
     """Full blocks at the given flat indices."""
-    return BlockMask(block_set.of_full(grid, runs))
+    return BlockMask(block_set.from_full_runs(grid, runs))
 
 
 def from_spans(grid: Grid, row: Tensor, first: Tensor, last: Tensor) -> BlockMask:

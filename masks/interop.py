@@ -170,7 +170,7 @@ _ZERO = torch.tensor(0, device="cpu")
 
 
 def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    g, bit_tiles = mask.grid, mask.block_set.coded_tiles()
+    g, bit_tiles = mask.grid, mask.block_set.tiles_by_code()
     tile = mask.block_set.tile_code_grid().int()
     first_row = torch.tensor(mask.head_to_mask, dtype=torch.int32, device=mask.device) * g.nq
     one_head = mask.num_heads == 1

@@ -26,8 +26,8 @@ from masks._core.block_set import (
     EMPTY,
     FULL,
     BlockSet,
-    Lists,
-    demote_clipped,
+    DirectionLists,
+    list_clipped_as_partial,
 )
 from masks._core.grid import Grid
 from masks._core.transpose import transpose_lists
@@ -37,7 +37,7 @@ from masks.registry import Cache
 # many readable entries.
 PREFETCH = 2
 MAX_ENTRIES = 2**31 - 1 - PREFETCH  # tables number their entries in 32 bits
-TRANSPOSED_AT_ONCE = 1024  # a tile takes 32 times its size while it is transposed
+TRANSPOSE_CHUNK = 1024  # a tile takes 32 times its size while it is transposed
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class LookupTable:
     @cached_property
     def bit_tiles_by_key(self) -> Tensor:
         """int32 (tiles, bk, ceil(bq / 32)): the bit tiles with a row for each key."""
-        parts = self.bit_tiles.split(TRANSPOSED_AT_ONCE)
+        parts = self.bit_tiles.split(TRANSPOSE_CHUNK)
         return torch.cat([pack(unpack(part, self.block_size[1]).mT) for part in parts])
 
     @cached_property
@@ -148,11 +148,11 @@ class LookupTable:
 def compile_table(blocks: BlockSet) -> LookupTable:
     """The lookup table of a mask, on its device, in O(runs + partial blocks + listed blocks)."""
     g, masks = blocks.grid, blocks.num_masks
-    by_query = demote_clipped(blocks, keys=True, queries=False)
-    by_key = transpose_lists(demote_clipped(blocks, keys=False, queries=True), g, masks)
+    by_query = list_clipped_as_partial(blocks, keys=True, queries=False)
+    by_key = transpose_lists(list_clipped_as_partial(blocks, keys=False, queries=True), g, masks)
     clipped = g.q_len % g.bq or g.k_len % g.bk
     bit_tiles = (
-        blocks.coded_tiles()[: len(blocks.bit_tiles) + FULL] if clipped else blocks.bit_tiles
+        blocks.tiles_by_code()[: len(blocks.bit_tiles) + FULL] if clipped else blocks.bit_tiles
     )
     return LookupTable(
         by_query=_block_lists(by_query, g, masks),
@@ -164,7 +164,7 @@ def compile_table(blocks: BlockSet) -> LookupTable:
     )
 
 
-def _block_lists(lists: Lists, g: Grid, masks: int) -> BlockLists:
+def _block_lists(lists: DirectionLists, g: Grid, masks: int) -> BlockLists:
     rows = masks * g.nq
     mask, row, run_column, run_end = g.locate_runs(lists.full)
     run_row, run_length = mask * g.nq + row, run_end - run_column
@@ -186,11 +186,11 @@ def _block_lists(lists: Lists, g: Grid, masks: int) -> BlockLists:
     row_ptr = torch.stack([full_start, full_count, partial_start, partial_count], dim=1)
     return BlockLists(
         row_ptr=row_ptr.view(masks, g.nq, 4).int(),
-        full_index=_padded(
+        full_index=_with_prefetch_entries(
             torch.cat([shared, lists.full.select(~single).expand() % g.row_stride])
         ),
-        partial_index=_padded(lists.partial % g.row_stride),
-        partial_bit_tile=_padded(lists.tile),
+        partial_index=_with_prefetch_entries(lists.partial % g.row_stride),
+        partial_bit_tile=_with_prefetch_entries(lists.tile),
         schedule=_longest_first(count),
         max_blocks=int(count.max()),
         total_blocks=total,
@@ -206,7 +206,7 @@ def _longest_first(count: Tensor) -> Tensor:
     return torch.argsort(count, dim=1, descending=True, stable=True).int()
 
 
-def _padded(entries: Tensor) -> Tensor:
+def _with_prefetch_entries(entries: Tensor) -> Tensor:
     return torch.nn.functional.pad(entries, (0, PREFETCH)).int()
 
 
@@ -229,7 +229,7 @@ def compile_selected(support: BlockSet, blocks: Tensor) -> LookupTable:
     return LookupTable(
         by_query=_selected_lists(by_query, tiles),
         by_key=_selected_lists(by_key, tiles),
-        bit_tiles=support.coded_tiles()[: tiles + FULL],
+        bit_tiles=support.tiles_by_code()[: tiles + FULL],
         head_to_mask=masks.view(batch, heads),
         seq_len=g.seq_len,
         block_size=g.block_size,
@@ -245,25 +245,25 @@ def _selected_lists(code: Tensor, tiles: int) -> BlockLists:
     slot = torch.where(full, full.cumsum(-1) - 1, after_full)
     slot = slot.masked_fill(~(full | partial), columns)
     start = torch.arange(masks * rows, device=code.device).view(masks, rows) * columns
-    index = _scattered(torch.arange(columns, device=code.device).expand_as(code), slot)
+    index = _scatter_rows(torch.arange(columns, device=code.device).expand_as(code), slot)
     row_ptr = torch.stack([start, full_count, start + full_count, partial_count], dim=-1)
     return BlockLists(
         row_ptr=row_ptr.int(),
         full_index=index,
         partial_index=index,
-        partial_bit_tile=_scattered(code.masked_fill(~partial, 0), slot),
+        partial_bit_tile=_scatter_rows(code.masked_fill(~partial, 0), slot),
         schedule=_longest_first(full_count + partial_count),
         max_blocks=None,
         total_blocks=None,
     )
 
 
-def _scattered(entries: Tensor, slot: Tensor) -> Tensor:
+def _scatter_rows(entries: Tensor, slot: Tensor) -> Tensor:
     """Every row's entries at their slots, those past its end left out, row after row."""
     columns = entries.shape[-1]
     rows = entries.new_zeros(*entries.shape[:-1], columns + 1, dtype=torch.int32)
     rows.scatter_(-1, slot, entries.int())
-    return _padded(rows[..., :columns].flatten())
+    return _with_prefetch_entries(rows[..., :columns].flatten())
 
 
 def _tensors(record) -> list[Tensor]:

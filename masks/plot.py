@@ -39,7 +39,7 @@ def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
     attend, in cells of as many blocks as it takes.
     """
     g, blocks = mask.grid, mask.head(head).block_set
-    set_pairs = unpack(blocks.coded_tiles(), g.bk).sum((1, 2)).float()
+    set_pairs = unpack(blocks.tiles_by_code(), g.bk).sum((1, 2)).float()
     step_q, step_k = _blocks_per_cell(mask, most)
     columns = torch.arange(g.nk, device=g.device)
     cells = []

@@ -35,7 +35,9 @@ def unpack(tiles: Tensor, block_k: int) -> Tensor:
     return (((tiles.unsqueeze(-1) >> bits) & 1) != 0).flatten(-2)[..., :block_k]
 
 
-def corner(block_size: tuple[int, int], inside: tuple[int, int], device: torch.device) -> Tensor:
+def inbounds_tile(
+    block_size: tuple[int, int], inside: tuple[int, int], device: torch.device
+) -> Tensor:
     """The tile whose first `inside` = (queries, keys) rows and columns are set."""
     pairs = torch.zeros(block_size, dtype=torch.bool, device=device)
     pairs[: inside[0], : inside[1]] = True

@@ -25,7 +25,7 @@ from masks._core.grid import Grid, canonical_device
 from masks._core.intervals import Runs, combine, concatenate, from_points
 
 # Tile codes past the bit tiles: blocks whose keys, queries or both are clipped, full blocks that
-# are not, and empty ones. See BlockSet.coded_tiles.
+# are not, and empty ones. See BlockSet.tiles_by_code.
 CLIPPED_KEYS, CLIPPED_QUERIES, CLIPPED_BOTH, FULL, EMPTY = range(5)
 
 
@@ -54,7 +54,7 @@ class BlockSet:
         return max(self.head_to_mask) + 1
 
     def tile_codes(self, flat: Tensor) -> Tensor:
-        """For each block the index of its pairs in coded_tiles; -1 stands for an empty block."""
+        """For each block the index of its pairs in tiles_by_code; -1 stands for an empty block."""
         full = len(self.bit_tiles) + full_code(self.grid.clip_kind(flat))
         code = torch.where(self.full.contains(flat), full, len(self.bit_tiles) + EMPTY)
         if len(self.partial):
@@ -72,7 +72,7 @@ class BlockSet:
         code[g.stacked_row(self.partial), self.partial % g.row_stride] = self.partial_bit_tile
         return code
 
-    def coded_tiles(self) -> Tensor:
+    def tiles_by_code(self) -> Tensor:
         """int32 (tiles + 5, bq, words): the bit tiles, then those of the codes past them.
 
         In this order the first tiles + 3 are what a lookup table of a clipped sequence holds.
@@ -92,7 +92,7 @@ class BlockSet:
             bool (distinct, rows * bq, columns * bk), and for each of the n which of them it is.
         """
         used, which = deduplicate(self.tile_codes(flat).flatten(1).int())
-        blocks = unpack(self.coded_tiles()[used.long()], self.grid.bk)
+        blocks = unpack(self.tiles_by_code()[used.long()], self.grid.bk)
         pairs = blocks.unflatten(1, flat.shape[1:]).transpose(2, 3)
         return pairs.flatten(3, 4).flatten(1, 2), which
 
@@ -158,7 +158,7 @@ def full_code(clip_kind: Tensor) -> Tensor:
     return torch.where(clip_kind == 0, FULL, clip_kind - 1)
 
 
-def of_full(grid: Grid, full: Runs, head_to_mask: tuple[int, ...] = (0,)) -> BlockSet:
+def from_full_runs(grid: Grid, full: Runs, head_to_mask: tuple[int, ...] = (0,)) -> BlockSet:
     """The set whose blocks are all full."""
     nothing = torch.empty(0, dtype=torch.int64, device=grid.device)
     words = (0, grid.bq, words_per_row(grid.bk))
@@ -202,7 +202,7 @@ def assemble(
     )
 
 
-def binary(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tensor]) -> BlockSet:
+def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tensor]) -> BlockSet:
     """rule(a, b), elementwise on bits and false of two zeros. Heads broadcast."""
     heads = max(len(a.head_to_mask), len(b.head_to_mask))
     pairs = [
@@ -213,7 +213,7 @@ def binary(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tensor]) -
     a, b = a.select_masks([m for m, _ in index]), b.select_masks([m for _, m in index])
     candidates = torch.unique(torch.cat([a.partial, b.partial]))
     full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(candidates))
-    tiles_a, tiles_b = a.coded_tiles(), b.coded_tiles()
+    tiles_a, tiles_b = a.tiles_by_code(), b.tiles_by_code()
     codes = a.tile_codes(candidates) * len(tiles_b) + b.tile_codes(candidates)
     used, tile = unique_codes(codes, len(tiles_a) * len(tiles_b))
     mixed = rule(tiles_a[used // len(tiles_b)], tiles_b[used % len(tiles_b)])
@@ -235,7 +235,7 @@ def stack(parts: Sequence[BlockSet], head_to_mask: tuple[int, ...]) -> BlockSet:
     )
 
 
-class Lists(NamedTuple):
+class DirectionLists(NamedTuple):
     """Full blocks as runs, and the other non-zero blocks, ascending, with their tile codes."""
 
     full: Runs
@@ -243,7 +243,7 @@ class Lists(NamedTuple):
     tile: Tensor
 
 
-def demote_clipped(blocks: BlockSet, *, keys: bool, queries: bool) -> Lists:
+def list_clipped_as_partial(blocks: BlockSet, *, keys: bool, queries: bool) -> DirectionLists:
     """The blocks, the full ones with clipped keys, queries or both listed as partial."""
     g = blocks.grid
     every = g.all_blocks(blocks.num_masks)
@@ -253,10 +253,10 @@ def demote_clipped(blocks: BlockSet, *, keys: bool, queries: bool) -> Lists:
     if queries and g.q_len % g.bq:
         edges.append(Runs(*(t[g.nq - 1 :: g.nq].contiguous() for t in every)))
     if not edges:
-        return Lists(blocks.full, blocks.partial, blocks.partial_bit_tile)
+        return DirectionLists(blocks.full, blocks.partial, blocks.partial_bit_tile)
     edge = edges[0] if len(edges) == 1 else combine(torch.bitwise_or, *edges)
     full = combine(lambda inside, e: inside & ~e, blocks.full, edge)
     demoted = combine(torch.bitwise_and, blocks.full, edge).expand()
     partial, order = torch.cat([blocks.partial, demoted]).sort()
     code = len(blocks.bit_tiles) + full_code(g.clip_kind(demoted))
-    return Lists(full, partial, torch.cat([blocks.partial_bit_tile, code])[order])
+    return DirectionLists(full, partial, torch.cat([blocks.partial_bit_tile, code])[order])

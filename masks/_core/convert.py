@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from masks._core.bit_tiles import deduplicate, pack, unpack
-from masks._core.block_set import BlockSet, assemble, of_full
+from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.grid import Grid
 from masks._core.intervals import empty, from_bool_matrix, from_points
 
@@ -63,7 +63,7 @@ def to_dense(blocks: BlockSet) -> Tensor:
 def from_blocks(grid: Grid, blocks: Tensor) -> BlockSet:
     """The set whose blocks are full where `blocks`, bool (heads, nq, nk), is true."""
     head_to_mask, distinct = distinct_heads(blocks)
-    return of_full(grid, from_bool_matrix(blocks[distinct]), head_to_mask)
+    return from_full_runs(grid, from_bool_matrix(blocks[distinct]), head_to_mask)
 
 
 def to_blocks(blocks: BlockSet) -> Tensor:
@@ -240,7 +240,7 @@ def to_scipy(blocks: BlockSet) -> "scipy.sparse.bsr_array":
         )
     g = blocks.grid
     flat = torch.cat([blocks.full.expand(), blocks.partial]).sort().values
-    pairs = unpack(blocks.coded_tiles(), g.bk)[blocks.tile_codes(flat)]
+    pairs = unpack(blocks.tiles_by_code(), g.bk)[blocks.tile_codes(flat)]
     row = g.stacked_row(flat)
     indptr = torch.searchsorted(row, torch.arange(g.nq + 1, device=g.device))
     parts = tuple(t.cpu().numpy() for t in (pairs, flat % g.row_stride, indptr))

@@ -37,7 +37,7 @@ def _split(blocks: BlockSet, fine: Grid) -> BlockSet:
     if rq == rk == 1:
         return blocks
     mask, row, begin, end = (t[:, None] for t in g.locate_runs(blocks.full))
-    row = row * rq + _upto(rq, g)
+    row = row * rq + _arange(rq, g)
     runs = (mask, row, begin * rk, (end * rk).clamp(max=fine.nk))
     inside = row < fine.nq
     full = fine.runs(*(t.expand_as(row)[inside] for t in runs))
@@ -45,7 +45,7 @@ def _split(blocks: BlockSet, fine: Grid) -> BlockSet:
 
     tiles = unpack(blocks.bit_tiles, g.bk).view(-1, rq, fine.bq, rk, fine.bk).transpose(2, 3)
     mask, row, column = (t[:, None, None] for t in g.locate(blocks.partial))
-    down, right = _upto(rq, g)[:, None], _upto(rk, g)
+    down, right = _arange(rq, g)[:, None], _arange(rk, g)
     row, column = row * rq + down, column * rk + right
     inside = (row < fine.nq) & (column < fine.nk)
     tile = (blocks.partial_bit_tile[:, None, None] * rq + down) * rk + right
@@ -60,7 +60,7 @@ def _split(blocks: BlockSet, fine: Grid) -> BlockSet:
     )
 
 
-def _upto(count: int, grid: Grid) -> Tensor:
+def _arange(count: int, grid: Grid) -> Tensor:
     return torch.arange(count, device=grid.device)
 
 
@@ -91,7 +91,7 @@ def _merge(blocks: BlockSet, coarse: Grid) -> BlockSet:
     touched, points = _touched_runs(blocks, coarse), from_points(_touched_points(blocks, coarse))
     candidates = combine(lambda t, p, f: (t | p) & ~f, touched, points, full).expand()
     mask, row, column = (t[:, None, None] for t in coarse.locate(candidates))
-    row, column = row * rq + _upto(rq, g)[:, None], column * rk + _upto(rk, g)
+    row, column = row * rq + _arange(rq, g)[:, None], column * rk + _arange(rk, g)
     outside = (row >= g.nq) | (column >= g.nk)
     pairs, tile = blocks.gather(torch.where(outside, -1, g.flat_index(mask, row, column)))
     return assemble(coarse, blocks.head_to_mask, full, candidates, pack(pairs), tile)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from masks._core.bit_tiles import pack
-from masks._core.block_set import BlockSet, assemble, demote_clipped
+from masks._core.block_set import BlockSet, assemble, list_clipped_as_partial
 from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, from_points, union
 from masks.arguments import check_integer
@@ -82,7 +82,7 @@ def _rows(blocks: BlockSet, target: Grid, first: int) -> tuple[Runs, Tensor, Ten
     return target.runs(*runs), partial, blocks.partial_bit_tile[inside]
 
 
-class _Candidates(NamedTuple):
+class _MovedBlocks(NamedTuple):
     """Blocks that are surely full, other candidates, and their tiles."""
 
     grid: Grid
@@ -93,7 +93,7 @@ class _Candidates(NamedTuple):
     bit_tiles: Tensor
 
 
-def _move(blocks: BlockSet, dq: int, dk: int) -> _Candidates:
+def _move(blocks: BlockSet, dq: int, dk: int) -> _MovedBlocks:
     """The mask moved down by dq and right by dk tokens, less than a block each, in a larger grid.
 
     Block (row, column) of the result meets the blocks (row - 1 | row, column - 1 | column), of
@@ -102,7 +102,7 @@ def _move(blocks: BlockSet, dq: int, dk: int) -> _Candidates:
     g = blocks.grid
     larger = replace(g, q_len=(g.nq + 1) * g.bq, k_len=(g.nk + 1) * g.bk)
     # A clipped block does not fill its place in a longer sequence.
-    unclipped, partial, _ = demote_clipped(blocks, keys=True, queries=True)
+    unclipped, partial, _ = list_clipped_as_partial(blocks, keys=True, queries=True)
     mask, row, begin, end = g.locate_runs(unclipped)
     runs, points = larger.runs(mask, row, begin, end), g.renumber(partial, larger)
     # Along a side where blocks stay in line only one block is met.
@@ -118,11 +118,11 @@ def _move(blocks: BlockSet, dq: int, dk: int) -> _Candidates:
     outside = (row < 0) | (row >= g.nq) | (column < 0) | (column >= g.nk)
     pairs, tile = blocks.gather(torch.where(outside, -1, g.flat_index(mask, row, column)))
     pairs = pairs[:, g.bq - dq : 2 * g.bq - dq, g.bk - dk : 2 * g.bk - dk]
-    return _Candidates(larger, blocks.num_masks, full, some, tile, pack(pairs))
+    return _MovedBlocks(larger, blocks.num_masks, full, some, tile, pack(pairs))
 
 
 def _place(
-    moved: _Candidates, grid: Grid, corners: Sequence[tuple[int, int]]
+    moved: _MovedBlocks, grid: Grid, corners: Sequence[tuple[int, int]]
 ) -> tuple[Runs, Tensor, Tensor, Tensor]:
     """(full, candidates, tile, bit tiles) with block (0, 0) at each of `corners`, unsorted."""
     down, right = torch.tensor(corners, device=grid.device).T[:, :, None]

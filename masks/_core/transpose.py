@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from masks._core.bit_tiles import pack, unpack
-from masks._core.block_set import BlockSet, Lists
+from masks._core.block_set import BlockSet, DirectionLists
 from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, from_bool_matrix
 
@@ -14,16 +14,18 @@ DENSE_SHARE = 1 / 32
 def transpose(blocks: BlockSet) -> BlockSet:
     """The transposed mask: keys as queries."""
     lists = transpose_lists(
-        Lists(blocks.full, blocks.partial, blocks.partial_bit_tile), blocks.grid, blocks.num_masks
+        DirectionLists(blocks.full, blocks.partial, blocks.partial_bit_tile),
+        blocks.grid,
+        blocks.num_masks,
     )
     tiles = pack(unpack(blocks.bit_tiles, blocks.grid.bk).transpose(1, 2))
     return BlockSet(blocks.grid.T, blocks.head_to_mask, *lists, tiles)
 
 
-def transpose_lists(lists: Lists, grid: Grid, num_masks: int) -> Lists:
+def transpose_lists(lists: DirectionLists, grid: Grid, num_masks: int) -> DirectionLists:
     """The same blocks in the transposed grid, with the same tile codes."""
     partial, order = _transpose_points(lists.partial, grid).sort()
-    return Lists(_transpose_runs(lists.full, grid, num_masks), partial, lists.tile[order])
+    return DirectionLists(_transpose_runs(lists.full, grid, num_masks), partial, lists.tile[order])
 
 
 def _transpose_points(flat: Tensor, grid: Grid) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, concatenate, from_bool_matrix, from_points
 from masks.arguments import check_integer
-from masks.block_mask import BlockMask, of_full
+from masks.block_mask import BlockMask, from_full_runs
 from masks.builders import BLOCKS_AT_ONCE, DENSE_SHARE, check_memory, from_runs, on_square_blocks
 from masks.pattern import Pattern, builtin
 
@@ -41,7 +41,7 @@ def random(density: float, seed: int = 0) -> Pattern:
 def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
     """`count` full blocks in every row (all of them when there are fewer)."""
     if count >= grid.nk:
-        return of_full(grid)
+        return from_full_runs(grid)
     check_memory("random", 16 * grid.nq * count)
     generator = torch.Generator("cpu").manual_seed(seed)
     few = min(count, grid.nk - count)  # of a row that is mostly chosen the others are drawn

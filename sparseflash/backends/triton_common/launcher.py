@@ -25,7 +25,7 @@ from sparseflash.backends.triton_common.relaunch import (
 
 
 class Launch(NamedTuple):
-    """Everything that a launch is made of but its kernel.
+    """A launch without its kernel: grid, arguments and compile-time constants.
 
     Args:
         grid: Programs along three axes.
@@ -53,7 +53,7 @@ def launch(
     """Launches a kernel unless its grid is empty; see Launch.
 
     Args:
-        kernel: What triton.jit or gluon.jit makes.
+        kernel: A function decorated by triton.jit or gluon.jit.
 
     Returns:
         What was launched, None if that is not a compiled kernel.
@@ -89,7 +89,7 @@ def launch_cached(
     Args:
         cache: Where launches are stored: that of a table.
         values: Those of Launch.changing: addresses of tensors, None for what is missing.
-        prepare: Makes the launch; not called where one is repeated.
+        prepare: Returns the launch; not called where one is repeated.
     """
     if not try_relaunch(cache, signature, values):
         prepared = prepare()

@@ -1,10 +1,10 @@
 """Repeats a launch on other tensors at the price of one call to the driver.
 
-Triton takes all arguments apart at every launch, asks the driver about every address and encodes
+Triton inspects all arguments at every launch, asks the driver about every address and encodes
 every tensor map: 12 microseconds, of which a bare launch is 3. Here the parameters of a kernel
 stay packed as the driver takes them, and a launch writes into them what has changed.
 
-How Triton passes parameters is no public interface of it. So only versions are served for which
+How Triton passes parameters is not public. So only versions are served for which
 the tests hold the packed parameters to those that compiled kernels declare; the driver is asked
 for the size of every parameter; and whatever differs is launched by Triton.
 
