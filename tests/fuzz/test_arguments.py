@@ -40,7 +40,10 @@ TENSORS = (
     *(lambda: torch.rand(SHAPE, dtype=torch.float64), lambda: torch.rand(2, 2, 0, 8)),
     *(lambda: torch.rand(2, 3, 40, 8), lambda: torch.rand(2, 2, 8, 40).mT),
     *(lambda: torch.full(SHAPE, torch.nan), lambda: torch.rand(SHAPE).half()),
-    *(lambda: torch.zeros(SHAPE, dtype=torch.int64), lambda: torch.zeros(3).cfloat()),
+    *(
+        lambda: torch.zeros(SHAPE, dtype=torch.int64),
+        lambda: torch.zeros(3, dtype=torch.complex64),
+    ),
 )
 
 
@@ -121,7 +124,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("run", [20, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [make for make in PATTERNS if PATTERNS[make]])
 def test_patterns(fuzz, make, run):
     fuzz(partial(check_call, compiled(make), PATTERNS[make], True, ()), run)
@@ -152,7 +155,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("run", [20, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(fuzz, name, run):
     fuzz(partial(check_call, *MASKS[name], True, ()), run)
@@ -213,7 +216,7 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("run", [20, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", calls())
 def test_calls(fuzz, name, run):
     fuzz(partial(check_call, *calls()[name], name.startswith("attention"), TORCH), run)
