@@ -82,7 +82,7 @@ def report_variants(head_dim: int, block: int):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block), head_dim, **options)
-        if head_dim in configs.FUSED_HEAD_DIMS["dropout_p" in options] and block == 128:
+        if head_dim in configs.FUSED_WIDTHS["dropout_p" in options] and block == 128:
             call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])

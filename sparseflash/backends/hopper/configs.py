@@ -17,7 +17,7 @@ class KernelConfig(NamedTuple):
     constants: dict[str, int]
 
 
-# Configurations by block size and tile width (dims, a power of 2).
+# Configurations by block size and tile width (dims).
 # Shared memory, at most 227 KiB a CTA, bounds the stages. At 128 dims the forward kernel takes
 # 128 KiB for two stages of K and V and 64 for two of Q. That of dK and dV takes 96 KiB for three
 # stages of Q and dO and 128 for two of K and V.
@@ -75,24 +75,24 @@ REGISTERS_PER_SM = 65536
 L2_OPERAND_BYTES = 50_000_000  # of the heads that are scheduled together
 MIN_DYNAMIC_IMBALANCE = 1.25  # most blocks in a row over the mean: above, the scheduler is dynamic
 
-# By head dim, where several CTAs on tiles of 64 share a multiprocessor: coverage of tiles of 128,
-# over that of tiles of 64, from which on tiles of 128 take less time.
-MIN_COVERAGE_RATIO_FOR_128 = {64: 0.96, 96: 0.9, 128: 0.9}
+# By tile width, where several CTAs on tiles of 64 share a multiprocessor: coverage of tiles of
+# 128, over that of tiles of 64, from which on tiles of 128 take less time.
+MIN_COVERAGE_RATIO_FOR_128 = {64: 0.96, 128: 0.9}
 # Coverage from which on tiles take less time than the blocks themselves do on another backend: by
-# the shorter side of the mask's blocks; of tiles of 64 by head dim as well (96 dims take 128).
+# the shorter side of the mask's blocks; of tiles of 64 by tile width as well.
 MIN_COVERAGE = {16: 0.4, 32: 0.5, 64: 0.9}
 MIN_COVERAGE_OF_64 = {
     64: {16: 0.4, 32: 0.65},
-    96: {16: 0.35, 32: 0.52},
     128: {16: 0.35, 32: 0.52},
 }
 # Mean blocks in a row of keys from which on the fused backward kernel takes less time than that of
 # dQ and that of dK and dV: it does at 8, and does not at 6.
 MIN_FUSED_BLOCKS = 7
-# By whether there is dropout, for which wider tiles leave no registers.
-FUSED_HEAD_DIMS = {False: (64, 96, 128), True: (64,)}
+# Widths of tiles by whether there is dropout, for which wider ones leave no registers.
+FUSED_WIDTHS = {False: (64, 128), True: (64,)}
+MIN_TILE_WIDTH = 64
 
 
 def tile_width(head_dim: int) -> int:
-    """Dims of a tile: a power of 2. What lies past head_dim is zero in shared memory alone."""
-    return 1 << (head_dim - 1).bit_length()
+    """Dims of a tile: 64, 128 or 256. What lies past head_dim is zero in shared memory alone."""
+    return max(MIN_TILE_WIDTH, 1 << (head_dim - 1).bit_length())

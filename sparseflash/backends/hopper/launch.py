@@ -101,7 +101,8 @@ def launch_pass(
         group = spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
         # Everything that a kernel is compiled for: also which arguments are None.
-        facts = (spec.device, spec.dtype, spec.head_dim, block, group, masked, spec.dropout_p > 0)
+        width = tile_width(spec.head_dim)
+        facts = (spec.device, spec.dtype, width, block, group, masked, spec.dropout_p > 0)
         variant = (*facts, *(x is None for x in (*tensors, key_lengths, work_counter)))
         constants = {"QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
         constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)

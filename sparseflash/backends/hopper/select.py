@@ -15,7 +15,7 @@ from sparseflash.dispatch.spec import AttentionSpec
 TILE = (128, 128)  # tokens: the (queries, keys) that kernels on large tiles compute at a time
 SMALL_TILE = (64, 64)  # likewise those on small ones
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = range(8, 257, 8)  # TMA needs strides of whole 16 bytes
 CAPABILITY = (9, 0)
 
 
@@ -32,12 +32,13 @@ def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     if spec.head_dim not in HEAD_DIMS:
-        reasons.append(f"head_dim is {spec.head_dim}, needs one of {HEAD_DIMS}")
+        reasons.append(
+            f"head_dim is {spec.head_dim}, needs a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}"
+        )
     if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(
-            f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} for one of the head "
-            f"dims {tuple(configs.MIN_COVERAGE_RATIO_FOR_128)}, where the device chooses the "
-            "blocks"
+            f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} up to a head_dim of "
+            f"{max(configs.MIN_COVERAGE_RATIO_FOR_128)}, where the device chooses the blocks"
         )
     return reasons
 
@@ -46,7 +47,7 @@ def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[
     """The block size (tokens) of the table that the kernels read: tiles of 128, or of 64 where
     smaller blocks leave more of a tile of 128 empty than pays.
     """
-    min_ratio = configs.MIN_COVERAGE_RATIO_FOR_128.get(spec.head_dim)
+    min_ratio = configs.MIN_COVERAGE_RATIO_FOR_128.get(configs.tile_width(spec.head_dim))
     if min(spec.block_size) >= min(TILE) or min_ratio is None:
         return TILE
     coverage, small_coverage = mask.coverage(TILE), mask.coverage(SMALL_TILE)
@@ -77,8 +78,9 @@ def describe(
 
 def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     """Whether one kernel computes all gradients, if all are wanted."""
-    head_dims = configs.FUSED_HEAD_DIMS[spec.dropout_p > 0]
-    if spec.deterministic or spec.head_dim not in head_dims or table.block_size != TILE:
+    widths = configs.FUSED_WIDTHS[spec.dropout_p > 0]
+    width = configs.tile_width(spec.head_dim)
+    if spec.deterministic or width not in widths or table.block_size != TILE:
         return False
     blocks = table.by_key.mean_blocks
     return blocks is not None and blocks >= configs.MIN_FUSED_BLOCKS
@@ -88,7 +90,9 @@ def auto_skip(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
     reasons, tile, side = [], block_size_for(spec, mask), min(spec.block_size)
     coverage = mask.coverage(tile)
-    least = configs.MIN_COVERAGE if tile == TILE else configs.MIN_COVERAGE_OF_64[spec.head_dim]
+    least = configs.MIN_COVERAGE
+    if tile == SMALL_TILE:
+        least = configs.MIN_COVERAGE_OF_64[configs.tile_width(spec.head_dim)]
     if coverage is not None and coverage < least.get(side, 0.0):
         reasons.append(
             f"blocks of {spec.block_size} cover {coverage:.0%} of the {tile} tiles that they "

@@ -8,7 +8,7 @@ import torch
 import masks
 import sparseflash
 from sparseflash.backends.hopper import configs
-from sparseflash.backends.hopper.select import CAPABILITY, HEAD_DIMS
+from sparseflash.backends.hopper.select import CAPABILITY
 from sparseflash.backends.triton_common import launcher
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0"),
 ]
 DEVICE = torch.device("cuda", 0)
-SMALL_TILE_DIMS = tuple(configs.MIN_COVERAGE_RATIO_FOR_128)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+SMALL_TILE_DIMS = (64, 96, 128)
 SIZES = [(dim, 128) for dim in HEAD_DIMS] + [(dim, 64) for dim in SMALL_TILE_DIMS]
 
 PATTERNS = {
@@ -37,7 +38,7 @@ PATTERNS = {
 
 @pytest.fixture(autouse=True)
 def read_blocks_of_64_however_full_tiles_are(monkeypatch):
-    ratios = dict.fromkeys(SMALL_TILE_DIMS, 2.0)
+    ratios = dict.fromkeys(configs.MIN_COVERAGE_RATIO_FOR_128, 2.0)
     monkeypatch.setattr(configs, "MIN_COVERAGE_RATIO_FOR_128", ratios)
 
 
@@ -80,6 +81,16 @@ def test_patterns(name, lengths, head_dim, block_size):
 def test_blocks_of_other_sizes(name, block_size, min_ratio, monkeypatch):
     monkeypatch.setitem(configs.MIN_COVERAGE_RATIO_FOR_128, 128, min_ratio)
     check(PATTERNS[name], (700, 460), 128, kv_heads=1, block_size=block_size)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("head_dim", [8, 32, 56, 72, 80, 120, 136, 160, 248])
+def test_tiles_that_are_wider_than_a_head(head_dim, block_size, deterministic, monkeypatch):
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", 0)
+    options = {"block_size": block_size, "deterministic": deterministic, "kv_heads": 1}
+    check(PATTERNS["causal"], (700, 460), head_dim, **options)
+    check(PATTERNS["blocks"], (300, 460), head_dim, strides="bshd", **options)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
@@ -148,7 +159,9 @@ def test_dropout_drops_the_pairs_that_the_triton_backend_drops(head_dim):
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
 
 
-FUSED = [(dropout, dim) for dropout, dims in configs.FUSED_HEAD_DIMS.items() for dim in dims]
+FUSED = [(False, 96)] + [
+    (drop, dim) for drop, dims in configs.FUSED_WIDTHS.items() for dim in dims
+]
 
 
 @pytest.fixture
@@ -159,7 +172,7 @@ def always_fused(monkeypatch):
 @pytest.mark.usefixtures("always_fused")
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("head_dim", configs.FUSED_HEAD_DIMS[False])
+@pytest.mark.parametrize("head_dim", SMALL_TILE_DIMS)
 def test_gradients_in_no_fixed_order(head_dim, name, lengths):
     check(PATTERNS[name], lengths, head_dim, deterministic=False)
 

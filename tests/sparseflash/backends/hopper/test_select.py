@@ -31,11 +31,17 @@ def test_serves_a_plain_call_and_one_with_dropout():
     assert hopper.why_not(SPEC, MASK) == hopper.why_not(replace(SPEC, dropout_p=0.5), MASK) == []
 
 
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+def test_serves_head_dims_in_tiles_that_are_as_wide_or_wider(head_dim):
+    assert hopper.why_not(replace(SPEC, head_dim=head_dim), MASK) == []
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"dtype": torch.float32}, ["dtype", "torch.float32", "torch.bfloat16"]),
-        ({"head_dim": 80}, ["head_dim", "80", "(64, 96, 128, 192, 256)"]),
+        ({"head_dim": 84}, ["head_dim", "84", "multiple of 8", "256"]),
+        ({"head_dim": 264}, ["head_dim", "264", "256"]),
         ({"device": torch.device("cpu")}, ["device", "cpu", "cuda"]),
     ],
 )
@@ -48,8 +54,8 @@ def test_says_what_came_and_what_is_allowed(change, words):
     ("change", "words"),
     [
         ({"block_size": (256, 128)}, ["(256, 128)", "(128, 128)"]),
-        ({"block_size": (64, 128)}, ["(64, 128)", "(64, 64)", "96, 128"]),
-        ({"block_size": (64, 64), "head_dim": 192}, ["(64, 64)", "96, 128"]),
+        ({"block_size": (64, 128)}, ["(64, 128)", "(64, 64)", "head_dim of 128"]),
+        ({"block_size": (64, 64), "head_dim": 136}, ["(64, 64)", "head_dim of 128"]),
     ],
 )
 def test_says_which_blocks_a_device_may_select(change, words):
@@ -88,6 +94,7 @@ def described(spec, mask):
     ("head_dim", "large", "small", "tile"),
     [
         *((64, 0.9, 1.0, 64), (64, 0.97, 1.0, 128), (64, 0.48, 0.51, 64), (64, 0.5, 0.51, 128)),
+        *((32, 0.9, 1.0, 64), (72, 0.89, 1.0, 64), (72, 0.9, 1.0, 128)),
         *((96, 0.89, 1.0, 64), (128, 0.9, 1.0, 128), (128, 0.5, 0.6, 64), (128, 0.55, 0.6, 128)),
         (192, 0.25, 1.0, 128),
     ],
@@ -148,7 +155,8 @@ def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     assert not uses_fused_backward(masks.full()(128 * 7, block_size=64).table(), allowed)
     assert not uses_fused_backward(many, SPEC)
     assert uses_fused_backward(many, replace(allowed, head_dim=128))
-    assert not uses_fused_backward(many, replace(allowed, head_dim=256))
+    assert uses_fused_backward(many, replace(allowed, head_dim=40))
+    assert not uses_fused_backward(many, replace(allowed, head_dim=136))
     assert uses_fused_backward(many, replace(allowed, dropout_p=0.1))
     assert not uses_fused_backward(many, replace(allowed, dropout_p=0.1, head_dim=128))
 

@@ -14,7 +14,9 @@ from tests.helpers import simulated_gluon
 from tests.helpers.calls import call_on
 from tests.helpers.simulated_hopper import check, simulation
 
-FUSED = [(dropout, dim) for dropout, dims in configs.FUSED_HEAD_DIMS.items() for dim in dims]
+FUSED = [(False, 96)] + [
+    (drop, dim) for drop, dims in configs.FUSED_WIDTHS.items() for dim in dims
+]
 PATTERNS = {
     "full": masks.full(),
     "causal": masks.causal(align="top-left"),
@@ -56,6 +58,18 @@ def test_simulated_kernels_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
     with simulation():
         check(pattern, head_dim, key_lengths=[0, 130, 400], dropout_p=0.3)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        *((8, {}), (40, {"deterministic": False}), (72, {"deterministic": False})),
+        *((80, {"block_size": 64, "kv_heads": 2}), (136, {}), (248, {"strides": "bshd"})),
+    ],
+)
+def test_simulated_kernels_of_tiles_that_are_wider_than_a_head(head_dim, options):
+    with simulation():
+        check(PATTERNS["causal"], head_dim, lengths=(200, 150), **options)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
