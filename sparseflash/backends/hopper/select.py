@@ -33,7 +33,8 @@ def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(
-            f"head_dim is {spec.head_dim}, needs a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}"
+            f"head_dim is {spec.head_dim}, needs a multiple of {HEAD_DIMS.step} "
+            f"up to {HEAD_DIMS[-1]}"
         )
     if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(
