@@ -29,7 +29,7 @@ from masks._core.block_set import (
     DirectionLists,
     list_clipped_as_partial,
 )
-from masks._core.grid import Grid
+from masks._core.grid import Grid, is_captured
 from masks._core.transpose import transpose_lists
 from masks.registry import Cache
 
@@ -133,6 +133,18 @@ class LookupTable:
     def cache(self) -> Cache:
         """What readers of the table store with it, under keys of their own."""
         return Cache()
+
+    def for_groups(self, group: int) -> "LookupTable":
+        """The table for `group` times as many heads, of which consecutive ones read one mask."""
+        if group == 1:
+            return self
+        found = self.cache.get(("group", group))
+        if found is None:
+            heads = self.head_to_mask.unsqueeze(2).expand(-1, -1, group)
+            found = replace(self, head_to_mask=heads.flatten(1))
+            if not is_captured(self.device):
+                self.cache["group", group] = found
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -86,8 +86,10 @@ def attention(
             query head h reads key head h // (heads // kv_heads).
         value: Like key.
         mask: A Pattern, a BlockMask or DynamicMask of this length, or None for all pairs; True
-            means attend. A Pattern is compiled once per length and device, in blocks of its own
-            size. The scores of a DynamicMask get a gradient if they require one.
+            means attend. It has one head for all, one for each head of query, or one for each
+            head of key, which the query heads of that group share. A Pattern is compiled once per
+            length and device, in blocks of its own size. The scores of a DynamicMask get a
+            gradient if they require one.
         key_lengths: Integers (batch,), 0 to k_len: keys at or past the length of their batch
             element are masked. Those on the CPU are checked without waiting for the device;
             those on a CUDA device are waited for, except while a CUDA graph is captured: then

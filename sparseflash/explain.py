@@ -22,8 +22,8 @@ from sparseflash.arguments import (
 from sparseflash.attention import attention
 from sparseflash.backends.base import BackendError
 from sparseflash.backends.select import reasons_against, select
-from sparseflash.dispatch.call import Call, Plan
-from sparseflash.dispatch.plan import fitted_mask
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.plan import fitted_mask, make_plan
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.options import AttentionOptions, OptionKeywords
 
@@ -139,8 +139,7 @@ def explain(
         chosen = select(spec, fitted)
     except BackendError:
         return Explanation(spec, fitted.density, None, {}, why_not)
-    plan = Plan(spec, chosen, fitted.table(query.device, chosen.block_size_for(spec, fitted)))
-    call = Call(plan, lengths_in_range(key_lengths, key), bias=bias)
+    call = Call(make_plan(spec, chosen, fitted), lengths_in_range(key_lengths, key), bias=bias)
     configuration = chosen.describe(call, fitted, query, key, value)
     explanation = Explanation(spec, fitted.density, chosen.name, configuration, why_not)
     if not measure:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
@@ -73,6 +74,8 @@ class Call:
             grad_out = torch.zeros_like(saved[3])
         grads = self.plan.backend.backward(self, grad_out, grad_lse, saved, needs)
         if grads[4] is not None:
-            masks = (self.spec.mask_batch, self.spec.mask_heads)
-            return *grads[:4], grads[4].sum_to_size(*masks, *grads[4].shape[2:])
+            spec = self.spec
+            of_masks = reduce(grads[4], "b (h g) i j -> b h i j", "sum", g=spec.mask_group)
+            masks = (spec.mask_batch, spec.mask_heads // spec.mask_group)
+            return *grads[:4], of_masks.sum_to_size(*masks, *of_masks.shape[2:])
         return grads

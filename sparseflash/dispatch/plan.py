@@ -93,9 +93,14 @@ def find_plan(
     else:
         selected = _select(query, key, value, mask, options, *facts)
     spec, backend = selected
-    table = mask.table(spec.device, backend.block_size_for(spec, mask))
-    plan = mask.cache[signature] = Plan(spec, backend, table)
+    plan = mask.cache[signature] = make_plan(spec, backend, mask)
     return plan
+
+
+def make_plan(spec: AttentionSpec, backend: Backend, mask: BlockMask | DynamicMask) -> Plan:
+    """The plan of a backend that can serve the spec."""
+    table = mask.table(spec.device, backend.block_size_for(spec, mask))
+    return Plan(spec, backend, table.for_groups(spec.mask_group))
 
 
 def _select(
@@ -127,13 +132,16 @@ def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> BlockMask | Dynami
     Raises:
         ValueError: The mask is of other lengths, heads or batch elements.
     """
-    batch, heads, q_len, k_len = *query.shape[:3], key.shape[2]
+    batch, heads, q_len = query.shape[:3]
+    kv_heads, k_len = key.shape[1:3]
     if isinstance(mask, Pattern):
         mask = _compiled(mask, q_len, k_len, query.device)
     if mask.seq_len != (q_len, k_len):
         raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
-    if mask.num_heads not in (1, heads):
-        raise ValueError(f"mask must have 1 or {heads} heads, got {mask.num_heads}")
+    allowed = sorted({1, kv_heads, heads})
+    if mask.num_heads not in allowed:
+        names = " or ".join(map(str, allowed))
+        raise ValueError(f"mask must have {names} heads, got {mask.num_heads}")
     if mask.num_batches not in (1, batch):
         raise ValueError(f"mask must be of 1 or {batch} batch elements, got {mask.num_batches}")
     return mask

@@ -24,6 +24,8 @@ class AttentionSpec(AttentionOptions):
     Args:
         block_size: (bq, bk) of the mask, in tokens.
         mask_heads: 1 if all heads share one mask, else heads.
+        mask_group: Query heads that share a mask of their key head; 1 where masks are of query
+            heads or of all.
         mask_batch: 1 if all batch elements share one mask, else batch.
         has_key_lengths: Whether keys are masked past the length of their batch element.
         bias: Whether there is a bias of distances.
@@ -43,6 +45,7 @@ class AttentionSpec(AttentionOptions):
     device: torch.device
     block_size: tuple[int, int]
     mask_heads: int = 1
+    mask_group: int = 1
     mask_batch: int = 1
     has_key_lengths: bool = False
     bias: bool = False
@@ -87,7 +90,8 @@ class AttentionSpec(AttentionOptions):
             dtype=query.dtype,
             device=query.device,
             block_size=mask.block_size,
-            mask_heads=mask.num_heads,
+            mask_heads=1 if mask.num_heads == 1 else heads,
+            mask_group=1 if mask.num_heads == 1 else heads // mask.num_heads,
             mask_batch=mask.num_batches,
             has_key_lengths=has_key_lengths,
             bias=bias,

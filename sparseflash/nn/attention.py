@@ -31,9 +31,9 @@ class SparseAttention(nn.Module):
         embed_dim: Features of a token.
         num_heads: Heads of queries, which must divide embed_dim.
         pattern: A Pattern, its text as masks.parse reads it, a sequence of those with one for
-            each head, or None for all pairs. Compiled once per length and device, in blocks of
-            its own size. A checkpoint records it as masks.to_json(module.pattern): the state dict
-            is torch's.
+            each head of queries or of keys, or None for all pairs. Compiled once per length and
+            device, in blocks of its own size. A checkpoint records it as
+            masks.to_json(module.pattern): the state dict is torch's.
         kv_heads: Heads of keys and values, num_heads by default, which they must divide.
         dropout: Of P, in training alone.
         bias: Whether the projections have one.
@@ -82,7 +82,7 @@ class SparseAttention(nn.Module):
             )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-        self.pattern = _pattern(pattern, num_heads)
+        self.pattern = _pattern(pattern, num_heads, kv_heads)
         if "dropout_p" in options:
             raise TypeError("dropout_p must be given as dropout, which counts in training alone")
         AttentionOptions(**options)
@@ -241,14 +241,15 @@ def _heads(projected: Tensor, head_dim: int) -> Tensor:
 
 
 def _pattern(
-    pattern: Pattern | str | Sequence[Pattern | str] | None, num_heads: int
+    pattern: Pattern | str | Sequence[Pattern | str] | None, num_heads: int, kv_heads: int
 ) -> Pattern | None:
     if pattern is None:
         return None
     if isinstance(pattern, str) or not isinstance(pattern, Sequence):
         return as_pattern(pattern)
-    if len(pattern) != num_heads:
-        raise ValueError(f"pattern must be one, or {num_heads} of them, got {len(pattern)}")
+    if len(pattern) not in (kv_heads, num_heads):
+        allowed = " or ".join(map(str, sorted({kv_heads, num_heads})))
+        raise ValueError(f"pattern must be one, or {allowed} of them, got {len(pattern)}")
     parsed = {p: as_pattern(p) for p in dict.fromkeys(pattern)}
     return masks.stack([parsed[p] for p in pattern])
 

@@ -41,8 +41,8 @@ def standard_attention(
         key: (batch, kv_heads, k_len, head_dim); query head h reads key head
             h // (heads // kv_heads).
         value: Like key.
-        mask: bool, broadcastable to (batch, heads, q_len, k_len), True means attend; or anything
-            with a .to_dense() that returns such a tensor; None for all pairs.
+        mask: bool, broadcastable to (batch, heads or kv_heads, q_len, k_len), True means attend;
+            or anything with a .to_dense() that returns such a tensor; None for all pairs.
         scale, softcap, score, bias, sinks, dropout_p, key_lengths, seed: As in
             sparseflash.attention.
         dtype: Of the products and of `out`; the softmax and lse are float32 at least.
@@ -108,6 +108,8 @@ def _allowed(query, key, mask, key_lengths) -> Tensor:
     if mask is None:
         mask = torch.ones((), dtype=torch.bool, device=device)
     allowed = (mask if isinstance(mask, Tensor) else mask.to_dense()).to(device)
+    if allowed.dim() > 2 and allowed.shape[-3] == key.shape[1] > 1:
+        allowed = allowed.repeat_interleave(query.shape[1] // key.shape[1], dim=-3)
     if key_lengths is not None:
         token = torch.arange(key.shape[2], device=device)
         allowed = allowed & (token < key_lengths.to(device).view(-1, 1, 1, 1))

@@ -21,7 +21,8 @@ def call_on(backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, *
         bias=bias is not None,
         **facts,
     )
-    return Call(Plan(spec, backend, mask.table(query.device)), key_lengths, seed, bias)
+    table = mask.table(query.device).for_groups(spec.mask_group)
+    return Call(Plan(spec, backend, table), key_lengths, seed, bias)
 
 
 def mask_that_covers(large, small=1.0):

@@ -176,7 +176,7 @@ def test_refused_under_vmap():
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((3, 1, NQ, NK), "1 or 2 batch elements"), ((3, NQ, NK), "1 or 4 heads")],
+    [((3, 1, NQ, NK), "1 or 2 batch elements"), ((3, NQ, NK), "1 or 2 or 4 heads")],
 )
 def test_masks_of_other_batches_and_heads_are_refused(shape, message):
     mask = DynamicMask.from_topk(torch.rand(shape), 1, BLOCKS, LENGTHS)

@@ -193,7 +193,8 @@ def _heads_of_problem(group: Group, table: LookupTable, spec: AttentionSpec) -> 
     """
     heads = spec.heads // spec.kv_heads
     queries = heads * group.rows.shape[1] * rows_of_block(table, spec)
-    differ = spec.mask_heads > 1 or spec.dropout_p > 0 or spec.bias or spec.score is not None
+    own_mask = spec.mask_heads > 1 and spec.mask_group == 1
+    differ = own_mask or spec.dropout_p > 0 or spec.bias or spec.score is not None
     return 1 if differ or queries > MERGED_QUERIES else heads
 
 

@@ -76,7 +76,9 @@ def prepare_pass(plan: Plan, pass_name: str, tensors: dict[str, Tensor]) -> Prep
     prepared = plan.cache.get((pass_name, layout))
     if prepared is None:
         spec, table = plan.spec, plan.table
-        shares_mask = spec.mask_heads == 1 or table.by_query.row_ptr.shape[0] == 1
+        shares_mask = (
+            spec.mask_heads == 1 or spec.mask_group > 1 or table.by_query.row_ptr.shape[0] == 1
+        )
         facts = (spec, table.block_size, shares_mask, pass_name, tuple(tensors))
         prepared = plan.cache[pass_name, layout] = _prepare(*facts, *layout)
     return prepared
