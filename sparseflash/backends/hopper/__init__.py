@@ -28,8 +28,7 @@ extras: frozenset[str] = frozenset()
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.base."""
     forward_pass, _ = _passes()
-    rest = (call.table, call.key_lengths, call.seed, call.spec)
-    return forward_pass.forward(query, key, value, *rest)
+    return forward_pass.forward(call, query, key, value)
 
 
 def backward(
@@ -41,8 +40,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients; see sparseflash.backends.base."""
     _, backward_pass = _passes()
-    rest = (call.table, call.key_lengths, call.seed, call.spec, needs[:3])
-    return *backward_pass.backward(grad_out, grad_lse, *saved, *rest), None, None
+    return *backward_pass.backward(call, grad_out, grad_lse, saved, needs[:3]), None, None
 
 
 @lru_cache(maxsize=1)

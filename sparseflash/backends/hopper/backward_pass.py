@@ -33,6 +33,7 @@ from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, TmaBox2D
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
 from sparseflash.backends.triton_common.launcher import on_device
+from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
@@ -40,44 +41,39 @@ DQ_COLUMNS = 256  # of the matrix that is the accumulator of dQ: the most that a
 
 
 def backward(
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
-    needs: tuple[bool, bool, bool],
+    saved: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.base."""
+    query, key, value, out, lse = saved
     needs_query, needs_key, needs_value = needs
+    spec, table, key_lengths = call.spec, call.table, call.key_lengths
     query, grad_out, out = (launch.addressable(x) for x in (query, grad_out, out))
     key, value = (launch.addressable(launch.zero_padding(x, key_lengths)) for x in (key, value))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_query = grad_key = grad_value = None
     with on_device(query.device):
         lse_delta = empty_lse_delta(query, table.block_size[0])
-        call = (query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec)
+        tensors = (query, grad_out, key, value, lse_delta)
         if all(needs) and uses_fused_backward(table, spec):
             _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
-            return _fused(*call)
+            return _fused(call, *tensors)
         # dQ first: its kernel writes the LSE and delta that the kernel of dK and dV reads.
         if needs_query:
-            grad_query = _dq(out, lse, grad_lse, *call)
+            grad_query = _dq(call, out, lse, grad_lse, *tensors)
         else:
             _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
         if tile_width(spec.head_dim) <= MAX_DKDV_DIMS:
             if needs_key or needs_value:
-                grad_key, grad_value = _dkdv(*call)
+                grad_key, grad_value = _dkdv(call, *tensors)
         else:  # registers hold one of both accumulators, so S is computed in either launch
             if needs_key:
-                grad_key, _ = _dkdv(*call, with_value=False)
+                grad_key, _ = _dkdv(call, *tensors, with_value=False)
             if needs_value:
-                _, grad_value = _dkdv(*call, with_key=False)
+                _, grad_value = _dkdv(call, *tensors, with_key=False)
     return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
 
 
@@ -102,18 +98,15 @@ def _compute_lse_delta(
 
 
 def _fused(
-    query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec
+    call: Call, query: Tensor, grad_out: Tensor, key: Tensor, value: Tensor, lse_delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tile = WARPGROUP_TILE
-    dq_accumulator = _zero_dq_accumulator(query, table)
+    spec, tile = call.spec, WARPGROUP_TILE
+    dq_accumulator = _zero_dq_accumulator(query, call.table)
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     tensors = (query, grad_out, lse_delta, key, value, dq_accumulator, grad_key, grad_value)
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
     config = FUSED_CONFIGS[tile_width(spec.head_dim)]
-    launch.launch_pass(
-        *(backward_fused_kernel, tensors, access, table, key_lengths, seed, spec, config),
-        by_key=True,
-    )
+    launch.launch_pass(backward_fused_kernel, tensors, access, call, config, by_key=True)
     _convert_dq(dq_accumulator, spec.scale, grad_query)
     return grad_query, grad_key, grad_value
 
@@ -146,31 +139,42 @@ def _convert_dq(dq_accumulator: Tensor, scale: float, grad_query: Tensor) -> Non
 
 
 def _dq(
-    out, lse, grad_lse, query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    grad_out: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse_delta: Tensor,
 ) -> Tensor:
     """The gradient of query; also writes lse_delta."""
-    tile, block = WARPGROUP_TILE, table.block_size[0]
+    tile, block, head_dim = WARPGROUP_TILE, call.table.block_size[0], call.spec.head_dim
     grad_query = torch.empty_like(query)
-    kv_tile = launch.kv_tile(block, spec.head_dim)
+    kv_tile = launch.kv_tile(block, head_dim)
     tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, lse_delta)
     access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
-    config = DQ_CONFIGS[block][tile_width(spec.head_dim)]
-    launch.launch_pass(backward_dq_kernel, tensors, access, table, key_lengths, seed, spec, config)
+    config = DQ_CONFIGS[block][tile_width(head_dim)]
+    launch.launch_pass(backward_dq_kernel, tensors, access, call, config)
     return grad_query
 
 
 def _dkdv(
-    *call, with_key: bool = True, with_value: bool = True
+    call: Call,
+    query: Tensor,
+    grad_out: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse_delta: Tensor,
+    with_key: bool = True,
+    with_value: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    query, grad_out, key, value, lse_delta, table, key_lengths, seed, spec = call
     tile = WARPGROUP_TILE
     grad_key = torch.empty_like(key) if with_key else None
     grad_value = torch.empty_like(value) if with_value else None
     tensors = (query, grad_out, lse_delta, key, value, grad_key, grad_value)
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
-    config = DKDV_CONFIGS[table.block_size[0]][tile_width(spec.head_dim)]
-    launch.launch_pass(
-        *(backward_dkdv_kernel, tensors, access, table, key_lengths, seed, spec, config),
-        by_key=True,
-    )
+    config = DKDV_CONFIGS[call.table.block_size[0]][tile_width(call.spec.head_dim)]
+    launch.launch_pass(backward_dkdv_kernel, tensors, access, call, config, by_key=True)
     return grad_key, grad_value

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from masks.lookup_table import BlockLists, LookupTable
+from masks.lookup_table import BlockLists
 from sparseflash import dropout
 from sparseflash.backends.hopper.configs import (
     L2_OPERAND_BYTES,
@@ -22,6 +22,7 @@ from sparseflash.backends.hopper.device.params import LOG2E
 from sparseflash.backends.triton_common.arguments import table_arguments
 from sparseflash.backends.triton_common.constants import ALIGNMENT, LONGEST_FIRST_IMBALANCE
 from sparseflash.backends.triton_common.launcher import Launch, launch_cached, multiprocessors
+from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -65,10 +66,7 @@ def launch_pass(
     kernel: Any,
     tensors: tuple[Tensor | None, ...],
     access: tuple[Access, ...],
-    table: LookupTable,
-    key_lengths: Tensor | None,
-    seed: int,
-    spec: AttentionSpec,
+    call: Call,
     config: KernelConfig,
     by_key: bool = False,
 ) -> None:
@@ -78,10 +76,11 @@ def launch_pass(
     counter; params.Sizes; scale_log2; params.Dropout; QHEADS_PER_KVHEAD, MASKED, BLOCK; the
     constants of `config`.
     """
+    spec, table, key_lengths = call.spec, call.table, call.key_lengths
     block = table.block_size[0]
     rows = table.by_key if by_key else table.by_query
     work_counter = make_work_counter(rows, spec.device)
-    seeds = (None, None) if spec.dropout_p == 0 else _seed_words(seed)
+    seeds = (None, None) if spec.dropout_p == 0 else _seed_words(call.seed)
     # Equal signatures share a packed launch; what differs between them is written into it.
     signature = (kernel.__name__, spec, *[None if x is None else x.stride() for x in tensors])
     addresses = [

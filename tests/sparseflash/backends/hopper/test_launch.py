@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import masks
+from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs, launch
 from sparseflash.backends.hopper.configs import KernelConfig
 from sparseflash.backends.triton_common import launcher
+from sparseflash.dispatch.call import Call, Plan
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers.calls import spec_of
 
@@ -107,7 +109,8 @@ def test_a_pass_starts_as_many_ctas_as_run_at_a_time(monkeypatch):
     table = masks.full()(1024, block_size=64).table()
     kernel = SimpleNamespace(__name__="kernel", arg_names=[])
     config = KernelConfig(3, {"STAGES": 2})
-    launch.launch_pass(kernel, (), (), table, None, 0, SPEC, config)
+    call = Call(Plan(SPEC, hopper, table))
+    launch.launch_pass(kernel, (), (), call, config)
     ((_, grid, _, _, constants),) = launched
     assert grid == (30, 1, 1)
     assert constants.items() >= {"STAGES": 2, "maxnreg": 80}.items()
