@@ -27,6 +27,8 @@ NAMES = {
     "flash": "FlashAttention-2 (torch)",
     "cudnn": "cuDNN",
     "flex": "FlexAttention",
+    "cudnn-bsa": "cuDNN block-sparse attention",
+    "cudnn-flex": "cuDNN flex attention",
     "standard": "materialised",
     "sdpa": "torch's choice",
 }

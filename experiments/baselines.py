@@ -1,5 +1,7 @@
 """Sparseflash and its baselines, each as a function (query, key, value) -> out."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -16,9 +18,11 @@ from experiments.cli import Baseline
 from experiments.pattern_families import Problem
 from experiments.record import ANY_ORDER
 from masks import BlockMask
-from masks.interop import to_block_lists, to_flex
+from masks.interop import to_block_lists, to_cudnn_blocks, to_cudnn_intervals, to_flex
 
 RECOMPILE_LIMIT = 64
+# What libraries raise, besides RuntimeError, for a problem that they do not take.
+REFUSALS = (AssertionError, ImportError, TypeError, ValueError)
 
 
 class BaselineError(RuntimeError):
@@ -39,8 +43,8 @@ def attend_baseline(baseline: Baseline, problem: Problem) -> Attend:
     if baseline is Baseline.FLEX:
         # A full mask is what FlexAttention computes without a block mask.
         return attend_flex(None if problem.dense == "full" else flex_mask(problem))
-    if baseline is Baseline.FLASH4:
-        return attend_flash4(problem)
+    if baseline in ON_INSTALLED:
+        return ON_INSTALLED[baseline](problem)
     if problem.dense is None:
         raise ValueError(f"{baseline} computes full and causal masks only")
     causal = problem.dense == "causal"
@@ -121,6 +125,73 @@ def flash4_blocks(mask: BlockMask) -> dict:
     }
 
 
+def attend_cudnn_bsa(problem: Problem) -> Attend:
+    """cuDNN's block-sparse attention on lists of blocks, its backward pass by autograd.
+
+    Raises BaselineError where it is not installed, and for masks that its lists cannot hold.
+    """
+    with refusals("cuDNN's block-sparse attention"):
+        from cudnn import block_sparse_attention as bsa  # pyright: ignore
+
+        own, lists = to_cudnn_blocks(problem.mask), {}
+        options = {"allow_empty_block_nums": bool((own.q2k_block_nums == 0).any())}
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value):
+            batch, heads = query.shape[:2]
+            if (batch, heads) not in lists:
+                lists[batch, heads] = to_cudnn_blocks(problem.mask, batch, heads)._asdict()
+            blocks = lists[batch, heads]
+            with refusals("cuDNN's block-sparse attention"):
+                found = bsa.block_sparse_attention_forward(query, key, value, **blocks, **options)
+            ctx.save_for_backward(query, key, value, found["o_tensor"], found["lse_tensor"])
+            return found["o_tensor"]
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            saved, batch, heads = ctx.saved_tensors, *grad_out.shape[:2]
+            with refusals("cuDNN's block-sparse attention"):
+                found = bsa.block_sparse_attention_backward(
+                    grad_out, *saved, **lists[batch, heads]
+                )
+            return tuple(found[f"d{name}_tensor"] for name in "qkv")
+
+    return Attention.apply
+
+
+def attend_cudnn_flex(problem: Problem) -> Attend:
+    """cuDNN's attention of interval masks on (batch, seq, heads, dim) tensors, here seen as ours
+    are. Its plan is made by the first call, with the backward pass where inputs want gradients.
+
+    Raises BaselineError where it is not installed.
+    """
+    with refusals("cuDNN's flex attention"):
+        from cudnn.flex_attention import create_mask_plan, flex_attn_func  # pyright: ignore
+
+    plans = {}
+
+    def attend(query, key, value):
+        own = [t.transpose(1, 2) for t in (query, key, value)]
+        with refusals("cuDNN's flex attention"):
+            if not plans:
+                intervals = to_cudnn_intervals(problem.mask.to(query.device), len(query))
+                plans["mask_plan"] = create_mask_plan(intervals, *own)
+            return flex_attn_func(*own, **plans).transpose(1, 2)
+
+    return attend
+
+
+@contextmanager
+def refusals(who: str) -> Iterator[None]:
+    """What a library refuses becomes a BaselineError, on one line."""
+    try:
+        yield
+    except REFUSALS as error:
+        reason = " ".join(f"{error}".split()) or type(error).__name__
+        raise BaselineError(f"{who}: {reason}") from error
+
+
 def attend_flex(block_mask: flex.BlockMask | None) -> Attend:
     """FlexAttention with a block mask; with none, of the full mask."""
     compiled = _compiled_flex()
@@ -154,3 +225,10 @@ def flex_mask(problem: Problem) -> flex.BlockMask:
         mask_mod=predicate and (lambda batch, head, q, k: predicate(q, k)),
         seq_lengths=mask.seq_len,
     )
+
+
+ON_INSTALLED: dict[Baseline, Callable[[Problem], Attend]] = {
+    Baseline.FLASH4: attend_flash4,
+    Baseline.CUDNN_BSA: attend_cudnn_bsa,
+    Baseline.CUDNN_FLEX: attend_cudnn_flex,
+}

@@ -38,6 +38,8 @@ class Baseline(StrEnum):
     CUDNN = "cudnn"  # that of cuDNN
     FLASH4 = "flash4"  # FlashAttention-4, where it is installed
     FLEX = "flex"  # FlexAttention, compiled
+    CUDNN_BSA = "cudnn-bsa"  # cuDNN's block-sparse attention, where cudnn-frontend is installed
+    CUDNN_FLEX = "cudnn-flex"  # cuDNN's attention of masks as intervals, likewise
     STANDARD = "standard"  # materialised scores
 
     @property

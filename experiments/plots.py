@@ -25,6 +25,8 @@ STYLES: dict[str, Any] = {
     "cudnn": "-.",
     "flash": ":",
     "flash4": (0, (5, 1)),
+    "cudnn-bsa": (0, (5, 1, 1, 1)),
+    "cudnn-flex": (0, (1, 1)),
     "sdpa": "-.",
     "standard": (0, (3, 1, 1, 1, 1, 1)),
 }
@@ -33,6 +35,8 @@ NAMES = {
     "cudnn": "cuDNN",
     "flash": "FlashAttention-2",
     "flash4": "FlashAttention-4",
+    "cudnn-bsa": "cuDNN block-sparse attention",
+    "cudnn-flex": "cuDNN flex attention",
     "sdpa": "torch SDPA",
     "standard": "materialised scores",
 }

@@ -33,6 +33,13 @@ DECODE = (
     (8, 32, 65_536, 64, 8, 1),
     (8, 32, 65_536, 128, 8, 8),
 )
+# Those of lists of blocks, and the smallest blocks that they take.
+SPARSE_BASELINES = {
+    Baseline.FLASH4: 128,
+    Baseline.FLEX: 128,
+    Baseline.CUDNN_BSA: 64,
+    Baseline.CUDNN_FLEX: 16,
+}
 LONGEST_MATERIALISED = 4096
 GROWTH = (1024, 4096, 16_384, 65_536, 262_144)
 LONGEST_DENSE = 65_536
@@ -77,6 +84,7 @@ def dense(ours: tuple[str, ...]) -> Iterator[Case]:
                     Baseline.CUDNN,
                     Baseline.FLASH4,
                     Baseline.FLEX,
+                    Baseline.CUDNN_FLEX,
                 )
                 yield shape.case("dense", family, BLOCK, implementations)
 
@@ -86,7 +94,7 @@ def sparse(ours: tuple[str, ...]) -> Iterator[Case]:
     for heads, head_dim in MODELS:
         for seq_len in (16_384, 32_768):
             shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
-            implementations = (*ours, Baseline.FLASH4, Baseline.FLEX)
+            implementations = (*ours, *SPARSE_BASELINES)
             for name, pattern in of_full_blocks(seq_len, BLOCK).items():
                 yield shape.case("sparse", Single(name, pattern), BLOCK, implementations)
 
@@ -103,8 +111,9 @@ def small_blocks(ours: tuple[str, ...]) -> Iterator[Case]:
         chosen = {name: patterns[name] for name in ("full", "random 1/16", "butterfly", "band")}
         if side == BLOCK:
             chosen |= {f"random 1/{n}": at_random(n, shape.seq_len, side) for n in (32, 64, 128)}
+        baselines = [name for name, least in SPARSE_BASELINES.items() if side >= least]
         for name, pattern in chosen.items():
-            yield shape.case("small-blocks", Single(name, pattern), side, ours)
+            yield shape.case("small-blocks", Single(name, pattern), side, (*ours, *baselines))
 
 
 def decode(ours: tuple[str, ...]) -> Iterator[Case]:

@@ -1,4 +1,5 @@
-"""Masks of other libraries, both ways and exact: FlexAttention, FlashAttention-4, torch sparse.
+"""Masks of other libraries, both ways and exact: FlexAttention, FlashAttention-4, cuDNN,
+FlashInfer, torch sparse.
 
 scipy and dense matrices are read and made by BlockMask itself.
 """
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from masks._core.bit_tiles import WORD_BITS, deduplicate, pack
-from masks._core.block_set import BlockSet, assemble
+from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.convert import STRIP
 from masks._core.grid import Grid
 from masks._core.intervals import from_points
 from masks.block_mask import BlockMask, stack
+from masks.builders import from_intervals
 from masks.pattern import Pattern
 
 
@@ -32,6 +34,41 @@ class BlockSparseTensors(NamedTuple):
     full_block_cnt: Tensor
     full_block_idx: Tensor
     block_size: tuple[int, int]
+
+
+class CudnnBlocks(NamedTuple):
+    """The lists of cuDNN's block-sparse attention, whose functions take them by name.
+
+    q2k_block_index:   int32 (batch, heads, nq, most), ascending columns, 0 past the count
+    q2k_block_nums:    int32 (batch, heads, nq)
+    block_sizes:       int32 (nk,), the keys of each block; None where no block is clipped
+    sparse_block_size: tokens of a side
+    """
+
+    q2k_block_index: Tensor
+    q2k_block_nums: Tensor
+    block_sizes: Tensor | None
+    sparse_block_size: int
+
+
+class FlashInferBlocks(NamedTuple):
+    """The block-sparse rows of FlashInfer, whose BlockSparseAttentionWrapper.plan takes them by
+    name.
+
+    indptr:  int32 (rows + 1,)
+    indices: int32 (n,), ascending in each row
+    M, N:    queries and keys, in tokens
+    R, C:    queries and keys of a block, in tokens
+    mask:    bool (n, R, C), the pairs of each block; None where all blocks are full
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    M: int
+    N: int
+    R: int
+    C: int
+    mask: Tensor | None = None
 
 
 def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
@@ -111,6 +148,140 @@ def from_block_lists(
     return full | (candidates & pattern(seq_len, lists.block_size, full.device))
 
 
+def to_cudnn_blocks(mask: BlockMask, batch: int = 1, heads: int | None = None) -> CudnnBlocks:
+    """The lists of cuDNN's block-sparse attention (cudnn.block_sparse_attention).
+
+    Args:
+        mask: In square blocks without partial ones; the kernels take sides of 64 and 128.
+        batch: Batch elements, each of which gets the lists.
+        heads: Query heads, by default those of the mask.
+
+    Raises:
+        ValueError: The mask has partial blocks, blocks that are not square, or other heads.
+    """
+    g = mask.grid
+    heads = mask.num_heads if heads is None else heads
+    if mask.partial_blocks:
+        raise ValueError(f"mask must have no partial blocks, got {mask.partial_blocks}")
+    if g.bq != g.bk:
+        raise ValueError(f"mask must have square blocks, got {g.block_size}")
+    if mask.num_heads not in (1, heads):
+        raise ValueError(f"mask must have 1 or {heads} heads, got {mask.num_heads}")
+    count, index = _padded_lists(mask.block_set, mask.block_set.full.expand())
+    index = index[..., : max(1, int(count.max()))].expand(batch, heads, -1, -1).contiguous()
+    sizes = torch.full((g.nk,), g.bk, dtype=torch.int32, device=g.device)
+    sizes[-1] -= g.nk * g.bk - g.k_len
+    return CudnnBlocks(
+        index,
+        count.expand(batch, heads, -1).contiguous(),
+        sizes if g.k_len % g.bk else None,
+        g.bk,
+    )
+
+
+def from_cudnn_blocks(blocks: CudnnBlocks, seq_len: int | tuple[int, int]) -> BlockMask:
+    """The mask of cuDNN's lists, of one batch element; `block_sizes` are those that seq_len says.
+
+    Args:
+        seq_len: Tokens, one number or (q_len, k_len).
+
+    Raises:
+        ValueError: The lists are of several batch elements or another length.
+    """
+    index, count, _, side = blocks
+    none = torch.zeros_like(count)
+    return from_block_lists(BlockSparseTensors(none, index, count, index, (side, side)), seq_len)
+
+
+def to_cudnn_intervals(mask: BlockMask, batch: int = 1) -> Tensor:
+    """The `mask_func` of cudnn.flex_attention.create_mask_plan: the keys of each query as the
+    intervals [0, F0), [F1, F2), ..., which may be empty.
+
+    Args:
+        batch: Batch elements, each of which gets the intervals.
+
+    Returns:
+        int32 (heads, endpoints, batch * q_len), on the device of the mask. The number of endpoints
+        is odd, the most that any query needs; where one needs fewer, its last one is repeated.
+    """
+    q_len, k_len = mask.seq_len
+    rows = max(1, STRIP // k_len)
+    strips = [
+        _endpoints(mask.slice_queries(begin, min(begin + rows, q_len)).to_dense())
+        for begin in range(0, q_len, rows)
+    ]
+    most = max(strip.shape[1] for strip in strips)
+    padded = [torch.cat([s, s[:, -1:].expand(-1, most - s.shape[1], -1)], dim=1) for s in strips]
+    return torch.cat(padded, dim=2).repeat(1, 1, batch)
+
+
+def from_cudnn_intervals(
+    intervals: Tensor, k_len: int, block_size: int | tuple[int, int] = 128
+) -> BlockMask:
+    """The mask of the intervals of one batch element; see to_cudnn_intervals.
+
+    Args:
+        intervals: Integers (heads, endpoints, q_len), of an odd number of endpoints.
+        k_len: Keys, in tokens.
+
+    Raises:
+        ValueError: The shape is another.
+    """
+    if intervals.dim() != 3 or intervals.shape[1] % 2 == 0:
+        raise ValueError(
+            "intervals must be (heads, an odd number of endpoints, q_len), got "
+            f"{tuple(intervals.shape)}"
+        )
+    grid = Grid.of((intervals.shape[2], k_len), block_size, intervals.device)
+    heads = []
+    for endpoints in intervals.long():
+        mask = from_intervals(grid, torch.zeros_like(endpoints[0]), endpoints[0])
+        for low, high in zip(endpoints[1::2], endpoints[2::2], strict=True):
+            mask = mask | from_intervals(grid, low, high)
+        heads.append(mask)
+    return stack(heads)
+
+
+def to_flashinfer(mask: BlockMask) -> FlashInferBlocks:
+    """The block-sparse rows of a mask for FlashInfer.
+
+    Raises:
+        ValueError: The mask has several heads, or lengths that are not whole blocks.
+    """
+    g = mask.grid
+    if g.q_len % g.bq or g.k_len % g.bk:
+        raise ValueError(
+            f"mask must have lengths of whole blocks of {g.block_size}, got {g.seq_len}"
+        )
+    rows = mask.to_scipy()
+    indptr, indices = (torch.from_numpy(part).int() for part in (rows.indptr, rows.indices))
+    pairs = torch.from_numpy(rows.data).to(mask.device) if mask.partial_blocks else None
+    lists = (indptr.to(mask.device), indices.to(mask.device))
+    return FlashInferBlocks(*lists, *g.seq_len, *g.block_size, pairs)
+
+
+def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
+    """The mask of FlashInfer's block-sparse rows.
+
+    Raises:
+        ValueError: The sides of a block are none that a mask may have, or the lists do not fit.
+    """
+    indptr, indices, *sizes, pairs = blocks
+    grid = Grid.of((sizes[0], sizes[1]), (sizes[2], sizes[3]), indices.device)
+    if len(indptr) != grid.nq + 1 or int(indptr[-1]) != len(indices):
+        raise ValueError(
+            f"indptr must have {grid.nq + 1} entries and end in {len(indices)}, got "
+            f"{len(indptr)} that end in {int(indptr[-1])}"
+        )
+    row = torch.arange(grid.nq, device=grid.device).repeat_interleave(indptr.diff())
+    flat, order = grid.flat_index(0, row, indices.long()).sort()
+    if pairs is None:
+        return BlockMask(from_full_runs(grid, from_points(flat)))
+    tiles = pack(pairs.bool())[order]
+    which = torch.arange(len(flat), device=grid.device)
+    return BlockMask(assemble(grid, (0,), from_points(flat[:0]), flat, tiles, which))
+
+
 def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor:
     """A sparse bool tensor: sparse_bsr of whole blocks, (nq * bq, nk * bk), or sparse_csr of
     elements, (q_len, k_len).
@@ -181,6 +352,22 @@ def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Ten
         return ((word >> (k % g.bk % WORD_BITS)) & 1) != 0
 
     return mask_mod
+
+
+def _endpoints(dense: Tensor) -> Tensor:
+    """int32 (heads, odd number, rows): where the runs of keys of bool rows begin and end."""
+    dense = dense.view(-1, *dense.shape[-2:])
+    padded = torch.nn.functional.pad(dense, (1, 1))
+    changes = padded[..., 1:] != padded[..., :-1]
+    # The first interval begins at 0, so that no endpoint says so; where no run does, it is empty.
+    changes[..., 0] ^= True
+    head, row, position = changes.nonzero(as_tuple=True)
+    count = changes.sum(-1)
+    slot = changes.cumsum(-1)[head, row, position] - 1
+    last = (changes * torch.arange(changes.shape[-1], device=dense.device)).amax(-1)
+    found = last.unsqueeze(1).repeat(1, int(count.max()), 1)
+    found[head, slot, row] = position
+    return found.int()
 
 
 def _padded_lists(blocks: BlockSet, flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -141,3 +141,70 @@ def test_dense_baselines_compute_the_dense_masks(attend, dense, inputs):
 def test_a_dense_baseline_refuses_a_sparse_mask():
     with pytest.raises(ValueError, match="full and causal masks only"):
         attend_baseline(Baseline.SDPA, PROBLEMS["local"])
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Stand-ins for cuDNN's two block-sparse attentions, which compute the mask that they are
+    given by its intervals or lists; they refuse what the real ones refuse.
+    """
+    package, bsa, flex = (ModuleType(name) for name in ("cudnn", "bsa", "flex"))
+
+    def attend(mask, query, key, value):
+        scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ value
+
+    def dense(q2k_block_index, q2k_block_nums, block_sizes, sparse_block_size, n):
+        assert block_sizes is None
+        lists = interop.CudnnBlocks(q2k_block_index[:1], q2k_block_nums[:1], None, 64)
+        assert sparse_block_size == 64
+        return interop.from_cudnn_blocks(lists, n).to_dense()
+
+    def forward(query, key, value, allow_empty_block_nums, **lists):
+        assert allow_empty_block_nums is False
+        mask = dense(**lists, n=key.shape[2])
+        return {"o_tensor": attend(mask, query, key, value), "lse_tensor": query[..., 0]}
+
+    def backward(grad_out, query, key, value, out, lse, **lists):
+        if query.shape[3] != 16:
+            raise NotImplementedError("backward needs head_dim 16\nand more")
+        mask = dense(**lists, n=key.shape[2])
+        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(attend(mask, *leaves), leaves, grad_out)
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), grads, strict=True))
+
+    def create_mask_plan(intervals, query, key, value):
+        if intervals.shape[1] > 5:
+            raise ValueError("too many intervals")
+        assert intervals.shape[2] == query.shape[0] * query.shape[1]
+        return interop.from_cudnn_intervals(intervals[..., : query.shape[1]], key.shape[1])
+
+    def flex_attn_func(*tensors, mask_plan):
+        own = [t.transpose(1, 2) for t in tensors]
+        return attend(mask_plan.to_dense(), *own).transpose(1, 2)
+
+    vars(bsa).update(
+        block_sparse_attention_forward=forward, block_sparse_attention_backward=backward
+    )
+    vars(flex).update(create_mask_plan=create_mask_plan, flex_attn_func=flex_attn_func)
+    vars(package).update(block_sparse_attention=bsa, flex_attention=flex)
+    for name in ("cudnn", "cudnn.flex_attention"):
+        monkeypatch.setitem(sys.modules, name, {"cudnn": package}.get(name, flex))
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("baseline", [Baseline.CUDNN_BSA, Baseline.CUDNN_FLEX])
+def test_cudnn_is_given_the_mask(baseline):
+    problem = Problem("", masks.butterfly()(256, 64))
+    inputs = [torch.randn(2, 2, 256, 16).requires_grad_() for _ in range(3)]
+    check(attend_baseline(baseline, problem), inputs, problem.mask, baseline)
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_what_cudnn_refuses_is_said_on_one_line(inputs):
+    with pytest.raises(BaselineError, match="block-sparse attention: mask must have no partial"):
+        attend_baseline(Baseline.CUDNN_BSA, PROBLEMS["local"])
+    every_third = Problem("", compiled(masks.pattern(lambda q, k: k % 3 == 0)))
+    with pytest.raises(BaselineError, match="cuDNN's flex attention: too many intervals"):
+        attend_baseline(Baseline.CUDNN_FLEX, every_third)(*inputs)

@@ -60,13 +60,17 @@ def test_every_suite_measures_ours_first_and_no_case_twice(suite):
         assert {case.batch * case.seq_len for case in cases} == {suites.TOKENS}
 
 
+DENSE = {"flash", "cudnn", "flash4", "flex"}
+OF_BLOCKS = {"flash4", "flex", "cudnn-bsa", "cudnn-flex"}
+
+
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(
     ("suite", "full", "sparse"),
     [
-        ("dense", {"flash", "cudnn", "flash4", "flex"}, {"flash", "cudnn", "flash4", "flex"}),
-        ("sparse", {"flash4", "flex"}, {"flash4", "flex"}),
-        ("small-blocks", set(), set()),
+        ("dense", DENSE | {"cudnn-flex"}, DENSE | {"cudnn-flex"}),
+        ("sparse", OF_BLOCKS, OF_BLOCKS),
+        ("small-blocks", OF_BLOCKS, OF_BLOCKS),
         ("decode", {"flash", "cudnn", "flex"}, {"flex"}),
         ("lra", {"flash", "cudnn", "standard"}, {"flex"}),
         ("memory", {"flash", "cudnn", "standard"}, set()),
@@ -77,6 +81,10 @@ def test_baselines_are_measured_on_the_masks_that_they_know(suite, full, sparse)
         baselines = full if case.family == "full" else sparse
         if case.seq_len > suites.LONGEST_MATERIALISED:
             baselines = baselines - {"standard"}
+        if case.block_size < 128:
+            baselines = baselines - {"flash4", "flex"}
+        if case.block_size < 64:
+            baselines = baselines - {"cudnn-bsa"}
         assert set(case.implementations) == baselines
         if suite == "memory" and case.family == "full":
             assert case.seq_len <= suites.LONGEST_DENSE

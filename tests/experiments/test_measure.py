@@ -63,6 +63,23 @@ def fails_to(stage, implementation):
     return attend_of
 
 
+def test_a_baseline_without_this_backward_pass_is_measured_forward(monkeypatch):
+    def without_backward(*_):
+        raise NotImplementedError("needs head_dim 128\nor so")
+
+    def attend_of(name, problem):
+        right = attend_sparseflash(problem)
+        return lambda query, key, value: right(query, Refused.apply(key), value)
+
+    monkeypatch.setattr(measurement, "make_attend", attend_of)
+    monkeypatch.setattr(f"{__name__}.refuse", without_backward)
+    rows, reasons = measure(CASE, ["cudnn-bsa"], METHOD)
+    assert [row.direction for row in rows] == ["forward"]
+    assert reasons == {"cudnn-bsa, backward": "needs head_dim 128"}
+    with pytest.raises(NotImplementedError):
+        measure(CASE, ["sparseflash"], METHOD)
+
+
 def refuse(*_):
     raise RuntimeError("no kernel\nat all")
 

@@ -152,3 +152,79 @@ def test_entries_of_a_sparse_tensor_may_be_stored_twice():
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+FULL_BLOCKS = masks.stack([masks.butterfly(), masks.random(0.3), masks.butterfly()])
+
+
+@pytest.mark.parametrize("seq_len", [(256, 256), (128, 200)])
+def test_cudnn_blocks(seq_len):
+    mask = FULL_BLOCKS(seq_len, 64)
+    lists = interop.to_cudnn_blocks(mask)
+    assert interop.from_cudnn_blocks(lists, seq_len) == mask
+    assert lists.q2k_block_index.shape[-1] == lists.q2k_block_nums.max()
+    assert lists.sparse_block_size == 64
+    keys = None if lists.block_sizes is None else lists.block_sizes.tolist()
+    assert keys == (None if seq_len == (256, 256) else [64, 64, 64, 8])
+
+
+def test_cudnn_blocks_of_a_batch():
+    mask = masks.butterfly()(256, 64)
+    lists = interop.to_cudnn_blocks(mask, batch=2, heads=3)
+    assert lists.q2k_block_nums.shape == (2, 3, 4)
+    assert lists.q2k_block_index.shape[:3] == (2, 3, 4)
+    assert torch.equal(lists.q2k_block_nums[1, 2], mask.blocks_per_row()[0].int())
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (masks.causal()(100, 16), {}, "mask must have no partial blocks, got 7"),
+        (masks.full()(64, (16, 32)), {}, r"square blocks, got \(16, 32\)"),
+        (FULL_BLOCKS(64, 16), {"heads": 4}, "mask must have 1 or 4 heads, got 3"),
+    ],
+)
+def test_cudnn_has_no_lists_of_other_masks(mask, options, message):
+    with pytest.raises(ValueError, match=message):
+        interop.to_cudnn_blocks(mask, **options)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("strip", [200, 1 << 22])
+def test_cudnn_intervals(name, strip, shape, monkeypatch):
+    monkeypatch.setattr(interop, "STRIP", strip)
+    mask = MASKS[name](*shape)
+    intervals = interop.to_cudnn_intervals(mask)
+    assert intervals.shape[1] % 2 == 1
+    assert bool((intervals.diff(dim=1) >= 0).all())
+    assert interop.from_cudnn_intervals(intervals, mask.seq_len[1], mask.block_size) == mask
+    assert torch.equal(interop.to_cudnn_intervals(mask, 2), intervals.repeat(1, 1, 2))
+
+
+def test_cudnn_intervals_by_hand():
+    dense = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1]]).bool()
+    intervals = interop.to_cudnn_intervals(masks.BlockMask.from_dense(dense, 16))
+    rows = [[2, 3, 4, 4, 4], [0, 1, 3, 3, 3], [0, 0, 0, 0, 0], [0, 1, 2, 3, 4]]
+    assert intervals[0].T.tolist() == rows
+    with pytest.raises(ValueError, match=r"odd number of endpoints, q_len\), got \(1, 4, 4\)"):
+        interop.from_cudnn_intervals(intervals[:, :4], 4)
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "holes", "custom"])
+def test_flashinfer(name):
+    mask = MASKS[name]((64, 96), (16, 32))
+    lists = interop.to_flashinfer(mask)
+    assert interop.from_flashinfer(lists) == mask
+    assert (lists.mask is None) == (mask.partial_blocks == 0)
+    assert lists[2:6] == (64, 96, 16, 32)
+
+
+def test_flashinfer_rows_of_any_order_and_of_other_shapes():
+    lists = interop.FlashInferBlocks(
+        torch.tensor([0, 2, 3]).int(), torch.tensor([1, 0, 1]).int(), 32, 32, 16, 16
+    )
+    assert interop.from_flashinfer(lists).to_blocks().tolist() == [[True, True], [False, True]]
+    with pytest.raises(ValueError, match="indptr must have 4 entries and end in 3, got 3"):
+        interop.from_flashinfer(lists._replace(M=48))
+    with pytest.raises(ValueError, match=r"whole blocks of \(16, 16\), got \(70, 70\)"):
+        interop.to_flashinfer(masks.full()(70, 16))
