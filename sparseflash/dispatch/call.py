@@ -1,13 +1,14 @@
 """Plan and Call: what a backend gets beside query, key and value."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from einops import reduce
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from masks.registry import Cache
 from sparseflash.dispatch.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Plan:
     spec: AttentionSpec
     backend: "Backend"
     table: LookupTable
-    cache: dict[Any, Any] = field(default_factory=dict)
+    cache: Cache = field(default_factory=Cache)
 
 
 @dataclass(slots=True)

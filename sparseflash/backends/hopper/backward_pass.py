@@ -81,8 +81,7 @@ def empty_lse_delta(query: Tensor, block: int) -> Tensor:
     """Memory for LSE and delta: float32 (2 * batch * heads, q_len rounded up to whole blocks)."""
     batch, heads, q_len, _ = query.shape
     padded_len = -(-q_len // block) * block
-    shape = (2 * batch * heads, padded_len)
-    return torch.empty(shape, dtype=torch.float32, device=query.device)
+    return query.new_empty(2 * batch * heads, padded_len, dtype=torch.float32)
 
 
 def _compute_lse_delta(

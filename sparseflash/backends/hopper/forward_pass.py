@@ -18,7 +18,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     key = launch.addressable(launch.zero_padding(key, key_lengths))
     value = launch.addressable(launch.zero_padding(value, key_lengths))
     out = torch.empty_like(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
     block = call.table.block_size[0]
     kv_tile = launch.kv_tile(block, spec.head_dim)
     config = FORWARD_CONFIGS[block][tile_width(spec.head_dim)]

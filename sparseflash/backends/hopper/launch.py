@@ -76,16 +76,15 @@ def launch_pass(
     counter; params.Sizes; scale_log2; params.Dropout; QHEADS_PER_KVHEAD, MASKED, BLOCK; the
     constants of `config`.
     """
-    spec, table, key_lengths = call.spec, call.table, call.key_lengths
-    block = table.block_size[0]
+    plan, key_lengths = call.plan, call.key_lengths
+    spec, table = plan.spec, plan.table
     rows = table.by_key if by_key else table.by_query
     work_counter = make_work_counter(rows, spec.device)
     seeds = (None, None) if spec.dropout_p == 0 else _seed_words(call.seed)
     # Equal signatures share a packed launch; what differs between them is written into it.
-    signature = (kernel.__name__, spec, *[None if x is None else x.stride() for x in tensors])
-    addresses = [
-        None if x is None else x.data_ptr() for x in (*tensors, key_lengths, work_counter)
-    ]
+    signature = (kernel.__name__, *[None if x is None else x.stride() for x in tensors])
+    changing = (*tensors, key_lengths, work_counter)
+    values = (*[None if x is None else x.data_ptr() for x in changing], *seeds)
 
     def prepare_launch() -> Launch:
         heads = spec.kv_heads if by_key else spec.heads
@@ -97,19 +96,19 @@ def launch_pass(
             *(key_lengths, work_counter, *sizes, spec.scale * LOG2E.value),
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
         )
-        group = spec.heads // spec.kv_heads
+        block, group = table.block_size[0], spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
         # Everything that a kernel is compiled for: also which arguments are None.
         width = tile_width(spec.head_dim)
         facts = (spec.device, spec.dtype, width, block, group, masked, spec.dropout_p > 0)
-        variant = (*facts, *(x is None for x in (*tensors, key_lengths, work_counter)))
+        variant = (*facts, *(x is None for x in changing))
         constants = {"QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
         constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
         names = kernel.arg_names[: len(tensors)]
-        changing = (*names, "key_lengths", "work_counter", "seed_low", "seed_high")
-        return Launch(grid, arguments, variant, constants, changing)
+        names = (*names, "key_lengths", "work_counter", "seed_low", "seed_high")
+        return Launch(grid, arguments, variant, constants, names)
 
-    launch_cached(table.cache, signature, (*addresses, *seeds), kernel, prepare_launch)
+    launch_cached(plan.cache, signature, values, kernel, prepare_launch)
 
 
 def _argument(tensor: Tensor | None, how: Access) -> Tensor | TensorDescriptor | None:

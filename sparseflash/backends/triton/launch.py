@@ -199,7 +199,7 @@ def launch_pass(
     ]
     facts = [Tensor if isinstance(x, Tensor) else x for x in others]
     launch_cached(
-        call.table.cache,
+        call.plan.cache,
         (kernel.__name__, prepared, grid, bias_stride, *facts),
         (*values, call.seed),
         kernel,

@@ -31,7 +31,7 @@ LSE_DELTA_ROWS = 64  # most queries of a program that computes LSE and delta alo
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
     out = torch.empty_like(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "forward", tensors)
     launch_pass(call, prepared, forward_kernel, tensors, (lse,))
@@ -50,8 +50,7 @@ def backward(
     needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
     grad_query = grad_key = grad_value = grad_bias = grad_blocks = None
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
-    shape = (*query.shape[:2], 2, padded_len)
-    lse_delta = torch.empty(shape, dtype=torch.float32, device=query.device)
+    lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     lse_arguments = (grad_lse, *lse_strides, lse, lse_delta)
     inputs = {"query": query, "key": key, "value": value}

@@ -80,14 +80,14 @@ _COMPILED: dict[tuple, tuple] = {}
 def launch_cached(
     cache: dict,
     signature: tuple,
-    values: Sequence[int | None],
+    values: tuple[int | None, ...],
     kernel: Any,
     prepare: Callable[[], Launch],
 ) -> None:
     """Launches a kernel by what is stored of launches with an equal signature.
 
     Args:
-        cache: Where launches are stored: that of a table.
+        cache: Where launches are stored: that of a plan.
         values: Those of Launch.changing: addresses of tensors, None for what is missing.
         prepare: Returns the launch; not called where one is repeated.
     """

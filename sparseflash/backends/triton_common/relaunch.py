@@ -37,7 +37,7 @@ SCALARS = {
 MAP_ALIGNMENT = 64  # bytes
 WARP_SIZE = 32
 
-Values = Sequence[int | None]
+Values = tuple[int | None, ...]
 
 
 class Launched(NamedTuple):
@@ -95,6 +95,7 @@ class PackedLaunch:
         self._context = current_context()
         self._launch = _driver().cuLaunchKernel
         self._lock = Lock()  # another thread may be about to launch it on tensors of its own
+        self._values = tuple([slot and slot.value for slot in slots])
 
     def __call__(self, values: Values) -> bool:
         """Whether it was launched: not with launch hooks, or where the driver fails."""
@@ -107,13 +108,20 @@ class PackedLaunch:
             return self._start(values, stream) or (self._enter() and self._start(values, stream))
 
     def _start(self, values: Values, stream: int) -> bool:
+        if values != self._values and not self._write(values):
+            return False
+        return self._launch(self._function, *self._shape, stream, self._parameters, None) == 0
+
+    def _write(self, values: Values) -> bool:
+        """Whether the driver took all that has changed."""
         try:
             for slot, value in zip(self._slots, values, strict=True):
                 if slot is not None and value is not None and slot.value != value:
                     slot.value = value
         except DriverError:
             return False
-        return self._launch(self._function, *self._shape, stream, self._parameters, None) == 0
+        self._values = values
+        return True
 
     def _enter(self) -> bool:
         """Whether this thread had no context, and has that of the kernel now."""

@@ -253,8 +253,8 @@ def test_repeated_launches_give_what_first_ones_give(backend, head_dim, q_len, o
     mask = pattern((q_len, 300), block_size=128, device="cuda")
     call = (backend, head_dim)
     repeated = [passes(mask, *call, n, q_len, OPTIONS[option]) for n in range(4)]
-    (table,) = mask._tables.values()
-    assert any(isinstance(stored, relaunch.PackedLaunch) for stored in table.cache.values())
+    (plan,) = mask.cache.values()
+    assert any(isinstance(stored, relaunch.PackedLaunch) for stored in plan.cache.values())
     for n, results in enumerate(repeated):
         fresh = pattern((q_len, 300), block_size=128, device="cuda")
         first = passes(fresh, *call, n, q_len, OPTIONS[option])
