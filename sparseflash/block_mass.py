@@ -4,8 +4,14 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from masks import BlockMask, DynamicMask, Pattern
-from sparseflash.arguments import checked_bias, checked_mask, checked_tensors, lengths_in_range
+from masks import BlockMask, DynamicMask
+from sparseflash.arguments import (
+    AnyMask,
+    checked_bias,
+    checked_mask,
+    checked_tensors,
+    lengths_in_range,
+)
 from sparseflash.attention import attention
 from sparseflash.dispatch.plan import fitted_mask
 
@@ -14,7 +20,7 @@ from sparseflash.dispatch.plan import fitted_mask
 def block_mass(
     query: Tensor,
     key: Tensor,
-    mask: Pattern | BlockMask | None = None,
+    mask: AnyMask | None = None,
     *,
     key_lengths: Tensor | None = None,
     bias: Tensor | None = None,
@@ -45,8 +51,6 @@ def block_mass(
     if key_lengths is not None:  # each part of the keys sees lengths that are cut to it
         key_lengths = lengths_in_range(key_lengths, key)
     block_mask = fitted_mask(checked_mask(mask), query, key)
-    if isinstance(block_mask, DynamicMask):
-        raise TypeError("mask must not be a DynamicMask, of which block_mass could take no part")
     bq, bk = block_mask.block_size
     q_len, k_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
     # Values that say in which block a key is make attention add the probabilities of its keys up;
@@ -59,9 +63,7 @@ def block_mass(
             query,
             key[:, :, start:end],
             _block_of_key(end - start, bk, head_dim, key),
-            block_mask
-            if (start, end) == (0, k_len)
-            else block_mask.crop(q_len, end).T.slice_queries(start, end).T,
+            _mask_of_keys(block_mask, start, end),
             scale=scale,
             softcap=softcap,
             bias=None if bias is None else bias[:, start : start + q_len + end - start - 1],
@@ -76,6 +78,19 @@ def block_mass(
     shares = torch.stack(lses).softmax(0).nan_to_num(0.0)
     mass = torch.cat([p * s.unsqueeze(-1) for p, s in zip(parts, shares, strict=True)], dim=-1)
     return _mean_of_rows(mass, torch.stack(lses).amax(0) > -torch.inf, bq)
+
+
+def _mask_of_keys(mask: BlockMask | DynamicMask, start: int, end: int) -> BlockMask | DynamicMask:
+    """The mask of the keys from `start`, where a block begins, to before `end`."""
+    q_len, k_len = mask.seq_len
+    if (start, end) == (0, k_len):
+        return mask
+    if isinstance(mask, BlockMask):
+        return mask.crop(q_len, end).T.slice_queries(start, end).T
+    bk = mask.block_size[1]
+    support = _mask_of_keys(mask.support, start, end)
+    assert isinstance(support, BlockMask)
+    return support.select(mask.blocks[..., start // bk : -(-end // bk)])
 
 
 def _block_of_key(tokens: int, bk: int, head_dim: int, like: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from masks import BlockMask, Pattern, documents
+from masks import BlockMask, DynamicMask, Pattern, documents
 from masks.parse import as_pattern
+from sparseflash.arguments import AnyMask
 from sparseflash.attention import attention
 from sparseflash.options import OptionKeywords
 
@@ -21,7 +22,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | str | None = None,
+    pattern: AnyMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -35,7 +36,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | str | None = None,
+    pattern: AnyMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -48,7 +49,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | str | None = None,
+    pattern: AnyMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -68,8 +69,9 @@ def attention_varlen(
             queries cu_seqlens_q[n] to cu_seqlens_q[n + 1]. It is read on the host: a tensor on
             the GPU is waited for.
         cu_seqlens_k: Likewise of the keys.
-        pattern: Which pairs of a document attend, at its own lengths: a Pattern, its text as
-            masks.parse reads it, or None for all of them.
+        pattern: Which pairs of a document attend: at its own lengths a Pattern, its text as
+            masks.parse reads it, or None for all of them; or a BlockMask or DynamicMask of the
+            packed lengths (total_q, total_k), of which the pairs within documents attend.
         sinks, seed, return_lse: As in sparseflash.attention.
         **options: Those of AttentionOptions. A score function is given the places of tokens among
             all documents.
@@ -87,7 +89,8 @@ def attention_varlen(
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             got = getattr(tensor, "shape", type(tensor).__name__)
             raise ValueError(f"{name} must be a tensor (total, heads, head_dim), got {got}")
-    own = None if pattern is None else as_pattern(pattern)
+    if pattern is not None and not isinstance(pattern, BlockMask | DynamicMask):
+        pattern = as_pattern(pattern)
     q_lengths = _lengths("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     k_lengths = _lengths("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     if len(q_lengths) != len(k_lengths):
@@ -100,7 +103,7 @@ def attention_varlen(
     )
     mask = None
     if query.numel() and key.numel():
-        mask = _packed(q_lengths, k_lengths, own, query.device)
+        mask = _packed(q_lengths, k_lengths, pattern, query.device)
     out, lse = attention(
         query,
         key,
@@ -115,8 +118,27 @@ def attention_varlen(
     return (out, lse.squeeze(0)) if return_lse else out
 
 
-@lru_cache(maxsize=32)
 def _packed(
+    q_lengths: tuple[int, ...],
+    k_lengths: tuple[int, ...],
+    pattern: AnyMask | None,
+    device: torch.device,
+) -> BlockMask | DynamicMask:
+    """The mask of all documents, on `device` where it is made of a pattern."""
+    if pattern is None or isinstance(pattern, Pattern):
+        return _documents(q_lengths, k_lengths, pattern, device)
+    if pattern.seq_len != (sum(q_lengths), sum(k_lengths)):
+        raise ValueError(
+            f"pattern must have seq_len {(sum(q_lengths), sum(k_lengths))}, got {pattern.seq_len}"
+        )
+    if isinstance(pattern, BlockMask):
+        return _within_documents(q_lengths, k_lengths, pattern)
+    support = _within_documents(q_lengths, k_lengths, pattern.support)
+    return support.select(pattern.blocks, pattern.scores)
+
+
+@lru_cache(maxsize=32)
+def _documents(
     q_lengths: tuple[int, ...],
     k_lengths: tuple[int, ...],
     pattern: Pattern | None,
@@ -125,6 +147,17 @@ def _packed(
     return documents(q_lengths, k_lengths, pattern)(
         (sum(q_lengths), sum(k_lengths)), device=device
     )
+
+
+def _within_documents(
+    q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], mask: BlockMask
+) -> BlockMask:
+    """The pairs of a mask that lie within documents; cached with the mask."""
+    signature = ("documents", q_lengths, k_lengths)
+    if signature not in mask.cache:
+        own = documents(q_lengths, k_lengths)(mask.seq_len, mask.block_size, mask.device)
+        mask.cache[signature] = mask & own
+    return mask.cache[signature]
 
 
 def _lengths(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:

@@ -85,3 +85,13 @@ def test_mass_has_no_gradient_and_a_backend_of_its_own():
     assert not sparseflash.block_mass(query, key).requires_grad
     with pytest.raises(ValueError, match="backend must be"):
         sparseflash.block_mass(query, key, backend="none")
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(3, 1), (3, 2), (8, 2)])
+def test_of_a_dynamic_mask(head_dim, heads):
+    """With 3 dims a part has 48 of the 75 keys."""
+    query, key, _, _ = make_inputs(2, 2, 50, 75, head_dim, kv_heads=1, scale=2.0)
+    support = masks.causal(align="bottom-right")((50, 75), (32, 16))
+    mask = support.select_topk(torch.rand(2, heads, 2, 5), 2)
+    expected = written_down(query, key, mask)
+    torch.testing.assert_close(sparseflash.block_mass(query, key, mask), expected.float())

@@ -184,12 +184,6 @@ def test_masks_of_other_batches_and_heads_are_refused(shape, message):
         sparseflash.attention(*inputs("cpu")[:3], mask)
 
 
-def test_block_mass_takes_no_dynamic_mask():
-    mask = DynamicMask.from_topk(torch.rand(NQ, NK), 1, BLOCKS, LENGTHS)
-    with pytest.raises(TypeError, match="mask must not be a DynamicMask"):
-        sparseflash.block_mass(*inputs("cpu")[:2], mask)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not HAS_GPU or torch.cuda.get_device_capability() != (9, 0),

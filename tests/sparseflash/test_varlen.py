@@ -49,6 +49,50 @@ def test_documents_have_the_pattern_at_their_own_length(backend, name):
     check_attention(attend, query, key, value, dense)
 
 
+def within(mask, q_lengths, k_lengths):
+    """bool (batch, heads, q_len, k_len): the pairs of a mask within documents."""
+    documents = masks.documents(q_lengths, k_lengths)(mask.seq_len).to_dense()
+    return mask.to_dense() & documents.to(mask.device)
+
+
+CHOICES = [("cpu", None), ("cpu", 1), ("cpu", 2), ("cpu", 4), ("triton", 2)]
+
+
+@pytest.mark.parametrize(("backend", "heads"), [c for c in CHOICES if c[0] in BACKENDS])
+def test_masks_of_the_packed_lengths(backend, heads):
+    """heads: those of a dynamic mask; None for a static one."""
+    q_lengths, k_lengths = [5, 20, 7], [9, 20, 11]
+    device = BACKENDS[backend]
+    query, key, value, grad_out = make_inputs(1, 4, 32, 40, 16, kv_heads=2, device=device)
+    bounds = cumulative(q_lengths, device), cumulative(k_lengths, device)
+    mask = masks.local(20, align="top-left")((32, 40), 16, device)
+    if heads is not None:
+        scores = torch.rand(heads, 2, 3, device=device, requires_grad=True)
+        mask = mask.select_topk(scores, 2)
+
+    def attend(q, k, v):
+        tensors = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, lse = sparseflash.attention_varlen(
+            *tensors, *bounds, mask, return_lse=True, backend=backend
+        )
+        return out.transpose(0, 1)[None], lse[None]
+
+    check_attention(attend, query, key, value, within(mask, q_lengths, k_lengths))
+    if heads is not None and backend == "cpu":
+        (grad,) = torch.autograd.grad(attend(query, key, value)[0], scores, grad_out)
+        assert grad.shape == scores.shape
+        assert grad.count_nonzero() > 0
+
+
+def test_documents_are_cut_out_of_a_mask_once():
+    mask, bounds = masks.causal()(8, 16), torch.tensor([0, 3, 8])
+    tensors = torch.randn(3, 8, 2, 4).unbind()
+    for _ in range(2):
+        out = sparseflash.attention_varlen(*tensors, bounds, bounds, mask)
+    assert sum("documents" in key for key in mask.cache if isinstance(key, tuple)) == 1
+    assert torch.equal(out, sparseflash.attention_varlen(*tensors, bounds, bounds, "causal()"))
+
+
 def test_a_pattern_by_its_text():
     tensors, bounds = torch.randn(3, 8, 2, 4).unbind(), torch.tensor([0, 3, 8])
     out = sparseflash.attention_varlen(*tensors, bounds, bounds, "causal()")
@@ -74,7 +118,7 @@ def test_a_document_without_keys_and_one_without_queries():
     ("change", "message"),
     [
         ({"query": torch.zeros(1, 2, 8, 4)}, "query must be a tensor"),
-        ({"pattern": masks.causal()(8)}, "pattern must be a Pattern or its text, got BlockMask"),
+        ({"pattern": masks.causal()(9)}, r"pattern must have seq_len \(8, 8\), got \(9, 9\)"),
         ({"pattern": ["causal()"]}, "pattern must be a Pattern or its text, got list"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q must ascend from 0 to 8"),
