@@ -209,6 +209,21 @@ class BlockMask(OnGrid, Handled):
         """
         return BlockMask(slicing.slice_queries(self.block_set, begin, end))
 
+    def take_blocks(self, rows: Tensor, columns: Tensor) -> "BlockMask":
+        """The mask of some block rows and block columns, put together in their order.
+
+        What one rank of several needs that share a sequence. The cost is in proportion to the
+        runs and partial blocks of the mask.
+
+        Args:
+            rows: int64 (n,), numbers of block rows, ascending, on the mask's device.
+            columns: Likewise of block columns.
+
+        Raises:
+            TypeError, ValueError: Either is of another type or order, or there are none.
+        """
+        return BlockMask(slicing.take_blocks(self.block_set, rows, columns))
+
     def reblock(self, block_size: Size) -> "BlockMask":
         """The same pairs in blocks of another size, in tokens."""
         return BlockMask(reblock.reblock(self.block_set, block_size))

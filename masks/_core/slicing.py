@@ -48,6 +48,55 @@ def slice_queries(blocks: BlockSet, begin: int, end: int) -> BlockSet:
     return _assembled(target, rows.head_to_mask, [_place(moved, target, [(-1, 0)])])
 
 
+def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
+    """See BlockMask.take_blocks."""
+    g = blocks.grid
+    rows, columns = _checked("rows", rows, g.nq, g), _checked("columns", columns, g.nk, g)
+    target = replace(
+        g,
+        q_len=_tokens(rows, g.nq, g.bq, g.q_len),
+        k_len=_tokens(columns, g.nk, g.bk, g.k_len),
+    )
+    new_row, new_column = _new_numbers(rows, g.nq), _new_numbers(columns, g.nk)
+    mask, row, begin, end = g.locate_runs(blocks.full)
+    begin, end = torch.searchsorted(columns, begin), torch.searchsorted(columns, end)
+    taken = new_row[row] >= 0
+    # Runs that only columns left out kept apart now touch: the union makes them one.
+    full = target.runs(*(t[taken] for t in (mask, new_row[row], begin, end)))
+    mask, row, column = g.locate(blocks.partial)
+    taken = (new_row[row] >= 0) & (new_column[column] >= 0)
+    partial = target.flat_index(mask, new_row[row], new_column[column])[taken]
+    tile = blocks.partial_bit_tile[taken]
+    return assemble(target, blocks.head_to_mask, union(full), partial, blocks.bit_tiles, tile)
+
+
+def _checked(name: str, numbers: Tensor, limit: int, grid: Grid) -> Tensor:
+    """Distinct numbers of block rows or columns, ascending."""
+    if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
+        raise TypeError(f"{name} must be a one-dimensional int64 tensor, got {numbers!r}")
+    if numbers.device != grid.device:
+        raise ValueError(f"{name} must be on {grid.device} like the mask, got {numbers.device}")
+    inside = len(numbers) > 0 and int(numbers[0]) >= 0 and int(numbers[-1]) < limit
+    if not inside or not bool((numbers.diff() > 0).all()):
+        raise ValueError(
+            f"{name} must ascend within 0 to {limit - 1}, at least one of them, got {numbers}"
+        )
+    return numbers
+
+
+def _tokens(numbers: Tensor, count: int, side: int, length: int) -> int:
+    """Tokens of the blocks of these numbers; the last one of the sequence may be clipped."""
+    missing = count * side - length if int(numbers[-1]) == count - 1 else 0
+    return len(numbers) * side - missing
+
+
+def _new_numbers(numbers: Tensor, count: int) -> Tensor:
+    """Where each of `count` blocks stands in `numbers`; -1 for those that do not."""
+    new = numbers.new_full((count,), -1)
+    new[numbers] = torch.arange(len(numbers), device=numbers.device)
+    return new
+
+
 def place(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
     """The mask of the pairs of every part, (blocks, query, key), from that query and key on.
 
