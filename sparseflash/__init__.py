@@ -39,6 +39,7 @@ __all__ = [
 
 # Imported at their first use, for they need libraries that take long to import.
 _ON_DEMAND = {
+    "distributed": ("sparseflash.distributed", None),
     "huggingface": ("sparseflash.integrations.huggingface", None),
     "reference": ("sparseflash.reference", None),
     "selfcheck": ("sparseflash.testing.selfcheck", "selfcheck"),

@@ -1,0 +1,216 @@
+"""Context plans against dense masks: who owns what, who fetches what, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import masks
+from masks import BlockMask
+from sparseflash.distributed import ContextPlan, make_plan
+from sparseflash.distributed.assign import STRATEGIES
+from tests.helpers.dense_masks import SIDES, dense_masks
+
+CAUSAL = masks.causal()(4096, 64)
+
+
+@st.composite
+def plans(draw):
+    """A dense mask of one or more heads, and a plan of it."""
+    dense = draw(dense_masks(heads=True))
+    length = min(dense.shape[1:])
+    dense = dense[:, :length, :length]
+    mask = BlockMask.from_dense(dense, draw(st.tuples(*[st.sampled_from(SIDES[:3])] * 2)))
+    units = -(-length // max(mask.block_size))
+    ranks = draw(st.integers(1, min(units, 5)))
+    strategy = draw(st.sampled_from([*STRATEGIES, "auto", "shuffled"]))
+    if strategy == "shuffled":
+        owner = list(range(ranks)) + [
+            draw(st.integers(0, ranks - 1)) for _ in range(units - ranks)
+        ]
+        strategy = draw(st.permutations(owner))
+    rounds = draw(st.sampled_from([None, mask.grid.bk, 3 * mask.grid.bk]))
+    return dense, make_plan(mask, ranks, strategy, round_tokens=rounds)
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_parts_hold_every_pair_of_the_mask_once(drawn):
+    dense, plan = drawn
+    found = torch.zeros(dense.shape, dtype=torch.int64)
+    for rank in range(plan.ranks):
+        part, own = plan.part(rank), plan.positions(rank)
+        found[:, own.unsqueeze(1), own] += part.mask.to_dense().view(-1, len(own), len(own))
+        for each in part.rounds:
+            if each.mask is not None:
+                keys = _tokens(each.columns, plan)
+                assert each.received == len(keys)
+                pairs = each.mask.to_dense().view(-1, len(own), len(keys))
+                found[:, own.unsqueeze(1), keys] += pairs
+    assert torch.equal(found, dense.long())
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_ranks_receive_the_key_blocks_that_they_attend_and_do_not_own(drawn):
+    _, plan = drawn
+    g, blocks = (
+        plan.mask.grid,
+        plan.mask.to_blocks().view(-1, plan.mask.grid.nq, plan.mask.grid.nk),
+    )
+    owner_of_token = torch.empty(plan.seq_len, dtype=torch.int64)
+    for rank in range(plan.ranks):
+        owner_of_token[plan.positions(rank)] = rank
+    expected = torch.zeros(plan.ranks, plan.ranks, dtype=torch.int64)
+    for rank in range(plan.ranks):
+        rows = owner_of_token[:: g.bq] == rank
+        needed = blocks[:, rows].any(0).any(0).repeat_interleave(g.bk)[: plan.seq_len]
+        senders = owner_of_token[needed & (owner_of_token != rank)]
+        expected[rank] = torch.bincount(senders, minlength=plan.ranks)
+    assert torch.equal(plan.costs.traffic, expected)
+    assert plan.costs.blocks.sum() == plan.mask.nnz_blocks
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_what_one_rank_sends_another_receives(drawn):
+    _, plan = drawn
+    parts = [plan.part(rank) for rank in range(plan.ranks)]
+    moved = torch.zeros(plan.ranks, plan.ranks, dtype=torch.int64)
+    for number in range(plan.num_rounds):
+        rounds = [part.rounds[number] for part in parts]
+        received = torch.tensor([each.receive_splits for each in rounds])
+        sent = torch.tensor([each.send_splits for each in rounds])
+        assert torch.equal(received, sent.T)
+        if plan.round_tokens is not None:
+            assert received.sum(1).max() <= plan.round_tokens
+        moved += received
+        sent_positions = [
+            plan.positions(rank)[each.send].split(each.send_splits)
+            for rank, each in enumerate(rounds)
+        ]
+        for rank, each in enumerate(rounds):
+            arrived = torch.cat([positions[rank] for positions in sent_positions])
+            arrived = arrived if each.order is None else arrived[each.order]
+            assert arrived.tolist() == _tokens(each.columns, plan).tolist()
+    assert torch.equal(moved, plan.costs.traffic)
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_shards_put_together_are_the_whole(drawn):
+    _, plan = drawn
+    whole = torch.arange(2 * plan.seq_len).view(2, -1)
+    shards = [plan.shard(whole, rank, dim=1) for rank in range(plan.ranks)]
+    assert torch.equal(plan.unshard(shards, dim=1), whole)
+    for rank, shard in enumerate(shards):
+        assert shard.shape[1] > 0
+        assert torch.equal(shard[0], plan.positions(rank))
+        assert plan.mask_of(rank).seq_len == (shard.shape[1], plan.seq_len)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "strategy", "share", "imbalance"),
+    [  # of what an all-gather moves: by hand, for 8 ranks
+        (masks.causal(), "contiguous", 0.5, 1.873),
+        (masks.causal(), "zigzag", 0.75, 1.0),
+        (masks.local((4095, 0)), "contiguous", 7 * 4096 / (8 * 57344), None),
+        (masks.documents([8192] * 8), "zigzag by document", 1.0, 1.0),
+        (masks.documents([4096] * 16), "zigzag by document", 1.0, 1.0),
+        (masks.documents([1024] * 64), "zigzag by document", 0.0, 1.0),
+    ],
+)
+def test_traffic_of_well_known_masks(pattern, strategy, share, imbalance):
+    report = make_plan(pattern(65536, 128), 8, strategy).report()
+    assert report.share == pytest.approx(share, rel=1e-3)
+    if imbalance is not None:
+        assert report.imbalance == pytest.approx(imbalance, rel=1e-3)
+
+
+def test_each_strategy_balances_what_it_is_for():
+    skewed = masks.documents([40960] + [128] * 192)(65536, 128)
+    of = {name: make_plan(skewed, 8, name).report() for name in STRATEGIES}
+    assert of["contiguous"].imbalance > 1.55
+    assert of["zigzag by document"].imbalance < 1.01
+    assert of["balanced chunks"].imbalance < 1.05
+    assert of["contiguous with repair"].imbalance < 1.06
+    assert all(max(report.tokens) - min(report.tokens) <= 9 * 128 for report in of.values())
+
+
+def test_auto_takes_the_strategy_of_least_modelled_time():
+    window, causal = masks.local((511, 0))(65536, 128), masks.causal()(65536, 128)
+    assert make_plan(window, 8).strategy == "contiguous"
+    assert make_plan(causal, 8).strategy == "zigzag"
+    # Where fetching is so slow that nothing else counts, the least is fetched.
+    assert make_plan(causal, 8, fetch_cost=1e4).strategy == "contiguous"
+
+
+def test_equal_arguments_give_the_same_plan_and_equal_masks_equal_plans():
+    plan = make_plan(CAUSAL, 4)
+    assert make_plan(CAUSAL, 4) is plan
+    assert make_plan(masks.causal()(4096, 64), 4).digest == plan.digest
+    others = [make_plan(CAUSAL, 2), make_plan(CAUSAL, 4, "contiguous")]
+    others += [
+        make_plan(masks.local((4000, 0))(4096, 64), 4),
+        make_plan(CAUSAL, 4, round_tokens=64),
+    ]
+    assert len({other.digest for other in [plan, *others]}) == 5
+
+
+def test_a_saved_plan_comes_back(tmp_path):
+    plan = make_plan(masks.stack([masks.causal(), masks.local(70)])(1000, 64), 3, round_tokens=200)
+    plan.save(tmp_path / "plan.safetensors")
+    loaded = ContextPlan.load(tmp_path / "plan.safetensors")
+    assert (loaded.digest, loaded.strategy) == (plan.digest, plan.strategy)
+    assert masks.load(tmp_path / "plan.safetensors") == plan.mask
+    masks.save(CAUSAL, tmp_path / "mask.safetensors")
+    with pytest.raises(ValueError, match="holds no context plan"):
+        ContextPlan.load(tmp_path / "mask.safetensors")
+
+
+def test_report_counts_bytes_of_keys_and_values():
+    report = make_plan(CAUSAL, 2, "contiguous").report(
+        kv_heads=2, head_dim=32, dtype=torch.float32
+    )
+    assert report.receive_bytes == [0, 2048 * 2 * 2 * 32 * 4]
+    assert report.send_bytes == [2048 * 2 * 2 * 32 * 4, 0]
+    assert report.gathered_bytes == [2048 * 2 * 2 * 32 * 4] * 2
+    assert sum(report.receive_bytes) >= 2 * report.least_bytes > 0
+    assert "50.00%" in str(report)
+    assert len(report.plot().axes) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((masks.causal(), 2), TypeError, "mask must be a BlockMask, got Pattern"),
+        ((masks.full()((64, 128), 16), 2), ValueError, "mask must have as many queries as keys"),
+        ((CAUSAL, 0), ValueError, "ranks must be at least 1"),
+        ((CAUSAL, 65), ValueError, "ranks must be at most the 64 units of the mask, got 65"),
+        ((CAUSAL, 2, "ring"), ValueError, "strategy must be auto or one of"),
+        ((CAUSAL, 2, [0, 1]), ValueError, "strategy must give each of 64 units"),
+        ((CAUSAL, 2, [0] * 64), ValueError, "and each rank a unit"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make_plan(*arguments)
+
+
+def test_wrong_lengths_and_ranks_are_named():
+    plan = make_plan(CAUSAL, 2)
+    with pytest.raises(ValueError, match="round_tokens must be at least 64"):
+        make_plan(CAUSAL, 2, round_tokens=63)
+    with pytest.raises(ValueError, match="fetch_cost must be positive"):
+        make_plan(CAUSAL, 2, fetch_cost=0.0)
+    with pytest.raises(ValueError, match="rank must be at most 1"):
+        plan.positions(2)
+    with pytest.raises(ValueError, match="tensor must have 4096 tokens in dim 1"):
+        plan.shard(torch.zeros(1, 4095), 0, dim=1)
+    with pytest.raises(ValueError, match=r"shards\[1\] must have the 2048 tokens of rank 1"):
+        plan.unshard([torch.zeros(2048), torch.zeros(2047)], dim=0)
+
+
+def _tokens(columns, plan):
+    tokens = columns.unsqueeze(1) * plan.mask.grid.bk + torch.arange(plan.mask.grid.bk)
+    return tokens[tokens < plan.seq_len]
