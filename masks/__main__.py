@@ -1,4 +1,4 @@
-"""`python -m masks PATTERN`: draws a pattern and prints its figures."""
+"""`python -m masks PATTERN` draws a pattern and prints its figures; other commands analyse it."""
 
 import hashlib
 import inspect
@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import masks
-from masks import plot
+from masks import commands, plot
 from masks.pattern import BUILTIN
 
 
@@ -22,18 +21,15 @@ def _known_patterns() -> str:
     return "\n\n".join(["Patterns, joined by & | ^ - and ~:", *lines])
 
 
-app = typer.Typer()
+app = typer.Typer(cls=commands.DrawByDefault, epilog=_known_patterns(), add_completion=False)
+app.command()(commands.reach)
 
 
 @app.command(epilog=_known_patterns())
-def main(
-    pattern: Annotated[
-        str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')
-    ],
-    seq_len: Annotated[str, typer.Option(help="tokens: a length, or QUERIES,KEYS")] = "4096",
-    block_size: Annotated[
-        str, typer.Option(help="tokens: 16, 32, 64, 128 or 256, or QUERIES,KEYS")
-    ] = "128",
+def draw(
+    pattern: commands.PatternText,
+    seq_len: commands.SeqLen = "4096",
+    block_size: commands.BlockSize = "128",
     output: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="PNG to write; by default named after the pattern"),
@@ -42,11 +38,7 @@ def main(
     """Draw a sparsity pattern, in the terminal and as a PNG, and print its figures."""
     if output is not None and output.suffix != ".png":
         raise typer.BadParameter(f"--output must end in .png, got {output}")
-    sizes = _pair("--seq-len", seq_len), _pair("--block-size", block_size)
-    try:
-        mask = masks.parse(pattern)(*sizes)
-    except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+    mask = commands.build(pattern, seq_len, block_size)
     path = output or _file_name(pattern)
     try:
         plot.save(mask, path, pattern)
@@ -59,14 +51,6 @@ def main(
     console.print(plot.text(mask), highlight=False)
     console.print(table)
     console.print(f"wrote {path}")
-
-
-def _pair(option: str, text: str) -> tuple[int, int]:
-    """One number for queries and keys, or one for each."""
-    if not re.fullmatch(r"\d{1,18}(,\d{1,18})?", text):
-        raise typer.BadParameter(f"{option} must be NUMBER or QUERIES,KEYS, got {text!r}")
-    numbers = [int(part) for part in text.split(",")]
-    return numbers[0], numbers[-1]
 
 
 def _file_name(pattern: str) -> Path:

@@ -1,0 +1,315 @@
+"""The graph of a stack of masks: tokens in classes, edges as ranges of classes.
+
+Classes are numbered block after block, so that a run of full blocks is a range of classes, and so
+is a run of bits in a row of a bit tile:
+
+    causal, blocks of 4, 8 tokens           full() outside, blocks of 4
+
+    class    0 1 2 3 | 4 5 6 7              class   0 | 1
+    row 5    full range  [0, 4) of its block row    row 0    full range [0, 2)
+             partial range [4, 6) of its class
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from masks._core.bit_tiles import deduplicate, pack, unpack
+from masks._core.block_set import BlockSet
+from masks.block_mask import BlockMask
+from masks.builders import check_memory
+from masks.patterns import causal
+
+WORDS_AT_ONCE = 1 << 22  # words of 64 bits that are gathered together
+
+
+class Ranges(NamedTuple):
+    """Ranges [begin, end) of classes, with the row that each belongs to, ascending; int64."""
+
+    row: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+
+class _Level(NamedTuple):
+    """The ranges of 2**k to 2**(k+1) - 1 classes: rows, where each row starts, and both halves."""
+
+    row: np.ndarray
+    start: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The edges of one mask.
+
+    Attributes:
+        block_of_class: int64 (classes,), the block of each class.
+        full: Ranges that all classes of a block row attend; rows are block rows.
+        partial: Ranges that single classes attend.
+        attends_itself: bool (classes,), whether a token of the class attends itself.
+    """
+
+    block_of_class: np.ndarray
+    full: Ranges
+    partial: Ranges
+    attends_itself: np.ndarray
+
+    @cached_property
+    def _full_levels(self) -> list[_Level]:
+        return _levels(self.full)
+
+    @cached_property
+    def _partial_levels(self) -> list[_Level]:
+        return _levels(self.partial)
+
+    def attended_bits(self, bits: np.ndarray) -> np.ndarray:
+        """For each class the union of the bits, uint64 (classes, words), that it attends."""
+        blocks = int(self.block_of_class[-1]) + 1
+        by_block = _union_of_ranges(bits, self._full_levels, blocks)
+        by_class = _union_of_ranges(bits, self._partial_levels, len(bits))
+        return np.bitwise_or(by_class, by_block[self.block_of_class], out=by_class)
+
+    def attended_sums(self, values: np.ndarray) -> np.ndarray:
+        """For each class the sum of the values, (classes,), that it attends."""
+        before = np.concatenate([[0], np.cumsum(values)])
+        blocks = int(self.block_of_class[-1]) + 1
+        by_block, by_class = (
+            np.bincount(r.row, before[r.end] - before[r.begin], rows)
+            for r, rows in ((self.full, blocks), (self.partial, len(values)))
+        )
+        return by_block[self.block_of_class] + by_class
+
+    def attending_sums(self, values: np.ndarray) -> np.ndarray:
+        """For each class the sum of the values, (classes,), of those that attend it."""
+        change = np.zeros(len(values) + 1)
+        for ranges, value in (
+            (self.full, np.bincount(self.block_of_class, values)),
+            (self.partial, values),
+        ):
+            np.add.at(change, ranges.begin, value[ranges.row])
+            np.subtract.at(change, ranges.end, value[ranges.row])
+        return np.cumsum(change)[:-1]
+
+
+@dataclass(frozen=True)
+class TokenGraph:
+    """Tokens in classes and the edges of every layer.
+
+    Attributes:
+        tokens: Length of the sequence.
+        class_of_token: int64 (tokens,), not descending from block to block.
+        weight: int64 (classes,), tokens of each class.
+        layers: The edges of each layer, from the input on; equal masks share one object.
+    """
+
+    tokens: int
+    class_of_token: np.ndarray
+    weight: np.ndarray
+    layers: list[Layer]
+
+    @property
+    def classes(self) -> int:
+        """How many classes there are."""
+        return len(self.weight)
+
+
+def united(mask: BlockMask) -> BlockMask:
+    """The pairs that any head attends, on the CPU."""
+    firsts = [mask.head_to_mask.index(m) for m in range(mask.num_masks)]
+    return reduce(lambda a, b: a | b, (mask.head(h) for h in firsts)).to("cpu")
+
+
+def is_causal(masks: Sequence[BlockMask]) -> bool:
+    """Whether no query of any mask attends a key after it."""
+    return all(
+        (mask - causal()(mask.seq_len, mask.block_size, mask.device)).nnz_blocks == 0
+        for mask in dict.fromkeys(masks)
+    )
+
+
+def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
+    """The graph of the masks of consecutive layers, square and of one length.
+
+    Raises:
+        TypeError: An entry is no BlockMask.
+        ValueError: There is none, one is not square, or lengths differ.
+    """
+    _check(masks)
+    side = min(min(mask.block_size) for mask in masks)
+    distinct = {mask: united(mask).reblock(side).block_set for mask in dict.fromkeys(masks)}
+    sets = list(distinct.values())
+    first = _first_of_class(sets)
+    tokens = masks[0].seq_len[0]
+    number = np.cumsum(first.is_first) - 1
+    class_of_token = number[first.token][:tokens]
+    is_first = first.is_first.reshape(-1, side)
+    start = np.concatenate([[0], np.cumsum(is_first.sum(1))])
+    built = {mask: _layer(blocks, is_first, start) for mask, blocks in distinct.items()}
+    return TokenGraph(
+        tokens,
+        class_of_token,
+        np.bincount(class_of_token, minlength=int(start[-1])),
+        [built[mask] for mask in masks],
+    )
+
+
+def _check(masks: Sequence[BlockMask]) -> None:
+    if not masks:
+        raise ValueError("masks must be one for each layer, at least 1, got none")
+    for mask in masks:
+        if not isinstance(mask, BlockMask):
+            raise TypeError(f"masks must be BlockMasks, got {type(mask).__name__}")
+        if mask.seq_len != (mask.seq_len[0],) * 2 or mask.seq_len != masks[0].seq_len:
+            raise ValueError(
+                "masks of layers must have as many keys as queries, and all the same, got "
+                f"{mask.seq_len} beside {masks[0].seq_len}"
+            )
+
+
+class _Firsts(NamedTuple):
+    """For every token, past the end too: the first token of its class, and whether it is that."""
+
+    token: np.ndarray
+    is_first: np.ndarray
+
+
+def _first_of_class(sets: Sequence[BlockSet]) -> _Firsts:
+    """Tokens of a block are of one class if their rows and their columns in all tiles are equal.
+
+    Rows and columns are compared by sums of 64-bit pseudo-random numbers of (partial block, kind
+    of row): unequal ones have equal sums with a probability of 2**-64 a pair of tokens.
+    """
+    g = sets[0].grid
+    sums = np.zeros((g.nq, g.bq), dtype=np.uint64)
+    numbered = 1
+    for blocks in sets:
+        _, row, column = (t.numpy() for t in g.locate(blocks.partial))
+        tile = blocks.partial_bit_tile.numpy()
+        by_key = pack(unpack(blocks.bit_tiles, g.bk).mT)
+        for tiles, block in ((blocks.bit_tiles, row), (by_key, column)):
+            kinds = deduplicate(tiles.flatten(0, 1))[1].view(tiles.shape[:2])
+            kind = kinds.numpy().astype(np.uint64)
+            number = np.arange(numbered, numbered + len(tile), dtype=np.uint64)[:, None]
+            numbered += len(tile)
+            parts = 1 + len(tile) * g.bq // WORDS_AT_ONCE
+            for part in np.array_split(np.arange(len(tile)), parts):
+                values = _mixed((number[part] << np.uint64(32)) + kind[tile[part]])
+                np.add.at(sums, block[part], values)
+    inside = (np.arange(g.nq * g.bq) < g.q_len).reshape(sums.shape)
+    order = np.lexsort((np.where(inside, sums, 0), ~inside), axis=1)
+    ordered, ordered_inside = (np.take_along_axis(a, order, 1) for a in (sums, inside))
+    new = np.ones_like(inside)
+    new[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]) | (
+        ordered_inside[:, 1:] != ordered_inside[:, :-1]
+    )
+    head = np.maximum.accumulate(np.where(new, np.arange(g.bq), 0), axis=1)
+    first = np.empty_like(order)
+    np.put_along_axis(first, order, np.take_along_axis(order, head, 1), 1)
+    token = (first + np.arange(g.nq)[:, None] * g.bq).ravel()
+    is_first = (token == np.arange(len(token))) & inside.ravel()
+    return _Firsts(token, is_first)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele, Lea, Flood 2014): a 64-bit number that depends on all bits of x."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _layer(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -> Layer:
+    g = blocks.grid
+    _, row, first, last = (t.numpy() for t in g.locate_runs(blocks.full))
+    full = Ranges(row, start[first], start[last])
+    block_of_class = np.repeat(np.arange(g.nq), np.diff(start))
+    own = blocks.tile_codes(g.flat_index(0, *(torch.arange(g.nq),) * 2)).numpy()
+    diagonal = unpack(blocks.tiles_by_code(), g.bk).diagonal(dim1=1, dim2=2).numpy()[own]
+    return Layer(
+        block_of_class, full, _partial_ranges(blocks, is_first, start), diagonal[is_first]
+    )
+
+
+def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -> Ranges:
+    """The runs of classes in every row of every partial block.
+
+    Blocks with the same bit tile and the same classes have the same runs, which are computed once.
+    """
+    g = blocks.grid
+    _, row, column = (t.numpy() for t in g.locate(blocks.partial))
+    kinds, kind = deduplicate(pack(torch.from_numpy(is_first)))
+    kinds, kind = unpack(kinds, g.bk).numpy(), kind.numpy()
+    tile = blocks.partial_bit_tile.numpy()
+    codes, which = np.unique(
+        (tile * len(kinds) + kind[row]) * len(kinds) + kind[column], return_inverse=True
+    )
+    parts = []
+    for code in codes:
+        bits = unpack(blocks.bit_tiles[code // len(kinds) ** 2], g.bk).numpy()
+        bits = bits[kinds[code // len(kinds) % len(kinds)]][:, kinds[code % len(kinds)]]
+        padded = np.pad(bits, ((0, 0), (1, 1))).astype(np.int8)
+        change = np.diff(padded, axis=1)
+        parts.append(
+            np.stack(
+                [np.argwhere(change > 0)[:, 0], *(np.argwhere(change == s)[:, 1] for s in (1, -1))]
+            )
+        )
+    count = np.array([part.shape[1] for part in parts], dtype=np.int64)
+    runs = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64)
+    check_memory("masks", 6 * 8 * int(count[which].sum()) if len(codes) else 0)
+    first = np.cumsum(count) - count
+    repeated = count[which] if len(codes) else np.zeros(0, dtype=np.int64)
+    at = np.arange(repeated.sum()) + np.repeat(
+        (first[which] if len(codes) else repeated) - (np.cumsum(repeated) - repeated), repeated
+    )
+    own_row, begin, end = runs[:, at]
+    shift = np.repeat(start[column], repeated)
+    class_row = own_row + np.repeat(start[row], repeated)
+    order = np.argsort(class_row, kind="stable")
+    return Ranges(class_row[order], (begin + shift)[order], (end + shift)[order])
+
+
+def _levels(ranges: Ranges) -> list[_Level]:
+    """Ranges by the power of two of their length; each is the union of two of that length."""
+    length = ranges.end - ranges.begin
+    level = np.frexp(length.astype(np.float64))[1] - 1
+    levels = []
+    for k in range(int(level.max(initial=-1)) + 1):
+        own = level == k
+        row, start = np.unique(ranges.row[own], return_index=True)
+        levels.append(_Level(row, start, ranges.begin[own], ranges.end[own] - (1 << k)))
+    return levels
+
+
+def _union_of_ranges(bits: np.ndarray, levels: list[_Level], rows: int) -> np.ndarray:
+    """uint64 (rows, words): the union of bits over the ranges of each row.
+
+    Entry i of the table at level k is the union of the 2**k entries from i on. It is made from the
+    one before it, so that a range costs two look-ups whatever its length.
+    """
+    out = np.zeros((rows, bits.shape[1]), dtype=np.uint64)
+    table = bits
+    for k, level in enumerate(levels):
+        if k:
+            half = 1 << (k - 1)
+            table = table[:-half] | table[half:]
+        parts = 1 + len(level.first) * bits.shape[1] // WORDS_AT_ONCE
+        for group in np.array_split(np.arange(len(level.row)), min(parts, max(len(level.row), 1))):
+            if not len(group):
+                continue
+            begin = level.start[group[0]]
+            end = (
+                level.start[group[-1] + 1] if group[-1] + 1 < len(level.row) else len(level.first)
+            )
+            found = table[level.first[begin:end]]
+            if k:
+                found |= table[level.second[begin:end]]
+            out[level.row[group]] |= np.bitwise_or.reduceat(
+                found, level.start[group] - begin, axis=0
+            )
+    return out

@@ -1,0 +1,340 @@
+"""Which tokens see which over the layers of a model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from masks.analysis.graph import TokenGraph, is_causal, token_graph
+from masks.arguments import check_integer, check_integers
+from masks.block_mask import BlockMask
+
+MAX_LAYERS = 32
+FOLLOWED_CLASSES = 1 << 15  # more classes are sampled
+SAMPLES = 512
+CONFIDENCE = 0.95
+STATE_WORDS = 1 << 24  # words of 64 bits of one state: 128 MiB
+COUNTED_AT_ONCE = 1 << 24  # bits
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ReceptiveField:
+    """What tokens see after each of `layers` layers.
+
+    Attributes:
+        seq_len: Tokens.
+        classes: Classes of tokens that no layer tells apart.
+        layers: Layers that were followed. Fewer than asked for where more add nothing.
+        causal: Whether shares are of the pairs with key <= query, not of all pairs.
+        share: Share of the pairs that are connected after 1, 2, ..., `layers` layers. A token is
+            connected to itself.
+        error: Half-width of the 95 % confidence interval of each share; 0 if `exact`.
+        exact: Whether all tokens were followed, not a sample.
+        followed: Keys that were followed.
+        full_after: The least layers after which all pairs of the followed keys are connected;
+            None if none of them is enough.
+        added: Whether each layer connects pairs that were not connected before it.
+        mean_path: Mean hops of the connected pairs of two tokens; None if there are none.
+        longest_path: Most hops of a connected pair.
+        unreached: Tokens that no other token attends in any layer.
+        blind: Tokens that attend no other token in any layer.
+    """
+
+    seq_len: int
+    classes: int
+    layers: int
+    causal: bool
+    share: tuple[float, ...]
+    error: tuple[float, ...]
+    exact: bool
+    followed: int
+    full_after: int | None
+    added: tuple[bool, ...]
+    mean_path: float | None
+    longest_path: int
+    unreached: int
+    blind: int
+
+
+def receptive_field(
+    masks: BlockMask | Sequence[BlockMask],
+    layers: int | None = None,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> ReceptiveField:
+    """Which share of all pairs of tokens is connected after each layer, and by how many hops.
+
+    R_l = R_{l-1} or (A_l and (I or R_{l-1})), A_l the pairs that any head of layer l attends.
+
+    Exact to the pair where there are at most 32,768 classes of tokens, such as 1M tokens in full
+    blocks of 128 or any mask of 32K tokens. Otherwise keys are drawn at random, and the error of
+    each share is an empirical Bernstein bound.
+
+    Args:
+        masks: The mask of every layer, or one for each from the input on; square.
+        layers: At least 1; by default as many as there are masks, and 32 for a single one.
+        samples: Keys to draw; by default all where they fit, or else 512.
+        seed: Of the draw.
+        progress: Called with (steps done, steps at most) after each.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: Masks are not square or differ in length, or a number is too small.
+
+    Reference:
+        Maurer and Pontil 2009, Empirical Bernstein bounds and sample variance penalization.
+    """
+    stack = _stack_of(masks, layers)
+    graph = token_graph(stack)
+    keys, weight = _followed(graph, samples, seed)
+    exact = weight is not None
+    causal = is_causal(stack)
+    count = _connected(graph, graph.class_of_token[keys], progress)
+    needed = graph.tokens - keys if causal else np.full(len(keys), graph.tokens)
+    complete = np.flatnonzero((count >= needed).all(1))
+    mean = (graph.tokens + causal) / (1 + causal)  # queries that may see a key
+    if weight is None:
+        missing = (needed - count) / graph.tokens
+        share = 1 - missing.mean(1) * graph.tokens / mean
+        error = _bernstein(missing) * graph.tokens / mean
+        weight = np.ones(len(keys))
+    else:
+        share = (count * weight).sum(1) / (mean * graph.tokens)
+        error = np.zeros(len(share))
+    new = (np.diff(count, axis=0, prepend=1) * weight).sum(1)
+    hops_of = np.arange(1, len(count) + 1)
+    seeing, seen = _connected_to_others(graph)
+    return ReceptiveField(
+        seq_len=graph.tokens,
+        classes=graph.classes,
+        layers=len(count),
+        causal=causal,
+        share=tuple(share.tolist()),
+        error=tuple(error.tolist()),
+        exact=exact,
+        followed=graph.tokens if exact else len(keys),
+        full_after=int(complete[0]) + 1 if len(complete) else None,
+        added=tuple((new > 0).tolist()),
+        mean_path=float(new @ hops_of / new.sum()) if new.any() else None,
+        longest_path=int(hops_of[new > 0].max(initial=0)),
+        unreached=int(graph.weight[~seen].sum()),
+        blind=int(graph.weight[~seeing].sum()),
+    )
+
+
+def hops(
+    masks: BlockMask | Sequence[BlockMask],
+    tokens: Sequence[int],
+    layers: int | None = None,
+    *,
+    seen_by: bool = False,
+) -> np.ndarray:
+    """By how many layers each of `tokens` sees every token of the sequence.
+
+    Args:
+        masks, layers: As in receptive_field.
+        tokens: Queries after the last layer.
+        seen_by: Take `tokens` as keys before the first layer instead, and say by how many layers
+            every token sees them.
+
+    Returns:
+        int32 (len(tokens), seq_len): 0 for the token itself, -1 for one that is not seen. Layers
+        count from the last one down, or with `seen_by` from the first one up.
+
+    Raises:
+        TypeError, ValueError: As receptive_field does, or a token is not in the sequence.
+    """
+    stack = _stack_of(masks, layers)
+    if not seen_by:
+        transposed = {mask: mask.T for mask in dict.fromkeys(stack)}
+        stack = [transposed[mask] for mask in reversed(stack)]
+    tokens = check_integers("tokens", tokens, least=0)
+    if not tokens or max(tokens) >= stack[0].seq_len[0]:
+        raise ValueError(f"tokens must be some of {stack[0].seq_len[0]}, got {tokens}")
+    graph = token_graph(stack)
+    found = np.full((len(tokens), graph.classes), -1, dtype=np.int32)
+    for layer, bits in enumerate(_states(graph, graph.class_of_token[tokens]), 1):
+        seen = _unpacked(bits)[:, : len(tokens)].T.astype(bool)
+        found[seen & (found < 0)] = layer
+    out = found[:, graph.class_of_token]
+    out[np.arange(len(tokens)), tokens] = 0
+    return out
+
+
+@dataclass(frozen=True)
+class PixelReach:
+    """What a pixel sees after each layer, in pixels.
+
+    Attributes:
+        up, down, left, right: Farthest row or column seen on that side, after 1, 2, ... layers.
+        radius: Largest distance within which all pixels are seen, rows and columns alike; up to
+            the farthest corner of the image.
+        share: Share of the image that is seen.
+    """
+
+    up: tuple[int, ...]
+    down: tuple[int, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    radius: tuple[int, ...]
+    share: tuple[float, ...]
+
+
+def pixel_reach(
+    masks: BlockMask | Sequence[BlockMask],
+    image: tuple[int, int],
+    layers: int | None = None,
+    *,
+    tile: tuple[int, int] | None = None,
+    pixel: tuple[int, int] | None = None,
+) -> PixelReach:
+    """How far a pixel sees in an image whose pixels are the tokens.
+
+    Args:
+        masks, layers: As in receptive_field; as many tokens as pixels.
+        image: (height, width) in pixels.
+        tile: (height, width) of tiles, which divide the image: tokens run tile by tile, and row by
+            row in a tile. By default row by row through the image (raster order).
+        pixel: (row, column) of the pixel; by default the middle of the image.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: Sizes do not fit, or the pixel is outside.
+    """
+    stack = _stack_of(masks, layers)
+    height, width = (check_integer("image", side, least=1) for side in image)
+    if height * width != stack[0].seq_len[0]:
+        raise ValueError(
+            f"image must have {stack[0].seq_len[0]} pixels like the mask, got {height} x {width}"
+        )
+    row, column = (height // 2, width // 2) if pixel is None else pixel
+    if not (0 <= row < height and 0 <= column < width):
+        raise ValueError(f"pixel must be in an image of {height} x {width}, got {pixel}")
+    order = _pixels_in_order(height, width, (1, width) if tile is None else tile)
+    token = int(np.flatnonzero(order == row * width + column)[0])
+    needed = hops(stack, [token])[0]
+    at = np.stack([order // width - row, order % width - column])
+    distance = np.abs(at).max(0)
+    seen_after = [(needed >= 0) & (needed <= layer) for layer in range(1, len(stack) + 1)]
+
+    def farthest(axis: int, sign: int) -> tuple[int, ...]:
+        return tuple(int((sign * at[axis][seen]).max()) for seen in seen_after)
+
+    return PixelReach(
+        up=farthest(0, -1),
+        down=farthest(0, 1),
+        left=farthest(1, -1),
+        right=farthest(1, 1),
+        radius=tuple(int(distance[~s].min(initial=distance.max() + 1)) - 1 for s in seen_after),
+        share=tuple(float(seen.mean()) for seen in seen_after),
+    )
+
+
+def _pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarray:
+    """row * width + column of the pixel of each token."""
+    down, right = (check_integer("tile", side, least=1) for side in tile)
+    if height % down or width % right:
+        raise ValueError(f"tile must divide an image of {height} x {width}, got {tile}")
+    pixels = np.arange(height * width).reshape(height // down, down, width // right, right)
+    return pixels.transpose(0, 2, 1, 3).ravel()
+
+
+def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> list[BlockMask]:
+    """The mask of each layer."""
+    given = [masks] if isinstance(masks, BlockMask) else list(masks)
+    if layers is None:
+        layers = MAX_LAYERS if isinstance(masks, BlockMask) else len(given)
+    layers = check_integer("layers", layers, least=1)
+    return [given[layer % len(given)] for layer in range(layers)] if given else []
+
+
+def _followed(
+    graph: TokenGraph, samples: int | None, seed: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """A token of each class and the tokens of the classes; or tokens drawn at random and None."""
+    if samples is None and graph.classes <= FOLLOWED_CLASSES:
+        return np.unique(graph.class_of_token, return_index=True)[1], graph.weight
+    samples = SAMPLES if samples is None else check_integer("samples", samples, least=2)
+    if samples >= graph.tokens:
+        return np.unique(graph.class_of_token, return_index=True)[1], graph.weight
+    drawn = np.random.default_rng(seed).choice(graph.tokens, samples, replace=False)
+    return np.sort(drawn), None
+
+
+def _states(graph: TokenGraph, followed: np.ndarray) -> Iterator[np.ndarray]:
+    """After each layer uint64 (classes, words): bit i is set where a class sees followed[i] by at
+    least one attention.
+
+    Ends early where all masks are the same object and a layer adds nothing.
+    """
+    words = -(-len(followed) // 64)
+    own = np.zeros((graph.classes, words), dtype=np.uint64)
+    number = np.arange(len(followed))
+    bit = np.uint64(1) << (number % 64).astype(np.uint64)
+    np.bitwise_or.at(own, (followed, number // 64), bit)
+    bits = np.zeros_like(own)
+    repeated = len(set(map(id, graph.layers))) == 1
+    for layer in graph.layers:
+        after = bits | layer.attended_bits(bits | own)
+        if repeated and np.array_equal(after, bits):
+            return
+        bits = after
+        yield bits
+
+
+def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress | None) -> np.ndarray:
+    """(layers, followed): the tokens that see a token of each followed class, itself included."""
+    at_once = 64 * max(1, STATE_WORDS // graph.classes)
+    parts = [followed[i : i + at_once] for i in range(0, len(followed), at_once)]
+    steps = len(graph.layers)
+    counts = []
+    for done, part in enumerate(parts):
+        rows = [np.ones(len(part))]
+        for layer, bits in enumerate(_states(graph, part), 1):
+            rows.append(_count(graph, bits, part))
+            if progress is not None:
+                progress(done * steps + layer, len(parts) * steps)
+        counts.append(rows[1:] or rows)
+        if progress is not None:
+            progress((done + 1) * steps, len(parts) * steps)
+    longest = max(map(len, counts))
+    return np.concatenate(
+        [np.stack(rows + rows[-1:] * (longest - len(rows))) for rows in counts], axis=1
+    )
+
+
+def _count(graph: TokenGraph, bits: np.ndarray, followed: np.ndarray) -> np.ndarray:
+    at_once = min(1 << 16, max(1, COUNTED_AT_ONCE // (64 * bits.shape[1])))
+    total = np.zeros(64 * bits.shape[1])
+    for i in range(0, graph.classes, at_once):
+        # Sums of at most 2**16 weights of at most 256 tokens are exact in float32.
+        weight = graph.weight[i : i + at_once].astype(np.float32)
+        total += weight @ _unpacked(bits[i : i + at_once]).astype(np.float32)
+    number = np.arange(len(followed))
+    sees_itself = bits[followed, number // 64] >> (number % 64).astype(np.uint64) & np.uint64(1)
+    return total[: len(followed)] + (sees_itself == 0)
+
+
+def _unpacked(bits: np.ndarray) -> np.ndarray:
+    """uint64 (rows, words) -> uint8 (rows, 64 * words)."""
+    octets = np.ascontiguousarray(bits.astype("<u8")).view(np.uint8)
+    return np.unpackbits(octets, axis=1, bitorder="little")
+
+
+def _connected_to_others(graph: TokenGraph) -> tuple[np.ndarray, np.ndarray]:
+    """bool (classes,): which attend another token in some layer, and which another attends."""
+    layers = {id(layer): layer for layer in graph.layers}.values()
+    ones = graph.weight.astype(np.float64)
+    seeing = [layer.attended_sums(ones) > layer.attends_itself for layer in layers]
+    seen = [layer.attending_sums(ones) > layer.attends_itself for layer in layers]
+    return np.any(seeing, axis=0), np.any(seen, axis=0)
+
+
+def _bernstein(values: np.ndarray) -> np.ndarray:
+    """Half-widths of confidence intervals of the means of values in [0, 1], (layers, samples)."""
+    n, log = values.shape[1], np.log(4 / (1 - CONFIDENCE))
+    return np.sqrt(2 * values.var(1, ddof=1) * log / n) + 7 * log / (3 * (n - 1))

@@ -1,0 +1,167 @@
+"""The commands of `python -m masks` that analyse patterns."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.table import Table
+from typer.core import TyperGroup
+
+from masks.analysis import (
+    PixelReach,
+    ReceptiveField,
+    hops,
+    pixel_reach,
+    receptive_field,
+    spectral_gap,
+)
+from masks.analysis.reach import Progress
+from masks.block_mask import BlockMask
+from masks.parse import parse
+
+DEFAULT = "draw"  # the command of a line that begins with a pattern
+
+PatternText = Annotated[
+    str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')
+]
+SeqLen = Annotated[str, typer.Option(help="tokens: a length, or QUERIES,KEYS")]
+BlockSize = Annotated[str, typer.Option(help="tokens: 16, 32, 64, 128 or 256, or QUERIES,KEYS")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+class DrawByDefault(TyperGroup):
+    """Commands, of which `draw` may be left out: python -m masks "local(256)"."""
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        known = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, args if args and args[0] in known else [DEFAULT, *args])
+
+
+def read_pair(option: str, text: str) -> tuple[int, int]:
+    """One number for queries and keys, or one for each."""
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})?", text):
+        raise typer.BadParameter(f"{option} must be NUMBER or QUERIES,KEYS, got {text!r}")
+    numbers = [int(part) for part in text.split(",")]
+    return numbers[0], numbers[-1]
+
+
+def build(pattern: str, seq_len: str, block_size: str) -> BlockMask:
+    """The mask of options as they were given; what is wrong with them is a usage error."""
+    sizes = read_pair("--seq-len", seq_len), read_pair("--block-size", block_size)
+    with usage_errors():
+        return parse(pattern)(*sizes)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Errors about arguments as errors of the command line, without a traceback."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress]:
+    """A bar on the terminal's standard error, and what moves it."""
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def reach(
+    patterns: Annotated[
+        list[str], typer.Argument(help="of each layer from the input on, repeated in this order")
+    ],
+    seq_len: SeqLen = "4096",
+    block_size: BlockSize = "128",
+    layers: Annotated[int, typer.Option(min=1, help="layers to follow")] = 32,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="keys to draw; by default all where they fit")
+    ] = None,
+    token: Annotated[
+        list[int] | None, typer.Option(help="a query whose view is printed too; repeatable")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="HEIGHT,WIDTH in pixels: reach of the middle pixel")
+    ] = None,
+    tile: Annotated[
+        str | None, typer.Option(help="HEIGHT,WIDTH: pixels run tile by tile, not row by row")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What tokens see over the layers: connected pairs, hops, tokens out of reach."""
+    stack = [build(pattern, seq_len, block_size) for pattern in patterns]
+    given = stack[0] if len(stack) == 1 else stack
+    with usage_errors(), progress_bar("following tokens") as progress:
+        field = receptive_field(given, layers, samples=samples, progress=progress)
+        views = views_of(given, token, layers) if token else []
+        gaps = [spectral_gap(mask) for mask in dict.fromkeys(stack)]
+        pixels = None
+        if image is not None:
+            sides = None if tile is None else read_pair("--tile", tile)
+            pixels = pixel_reach(given, read_pair("--image", image), field.layers, tile=sides)
+    if as_json:
+        found = asdict(field) | {"spectral_gap": gaps, "tokens": views}
+        print(json.dumps(found | {"pixels": None if pixels is None else asdict(pixels)}))
+        return
+    console = Console()
+    console.print(_layer_table(field, pixels))
+    console.print(_summary(field, gaps))
+    for view in views:
+        console.print(f"token {view['token']} sees {view['seen']} tokens after each layer")
+
+
+def views_of(
+    masks: BlockMask | Sequence[BlockMask], tokens: Sequence[int], layers: int
+) -> list[dict]:
+    """For each token how many tokens it sees after 1, 2, ... layers, itself included."""
+    return [
+        {
+            "token": token,
+            "seen": [int(((row >= 0) & (row <= n)).sum()) for n in range(1, row.max() + 1)],
+        }
+        for token, row in zip(tokens, hops(masks, tokens, layers), strict=True)
+    ]
+
+
+def _layer_table(field: ReceptiveField, pixels: PixelReach | None) -> Table:
+    table = Table(box=None)
+    pairs = "causal pairs" if field.causal else "pairs"
+    for column in ("layers", f"share of {pairs} connected", "adds"):
+        table.add_column(column, justify="right")
+    if pixels is not None:
+        for column in ("up", "down", "left", "right", "radius (pixels)"):
+            table.add_column(column, justify="right")
+    for i, (share, error) in enumerate(zip(field.share, field.error, strict=True)):
+        shown = f"{share:.4%}" if field.exact else f"{share:.4%} ± {error:.2%}"
+        row = [str(i + 1), shown, "yes" if field.added[i] else "nothing"]
+        if pixels is not None:
+            sides = (pixels.up, pixels.down, pixels.left, pixels.right, pixels.radius)
+            row += [str(side[i]) for side in sides]
+        table.add_row(*row)
+    return table
+
+
+def _summary(field: ReceptiveField, gaps: list[float | None]) -> Table:
+    table = Table(show_header=False, box=None)
+    how = "all tokens" if field.exact else f"{field.followed} keys drawn at random, 95 % interval"
+    connected = "not within these layers" if field.full_after is None else str(field.full_after)
+    mean = "-" if field.mean_path is None else f"{field.mean_path:.2f} mean"
+    rows = {
+        "followed": how,
+        "layers until all are connected": connected,
+        "hops": f"{mean}, {field.longest_path} most",
+        "tokens that no other attends": f"{field.unreached:,}",
+        "tokens that attend no other": f"{field.blind:,}",
+        "spectral gap": ", ".join("none" if gap is None else f"{gap:.4g}" for gap in gaps),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,45 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from masks.__main__ import app
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_reach_prints_layers_and_what_is_out_of_reach():
+    result = invoke("reach", "butterfly", "--seq-len", 1024, "--block-size", 64)
+    assert result.exit_code == 0, result.output
+    assert "31.2500%" in result.output
+    assert "layers until all are connected 4" in " ".join(result.output.split())
+
+
+def test_reach_as_json_has_views_of_tokens_and_pixels():
+    arguments = ("--seq-len", 256, "--block-size", 16, "--layers", 3, "--image", "16,16")
+    result = invoke("reach", "local(16)", "local(0)", *arguments, "--token", 100, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["added"] == [True, False, True]
+    assert found["tokens"] == [{"token": 100, "seen": [33, 33, 65]}]
+    assert found["pixels"]["up"] == [1, 1, 2]
+    assert found["spectral_gap"][0] > 0
+    assert found["spectral_gap"][1] is None  # causal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("buterfly",), "butterfly"),
+        (("full", "--seq-len", "64,128"), "as many keys as queries"),
+        (("full", "--seq-len", "x"), "--seq-len"),
+        (("full", "--image", "3,3"), "pixels"),
+        (("full", "--token", "5000"), "tokens"),
+    ],
+)
+def test_bad_input_of_reach_is_named(arguments, named):
+    result = invoke("reach", *arguments)
+    assert result.exit_code == 2
+    assert named in " ".join(result.output.replace("│", " ").split())
