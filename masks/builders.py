@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from masks._core import block_set, convert, slicing
-from masks._core.bit_tiles import deduplicate, pack, unpack
+from masks._core.bit_tiles import deduplicate, pack, unique_codes, unpack
 from masks._core.grid import Grid
 from masks._core.intervals import (
+    PART,
     Runs,
     combine,
     concatenate,
     empty,
     from_bool_matrix,
     from_points,
+    in_parts,
     union,
 )
 from masks.block_mask import BlockMask
@@ -92,12 +94,24 @@ def from_offsets(
         candidates = torch.cat([band.full.expand(), band.partial]).sort().values
     else:
         candidates = _blocks_at(grid, step * _around(reach // step, grid) + shift)
-    _, row, column = grid.locate(candidates)
-    offset, tile = torch.unique(column * grid.bk - row * grid.bq - shift, return_inverse=True)
+    side, farthest = min(grid.block_size), grid.nq * grid.bq
+
+    def code(flat: Tensor) -> Tensor:
+        """The distance from query 0 to key 0 of a block, in multiples of the shorter side."""
+        _, row, column = grid.locate(flat)
+        return (column * grid.bk - row * grid.bq + farthest) // side
+
+    used, tile = unique_codes(
+        in_parts(code, candidates), farthest // side + grid.nk * grid.bk // side
+    )
     keys = torch.arange(grid.bk, device=grid.device)
     inner = keys - torch.arange(grid.bq, device=grid.device)[:, None]
-    tiles = [pack(attends(inner + start)) for start in offset.tolist()]
-    bit_tiles = torch.stack(tiles) if tiles else grid.inbounds_tiles[:0]
+    starts = (used * side - farthest - shift).tolist()
+    bit_tiles = (
+        torch.stack([pack(attends(inner + start)) for start in starts])
+        if starts
+        else grid.inbounds_tiles[:0]
+    )
     nothing = empty(grid.device)
     return BlockMask(block_set.assemble(grid, (0,), nothing, candidates, bit_tiles, tile))
 
@@ -107,12 +121,19 @@ def _around(count: int, grid: Grid) -> Tensor:
 
 
 def _blocks_at(grid: Grid, distance: Tensor) -> Tensor:
-    """Ascending flat indices of the blocks that hold a pair with k - q one of `distance`."""
-    row = torch.arange(grid.nq, device=grid.device)[:, None]
-    first = (row * grid.bq + distance) // grid.bk
-    last = (row * grid.bq + grid.bq - 1 + distance) // grid.bk + 1
-    row, first, last = row.expand_as(first), first.clamp(0, grid.nk), last.clamp(0, grid.nk)
-    return union(grid.runs(0, row.flatten(), first.flatten(), last.flatten())).expand()
+    """Ascending flat indices of the blocks that hold a pair with k - q one of `distance`.
+
+    Distances ascend by more than a block of queries and one of keys, so no block holds two.
+    """
+
+    def blocks(row: Tensor) -> Tensor:
+        first = (row * grid.bq + distance) // grid.bk
+        last = (row * grid.bq + grid.bq - 1 + distance) // grid.bk + 1
+        edges = (row.expand_as(first), first.clamp(0, grid.nk), last.clamp(0, grid.nk))
+        return grid.runs(0, *(t.flatten() for t in edges)).expand()
+
+    rows = torch.arange(grid.nq, device=grid.device)[:, None]
+    return torch.cat([blocks(part) for part in rows.split(max(1, PART // len(distance)))])
 
 
 def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
@@ -125,26 +146,37 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
     row_any, column_any = row_bits.any(1)[row_kind], column_bits.any(1)[column_kind]
     check_memory("global_tokens", 4 * row_bits.numel() * len(column_bits) * grid.bk // 32)
 
+    # Rows with a token meet every column, the others those with a token: filled in row by row, as
+    # a sort of all blocks would cost more than everything else.
+    every, some = (~column_all).nonzero().flatten(), (column_any & ~column_all).nonzero().flatten()
+
+    def candidates(row: Tensor) -> tuple[Tensor, Tensor]:
+        """Their flat indices and tiles in ascending rows, none of them full."""
+        meets_all = row_any[row]
+        count = torch.where(meets_all, len(every), len(some))
+        begin = count.cumsum(0) - count
+        flat = torch.empty(int(count.sum()), dtype=torch.int64, device=grid.device)
+        tile = torch.empty_like(flat)
+        for column, inside in ((every, meets_all), (some, ~meets_all)):
+            place = begin[inside, None] + torch.arange(len(column), device=grid.device)
+            own = row[inside, None]
+            flat[place] = own * grid.row_stride + column
+            tile[place] = row_kind[own] * len(column_bits) + column_kind[column]
+        return flat, tile
+
+    parts = (~row_all).nonzero().flatten().split(max(1, PART // grid.nk))
+    flat, tile = (torch.cat(t) for t in zip(*map(candidates, parts), strict=True))
     full_rows = grid.all_blocks().select(row_all)
     columns = from_points(column_all.nonzero().flatten())
     start = torch.arange(grid.nq, device=grid.device)[~row_all] * grid.row_stride
     repeated = Runs(*((start[:, None] + edge).flatten() for edge in columns))
-    # Rows with a token meet every column, the others those with a token: filled in row by row, as
-    # a sort of all blocks would cost more than everything else.
-    every, some = (~column_all).nonzero().flatten(), (column_any & ~column_all).nonzero().flatten()
-    count = torch.where(row_all, 0, torch.where(row_any, len(every), len(some)))
-    begin = count.cumsum(0) - count
-    candidates = torch.empty(int(count.sum()), dtype=torch.int64, device=grid.device)
-    tile = torch.empty_like(candidates)
-    for column, inside in ((every, row_any & ~row_all), (some, ~row_any)):
-        row = inside.nonzero()
-        place = begin[row] + torch.arange(len(column), device=grid.device)
-        candidates[place] = row * grid.row_stride + column
-        tile[place] = row_kind[row] * len(column_bits) + column_kind[column]
-    crossings = row_bits[:, None, :, None] | column_bits[:, None, :]
-    tiles = torch.cat([pack(part.flatten(0, 1)) for part in crossings.split(16)])
+    words = torch.where(
+        row_bits[:, None, :, None],
+        pack(torch.ones_like(column_bits[:1])),
+        pack(column_bits)[:, None],
+    )
     full = union(full_rows, repeated)
-    return BlockMask(block_set.assemble(grid, (0,), full, candidates, tiles, tile))
+    return BlockMask(block_set.assemble(grid, (0,), full, flat, words.flatten(0, 1), tile))
 
 
 def _block_bits(tokens: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,8 +13,10 @@ table of a causal or full mask takes O(rows) entries, not O(blocks).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from masks._core.block_set import (
     list_clipped_as_partial,
 )
 from masks._core.grid import Grid, is_captured
+from masks._core.intervals import PART, Runs
 from masks._core.transpose import transpose_lists
 from masks.registry import Cache
 
@@ -176,36 +179,76 @@ def compile_table(blocks: BlockSet) -> LookupTable:
     )
 
 
+class _RowLists(NamedTuple):
+    """The lists of some block rows.
+
+    runs, full, partial: int64 (rows,) how many there are of each
+    window:              int64 (rows,) where the shared list 0, 1, 2, ... is entered by a row whose
+        full blocks are one run
+    full_index:          int32 (n,) columns of the full blocks of the other rows
+    partial_index:       int32 (p,)
+    """
+
+    runs: Tensor
+    full: Tensor
+    partial: Tensor
+    window: Tensor
+    full_index: Tensor
+    partial_index: Tensor
+
+
 def _block_lists(lists: DirectionLists, g: Grid, masks: int) -> BlockLists:
-    rows = masks * g.nq
-    mask, row, run_column, run_end = g.locate_runs(lists.full)
-    run_row, run_length = mask * g.nq + row, run_end - run_column
-    runs = torch.bincount(run_row, minlength=rows)
-    full_count = torch.zeros_like(runs).index_add(0, run_row, run_length)
-    partial_count = torch.bincount(g.stacked_row(lists.partial), minlength=rows)
-
-    # A row of one run is a window of the shared list 0, 1, 2, ...; other rows list their blocks.
-    single = runs[run_row] == 1
+    parts = [_row_lists(*part, g) for part in _row_parts(lists, g, masks * g.nq)]
+    runs, full, partial, window, full_index, partial_index = map(
+        torch.cat, zip(*parts, strict=True)
+    )
+    single, count = runs == 1, (full + partial).view(masks, g.nq)
     shared = torch.arange(g.nk if bool(single.any()) else 0, device=g.device)
-    listed_count = torch.where(runs > 1, full_count, 0)
-    full_start = len(shared) + torch.cumsum(listed_count, 0) - listed_count
-    full_start[run_row[single]] = run_column[single]
-    partial_start = torch.cumsum(partial_count, 0) - partial_count
-    total = int((full_count + partial_count).sum())
-    _check_entries(max(len(shared) + int(listed_count.sum()), len(lists.partial)))
-
-    count = (full_count + partial_count).view(masks, g.nq)
-    row_ptr = torch.stack([full_start, full_count, partial_start, partial_count], dim=1)
+    listed = torch.where(single, 0, full)
+    full_start = torch.where(single, window, len(shared) + torch.cumsum(listed, 0) - listed)
+    partial_start = torch.cumsum(partial, 0) - partial
+    _check_entries(max(len(shared) + len(full_index), len(partial_index)))
     return BlockLists(
-        row_ptr=row_ptr.view(masks, g.nq, 4).int(),
-        full_index=_with_prefetch_entries(
-            torch.cat([shared, lists.full.select(~single).expand() % g.row_stride])
-        ),
-        partial_index=_with_prefetch_entries(lists.partial % g.row_stride),
+        row_ptr=torch.stack([full_start, full, partial_start, partial], dim=1)
+        .view(masks, g.nq, 4)
+        .int(),
+        full_index=_with_prefetch_entries(torch.cat([shared.int(), full_index])),
+        partial_index=_with_prefetch_entries(partial_index),
         partial_bit_tile=_with_prefetch_entries(lists.tile),
         schedule=_longest_first(count),
         max_blocks=int(count.max()),
-        total_blocks=total,
+        total_blocks=int(count.sum()),
+    )
+
+
+def _row_parts(lists: DirectionLists, g: Grid, rows: int) -> Iterator[tuple[Runs, Tensor, range]]:
+    """(full, partial, block rows) of consecutive block rows: all, or fewer on a CPU; see PART."""
+    full, partial = lists.full, lists.partial
+    parts = 1 if partial.is_cuda else 1 + (len(full.begin) + len(partial)) // PART
+    step = -(-rows // parts)
+    first = [*range(0, rows, step), rows]
+    flat = torch.tensor(first, device=g.device) * g.row_stride
+    runs, points = (torch.searchsorted(t, flat).tolist() for t in (full.begin, partial))
+    for i, own in enumerate(map(range, first, first[1:])):
+        inside = slice(runs[i], runs[i + 1])
+        yield (Runs(full.begin[inside], full.end[inside]), partial[points[i] : points[i + 1]], own)
+
+
+def _row_lists(full: Runs, partial: Tensor, rows: range, g: Grid) -> _RowLists:
+    row = g.stacked_row(full.begin)
+    column, row = full.begin - row * g.row_stride, row - rows.start
+    runs = torch.bincount(row, minlength=len(rows))
+    single = runs[row] == 1
+    window = torch.zeros_like(runs)
+    window[row[single]] = column[single]
+    listed = full.select(~single) if bool(single.any()) else full
+    return _RowLists(
+        runs=runs,
+        full=torch.zeros_like(runs).index_add(0, row, full.end - full.begin),
+        partial=torch.bincount(g.stacked_row(partial) - rows.start, minlength=len(rows)),
+        window=window,
+        full_index=(listed.expand() % g.row_stride).int(),
+        partial_index=(partial % g.row_stride).int(),
     )
 
 

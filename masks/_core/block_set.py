@@ -22,7 +22,7 @@ from torch import Tensor
 
 from masks._core.bit_tiles import deduplicate, unique_codes, unpack, words_per_row
 from masks._core.grid import Grid, canonical_device
-from masks._core.intervals import Runs, combine, concatenate, from_points
+from masks._core.intervals import Runs, combine, concatenate, from_points, in_parts
 
 # Tile codes past the bit tiles: blocks whose keys, queries or both are clipped, full blocks that
 # are not, and empty ones. See BlockSet.tiles_by_code.
@@ -186,20 +186,21 @@ def assemble(
         tile: int64 (p,) the bit tile of each candidate.
     """
     # What a candidate is depends on its tile and on how the sequence clips it: four kinds.
-    used, which = unique_codes(tile * 4 + grid.clip_kind(candidates), 4 * len(bit_tiles))
+    codes = in_parts(lambda part, flat: part * 4 + grid.clip_kind(flat), tile, candidates)
+    used, which = unique_codes(codes, 4 * len(bit_tiles))
     inbounds = grid.inbounds_tiles[used % 4]
     pairs = bit_tiles[used // 4] & inbounds
     is_full = (pairs == inbounds).flatten(1).all(1)
     is_partial = (pairs != 0).flatten(1).any(1) & ~is_full
     distinct, position = deduplicate(pairs[is_partial])
-    new_tile = torch.full_like(used, -1)
-    new_tile[is_partial] = position
-    promoted = from_points(candidates[is_full[which]])
-    full = combine(torch.bitwise_or, full, promoted) if len(promoted.begin) else full
-    partial = is_partial[which]
-    return BlockSet(
-        grid, head_to_mask, full, candidates[partial], new_tile[which[partial]], distinct
-    )
+    if len(position) < len(used):
+        new_tile = torch.full_like(used, -1)
+        new_tile[is_partial] = position
+        promoted = from_points(candidates[is_full[which]])
+        full = combine(torch.bitwise_or, full, promoted) if len(promoted.begin) else full
+        partial = is_partial[which]
+        candidates, which, position = candidates[partial], which[partial], new_tile
+    return BlockSet(grid, head_to_mask, full, candidates, position[which], distinct)
 
 
 def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tensor]) -> BlockSet:
@@ -245,18 +246,18 @@ class DirectionLists(NamedTuple):
 
 def list_clipped_as_partial(blocks: BlockSet, *, keys: bool, queries: bool) -> DirectionLists:
     """The blocks, the full ones with clipped keys, queries or both listed as partial."""
-    g = blocks.grid
-    every = g.all_blocks(blocks.num_masks)
-    edges = []
-    if keys and g.k_len % g.bk:
-        edges.append(Runs(every.end - 1, every.end))
+    g, full, demoted = blocks.grid, blocks.full, []
     if queries and g.q_len % g.bq:
-        edges.append(Runs(*(t[g.nq - 1 :: g.nq].contiguous() for t in every)))
-    if not edges:
-        return DirectionLists(blocks.full, blocks.partial, blocks.partial_bit_tile)
-    edge = edges[0] if len(edges) == 1 else combine(torch.bitwise_or, *edges)
-    full = combine(lambda inside, e: inside & ~e, blocks.full, edge)
-    demoted = combine(torch.bitwise_and, blocks.full, edge).expand()
-    partial, order = torch.cat([blocks.partial, demoted]).sort()
-    code = len(blocks.bit_tiles) + full_code(g.clip_kind(demoted))
+        last = g.stacked_row(full.begin) % g.nq == g.nq - 1
+        demoted.append(full.select(last).expand())
+        full = full.select(~last)
+    if keys and g.k_len % g.bk:
+        at_end = full.end % g.row_stride == g.nk
+        demoted.append(full.end[at_end] - 1)
+        full = Runs(full.begin, full.end - at_end.long()).nonempty()
+    if not demoted:
+        return DirectionLists(full, blocks.partial, blocks.partial_bit_tile)
+    edge = torch.cat(demoted)
+    partial, order = torch.cat([blocks.partial, edge]).sort()
+    code = len(blocks.bit_tiles) + full_code(g.clip_kind(edge))
     return DirectionLists(full, partial, torch.cat([blocks.partial_bit_tile, code])[order])

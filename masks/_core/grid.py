@@ -128,6 +128,8 @@ class Grid:
 
     def clip_kind(self, flat: Tensor) -> Tensor:
         """How the end of the sequence clips each block: 0 not, +1 its keys, +2 its queries."""
+        if not (self.k_len % self.bk or self.q_len % self.bq):
+            return torch.zeros_like(flat)
         _, row, column = self.locate(flat)
         keys = (column == self.nk - 1) & (self.k_len % self.bk != 0)
         queries = (row == self.nq - 1) & (self.q_len % self.bq != 0)

@@ -1,5 +1,8 @@
 """The table that kernels read, decoded and compared with the mask."""
 
+import sys
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -31,6 +34,30 @@ def test_both_directions_hold_the_mask(name, seq_len, block_size):
         dense = decode(table, rows, transposed)[0]
         assert torch.equal(dense[:, : seq_len[0], : seq_len[1]], expected)
         assert int(dense.sum()) == int(expected.sum()), "a bit outside the sequence is set"
+
+
+@pytest.mark.parametrize("seq_len", [(96, 128), (1000, 750)])
+@pytest.mark.parametrize("name", [*PATTERNS, "global tokens", "far", "band"])
+def test_parts_make_the_same_mask_and_table(name, seq_len, monkeypatch):
+    scattered = {
+        "global tokens": masks.global_tokens([3, 90, 400]),
+        "far": masks.dilated(7, 90, align="top-left"),
+        "band": masks.dilated(70, 3, align="bottom-right"),
+    }
+    pattern = (PATTERNS | scattered)[name]
+    whole = pattern(seq_len, 16)
+    table = whole.table()
+    modules = [m for m in sys.modules.values() if hasattr(m, "PART") and m.__name__[:5] == "masks"]
+    assert len(modules) > 3
+    for module in modules:
+        monkeypatch.setattr(module, "PART", 5)
+    parts = pattern(seq_len, 16)
+    assert parts == whole
+    for rows in ("by_query", "by_key"):
+        ours, expected = getattr(parts.table(), rows), getattr(table, rows)
+        for field in fields(ours):
+            a, b = getattr(ours, field.name), getattr(expected, field.name)
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, field.name
 
 
 def test_few_queries_leave_blocks_full():
