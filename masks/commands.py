@@ -23,7 +23,9 @@ from masks.analysis import (
 )
 from masks.analysis.reach import Progress
 from masks.block_mask import BlockMask
-from masks.parse import parse
+from masks.lint import RULES
+from masks.lint import lint as find
+from masks.parse import optional_pattern, parse
 
 DEFAULT = "draw"  # the command of a line that begins with a pattern
 
@@ -116,6 +118,37 @@ def reach(
     console.print(_summary(field, gaps))
     for view in views:
         console.print(f"token {view['token']} sees {view['seen']} tokens after each layer")
+
+
+def lint(
+    patterns: Annotated[list[str], typer.Argument(help="of each layer from the input on")],
+    seq_len: SeqLen = "4096",
+    block_size: BlockSize = "128",
+    within: Annotated[
+        str | None, typer.Option(help='what they are declared to stay within, as "causal()"')
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="layers of the model, to find those without reach")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help=f"a rule to leave out, of: {', '.join(RULES)}")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find what is likely wrong with patterns; exits with 1 where there is something."""
+    stack = [build(pattern, seq_len, block_size) for pattern in patterns]
+    with usage_errors():
+        findings = find(
+            stack[0] if len(stack) == 1 else stack,
+            within=optional_pattern(within),
+            layers=layers,
+            ignore=ignore or (),
+        )
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        print("\n".join(map(str, findings)) or "nothing found")
+    raise typer.Exit(bool(findings))
 
 
 def views_of(

@@ -43,3 +43,29 @@ def test_bad_input_of_reach_is_named(arguments, named):
     result = invoke("reach", *arguments)
     assert result.exit_code == 2
     assert named in " ".join(result.output.replace("│", " ").split())
+
+
+def test_lint_exits_with_1_where_it_finds_something():
+    clean = invoke("lint", "butterfly", "--within", "full", "--layers", 6)
+    assert (clean.exit_code, clean.output) == (0, "nothing found\n")
+    leak = invoke("lint", "butterfly", "--within", "causal()")
+    assert leak.exit_code == 1
+    assert leak.output.startswith("leaks (layer 0): ")
+    assert invoke("lint", "butterfly", "--within", "causal()", "--ignore", "leaks").exit_code == 0
+
+
+def test_lint_as_json_has_layers_and_heads():
+    result = invoke("lint", "local(0)", "butterfly", "--json")
+    findings = json.loads(result.stdout)
+    assert [f["rule"] for f in findings] == ["useless-pairs", "dead-layers"]
+    assert findings[0]["layers"] == findings[1]["layers"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(("full", "--within", "cusal"), "cusal"), (("full", "--ignore", "x"), "empty-queries")],
+)
+def test_bad_input_of_lint_is_named(arguments, named):
+    result = invoke("lint", *arguments)
+    assert result.exit_code == 2
+    assert named in " ".join(result.output.replace("│", " ").split())

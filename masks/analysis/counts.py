@@ -1,0 +1,37 @@
+"""How many keys each query has, and how many pairs attend."""
+
+import torch
+from torch import Tensor
+
+from masks._core.bit_tiles import unpack
+from masks.block_mask import BlockMask
+
+
+def keys_per_query(mask: BlockMask) -> Tensor:
+    """int64 (num_heads, q_len): the keys that each query attends."""
+    blocks, g = mask.block_set, mask.grid
+    _, _, first, last = g.locate_runs(blocks.full)
+    keys = (last * g.bk).clamp(max=g.k_len) - first * g.bk
+    by_block = torch.zeros(blocks.num_masks * g.nq, dtype=torch.int64, device=g.device)
+    by_block.index_add_(0, g.stacked_row(blocks.full.begin), keys)
+    count = by_block[:, None].repeat(1, g.bq)
+    by_row = unpack(blocks.bit_tiles, g.bk).sum(2)
+    count.index_add_(0, g.stacked_row(blocks.partial), by_row[blocks.partial_bit_tile])
+    heads = count.view(blocks.num_masks, -1)[:, : g.q_len]
+    return heads[list(blocks.head_to_mask)]
+
+
+def attended_pairs(mask: BlockMask) -> int:
+    """Pairs that attend, summed over num_heads."""
+    return int(keys_per_query(mask).sum())
+
+
+def computed_pairs(mask: BlockMask) -> int:
+    """Pairs of the sequence in non-zero blocks, summed over num_heads: what kernels compute."""
+    g, blocks = mask.grid, mask.block_set
+    flat = torch.cat([blocks.full.expand(), blocks.partial])
+    stacked, column = g.stacked_row(flat), flat % g.row_stride
+    keys = (g.k_len - column * g.bk).clamp(max=g.bk)
+    queries = (g.q_len - stacked % g.nq * g.bq).clamp(max=g.bq)
+    per_mask = torch.bincount(stacked // g.nq, (keys * queries).double(), blocks.num_masks)
+    return int(per_mask[list(blocks.head_to_mask)].sum())

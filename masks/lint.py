@@ -1,0 +1,286 @@
+"""What is likely wrong with a mask: each finding says what it costs and what to change."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from masks._core.grid import BLOCK_SIDES
+from masks.analysis import receptive_field
+from masks.analysis.counts import attended_pairs, computed_pairs, keys_per_query
+from masks.block_mask import BlockMask
+from masks.pattern import Pattern
+
+HEAVY = 4.0  # blocks in the longest row over the mean
+MULTIPROCESSORS = 132  # of an H100
+USEFUL = 0.5  # attended pairs over computed ones
+LARGE_BIT_TILES = 4 << 20  # bytes; K and V of 8192 tokens and 128 dims in bf16 take as many
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is likely wrong.
+
+    Attributes:
+        rule: One of RULES.
+        layers: The layers, from 0, whose masks it is about.
+        heads: The heads, from 0; empty where it is about the layer.
+        what: What is found, with numbers.
+        cost: What it costs.
+        change: What to change.
+    """
+
+    rule: str
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    what: str
+    cost: str
+    change: str
+
+    def __str__(self) -> str:
+        where = [
+            f"{name} {_spans(numbers)}"
+            for name, numbers in (("layer", self.layers), ("head", self.heads))
+            if numbers
+        ]
+        lines = (f"{self.rule} ({', '.join(where)}): {self.what}", self.cost, self.change)
+        return "\n  ".join(map("".join, zip(("", "costs: ", "change: "), lines, strict=True)))
+
+
+def lint(
+    masks: BlockMask | Sequence[BlockMask],
+    *,
+    within: Pattern | None = None,
+    layers: int | None = None,
+    ignore: Sequence[str] = (),
+) -> list[Finding]:
+    """What is likely wrong with the masks of a model, the certain errors first.
+
+    Args:
+        masks: The mask of every layer, or one for each from the input on.
+        within: The pattern that all masks are declared to stay within, such as causal().
+        layers: Layers of the model: finds layers that add no reach. By default as many as there
+            are masks; not looked at for a single mask.
+        ignore: Rules that are not looked at.
+
+    Returns:
+        Findings in the order of RULES.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: `ignore` names no rule, or lengths of masks differ.
+    """
+    if unknown := set(ignore) - RULES.keys():
+        raise ValueError(f"ignore must be of {[*RULES]}, got {sorted(unknown)}")
+    single = isinstance(masks, BlockMask)
+    given = [masks] if single else list(masks)
+    for mask in given:
+        if not isinstance(mask, BlockMask):
+            raise TypeError(f"masks must be BlockMasks, got {type(mask).__name__}")
+    context = _Context(given, within, layers if single else layers or len(given))
+    return [found for rule in RULES if rule not in ignore for found in RULES[rule](context)]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What rules look at: the masks of layers, what they are declared to be, and how many."""
+
+    masks: list[BlockMask]
+    within: Pattern | None
+    layers: int | None
+
+    def distinct(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], BlockMask]]:
+        """(layers, heads, mask of one head) for every distinct mask of every distinct layer."""
+        for layers, mask in self.by_layer():
+            for heads in _heads_of_masks(mask):
+                yield layers, heads if mask.num_heads > 1 else (), mask.head(heads[0])
+
+    def by_layer(self) -> list[tuple[tuple[int, ...], BlockMask]]:
+        """(layers, mask) for every distinct mask of a layer."""
+        layers: dict[BlockMask, list[int]] = {}
+        for layer, mask in enumerate(self.masks):
+            layers.setdefault(mask, []).append(layer)
+        return [(tuple(at), mask) for mask, at in layers.items()]
+
+
+def _heads_of_masks(mask: BlockMask) -> list[tuple[int, ...]]:
+    """The heads that read each of the distinct masks."""
+    return [
+        tuple(h for h, own in enumerate(mask.head_to_mask) if own == number)
+        for number in range(mask.num_masks)
+    ]
+
+
+def _empty_queries(context: _Context) -> Iterator[Finding]:
+    for layers, heads, mask in context.distinct():
+        empty = keys_per_query(mask)[0] == 0
+        if bool(empty.any()):
+            yield Finding(
+                "empty-queries",
+                layers,
+                heads,
+                f"{int(empty.sum()):,} of {len(empty):,} queries have no key: {_tokens(empty)}",
+                "their output is 0 and nothing flows back through them",
+                "unite it with a pattern that has the diagonal, as in `... | local(0)`",
+            )
+
+
+def _causal_leaks(context: _Context) -> Iterator[Finding]:
+    if context.within is None:
+        return
+    for layers, heads, mask in context.distinct():
+        outside = mask - context.within(mask.seq_len, mask.block_size, mask.device)
+        if outside.nnz_blocks:
+            keys = keys_per_query(outside)[0]
+            query = int((keys > 0).nonzero()[0])
+            row = outside.slice_queries(query, query + 1).to_dense()[0]
+            yield Finding(
+                "leaks",
+                layers,
+                heads,
+                f"{int(keys.sum()):,} pairs are outside of {context.within}, the first of query "
+                f"{query} and key {int(row.nonzero()[0])}",
+                "the model sees what it is declared not to: a language model its own targets",
+                f"`... & {context.within}`",
+            )
+
+
+def _unreachable_keys(context: _Context) -> Iterator[Finding]:
+    for layers, mask in context.by_layer():
+        unseen = (keys_per_query(mask.T) == 0).all(0)
+        if bool(unseen.any()):
+            yield Finding(
+                "unreachable-keys",
+                layers,
+                (),
+                f"{int(unseen.sum()):,} of {len(unseen):,} keys are attended by no query of any "
+                f"head: {_tokens(unseen)}",
+                "what these tokens hold is not read in this layer, and their K and V are in vain",
+                "unite it with global_tokens or a window, or drop these tokens from the keys",
+            )
+
+
+def _heavy_rows(context: _Context) -> Iterator[Finding]:
+    for layers, heads, mask in context.distinct():
+        for side, rows, passes in (
+            ("query", mask.blocks_per_row()[0], "forward and dQ"),
+            ("key", mask.T.blocks_per_row()[0], "dK and dV"),
+        ):
+            mean = float(rows.double().mean())
+            most = int(rows.max())
+            if mean == 0 or most <= HEAVY * mean:
+                continue
+            heavy = rows > HEAVY * mean
+            bound = most * MULTIPROCESSORS / float(rows.sum())
+            yield Finding(
+                "heavy-rows",
+                layers,
+                heads,
+                f"{int(heavy.sum()):,} of {len(rows):,} rows of {side} blocks have more than "
+                f"{HEAVY:g} times the mean of {mean:.1f} blocks, the longest {most:,}",
+                f"in {passes} the longest row takes as long as everything else when fewer than "
+                f"{bound:.1f} (batch, head) pairs share {MULTIPROCESSORS} multiprocessors",
+                "fewer global tokens, or attend with them in a call of their own and merge both",
+            )
+
+
+def _useless_pairs(context: _Context) -> Iterator[Finding]:
+    for layers, heads, mask in context.distinct():
+        computed, attended = computed_pairs(mask), attended_pairs(mask)
+        if not attended or attended >= USEFUL * computed:
+            continue
+        smaller = [
+            side
+            for side in BLOCK_SIDES
+            if side <= min(mask.block_size) and (side, side) != mask.block_size
+        ]
+        change = "order the tokens so that those that attend each other are neighbours"
+        if smaller:
+            shares = {side: attended / computed_pairs(mask.reblock(side)) for side in smaller}
+            best = max(shares, key=lambda side: (shares[side], side))
+            if shares[best] > 1.2 * attended / computed:
+                change = f"blocks of {best}, in which {shares[best]:.0%} are useful; or {change}"
+        yield Finding(
+            "useless-pairs",
+            layers,
+            heads,
+            f"{attended / computed:.1%} of {computed:,} computed pairs attend",
+            f"{computed / attended:.1f} times the FLOPs that the pattern needs",
+            change,
+        )
+
+
+def _many_bit_tiles(context: _Context) -> Iterator[Finding]:
+    for layers, mask in context.by_layer():
+        nbytes = mask.block_set.bit_tiles.numel() * 4
+        if nbytes > LARGE_BIT_TILES:
+            yield Finding(
+                "many-bit-tiles",
+                layers,
+                (),
+                f"{mask.num_bit_tiles:,} distinct bit tiles of {mask.partial_blocks:,} partial "
+                f"blocks take {nbytes / 2**20:.1f} MiB",
+                "every pass reads them beside K and V, from memory where L2 does not hold them",
+                "a rule that repeats from block to block shares its tiles; or round it to blocks "
+                "with block_pattern",
+            )
+
+
+def _equal_heads(context: _Context) -> Iterator[Finding]:
+    for layers, mask in context.by_layer():
+        for heads in _heads_of_masks(mask):
+            if mask.num_heads > 1 and len(heads) > 1:
+                yield Finding(
+                    "equal-heads",
+                    layers,
+                    heads,
+                    f"{len(heads)} of {mask.num_heads} heads have equal masks",
+                    "no time or memory, but together they see no more than one of them",
+                    "other seeds, strides or windows for some of them",
+                )
+
+
+def _dead_layers(context: _Context) -> Iterator[Finding]:
+    if context.layers is None or context.masks[0].seq_len != context.masks[0].seq_len[::-1]:
+        return
+    given = context.masks[0] if len(context.masks) == 1 else context.masks
+    field = receptive_field(given, context.layers)
+    until = field.full_after or context.layers
+    added = (*field.added, *(False,) * (context.layers - field.layers))
+    dead = tuple(layer for layer in range(until) if not added[layer])
+    if dead:
+        yield Finding(
+            "dead-layers",
+            dead,
+            (),
+            f"{len(dead)} of {context.layers} layers connect no pair that was not connected "
+            f"before; {field.share[-1]:.2%} of the pairs are at the end",
+            "the time of these layers widens no receptive field",
+            "another pattern there: one that mixes far tokens after one that mixes near ones",
+        )
+
+
+RULES: dict[str, Callable[[_Context], Iterator[Finding]]] = {
+    "empty-queries": _empty_queries,
+    "leaks": _causal_leaks,
+    "unreachable-keys": _unreachable_keys,
+    "heavy-rows": _heavy_rows,
+    "useless-pairs": _useless_pairs,
+    "many-bit-tiles": _many_bit_tiles,
+    "equal-heads": _equal_heads,
+    "dead-layers": _dead_layers,
+}
+
+
+def _tokens(chosen: Tensor) -> str:
+    return _spans(torch.where(chosen)[0].tolist())
+
+
+def _spans(numbers: Sequence[int], most: int = 4) -> str:
+    """0-3, 7, ...: consecutive numbers as spans, the first few of them."""
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in group] for _, group in groups]
+    shown = [f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans[:most]]
+    return ", ".join([*shown, "..."] if len(spans) > most else shown)
