@@ -3,6 +3,7 @@
 from masks import interop
 from masks.block_mask import BlockMask, DynamicMask
 from masks.lookup_table import BlockLists, LookupTable
+from masks.mask_batch import MaskBatch
 from masks.parse import parse
 from masks.pattern import Pattern, block_pattern, pattern, stack
 from masks.patterns import (
@@ -27,6 +28,7 @@ __all__ = [
     "BlockMask",
     "DynamicMask",
     "LookupTable",
+    "MaskBatch",
     "Pattern",
     "bigbird",
     "block_pattern",

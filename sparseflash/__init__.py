@@ -16,7 +16,7 @@ from sparseflash.explain import explain
 from sparseflash.merge import merge_attention
 from sparseflash.options import AttentionOptions
 from sparseflash.score import ScoreFunction
-from sparseflash.varlen import attention_varlen
+from sparseflash.varlen import attention_varlen, pad, unpad
 
 if TYPE_CHECKING:
     from sparseflash.testing.selfcheck import selfcheck
@@ -33,8 +33,10 @@ __all__ = [
     "explain",
     "merge_attention",
     "nn",
+    "pad",
     "relative_bias",
     "selfcheck",
+    "unpad",
 ]
 
 # Imported at their first use, for they need libraries that take long to import.

@@ -5,10 +5,11 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from masks import BlockMask, DynamicMask, Pattern, full
+from masks import DynamicMask, Pattern, full
 from masks.arguments import check_floating
+from masks.mask_batch import CompiledMask
 
-AnyMask = Pattern | BlockMask | DynamicMask
+AnyMask = Pattern | CompiledMask
 FULL = full()
 _MAKERS = {Tensor: "masks.BlockMask.from_dense", str: "masks.parse"}
 
@@ -131,7 +132,7 @@ def checked_mask(mask: AnyMask | None) -> AnyMask:
     if not isinstance(mask, AnyMask):
         maker = _MAKERS.get(type(mask))
         raise TypeError(
-            "mask must be a Pattern, a BlockMask, a DynamicMask or None, got "
+            "mask must be a Pattern, a BlockMask, a MaskBatch, a DynamicMask or None, got "
             f"{type(mask).__name__}" + (f", of which {maker} makes one" if maker else "")
         )
     return mask

@@ -85,15 +85,15 @@ def attention(
         key: (batch, kv_heads, k_len, head_dim), any strides. heads is a multiple of kv_heads;
             query head h reads key head h // (heads // kv_heads).
         value: Like key.
-        mask: A Pattern, a BlockMask or DynamicMask of this length, or None for all pairs; True
-            means attend. It has one head for all, one for each head of query, or one for each
-            head of key, which the query heads of that group share. A Pattern is compiled once per
-            length and device, in blocks of its own size. The scores of a DynamicMask get a
-            gradient if they require one.
+        mask: A Pattern, a BlockMask, MaskBatch or DynamicMask of this length, or None for all
+            pairs; True means attend. It has one head for all, one for each head of query, or one
+            for each head of key, which the query heads of that group share. A Pattern is compiled
+            once per length and device, in blocks of its own size. The scores of a DynamicMask get
+            a gradient if they require one.
         key_lengths: Integers (batch,), 0 to k_len: keys at or past the length of their batch
             element are masked. Those on the CPU are checked without waiting for the device;
             those on a CUDA device are waited for, except while a CUDA graph is captured: then
-            they are clamped.
+            they are clamped. For other padding see MaskBatch.with_keys, and unpad.
         bias: (1 or heads, q_len + k_len - 1), added to the score of query q and key k at
             [h, k - q + q_len - 1]: one number for each distance. See alibi.
         sinks: (1 or heads,), the score of one more key for every query, whose value is 0. The lse

@@ -4,7 +4,8 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from masks import BlockMask, DynamicMask
+from masks import BlockMask, MaskBatch
+from masks.mask_batch import CompiledMask
 from sparseflash.arguments import (
     AnyMask,
     checked_bias,
@@ -80,13 +81,17 @@ def block_mass(
     return _mean_of_rows(mass, torch.stack(lses).amax(0) > -torch.inf, bq)
 
 
-def _mask_of_keys(mask: BlockMask | DynamicMask, start: int, end: int) -> BlockMask | DynamicMask:
+def _mask_of_keys(mask: CompiledMask, start: int, end: int) -> CompiledMask:
     """The mask of the keys from `start`, where a block begins, to before `end`."""
     q_len, k_len = mask.seq_len
     if (start, end) == (0, k_len):
         return mask
     if isinstance(mask, BlockMask):
         return mask.crop(q_len, end).T.slice_queries(start, end).T
+    if isinstance(mask, MaskBatch):
+        part = _mask_of_keys(mask.stacked, start, end)
+        assert isinstance(part, BlockMask)
+        return MaskBatch(part, mask.num_batches)
     bk = mask.block_size[1]
     support = _mask_of_keys(mask.support, start, end)
     assert isinstance(support, BlockMask)

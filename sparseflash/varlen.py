@@ -10,7 +10,6 @@ from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern, documents
 from masks.parse import as_pattern
-from sparseflash.arguments import AnyMask
 from sparseflash.attention import attention
 from sparseflash.options import OptionKeywords
 
@@ -22,7 +21,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: AnyMask | str | None = None,
+    pattern: Pattern | BlockMask | DynamicMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -36,7 +35,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: AnyMask | str | None = None,
+    pattern: Pattern | BlockMask | DynamicMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -49,7 +48,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: AnyMask | str | None = None,
+    pattern: Pattern | BlockMask | DynamicMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -121,7 +120,7 @@ def attention_varlen(
 def _packed(
     q_lengths: tuple[int, ...],
     k_lengths: tuple[int, ...],
-    pattern: AnyMask | None,
+    pattern: Pattern | BlockMask | DynamicMask | None,
     device: torch.device,
 ) -> BlockMask | DynamicMask:
     """The mask of all documents, on `device` where it is made of a pattern."""
@@ -158,6 +157,54 @@ def _within_documents(
         own = documents(q_lengths, k_lengths)(mask.seq_len, mask.block_size, mask.device)
         mask.cache[signature] = mask & own
     return mask.cache[signature]
+
+
+def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of sequences without their padding, one after another, for attention_varlen.
+
+    Args:
+        x: (batch, seq, ...), such as (batch, seq, heads, head_dim).
+        keep: bool (batch, seq), false at padding, anywhere in a sequence. It is waited for.
+
+    Returns:
+        The tokens, (total, ...), and int32 (batch + 1,) where each sequence begins and the last
+        ends, on the device of x.
+
+    Raises:
+        TypeError, ValueError: `keep` has another dtype or shape.
+    """
+    _check_keep(keep, x.shape[:2])
+    bounds = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
+    return x[keep.to(x.device)], bounds.to(x.device, torch.int32)
+
+
+def pad(x: Tensor, keep: Tensor) -> Tensor:
+    """The inverse of unpad: zeros at padding.
+
+    Args:
+        x: (total, ...).
+        keep: bool (batch, seq), true in as many places as x has tokens.
+
+    Returns:
+        (batch, seq, ...).
+
+    Raises:
+        TypeError, ValueError: `keep` has another dtype, or the tokens are more or fewer.
+    """
+    _check_keep(keep, keep.shape if isinstance(keep, Tensor) else ())
+    keep = keep.to(x.device)
+    if int(keep.sum()) != len(x):
+        raise ValueError(f"keep must be true in {len(x)} places, got {int(keep.sum())}")
+    return x.new_zeros(*keep.shape, *x.shape[1:]).index_put((keep,), x)
+
+
+def _check_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+        raise TypeError(
+            f"keep must be a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}"
+        )
+    if keep.dim() != 2 or keep.shape != shape:
+        raise ValueError(f"keep must be (batch, seq), {tuple(shape)}, got {tuple(keep.shape)}")
 
 
 def _lengths(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from masks import BlockMask, DynamicMask
+from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -24,26 +24,24 @@ class Backend(Protocol):
     name: str
     extras: frozenset[str]
 
-    def why_not(self, spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+    def why_not(self, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
         """The reasons for which it cannot serve a call; empty when it can."""
         ...
 
-    def auto_skip(self, spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+    def auto_skip(self, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
         """The reasons for which "auto" looks for another backend although this one can serve the
         call; empty when it is the fastest.
         """
         ...
 
-    def block_size_for(
-        self, spec: AttentionSpec, mask: BlockMask | DynamicMask
-    ) -> tuple[int, int]:
+    def block_size_for(self, spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
         """The block size, in tokens, of the table that it reads: that of the mask, or larger
         blocks of the same elements.
         """
         ...
 
     def describe(
-        self, call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
+        self, call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
     ) -> dict[str, str]:
         """How each pass of a call would run; empty when there is one way."""
         ...

@@ -1,12 +1,12 @@
 """The backend of a call."""
 
-from masks import BlockMask, DynamicMask
+from masks.mask_batch import CompiledMask
 from sparseflash import backends
 from sparseflash.backends.base import Backend, BackendError
 from sparseflash.dispatch.spec import AttentionSpec
 
 
-def select(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> Backend:
+def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
     """The backend that a call names, or for "auto" the first that can serve it and gains by it.
 
     Raises:
@@ -27,9 +27,7 @@ def select(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> Backend:
     raise BackendError(f"no backend can serve this call ({spec}):\n{listing}")
 
 
-def reasons_against(
-    backend: Backend, spec: AttentionSpec, mask: BlockMask | DynamicMask
-) -> list[str]:
+def reasons_against(backend: Backend, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """The reasons for which a backend does not serve a call; empty when it does."""
     unknown = [f"takes no {extra}" for extra in sorted(spec.extras - backend.extras)]
     against = unknown + backend.why_not(spec, mask)

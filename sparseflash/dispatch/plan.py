@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern
+from masks.mask_batch import CompiledMask
 from sparseflash.arguments import AnyMask, check_tensors, lengths_in_range
 from sparseflash.backends.base import Backend
 from sparseflash.backends.select import select
@@ -97,7 +98,7 @@ def find_plan(
     return plan
 
 
-def make_plan(spec: AttentionSpec, backend: Backend, mask: BlockMask | DynamicMask) -> Plan:
+def make_plan(spec: AttentionSpec, backend: Backend, mask: CompiledMask) -> Plan:
     """The plan of a backend that can serve the spec."""
     table = mask.table(spec.device, backend.block_size_for(spec, mask))
     return Plan(spec, backend, table.for_groups(spec.mask_group))
@@ -107,7 +108,7 @@ def _select(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: BlockMask | DynamicMask,
+    mask: CompiledMask,
     options: Mapping[str, Any],
     has_key_lengths: bool,
     bias: bool,
@@ -126,7 +127,7 @@ def _select(
     return spec, select(spec, mask)
 
 
-def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> BlockMask | DynamicMask:
+def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
     """The mask of a call; a pattern is compiled in blocks of its own size.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from masks import BlockMask, DynamicMask
+from masks.mask_batch import CompiledMask
 from sparseflash.options import AttentionOptions
 
 FEW_QUERIES = 16  # the least side of a block: so many queries are one block row of any mask
@@ -66,7 +66,7 @@ class AttentionSpec(AttentionOptions):
         cls,
         query: Tensor,
         key: Tensor,
-        mask: BlockMask | DynamicMask,
+        mask: CompiledMask,
         options: AttentionOptions,
         *,
         has_key_lengths: bool = False,

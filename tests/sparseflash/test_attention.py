@@ -329,3 +329,42 @@ def test_an_impossible_call_lists_every_reason():
         sparseflash.BackendError, match=r"(?s)torch.float64.*triton: .*dtype is.*head_dim is 512"
     ):
         sparseflash.attention(query, query, query, backend="triton")
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_masks_of_batch_elements(backend, heads):
+    device = BACKENDS[backend]
+    if (backend, device) == ("triton", "cpu") and heads != 2:
+        pytest.skip("Triton's interpreter is slow")
+    tensors = make_inputs(2, 4, 40, 33, 16, kv_heads=2, device=device)[:3]
+    first, second = masks.local(9, align="top-left"), masks.random(0.5)
+    own = [masks.stack([first] * heads), second]
+    mask = masks.MaskBatch.from_masks([m((40, 33), 16, device) for m in own])
+
+    def attend(q, k, v):
+        return sparseflash.attention(q, k, v, mask, return_lse=True, backend=backend)
+
+    with poisoned_empty():
+        check_attention(attend, *tensors, mask)
+
+
+def test_padding_anywhere_and_in_a_graph():
+    tensors = make_inputs(3, 2, 40, 40, 8)[:3]
+    keys = torch.rand(3, 40) < 0.5
+    mask = masks.MaskBatch.with_keys(masks.causal()(40, 16), keys)
+    allowed = masks.causal()(40, 16).to_dense() & keys[:, None, None]
+
+    def attend(q, k, v):
+        return sparseflash.attention(q, k, v, mask, return_lse=True)
+
+    check_attention(attend, *tensors, allowed)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*tensors)[0], attend(*tensors)[0])
+    mass = sparseflash.block_mass(*tensors[:2], mask)
+    each = [
+        sparseflash.block_mass(q[None], k[None], mask[b])
+        for b, (q, k) in enumerate(zip(*tensors[:2], strict=True))
+    ]
+    torch.testing.assert_close(mass, torch.cat(each))
+    with pytest.raises(ValueError, match="mask must be of 1 or 2 batch elements, got 3"):
+        sparseflash.attention(*(x[:2] for x in tensors), mask)

@@ -142,3 +142,42 @@ def test_documents_without_a_token():
     out, lse = sparseflash.attention_varlen(empty, empty, empty, bounds, bounds, return_lse=True)
     assert (out.shape, lse.shape) == ((0, 2, 8), (2, 0))
     assert torch.autograd.grad(out.sum(), empty)[0].shape == (0, 2, 8)
+
+
+def test_padding_is_left_out_and_put_back():
+    keep = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
+    x = torch.randn(3, 5, 2, 4, dtype=torch.float64, requires_grad=True)
+    tokens, bounds = sparseflash.unpad(x, keep)
+    assert (tokens.shape, bounds.tolist()) == ((7, 2, 4), [0, 3, 3, 7])
+    assert bounds.dtype == torch.int32
+    out = sparseflash.attention_varlen(tokens, tokens, tokens, bounds, bounds, "causal()")
+    padded = sparseflash.pad(out, keep)
+    assert (padded[~keep] == 0).all()
+    alone = x[0, keep[0]].transpose(0, 1)[None]
+    expected = sparseflash.attention(alone, alone, alone, masks.causal())
+    torch.testing.assert_close(padded[0, keep[0]], expected[0].transpose(0, 1))
+    assert torch.autograd.gradcheck(
+        lambda x: sparseflash.pad(sparseflash.unpad(x, keep)[0] ** 2, keep), x
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: sparseflash.unpad(x, torch.ones(2, 3)), TypeError, "keep must be a bool"),
+        (
+            lambda x: sparseflash.unpad(x, torch.ones(2, 4).bool()),
+            ValueError,
+            r"keep must be \(batch, seq\), \(2, 3\), got \(2, 4\)",
+        ),
+        (
+            lambda x: sparseflash.pad(x[0], torch.ones(2, 2).bool()),
+            ValueError,
+            "keep must be true in 3 places, got 4",
+        ),
+        (lambda x: sparseflash.pad(x, None), TypeError, "keep must be a bool tensor, got None"),
+    ],
+)
+def test_padding_of_other_shapes_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.ones(2, 3, 4))

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from masks import BlockMask, DynamicMask
 from masks.lookup_table import LookupTable
+from masks.mask_batch import CompiledMask
 from sparseflash.backends.hopper import configs
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
@@ -19,7 +19,7 @@ HEAD_DIMS = range(8, 257, 8)  # TMA needs strides of whole 16 bytes
 CAPABILITY = (9, 0)
 
 
-def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """The reasons for which the kernels cannot serve a call; empty when they can."""
     if find_spec("triton") is None:
         return ["triton is not installed"]
@@ -44,7 +44,7 @@ def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
     return reasons
 
 
-def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[int, int]:
+def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     """The block size (tokens) of the table that the kernels read: tiles of 128, or of 64 where
     smaller blocks leave more of a tile of 128 empty than pays.
     """
@@ -58,7 +58,7 @@ def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[
 
 
 def describe(
-    call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
+    call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
     """How a mask of other blocks is served, and gradients in no fixed order; see
     sparseflash.backends.base.
@@ -87,7 +87,7 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     return blocks is not None and blocks >= configs.MIN_FUSED_BLOCKS
 
 
-def auto_skip(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """The reasons for which "auto" should look for another backend; empty when this is faster."""
     reasons, tile, side = [], block_size_for(spec, mask), min(spec.block_size)
     coverage = mask.coverage(tile)

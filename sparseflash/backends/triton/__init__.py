@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from masks import BlockMask, DynamicMask
+from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 from sparseflash.score import named
@@ -30,7 +30,7 @@ MIN_MERGED_SIDE = 64
 MIN_COVERAGE = {16: 0.5, 32: 0.7}
 
 
-def why_not(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """The reasons for which the kernels cannot serve a call; empty when they can."""
     if find_spec("triton") is None:
         return ["triton is not installed"]
@@ -78,12 +78,12 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def auto_skip(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> list[str]:
+def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """Nothing: no other backend can serve what comes to this one."""
     return []
 
 
-def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[int, int]:
+def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     """Larger blocks where small ones cover enough of the tiles that they touch, else their own."""
     least = MIN_COVERAGE.get(min(spec.block_size))
     if least is None or spec.few_queries or spec.device.type != "cuda":
@@ -96,7 +96,7 @@ def block_size_for(spec: AttentionSpec, mask: BlockMask | DynamicMask) -> tuple[
 
 
 def describe(
-    call: Call, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor, value: Tensor
+    call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
     """The configuration of each pass, and the tiles into which small blocks are merged; see
     sparseflash.backends.base.

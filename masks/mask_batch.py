@@ -1,0 +1,147 @@
+"""MaskBatch: a static mask for each batch element."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from masks._core.grid import Grid, OnGrid, canonical_device
+from masks.block_mask import BlockMask, DynamicMask, stack
+from masks.builders import from_cross
+from masks.lookup_table import LookupTable
+from masks.registry import Cache, Handled
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MaskBatch(OnGrid, Handled):
+    """A mask for each batch element, each of one head or of as many as the others.
+
+    Immutable. One lookup table holds all of them, and equal masks once.
+
+    Attributes:
+        stacked: The masks of all heads of the first batch element, then those of the next one.
+        num_batches: Batch elements.
+    """
+
+    stacked: BlockMask
+    num_batches: int
+
+    @staticmethod
+    def from_masks(masks: Sequence[BlockMask]) -> "MaskBatch":
+        """Batch element b gets masks[b].
+
+        Raises:
+            TypeError: `masks` is no list of block masks.
+            ValueError: It is empty; or the masks differ in length, block size, device or, where
+                that is not 1, in heads.
+        """
+        if not isinstance(masks, Sequence) or not all(isinstance(m, BlockMask) for m in masks):
+            raise TypeError(f"from_masks takes a list of block masks, got {masks!r}")
+        if not masks:
+            raise ValueError("from_masks needs at least one mask, got none")
+        grids = {mask.grid for mask in masks}
+        heads = {mask.num_heads for mask in masks} - {1}
+        if len(grids) > 1 or len(heads) > 1:
+            raise ValueError(
+                "masks must share lengths, block size, device and heads, got "
+                f"{', '.join(dict.fromkeys(map(repr, masks)))}"
+            )
+        each = range(max(heads, default=1))
+        own = {mask: [mask.head(h % mask.num_heads) for h in each] for mask in masks}
+        return MaskBatch(stack([head for mask in masks for head in own[mask]]), len(masks))
+
+    @staticmethod
+    def with_keys(mask: BlockMask, keys: Tensor) -> "MaskBatch":
+        """The pairs of `mask` whose keys a batch element has: padding anywhere in a sequence.
+
+        Waits for the device. Padding after all keys is cheaper as attention's key_lengths.
+
+        Args:
+            mask: That of all batch elements.
+            keys: bool (batch, k_len), false at padding.
+
+        Raises:
+            TypeError: `keys` is no bool tensor.
+            ValueError: It has another shape.
+        """
+        if not isinstance(keys, Tensor) or keys.dtype != torch.bool:
+            raise TypeError(
+                f"keys must be a bool tensor, got {getattr(keys, 'dtype', type(keys).__name__)}"
+            )
+        q_len, k_len = mask.seq_len
+        if keys.dim() != 2 or keys.shape[1] != k_len or not len(keys):
+            raise ValueError(f"keys must be (batch, {k_len}), got {tuple(keys.shape)}")
+        distinct, which = torch.unique(keys.to(mask.device), dim=0, return_inverse=True)
+        no_query = torch.zeros(q_len, dtype=torch.bool, device=mask.device)
+        own = [mask & from_cross(mask.grid, no_query, row) for row in distinct]
+        return MaskBatch.from_masks([own[i] for i in which.tolist()])
+
+    @property
+    def grid(self) -> Grid:
+        """Lengths, block size and device, with the numbers of block rows and columns nq and nk."""
+        return self.stacked.grid
+
+    @property
+    def num_heads(self) -> int:
+        """Heads with a mask of their own; 1 serves any number of heads."""
+        return self.stacked.num_heads // self.num_batches
+
+    @property
+    def density(self) -> float:
+        """s: non-zero blocks over all blocks."""
+        return self.stacked.density
+
+    def __getitem__(self, batch_index: int) -> BlockMask:
+        """The mask of a batch element. Raises IndexError for one that there is not."""
+        if not -self.num_batches <= batch_index < self.num_batches:
+            raise IndexError(f"index must be one of {self.num_batches} masks, got {batch_index}")
+        first = batch_index % self.num_batches * self.num_heads
+        return stack([self.stacked.head(first + h) for h in range(self.num_heads)])
+
+    def to_blocks(self) -> Tensor:
+        """bool (batch, heads or 1, nq, nk): the non-zero blocks."""
+        return self._by_element(self.stacked.to_blocks())
+
+    def to_dense(self) -> Tensor:
+        """bool (batch, heads or 1, q_len, k_len): every pair."""
+        return self._by_element(self.stacked.to_dense())
+
+    def to(self, device: torch.device | str) -> "MaskBatch":
+        """The same masks on another device."""
+        same = canonical_device(device) == self.device
+        return self if same else MaskBatch(self.stacked.to(device), self.num_batches)
+
+    def table(
+        self, device: torch.device | str | None = None, block_size: tuple[int, int] | None = None
+    ) -> LookupTable:
+        """The lookup table that kernels read; see BlockMask.table."""
+        table = self.stacked.table(device, block_size)
+        key = (table.device, table.block_size)
+        if key not in self._tables:
+            heads = table.head_to_mask.view(self.num_batches, self.num_heads)
+            self._tables[key] = replace(table, head_to_mask=heads)
+        return self._tables[key]
+
+    def coverage(self, block_size: tuple[int, int]) -> float:
+        """See BlockMask.coverage."""
+        return self.stacked.coverage(block_size)
+
+    @cached_property
+    def _tables(self) -> dict[tuple[torch.device, tuple[int, int]], LookupTable]:
+        return {}
+
+    @cached_property
+    def cache(self) -> Cache:
+        """What users of the masks store with them, under keys of their own."""
+        return Cache()
+
+    def __repr__(self) -> str:
+        return f"MaskBatch(num_batches={self.num_batches}, stacked={self.stacked})"
+
+    def _by_element(self, stacked: Tensor) -> Tensor:
+        return stacked.view(self.num_batches, self.num_heads, *stacked.shape[-2:])
+
+
+CompiledMask = BlockMask | MaskBatch | DynamicMask  # all that has a lookup table
