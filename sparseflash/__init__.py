@@ -17,6 +17,7 @@ from sparseflash.merge import merge_attention
 from sparseflash.options import AttentionOptions
 from sparseflash.score import ScoreFunction
 from sparseflash.varlen import attention_varlen, pad, unpad
+from sparseflash.warmup import warmup
 
 if TYPE_CHECKING:
     from sparseflash.testing.selfcheck import selfcheck
@@ -37,6 +38,7 @@ __all__ = [
     "relative_bias",
     "selfcheck",
     "unpad",
+    "warmup",
 ]
 
 # Imported at their first use, for they need libraries that take long to import.

@@ -54,9 +54,9 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"query, key and value must be tensors, got {type(tensor).__name__}")
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device_type = tensors[0].device.type
-    if device_type == "meta":
-        raise ValueError("query, key and value must have data, got tensors on meta")
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
@@ -66,6 +66,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.is_meta:
+        raise ValueError("query, key and value must have data, got tensors on meta")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4 or 0 in (tensor.shape[1], tensor.shape[3]):
             raise ValueError(

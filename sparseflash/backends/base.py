@@ -19,10 +19,12 @@ class Backend(Protocol):
     Attributes:
         name: By which calls ask for it.
         extras: Those of AttentionSpec.extras that it knows; others never come to it.
+        compiles: Whether Triton compiles its kernels when they are first needed.
     """
 
     name: str
     extras: frozenset[str]
+    compiles: bool
 
     def why_not(self, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
         """The reasons for which it cannot serve a call; empty when it can."""

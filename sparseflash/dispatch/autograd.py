@@ -20,9 +20,11 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     """Whether autograd, backward or forward, has to see what is made of some tensors."""
     if forward_ad._current_level >= 0:
         return True
-    if not torch.is_grad_enabled():
-        return False
-    return True in [x is not None and x.requires_grad for x in tensors]
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 class _BlockSparseAttention(torch.autograd.Function):

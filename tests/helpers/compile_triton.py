@@ -7,6 +7,7 @@ What `compile_only.start` may ask of it:
     products ARCHITECTURE    whether float32 products are in TF32
     parameters ARCHITECTURE  bytes of the parameters of kernels, declared and packed
     layouts ARCHITECTURE     kernels compiled for tensors of many strides
+    warmup ARCHITECTURE      kernels compiled by sparseflash.warmup, and by calls after it
 """
 
 import itertools
@@ -18,6 +19,7 @@ import sys
 import torch
 import triton
 
+import sparseflash
 from experiments.instruments.tune import configured
 from masks import BlockMask, DynamicMask
 from sparseflash.backends import triton as triton_backend
@@ -253,6 +255,36 @@ def report_layouts(architecture: int):
             call(which, query, mask, key_lengths=key_lengths)
         call(which, query, mask, kv_heads=1)
     yield VARIANTS.report()
+
+
+def report_warmup(architecture: int):
+    """How many kernels sparseflash.warmup compiles, and a call after it compiles in addition."""
+    triton_backend.why_not = lambda spec, mask: []
+    facts = {"heads": 2, "kv_heads": 1, "head_dim": 16, "device": "cpu", "backend": "triton"}
+    bias = torch.zeros(1, 79, requires_grad=True)
+    choices = {
+        "plain": {},
+        "padded": {"key_lengths": True},
+        "biased": {"bias": bias},
+        "no gradients": {"backward": False},
+    }
+    for name, options in choices.items():
+        for kernel in KERNELS.values():
+            kernel.device_caches.clear()
+        mask = causal(40, (16, 16))
+        sparseflash.warmup(mask, **facts, **options)
+        found = {"call": name, "compiled": sum(map(len, map(compiled, KERNELS.values())))}
+        query, key = (torch.zeros(1, n, 40, 16, dtype=torch.bfloat16) for n in (2, 1))
+        if options.pop("key_lengths", False):
+            options["key_lengths"] = torch.tensor([30])
+        differentiated = options.pop("backward", True)
+        for leaf in (query, key):
+            leaf.requires_grad_(differentiated)
+        out = sparseflash.attention(query, key, key, mask, backend="triton", **options)
+        if differentiated:
+            out.backward(torch.ones_like(out))
+        later = sum(map(len, map(compiled, KERNELS.values()))) - found["compiled"]
+        yield found | {"compiled later": later}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ __all__ = [
     "auto_skip",
     "backward",
     "block_size_for",
+    "compiles",
     "describe",
     "extras",
     "forward",
@@ -18,6 +19,7 @@ __all__ = [
 
 name = "cpu"
 extras = EVERY_EXTRA
+compiles = False
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -23,6 +23,7 @@ __all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "wh
 
 name = "hopper"
 extras: frozenset[str] = frozenset()
+compiles = True
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

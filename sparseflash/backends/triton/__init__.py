@@ -17,6 +17,7 @@ from sparseflash.score import named
 
 name = "triton"
 extras = EVERY_EXTRA
+compiles = True
 TILE = (128, 128)  # tokens
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)

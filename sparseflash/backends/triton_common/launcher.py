@@ -6,7 +6,9 @@ signature on, by rewriting the parameters of the launch before: see relaunch.py.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from contextvars import ContextVar, copy_context
 from functools import lru_cache
 from threading import local
 from typing import Any, NamedTuple
@@ -58,9 +60,13 @@ def launch(
     Returns:
         What was launched, None if that is not a compiled kernel.
     """
+    known = (kernel.__module__, kernel.__name__, variant)
+    if _COMPILES_ONLY.get():
+        if isinstance(kernel, triton.JITFunction) and known not in _COMPILED:
+            kernel.warmup(*arguments, grid=grid, **constants)
+        return None
     if 0 in grid:
         return None
-    known = (kernel.__module__, kernel.__name__, variant)
     if known in _COMPILED:
         compiled, constant_arguments = _COMPILED[known]
         _start(compiled, grid, (*arguments, *constant_arguments))
@@ -75,6 +81,22 @@ def launch(
 
 
 _COMPILED: dict[tuple, tuple] = {}
+_COMPILES_ONLY = ContextVar("compiles only", default=False)
+
+
+def compile_only(run: Callable[[], object]) -> None:
+    """Calls `run`, whose launches compile their kernels beside one another and start none.
+
+    Triton parses a kernel in Python, under the interpreter's lock; most of the time is that of
+    its passes, LLVM and ptxas, which do not hold it.
+    """
+
+    def compile_in_threads() -> None:
+        _COMPILES_ONLY.set(True)
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+            run()
+
+    copy_context().run(compile_in_threads)  # whose variables end with it, also after an error
 
 
 def launch_cached(
@@ -127,11 +149,14 @@ def _enter_context() -> None:
         _THREAD.entered = True
 
 
+_NO_CHANGE = nullcontext()
+
+
 def on_device(device: torch.device):
     """Context in which kernels run on `device`."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
-    return nullcontext()
+    return _NO_CHANGE
 
 
 @lru_cache(maxsize=64)

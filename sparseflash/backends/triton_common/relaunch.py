@@ -93,6 +93,7 @@ class PackedLaunch:
         addresses = [_address(parameter) for parameter in parameters]
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._context = current_context()
+        self._device = _active().get_current_device()
         self._launch = _driver().cuLaunchKernel
         self._lock = Lock()  # another thread may be about to launch it on tensors of its own
         self._values = tuple([slot and slot.value for slot in slots])
@@ -102,8 +103,7 @@ class PackedLaunch:
         hooks = knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return False
-        active: Any = driver.active
-        stream = active.get_current_stream(active.get_current_device())
+        stream = _active().get_current_stream(self._device)
         with self._lock:
             return self._start(values, stream) or (self._enter() and self._start(values, stream))
 
@@ -236,6 +236,11 @@ def _encode(descriptor, metadata: dict):
 
     arity = len(inspect.signature(make_tensordesc_arg).parameters)  # 2 in Triton 3.6, 3 in 3.9
     return make_tensordesc_arg(*(descriptor, metadata, None)[:arity])[0]
+
+
+def _active() -> Any:
+    """Triton's driver, whose type has no methods of a GPU."""
+    return driver.active
 
 
 @lru_cache(maxsize=1)

@@ -1,10 +1,12 @@
 """Launches of kernels that are known already."""
 
+from contextlib import nullcontext
 from threading import Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import triton
 from triton import knobs
 
 from sparseflash.backends.triton_common import launcher
@@ -79,3 +81,31 @@ def test_every_thread_without_a_context_enters_one_once(compiled, monkeypatch, c
         thread.start()
         thread.join()
     assert len(entered) == (0 if context else 2)
+
+
+class Uncompiled(triton.JITFunction):
+    """A kernel that Triton has not compiled, and that writes down what is asked of it."""
+
+    def __init__(self):
+        self.__module__, self.__name__, self.asked = "here", "kernel", []
+
+    def warmup(self, *arguments, grid, **constants):
+        self.asked.append((arguments, grid, constants))
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_kernels_are_compiled_without_a_launch(compiled, error):
+    kernel = Uncompiled()
+
+    def run():
+        launcher.launch(kernel, (3, 2, 1), (1, 2), ("bf16",), {})  # is known
+        launcher.launch(kernel, (3, 2, 1), (1, 2), ("fp16",), {"BLOCK": 64})
+        if error:
+            raise error
+
+    with pytest.raises(error) if error else nullcontext():
+        launcher.compile_only(run)
+    assert kernel.asked == [((1, 2), (3, 2, 1), {"BLOCK": 64})]
+    assert compiled.started == []
+    launch((3, 2, 1))
+    assert len(compiled.started) == 1

@@ -1,0 +1,94 @@
+"""Kernels compiled ahead of the first call that needs them."""
+
+from dataclasses import replace
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from masks import Pattern
+from masks.registry import Cache
+from sparseflash.arguments import (
+    AnyMask,
+    checked_bias,
+    checked_block_scores,
+    checked_mask,
+    wants_gradient,
+)
+from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.plan import find_plan
+from sparseflash.options import OptionKeywords
+
+
+def warmup(
+    *masks: AnyMask | None,
+    heads: int,
+    head_dim: int,
+    seq_len: int | tuple[int, int] | None = None,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    backward: bool = True,
+    key_lengths: bool = False,
+    bias: Tensor | None = None,
+    **options: Unpack[OptionKeywords],
+) -> None:
+    """Compiles the kernels of `attention` in parallel, before a call needs them.
+
+    The first call of a kind compiles its forward kernel, and its backward pass those of the
+    gradients, one after another. Here all of them compile in threads beside one another. What is
+    compiled depends on dtype, head dim, block size, options, the query heads of each key head, and
+    whether a mask has partial blocks; hardly ever on lengths, and on strides only where tensors
+    are not contiguous. Triton keeps it on disk for later processes. Nothing is launched. Tensors
+    of these shapes are allocated meanwhile, and the tables of the masks are made and kept as by a
+    call. Nothing is compiled for a CPU.
+
+    Args:
+        *masks: As in `attention`, of any number; None, or no mask at all, for all pairs.
+        heads: Heads of query.
+        head_dim: Dims of a head.
+        seq_len: Tokens, or (q_len, k_len), of a Pattern; other masks have their own.
+        kv_heads: Heads of key and value; as of query if None.
+        batch: Batch elements.
+        dtype: Of query, key and value.
+        device: That of the calls.
+        backward: Whether gradients of query, key and value will be asked for.
+        key_lengths: Whether the calls will have key lengths.
+        bias: As in `attention`.
+        **options: As in `attention`.
+
+    Raises:
+        TypeError, ValueError, BackendError: As `attention` raises for such a call; ValueError also
+            where seq_len is missing.
+    """
+    calls = []
+    for mask in map(checked_mask, masks or (None,)):
+        lengths = seq_len if isinstance(mask, Pattern) else mask.seq_len
+        if lengths is None:
+            raise ValueError("seq_len must be given with a Pattern or with no mask, got None")
+        q_len, k_len = (lengths, lengths) if isinstance(lengths, int) else lengths
+        of_tensors = {"dtype": dtype, "device": device}
+        query = torch.empty(batch, heads, q_len, head_dim, **of_tensors)
+        key = torch.empty(batch, kv_heads or heads, k_len, head_dim, **of_tensors)
+        gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
+        facts = (key_lengths, bias is not None, *gradients)
+        plan = find_plan(query, key, key, mask, options, *facts)
+        call = Call(replace(plan, cache=Cache()))  # which repeats no launch
+        if key_lengths:
+            call.key_lengths = torch.full((batch,), k_len, dtype=torch.int32, device=device)
+        if bias is not None:
+            call.bias = checked_bias(bias, query, key)
+        if plan.backend.compiles:
+            calls.append((call, query, key, (*[backward] * 3, *gradients)))
+    if calls:
+        from sparseflash.backends.triton_common.launcher import compile_only
+
+        compile_only(lambda: [_both_passes(*call) for call in calls])
+
+
+def _both_passes(call: Call, query: Tensor, key: Tensor, needs: tuple[bool, ...]) -> None:
+    """The forward pass, and the backward pass if a gradient is wanted."""
+    out, lse = call.forward(query, key, key)
+    if any(needs):
+        call.backward(out, None, (query, key, key, out, lse), needs)
