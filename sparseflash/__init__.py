@@ -46,6 +46,7 @@ _ON_DEMAND = {
     "distributed": ("sparseflash.distributed", None),
     "huggingface": ("sparseflash.integrations.huggingface", None),
     "reference": ("sparseflash.reference", None),
+    "sparsify": ("sparseflash.integrations.huggingface", "sparsify"),
     "selfcheck": ("sparseflash.testing.selfcheck", "selfcheck"),
     "testing": ("sparseflash.testing", None),
 }

@@ -1,4 +1,5 @@
-"""Hugging Face transformers: `register(pattern)` makes models attend by a pattern.
+"""Hugging Face transformers: `register(pattern)` makes models attend by a pattern, and
+`sparsify(model, pattern)` one model by patterns of its layers and heads.
 
 A model's mask function is called once per forward pass, before its layers: it makes the block
 masks of the batch, which transformers passes to the attention of every layer.
@@ -12,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import masks
 from masks import BlockMask, Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
+from sparseflash.integrations.layers import Layers, layer_patterns
 from sparseflash.nn.decode_masks import decode_mask, shared_length
 
 # Making a mask reads numbers on the host and fills caches, which a graph must not trace.
@@ -26,7 +28,10 @@ outside_of_graphs = torch.compiler.disable(reason="masks are made outside of gra
 
 
 def register(
-    pattern: Pattern | str | None = None, name: str = "blocksparse", *, backend: str = "auto"
+    pattern: Pattern | str | Sequence[Pattern | str] | None = None,
+    name: str = "blocksparse",
+    *,
+    backend: str = "auto",
 ) -> None:
     """Registers `name` as an attention implementation: model.set_attn_implementation(name).
 
@@ -38,8 +43,9 @@ def register(
     count.
 
     Args:
-        pattern: A Pattern, its text as masks.parse reads it, or None for the one that the model's
-            configuration records: config.sparse_pattern = masks.to_json(pattern). Positions are
+        pattern: A Pattern, its text as masks.parse reads it, a list with one for each layer, or
+            None for what the model's configuration records: config.sparse_pattern =
+            masks.to_json(pattern), or a list of such texts. Positions are
             those of the padded sequence. In a step of generation, whose keys come before its
             queries, the pattern is that of the next power of two of the length, so that many
             steps share what is compiled; only a pattern that draws or counts blocks by the length
@@ -53,9 +59,66 @@ def register(
     """
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", got {name!r}')
-    pattern = None if pattern is None else as_pattern(pattern)
-    AttentionMaskInterface.register(name, partial(_mask_of_batch, pattern))
-    AttentionInterface.register(name, partial(_attend, pattern, backend))
+    patterns = None
+    if pattern is not None:
+        patterns = tuple(as_pattern(own) for own in _listed(pattern))
+        patterns = patterns if len(set(patterns)) > 1 else patterns[:1]
+    AttentionMaskInterface.register(name, partial(_masks_of_batch, patterns))
+    AttentionInterface.register(name, partial(_attend, patterns, backend))
+
+
+def sparsify(
+    model: PreTrainedModel,
+    pattern: Layers = None,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    backend: str = "auto",
+) -> PreTrainedModel:
+    """Makes a transformers model attend by patterns of its layers and heads, within its own mask.
+
+    The configuration records the patterns, so that a saved model keeps them:
+    `sparsify(AutoModel.from_pretrained(path))` attends by them again. See register for what is
+    attended.
+
+    Args:
+        model: Whose attention is chosen by set_attn_implementation.
+        pattern: One for all layers, or a list with one for each layer: a Pattern, its text, None
+            for all pairs, or a list of those with one for each head of queries or of keys. Or
+            {"layers": [{"heads": [...]}, ...]}, or the path of a JSON file that holds it. None is
+            what the configuration records.
+        layers: The layers that are changed, from 0 or from -1 backwards; the others attend to all
+            pairs. By default every layer.
+        heads: Likewise the heads of queries of these layers.
+        backend: As in sparseflash.attention.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: The patterns do not fit the layers and heads of the model, or none
+            is given and none recorded. Nothing is changed.
+    """
+    config = model.config.get_text_config()
+    if pattern is None:
+        patterns = _recorded(config)
+    else:
+        sizes = (config.num_hidden_layers, config.num_attention_heads)
+        kv_heads = getattr(config, "num_key_value_heads", None) or sizes[1]
+        patterns = layer_patterns(pattern, *sizes, kv_heads, layers, heads)
+        config.sparse_pattern = _record_of(patterns)
+    name = f"blocksparse-{hash((patterns, backend)) % 2**64:x}"
+    register(patterns, name, backend=backend)
+    model.set_attn_implementation(name)
+    return model
+
+
+def _record_of(patterns: tuple[Pattern, ...]) -> list[str] | None:
+    """What the configuration records of patterns; None where one is of a function."""
+    try:
+        return [masks.to_json(own) for own in patterns]
+    except ValueError:
+        return None
 
 
 class Span(NamedTuple):
@@ -90,40 +153,61 @@ class BatchMask:
     members: list[Tensor]
     key_lengths: list[Tensor | None]
 
-    def contiguous(self):
-        """Called by `generate` where a cache has a fixed size: masks would have to be tensors."""
-        raise NotImplementedError(
-            'generate must have a cache that grows with blocksparse attention, such as "dynamic", '
-            "not one of a fixed size"
-        )
 
-    @property
-    def ndim(self):
-        """Read by `generate` up to transformers 5.17 in the same place."""
-        return self.contiguous()
+@dataclass(frozen=True, eq=False)
+class LayerMasks:
+    """The masks of a batch in each layer, one where all layers share it.
+
+    `generate` makes them before a step with a cache of a fixed size, and treats them as a tensor
+    of all pairs that is given to the model.
+
+    is_whole: whether their queries and keys are whole sequences.
+    """
+
+    of_layers: tuple[BatchMask, ...]
+    is_whole: bool
+    ndim: int = 4
+
+    def contiguous(self) -> "LayerMasks":
+        return self
 
 
 @outside_of_graphs
-def _mask_of_batch(
-    pattern: Pattern | None,
+def _masks_of_batch(
+    patterns: tuple[Pattern, ...] | None,
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LayerMasks | None = None,
     *,
     device: torch.device,
     config: Any = None,
     **_options,
-) -> BatchMask:
+) -> LayerMasks:
     """A mask function as transformers calls it; attention_mask is bool (batch, tokens), False at
     padding.
     """
-    device = torch.device(device)
+    if isinstance(attention_mask, LayerMasks):
+        return attention_mask
     span = Span(int(q_offset), q_length, kv_offset, kv_length)
-    pattern = _pattern_of(pattern, config, mask_function is causal_mask_function)
+    patterns = _patterns_of(patterns, config, mask_function is causal_mask_function)
+    facts = (batch_size, span, mask_function, attention_mask, torch.device(device))
+    made = {own: _mask_of_batch(own, *facts) for own in dict.fromkeys(patterns)}
+    return LayerMasks(tuple(made[own] for own in patterns), span.is_whole)
+
+
+def _mask_of_batch(
+    pattern: Pattern,
+    batch_size: int,
+    span: Span,
+    mask_function: Callable,
+    attention_mask: Tensor | None,
+    device: torch.device,
+) -> BatchMask:
+    """The masks of a batch in the layers of a pattern."""
     lengths, allowed = _padding(attention_mask, span)
     simple = mask_function in (causal_mask_function, bidirectional_mask_function)
     if simple and allowed is None and span.is_whole:
@@ -142,13 +226,13 @@ def _mask_of_batch(
 
 
 def _attend(
-    pattern: Pattern | None,
+    patterns: tuple[Pattern, ...] | None,
     backend: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: BatchMask | None,
+    attention_mask: LayerMasks | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options,
@@ -166,10 +250,12 @@ def _attend(
     )
     if attention_mask is None:
         causal = options.get("is_causal", getattr(module, "is_causal", False))
-        own = _pattern_of(pattern, getattr(module, "config", None), causal)
-        out = call(query, key, value, own)
-    elif isinstance(attention_mask, BatchMask):
-        out = _attend_batch(call, query, key, value, attention_mask)
+        own = _patterns_of(patterns, getattr(module, "config", None), causal)
+        out = call(query, key, value, _of_layer(own, module))
+    elif isinstance(attention_mask, LayerMasks):
+        # A step of generation has masks of its own: a graph would be compiled for every step.
+        attend = _attend_batch if attention_mask.is_whole else outside_of_graphs(_attend_batch)
+        out = attend(call, query, key, value, _of_layer(attention_mask.of_layers, module))
     else:
         raise ValueError(
             f"attention_mask must be 2-dimensional or None, got {tuple(attention_mask.shape)}"
@@ -189,24 +275,48 @@ def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, mas
     return torch.cat(parts)[torch.cat(mask.members).argsort()]
 
 
+def _of_layer(each: tuple, module: nn.Module):
+    """What is that of a module's layer."""
+    if len(each) == 1:
+        return each[0]
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or layer >= len(each):
+        raise ValueError(
+            f"{type(module).__name__} must have a layer_idx below {len(each)}, as there are "
+            f"patterns of so many layers, got {layer}"
+        )
+    return each[layer]
+
+
 @outside_of_graphs
-def _pattern_of(pattern: Pattern | None, config: Any, causal: bool) -> Pattern:
-    if pattern is None:
-        text = getattr(config, "sparse_pattern", None)
-        if text is None:
-            raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
-        try:
-            pattern = masks.from_json(text)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"config.sparse_pattern must be what masks.to_json makes, got {text!r}"
-            ) from error
-    return _causal(pattern) if causal else pattern
+def _patterns_of(
+    patterns: tuple[Pattern, ...] | None, config: Any, causal: bool
+) -> tuple[Pattern, ...]:
+    """The patterns of all layers, one where they share it."""
+    patterns = _recorded(config) if patterns is None else patterns
+    return tuple(_causal(own) for own in patterns) if causal else patterns
+
+
+def _recorded(config: Any) -> tuple[Pattern, ...]:
+    record = getattr(config, "sparse_pattern", None)
+    if record is None:
+        raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
+    try:
+        return tuple(masks.from_json(text) for text in _listed(record))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "config.sparse_pattern must be what masks.to_json makes, or a list of that, got "
+            f"{record!r}"
+        ) from error
+
+
+def _listed(one_or_more: Any) -> Sequence:
+    return one_or_more if isinstance(one_or_more, list | tuple) else [one_or_more]
 
 
 @lru_cache(maxsize=32)
 def _causal(pattern: Pattern) -> Pattern:
-    return pattern & masks.causal()
+    return pattern & masks.causal().with_block_size(pattern.block_size)
 
 
 @lru_cache(maxsize=256)

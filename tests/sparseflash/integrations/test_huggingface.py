@@ -1,5 +1,6 @@
 """Tiny models of transformers against torch's attention with the same mask written down."""
 
+import json
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch._dynamo.testing
 
 import masks
+import sparseflash
 
 transformers = pytest.importorskip("transformers")
 
@@ -153,8 +155,29 @@ def test_a_cache_of_a_fixed_size():
         steps = (model(part, past_key_values=cache) for part in (ids[:, :20], ids[:, 20:]))
         logits.append(torch.cat([step.logits for step in steps], dim=1))
     torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-4)
-    with pytest.raises(NotImplementedError, match="generate must have a cache that grows"):
-        generated(model, "blocksparse", ids, cache_implementation="static")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation_with_a_cache_of_a_fixed_size(name):
+    padding = padded([20, 9, 14], 20, "left")
+    static = {"attention_mask": padding, "cache_implementation": "static"}
+    compare_generated(MODELS[name]().eval(), tokens(length=20), **static)
+
+
+@torch.no_grad()
+def test_a_compiled_model_serves_every_step_with_a_cache_of_a_fixed_size(compile_counter):
+    model, ids = llama().eval(), tokens(length=28)
+    model.set_attn_implementation("blocksparse")
+    compiled, frames = torch.compile(model, backend=compile_counter), []
+    logits = []
+    for run in (compiled, model):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        model(ids[:, :20], past_key_values=cache)
+        for step in range(20, 28):
+            logits.append(run(ids[:, step : step + 1], past_key_values=cache).logits)
+            frames.append(compile_counter.frame_count)
+    torch.testing.assert_close(logits[:8], logits[8:])
+    assert frames[2] == frames[7] > 0
 
 
 def test_steps_of_generation_share_a_compiled_mask():
@@ -225,7 +248,7 @@ def test_what_is_not_supported_is_refused():
     model.set_attn_implementation("blocksparse")
     with pytest.raises(ValueError, match="attention_mask must be 2-dimensional"):
         model(tokens(batch=1), attention_mask=torch.zeros(1, 1, 40, 40, device=DEVICE))
-    attend = partial(huggingface._attend, PATTERN, "auto", torch.nn.Module())
+    attend = partial(huggingface._attend, (PATTERN,), "auto", torch.nn.Module())
     tensors = torch.zeros(3, 1, 2, 8, 4).unbind()
     with pytest.raises(ValueError, match="takes no position_bias"):
         attend(*tensors, None, position_bias=torch.zeros(1, 2, 8, 8))
@@ -234,9 +257,119 @@ def test_what_is_not_supported_is_refused():
 def test_soft_caps_and_sinks_of_a_model():
     tensors = torch.randn(3, 1, 2, 20, 4).unbind()
     sinks = torch.randn(2)
-    attend = partial(huggingface._attend, PATTERN, "auto", torch.nn.Module())
+    attend = partial(huggingface._attend, (PATTERN,), "auto", torch.nn.Module())
     out, _ = attend(*tensors, None, softcap=2.0, s_aux=sinks, scaling=0.7)
     expected, _ = standard_attention(
         *tensors, PATTERN(20), softcap=2.0, sinks=sinks, scale=0.7, dtype=torch.float32
     )
     torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
+def expected_of(patterns, model, ids):
+    """Logits by torch's attention under the pattern of each layer and the causal one."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **_):
+        mask = (patterns[module.layer_idx] & masks.causal())(query.shape[2]).to_dense()
+        if mask.dim() == 3:
+            mask = mask.repeat_interleave(query.shape[1] // len(mask), 0)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, mask.to(DEVICE), scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("dense_layers", attend)
+    AttentionMaskInterface.register("dense_layers", sdpa_mask)
+    model.set_attn_implementation("dense_layers")
+    return model(ids).logits
+
+
+LOCAL, WIDE = masks.local(3), masks.strided(4)
+PER_HEAD = masks.stack([masks.local(3), masks.full(), masks.strided(4), masks.full()])
+CHOICES = {
+    "one": ("local(3)", {}, [LOCAL, LOCAL]),
+    "layers": (["local(3)", WIDE], {}, [LOCAL, WIDE]),
+    "dense layer": ([None, WIDE], {}, [masks.full(), WIDE]),
+    "some layers": (LOCAL, {"layers": [-1]}, [masks.full(), LOCAL]),
+    "key heads": ([LOCAL, ["local(3)", WIDE]], {}, [LOCAL, masks.stack([LOCAL, WIDE])]),
+    "some heads": (
+        LOCAL,
+        {"heads": [0, 2]},
+        [masks.stack([LOCAL, masks.full(), LOCAL, masks.full()])] * 2,
+    ),
+    "profile": (
+        {"layers": [{"heads": ["local(3)", None, "strided(4)", None]}, {"heads": [WIDE] * 4}]},
+        {},
+        [PER_HEAD, WIDE],
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_model_attends_by_the_patterns_of_its_layers_and_heads(name):
+    pattern, options, expected = CHOICES[name]
+    model, ids = llama().eval(), tokens()
+    assert sparseflash.sparsify(model, pattern, **options) is model
+    logits = model(ids).logits
+    wanted = expected_of(expected, model, ids)
+    torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_saved_model_keeps_its_patterns(tmp_path):
+    model, ids = llama().eval(), tokens()
+    logits = sparseflash.sparsify(model, ["local(3)", ["local(9)", "strided(4)"]])(ids).logits
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval().to(DEVICE)
+    assert not torch.allclose(loaded(ids).logits, logits, atol=1e-3)
+    torch.testing.assert_close(sparseflash.sparsify(loaded)(ids).logits, logits)
+
+
+@torch.no_grad()
+def test_a_pattern_of_a_function_and_of_small_blocks_is_not_recorded(tmp_path):
+    model, ids = llama().eval(), tokens()
+    sparseflash.sparsify(model, PATTERN.with_block_size(32))
+    assert model.config.sparse_pattern is None
+    ours = model(ids).logits
+    model.set_attn_implementation("dense")
+    torch.testing.assert_close(model(ids).logits, ours, atol=2e-5, rtol=1e-4)
+
+
+def test_a_profile_in_a_file(tmp_path):
+    model = llama()
+    profile = {"layers": [{"heads": ["local(3)"] * 4}, {"heads": ["local(5)"] * 4}]}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    sparseflash.sparsify(model, path)
+    assert [masks.from_json(text) for text in model.config.sparse_pattern] == [
+        masks.local(3),
+        masks.local(5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "message"),
+    [
+        (["local(3)"], {}, "pattern must be one, or 2 for the layers, got 1"),
+        (3, {}, "pattern must be one, or 2 for the layers, got int"),
+        (["local(3)", ["full()"] * 3], {}, "must be one, or 2 or 4 for its heads, got 3"),
+        ({"layers": [{"head": []}]}, {}, "got no 'heads'"),
+        (LOCAL, {"layers": [2]}, r"layers must be a list of -2 to 1, got \[2\]"),
+        (PER_HEAD, {"heads": [1]}, "heads must be None where the pattern is one for each head"),
+        (None, {}, "config.sparse_pattern must be set"),
+        ("nonsense", {}, "nonsense"),
+    ],
+)
+def test_patterns_that_do_not_fit_a_model_change_nothing(pattern, options, message):
+    model = llama()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        sparseflash.sparsify(model, pattern, **options)
+    assert model.config._attn_implementation == before
+    assert getattr(model.config, "sparse_pattern", None) is None
+
+
+def test_a_module_that_does_not_say_its_layer_is_refused():
+    attend = partial(huggingface._attend, (LOCAL, WIDE), "auto", torch.nn.Module())
+    with pytest.raises(ValueError, match="Module must have a layer_idx below 2"):
+        attend(*torch.zeros(3, 1, 2, 8, 4).unbind(), None)

@@ -1,0 +1,86 @@
+"""One pattern for each layer of a model, of which each head may have its own."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import masks
+from masks import Pattern
+from masks.parse import as_pattern
+
+Heads = Pattern | str | None
+Layers = Heads | Sequence[Heads | Sequence[Heads]] | Mapping | Path
+
+
+def layer_patterns(
+    pattern: Layers,
+    num_layers: int,
+    num_heads: int,
+    kv_heads: int,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> tuple[Pattern, ...]:
+    """The pattern of each layer; see sparsify.
+
+    Raises:
+        TypeError, ValueError: As sparsify does.
+    """
+    if isinstance(pattern, Path):
+        pattern = json.loads(pattern.read_text())
+    if isinstance(pattern, Mapping):
+        pattern = _listed(pattern)
+    allowed = sorted({num_heads, kv_heads})
+    if pattern is None or isinstance(pattern, Pattern | str):
+        of_layers = [_of_heads(pattern, allowed)] * num_layers
+    elif isinstance(pattern, Sequence) and len(pattern) == num_layers:
+        of_layers = [_of_heads(own, allowed) for own in pattern]
+    else:
+        got = len(pattern) if isinstance(pattern, Sequence) else type(pattern).__name__
+        raise ValueError(f"pattern must be one, or {num_layers} for the layers, got {got}")
+    if heads is not None:
+        chosen = _chosen("heads", heads, num_heads)
+        of_layers = [_in_heads(own, chosen, num_heads) for own in of_layers]
+    chosen = _chosen("layers", layers, num_layers)
+    return tuple(own if i in chosen else masks.full() for i, own in enumerate(of_layers))
+
+
+def _listed(profile: Mapping) -> list:
+    """The patterns of {"layers": [{"heads": [...]}, ...]}, as sparseflash.lab writes them."""
+    try:
+        return [list(layer["heads"]) for layer in profile["layers"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f'pattern must be {{"layers": [{{"heads": [...]}}, ...]}}, got no {error}'
+        ) from error
+
+
+def _of_heads(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Pattern:
+    """The pattern of a layer, or one of as many for its heads; None is that of all pairs."""
+    if pattern is None or isinstance(pattern, Pattern | str):
+        return masks.full() if pattern is None else as_pattern(pattern)
+    if not isinstance(pattern, Sequence) or len(pattern) not in allowed:
+        got = len(pattern) if isinstance(pattern, Sequence) else type(pattern).__name__
+        names = " or ".join(map(str, allowed))
+        raise ValueError(f"pattern of a layer must be one, or {names} for its heads, got {got}")
+    sizes = {own.block_size for own in (_of_heads(p, []) for p in pattern if p is not None)}
+    everything = masks.full() if len(sizes) != 1 else masks.full().with_block_size(*sizes)
+    of_heads = [everything if own is None else _of_heads(own, []) for own in pattern]
+    return of_heads[0] if len(set(of_heads)) == 1 else masks.stack(of_heads)
+
+
+def _in_heads(pattern: Pattern, chosen: set[int], num_heads: int) -> Pattern:
+    """The pattern in the chosen heads, all pairs in the others."""
+    if pattern.recipe is not None and pattern.recipe.maker == "stack":
+        raise ValueError("heads must be None where the pattern is one for each head")
+    return _of_heads([pattern if h in chosen else None for h in range(num_heads)], [num_heads])
+
+
+def _chosen(name: str, numbers: Sequence[int] | None, count: int) -> set[int]:
+    """The numbers, counted from the end where they are below 0; all of them for None."""
+    if numbers is None:
+        return set(range(count))
+    if not isinstance(numbers, Sequence) or not all(
+        isinstance(n, int) and -count <= n < count for n in numbers
+    ):
+        raise ValueError(f"{name} must be a list of {-count} to {count - 1}, got {numbers!r}")
+    return {n % count for n in numbers}
