@@ -1,13 +1,11 @@
 """Kernels compiled ahead of the first call that needs them."""
 
-from dataclasses import replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from masks import Pattern
-from masks.registry import Cache
 from sparseflash.arguments import (
     AnyMask,
     checked_bias,
@@ -16,6 +14,7 @@ from sparseflash.arguments import (
     wants_gradient,
 )
 from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.compile import compile_passes
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.options import OptionKeywords
 
@@ -36,9 +35,9 @@ def warmup(
 ) -> None:
     """Compiles the kernels of `attention` in parallel, before a call needs them.
 
-    The first call of a kind compiles its forward kernel, and its backward pass those of the
-    gradients, one after another. Here all of them compile in threads beside one another. What is
-    compiled depends on dtype, head dim, block size, options, the query heads of each key head, and
+    The kernels of a call, those of its gradients too, compile in threads beside one another at the
+    first call of a kind; here all of several kinds do, before there is a call. What is compiled
+    depends on dtype, head dim, block size, options, the query heads of each key head, and
     whether a mask has partial blocks; hardly ever on lengths, and on strides only where tensors
     are not contiguous. Triton keeps it on disk for later processes. Nothing is launched. Tensors
     of these shapes are allocated meanwhile, and the tables of the masks are made and kept as by a
@@ -74,21 +73,10 @@ def warmup(
         gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
         facts = (key_lengths, bias is not None, *gradients)
         plan = find_plan(query, key, key, mask, options, *facts)
-        call = Call(replace(plan, cache=Cache()))  # which repeats no launch
+        call = Call(plan)
         if key_lengths:
             call.key_lengths = torch.full((batch,), k_len, dtype=torch.int32, device=device)
         if bias is not None:
             call.bias = checked_bias(bias, query, key)
-        if plan.backend.compiles:
-            calls.append((call, query, key, (*[backward] * 3, *gradients)))
-    if calls:
-        from sparseflash.backends.triton_common.launcher import compile_only
-
-        compile_only(lambda: [_both_passes(*call) for call in calls])
-
-
-def _both_passes(call: Call, query: Tensor, key: Tensor, needs: tuple[bool, ...]) -> None:
-    """The forward pass, and the backward pass if a gradient is wanted."""
-    out, lse = call.forward(query, key, key)
-    if any(needs):
-        call.backward(out, None, (query, key, key, out, lse), needs)
+        calls.append((call, (query, key, key), (*[backward] * 3, *gradients)))
+    compile_passes(calls)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.compile import compile_before_first_call
 
 
 def run(
@@ -13,6 +14,10 @@ def run(
     """(out, lse) of a call, differentiable; block_scores get the gradient of the blocks."""
     if not _is_differentiated(query, key, value, call.bias, block_scores):
         return call.forward(query, key, value)  # autograd would double the host time
+    if not call.plan.cache and call.plan.backend.compiles:
+        differentiable = (query, key, value, call.bias, block_scores)
+        needs = tuple([x is not None and x.requires_grad for x in differentiable])
+        compile_before_first_call(call, (query, key, value), needs)
     return _apply(query, key, value, call.bias, block_scores, call)
 
 

@@ -30,6 +30,7 @@ from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton_common import launcher, relaunch
+from sparseflash.dispatch.compile import _compiled
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
@@ -258,33 +259,43 @@ def report_layouts(architecture: int):
 
 
 def report_warmup(architecture: int):
-    """How many kernels sparseflash.warmup compiles, and a call after it compiles in addition."""
+    """How many kernels are compiled by sparseflash.warmup, and by the two passes of a call."""
     triton_backend.why_not = lambda spec, mask: []
-    facts = {"heads": 2, "kv_heads": 1, "head_dim": 16, "device": "cpu", "backend": "triton"}
+    facts = {"heads": 2, "kv_heads": 1, "head_dim": 16, "dtype": torch.float16, "device": "cpu"}
+    facts["backend"] = "triton"
     bias = torch.zeros(1, 79, requires_grad=True)
     choices = {
         "plain": {},
         "padded": {"key_lengths": True},
         "biased": {"bias": bias},
         "no gradients": {"backward": False},
+        "first call": {},
     }
     for name, options in choices.items():
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
+        _compiled.clear()
         mask = causal(40, (16, 16))
-        sparseflash.warmup(mask, **facts, **options)
-        found = {"call": name, "compiled": sum(map(len, map(compiled, KERNELS.values())))}
-        query, key = (torch.zeros(1, n, 40, 16, dtype=torch.bfloat16) for n in (2, 1))
+        if name != "first call":
+            sparseflash.warmup(mask, **facts, **options)
+        before = count_kernels()
+        query, key = (torch.zeros(1, n, 40, 16, dtype=torch.float16) for n in (2, 1))
         if options.pop("key_lengths", False):
             options["key_lengths"] = torch.tensor([30])
         differentiated = options.pop("backward", True)
         for leaf in (query, key):
             leaf.requires_grad_(differentiated)
         out = sparseflash.attention(query, key, key, mask, backend="triton", **options)
+        forward = count_kernels()
         if differentiated:
             out.backward(torch.ones_like(out))
-        later = sum(map(len, map(compiled, KERNELS.values()))) - found["compiled"]
-        yield found | {"compiled later": later}
+        found = {"before": before, "forward": forward - before, "later": count_kernels() - forward}
+        yield {"call": name} | found
+
+
+def count_kernels() -> int:
+    """How many kernels were compiled since the caches of all were cleared."""
+    return sum(len(compiled(kernel)) for kernel in KERNELS.values())
 
 
 if __name__ == "__main__":
