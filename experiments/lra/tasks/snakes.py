@@ -29,6 +29,7 @@ TRIES = 3  # placements of a segment before its contour is given up
 DISTRACTOR_TRIES = 5
 FREE = 0.3  # a pixel whose occupancy is at most this is free
 OVERLAP = 1.8  # occupancies of two segments may add up to less than this
+CORE = 0.79  # a pixel that is less occupied than this never adds up to OVERLAP: none has over 1
 CROWDED = 0.01  # no distractor is tried where a smaller part of the image is free
 VISIBLE = 0.25  # part of a line's brightness from which a pixel is of its contour
 NO_CHOICE = 1e-4  # a contour ends where the weights of its candidates sum to less
@@ -108,20 +109,42 @@ def distractor_length(segments: int) -> int:
     return segments // 3
 
 
+class Lists(NamedTuple):
+    """A list of numbered things, with a value each, for each of several keys.
+
+    starts: int64 (keys + 1,): where the list of a key starts, and where the last one ends
+    numbers: int64 (all,)
+    values: float32 (all,)
+    """
+
+    starts: np.ndarray
+    numbers: np.ndarray
+    values: np.ndarray
+
+
 class Stamps(NamedTuple):
     """Everything drawn beforehand for one size and margin.
 
-    lines, masks: float32 (360 + candidates, 2 reach + 1, 2 reach + 1): a segment and the pixels it
-        occupies, centred on its start; first those of whole degrees, then one per candidate, which
-        runs from the candidate back
-    solid:        int64 (360, 2, 2): lowest and highest row and column of fully occupied pixels
+    Images are flat arrays with a frame around them, which stays free and is as wide as any stamp
+    reaches: no pixel of a stamp need be compared with the border. A stamp is a list of pixels, as
+    steps in such an array from the one it is centred on. Stamps of segments are first those of
+    whole degrees, then one per candidate, which runs from the candidate back.
+
+    width:        of a row, with its frame
+    origin:       number of the pixel in row 0 and column 0 of the image
+    inside:       bool (width^2,): pixels of the image, not of the frame
+    lines:        pixels of a segment, and how bright they are
+    occupied:     pixels that a segment occupies, and how much
+    core:         of these, those that can add up to OVERLAP with another segment
+    solid:        of these, those occupied fully, which a first segment needs free; they lie one
+        pixel further, as in the published generator
+    box:          int64 (360, 2, 2): lowest and highest row and column of fully occupied pixels
     directions:   bool (360,): degrees, from -180 on, that a first segment may have
     circle:       int64 (candidates, 2): pixels around a pivot where the next segment may end
     strides:      int64 (360 + candidates, 2): from the pivot of a segment to that of the next
-    straightness: float32 (360 + candidates, candidates): the weight of the turn from a segment
-        to a candidate
-    near:         int64 (n, 2): the pixels of a disc as large as the margin
-    disc:         float32: a marker, centred
+    turns:        candidates that go on from a segment, and the weights of these turns
+    near:         int64 (n,): the pixels of a disc as large as the margin
+    disc:         pixels of a marker, and how bright they are
     """
 
     side: int
@@ -131,15 +154,20 @@ class Stamps(NamedTuple):
     seed_distance: int
     target: float
     distractor: float
-    lines: np.ndarray
-    masks: np.ndarray
-    solid: np.ndarray
+    width: int
+    origin: int
+    inside: np.ndarray
+    lines: Lists
+    occupied: Lists
+    core: Lists
+    solid: Lists
+    box: np.ndarray
     directions: np.ndarray
     circle: np.ndarray
     strides: np.ndarray
-    straightness: np.ndarray
+    turns: Lists
     near: np.ndarray
-    disc: np.ndarray
+    disc: Lists
 
 
 @lru_cache
@@ -158,6 +186,11 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
     angles = np.concatenate([degrees, towards])
     drawn = [_segment(p, margin, angle) for angle in [*degrees, *(towards + pi)]]
     lines, masks = (np.stack(part).astype(np.float32) for part in zip(*drawn, strict=True))
+    disc = _marker(p.disc_radius)
+    frame = max(lines.shape[1], disc.shape[0]) // 2 + 1
+    width = p.side + 2 * frame
+    inside = np.pad(np.ones((p.side, p.side), bool), frame)
+    straightness = _straightness(angles[:, None] - towards, p.continuity)
     return Stamps(
         side=p.side,
         padding=p.padding,
@@ -166,18 +199,36 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
         seed_distance=p.seed_distance,
         target=p.target,
         distractor=p.distractor,
-        lines=lines,
-        masks=masks,
-        solid=np.stack([_solid_box(mask) for mask in masks[:360]]),
+        width=width,
+        origin=frame * width + frame,
+        inside=inside.reshape(-1),
+        lines=_steps(lines, lines > 0, width),
+        occupied=_steps(masks, masks > 0, width),
+        core=_steps(masks, masks >= CORE, width),
+        solid=_steps(masks[:360], masks[:360] == 1, width, further=1),
+        box=np.stack([_solid_box(mask) for mask in masks[:360]]),
         directions=np.array(
             [rules.directions == "any" or _reaches_all_quadrants(mask) for mask in masks[:360]]
         ),
         circle=circle,
         strides=np.stack([_moved(p.segment + 2 * margin, angle) for angle in angles]),
-        straightness=_straightness(angles[:, None] - towards, p.continuity),
-        near=np.argwhere(_disc(margin)) - margin,
-        disc=_marker(p.disc_radius),
+        turns=_lists(straightness, straightness > 0, np.arange(len(circle))),
+        near=(np.argwhere(_disc(margin)) - margin) @ (width, 1),
+        disc=_steps(disc[None], disc[None] > 0, width),
     )
+
+
+def _steps(drawn: np.ndarray, chosen: np.ndarray, width: int, further: int = 0) -> Lists:
+    """Chosen pixels of drawings (n, rows, columns), as steps from the middle of each."""
+    rows, columns = (np.arange(size) - size // 2 + further for size in drawn.shape[1:])
+    steps = (rows[:, None] * width + columns).reshape(-1)
+    return _lists(drawn.reshape(len(drawn), -1), chosen.reshape(len(drawn), -1), steps)
+
+
+def _lists(values: np.ndarray, chosen: np.ndarray, numbers: np.ndarray) -> Lists:
+    """Of each row of values (keys, n) those that are chosen, and their numbers (n,)."""
+    starts = np.concatenate([[0], np.cumsum(chosen.sum(1))])
+    return Lists(starts, numbers[np.nonzero(chosen)[1]], values[chosen].astype(np.float32))
 
 
 def _moved(distance: int, angle: float) -> tuple[int, int]:
@@ -280,17 +331,20 @@ def draw(
 @numba.njit(nogil=True, cache=True)
 def _draw(s, segments, distractor_segments, distractors, seed, moved):
     state = np.array([seed], np.uint64)
-    mask = np.empty((s.side, s.side), np.float32)
+    mask = np.empty(s.width * s.width, np.float32)
     # The contours, segment by segment: row and column of the start, and stamp.
     contours = np.empty((2, segments, 3), np.int64)
-    while not _two_contours(s, state, mask, contours):
-        pass
-    image = np.zeros((s.side, s.side), np.float32)
+    likely = np.empty(len(s.circle))
+    _two_contours(s, state, mask, contours, likely)
+    image = np.zeros(s.width * s.width, np.float32)
     for contour in contours:
-        _paint(s, image, contour, s.target)
-    shorter = np.empty((distractor_segments, 3), np.int64)
+        _paint(s, image, contour, np.float32(s.target))
+    shorter = np.empty((1, distractor_segments, 3), np.int64)
+    trial = np.empty_like(mask)
     for _ in range(distractors):
-        _distractor(s, state, mask, image, shorter)
+        if _distractor(s, state, mask, trial, shorter, likely):
+            mask, trial = trial, mask
+            _paint(s, image, shorter[0], np.float32(s.distractor))
     label = below(state, 2)
     first = below(state, 2)
     if moved:
@@ -300,50 +354,80 @@ def _draw(s, segments, distractor_segments, distractors, seed, moved):
     discs[0] = contours[first, 0, :2]
     discs[1] = contours[second, -1, :2]
     for row, column in discs:
-        _merge(image, s.disc, row, column, np.float32(1))
-    return _to_bytes(image), label, discs, _traced(s, contours, first, second)
+        _merge(image, s.disc, 0, _place(s, row, column), np.float32(1))
+    return _to_bytes(s, image), label, discs, _traced(s, contours, first, second)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, forceinline=True)
+def _place(s, row, column):
+    """The number of a pixel."""
+    return s.origin + row * s.width + column
+
+
+@numba.njit(nogil=True, forceinline=True)
 def _traced(s, contours, first, second):
     """How many discs the contour of each pixel has."""
-    trace = np.zeros((s.side, s.side), np.uint8)
+    trace = np.zeros(s.width * s.width, np.uint8)
     for c in range(2):
         discs = (first == c) + (second == c)
         for row, column, stamp in contours[c]:
-            _mark(trace, s.lines[stamp], row, column, discs)
-    return trace
+            place = _place(s, row, column)
+            for k in range(s.lines.starts[stamp], s.lines.starts[stamp + 1]):
+                if s.lines.values[k] > VISIBLE:
+                    trace[place + s.lines.numbers[k]] = discs
+    frame = s.origin % s.width
+    square = trace.reshape(s.width, s.width)
+    return square[frame : frame + s.side, frame : frame + s.side].copy()
 
 
-@numba.njit(nogil=True)
-def _mark(trace, stamp, row, column, value):
-    """trace = value where the stamp, centred on a pixel, is visible."""
-    reach, size = stamp.shape[0] // 2, trace.shape[0]
-    for r in range(max(0, row - reach), min(size, row + reach + 1)):
-        for c in range(max(0, column - reach), min(size, column + reach + 1)):
-            if stamp[r - row + reach, c - column + reach] > VISIBLE:
-                trace[r, c] = value
+@numba.njit(nogil=True, forceinline=True)
+def _two_contours(s, state, mask, contours, likely):
+    """Extends both contours alternately on an empty image, until both are whole.
 
-
-@numba.njit(nogil=True)
-def _two_contours(s, state, mask, contours):
-    """Extends both contours alternately on an empty image; False when one cannot be extended."""
-    p, size = s.padding, s.side
-    mask[:] = 1
-    mask[p : size - p, p : size - p] = 0
+    Most attempts fail, nearly 1,000 of them in an image of 64 pixels: each takes back its own.
+    """
+    empty = _empty(s)
+    mask[:] = empty
     pivots = np.empty((2, 2), np.int64)
-    if not _seed_pair(s, state, contours, pivots):
-        return False
-    for n in range(1, contours.shape[1]):
-        for c in range(2):
-            if not _extend(s, state, mask, pivots[c], contours[c], n):
-                return False
+    whole = False
+    while not whole:
+        whole = _seed_pair(s, state, contours, pivots)
+        if not whole:
+            continue
+        for step in range(2, 2 * contours.shape[1]):
+            n, c = step // 2, step % 2
+            if not _extend(s, state, mask, pivots, contours, c, n, likely):
+                whole = False
+                for m in range(n - 1):
+                    _clear(s, mask, empty, contours, 0, m)
+                    _clear(s, mask, empty, contours, 1, m)
+                _clear(s, mask, empty, contours, 0, n - 1)
+                break
     # Of the last segments only the second contour's was ever merged.
-    _occupy(s, mask, contours[1, -1])
-    return True
+    _occupy(s, mask, contours, 1, contours.shape[1] - 1)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, forceinline=True)
+def _clear(s, mask, empty, contours, c, n):
+    """Takes the pixels of segment n of contour c from what is occupied."""
+    place, stamp = _place(s, contours[c, n, 0], contours[c, n, 1]), contours[c, n, 2]
+    for k in range(s.occupied.starts[stamp], s.occupied.starts[stamp + 1]):
+        pixel = place + s.occupied.numbers[k]
+        mask[pixel] = empty[pixel]
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _empty(s):
+    """What is occupied at first: the padding of the image."""
+    mask = np.zeros((s.width, s.width), np.float32)
+    low, p = s.origin % s.width, s.padding
+    high = low + s.side
+    mask[low:high, low:high] = 1
+    mask[low + p : high - p, low + p : high - p] = 0
+    return mask.reshape(-1)
+
+
+@numba.njit(nogil=True, forceinline=True)
 def _seed_pair(s, state, contours, pivots):
     """Where the contours begin: the first near the middle, the second at a fixed distance."""
     edge = 2 * s.seed_distance
@@ -353,14 +437,14 @@ def _seed_pair(s, state, contours, pivots):
             return False
         # The solid pixels of the segment must stay off the edge. They lie one pixel further than
         # those of the segment that is drawn, as in the published generator.
-        low, high = s.solid[degree, 0] + 1, s.solid[degree, 1] + 1
-        rows = s.side - 2 * edge - max(high[0], 0) + min(low[0], 0)
-        columns = s.side - 2 * edge - max(high[1], 0) + min(low[1], 0)
+        up, left = min(s.box[degree, 0, 0] + 1, 0), min(s.box[degree, 0, 1] + 1, 0)
+        rows = s.side - 2 * edge - max(s.box[degree, 1, 0] + 1, 0) + up
+        columns = s.side - 2 * edge - max(s.box[degree, 1, 1] + 1, 0) + left
         if rows <= 0 or columns <= 0:
             return False
-        row = edge - min(low[0], 0) + below(state, rows)
-        column = edge - min(low[1], 0) + below(state, columns)
-        if _start(s, contours[0], pivots[0], row, column, degree):
+        row = edge - up + below(state, rows)
+        column = edge - left + below(state, columns)
+        if _start(s, contours, pivots, 0, row, column, degree):
             break
     else:
         return False
@@ -369,141 +453,152 @@ def _seed_pair(s, state, contours, pivots):
         towards = _radians(below(state, 360))
         row = round(contours[0, 0, 0] + s.seed_distance * np.sin(towards))
         column = round(contours[0, 0, 1] + s.seed_distance * np.cos(towards))
-        if _start(s, contours[1], pivots[1], row, column, degree):
+        if _start(s, contours, pivots, 1, row, column, degree):
             return True
     return False
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, forceinline=True)
 def _radians(degree):
     return (degree - 180) * np.pi / 180
 
 
-@numba.njit(nogil=True)
-def _start(s, contour, pivot, row, column, degree):
-    """Puts the first segment of a contour at a pixel; False when it leaves the image."""
+@numba.njit(nogil=True, forceinline=True)
+def _start(s, contours, pivots, c, row, column, degree):
+    """Puts the first segment of contour c at a pixel; False when it leaves the image."""
     angle = _radians(degree)
     end_row = int(np.ceil(row + s.segment * np.sin(angle)))
     end_column = int(np.ceil(column + s.segment * np.cos(angle)))
     back = angle + np.pi if angle < 0 else angle - np.pi
-    pivot[0] = int(np.ceil(end_row + (s.segment + s.margin) * np.sin(back)))
-    pivot[1] = int(np.ceil(end_column + (s.segment + s.margin) * np.cos(back)))
-    contour[0, 0], contour[0, 1], contour[0, 2] = row, column, degree
+    pivot_row = int(np.ceil(end_row + (s.segment + s.margin) * np.sin(back)))
+    pivot_column = int(np.ceil(end_column + (s.segment + s.margin) * np.cos(back)))
+    pivots[c, 0], pivots[c, 1] = pivot_row, pivot_column
+    contours[c, 0, 0], contours[c, 0, 1], contours[c, 0, 2] = row, column, degree
     return (
-        min(end_row, end_column, pivot[0], pivot[1]) >= 0
-        and max(end_row, end_column, pivot[0], pivot[1]) < s.side
+        min(end_row, end_column, pivot_row, pivot_column) >= 0
+        and max(end_row, end_column, pivot_row, pivot_column) < s.side
     )
 
 
-@numba.njit(nogil=True)
-def _extend(s, state, mask, pivot, contour, n):
-    """Adds segment n of a contour and moves its pivot; False when no end fits."""
-    last = contour[n - 1, 2]
-    row, column = pivot[0] + s.strides[last, 0], pivot[1] + s.strides[last, 1]
-    cumulative = np.empty(len(s.circle))
-    total = _weights(mask, s.circle, s.near, s.straightness[last], row, column, cumulative)
+@numba.njit(nogil=True, forceinline=True)
+def _extend(s, state, mask, pivots, contours, c, n, likely):
+    """Adds segment n of contour c and moves its pivot; False when no end fits. likely: room for a
+    number a candidate."""
+    last = contours[c, n - 1, 2]
+    row, column = pivots[c, 0] + s.strides[last, 0], pivots[c, 1] + s.strides[last, 1]
+    begin = s.turns.starts[last]
+    turns = s.turns.starts[last + 1] - begin
+    total = _weights(s, mask, begin, turns, row, column, likely)
     if total < NO_CHOICE:
         return False
     for _ in range(TRIES):
-        c = np.searchsorted(cumulative, uniform(state) * total, "right")
-        end_row, end_column = row + s.circle[c, 0], column + s.circle[c, 1]
-        if _fits(mask, s.masks[360 + c], end_row, end_column):
-            _occupy(s, mask, contour[n - 1])
-            contour[n, 0], contour[n, 1], contour[n, 2] = end_row, end_column, 360 + c
-            pivot[0], pivot[1] = row, column
+        drawn = uniform(state) * total
+        chosen = 0
+        while chosen < turns - 1 and likely[chosen] <= drawn:
+            chosen += 1
+        candidate = s.turns.numbers[begin + chosen]
+        end_row, end_column = row + s.circle[candidate, 0], column + s.circle[candidate, 1]
+        if _fits(s, mask, 360 + candidate, _place(s, end_row, end_column)):
+            _occupy(s, mask, contours, c, n - 1)
+            contours[c, n, 0], contours[c, n, 1] = end_row, end_column
+            contours[c, n, 2] = 360 + candidate
+            pivots[c, 0], pivots[c, 1] = row, column
             return True
     return False
 
 
-@numba.njit(nogil=True)
-def _weights(mask, circle, near, straightness, row, column, cumulative):
+@numba.njit(nogil=True, forceinline=True)
+def _weights(s, mask, begin, turns, row, column, likely):
     """How likely each candidate is, cumulated: its straightness times how free the pixels near it
     are."""
-    size = mask.shape[0]
     total = 0.0
-    for c in range(len(circle)):
-        end_row, end_column = row + circle[c, 0], column + circle[c, 1]
-        if straightness[c] > 0 and 0 <= end_row < size and 0 <= end_column < size:
+    for k in range(turns):
+        c = s.turns.numbers[begin + k]
+        end_row, end_column = row + s.circle[c, 0], column + s.circle[c, 1]
+        if 0 <= end_row < s.side and 0 <= end_column < s.side:
+            place = _place(s, end_row, end_column)
             most = np.float32(0)
-            for k in range(len(near)):
-                r, q = end_row + near[k, 0], end_column + near[k, 1]
-                if 0 <= r < size and 0 <= q < size:
-                    most = max(most, mask[r, q])
-            total += (1 - most) * straightness[c]
-        cumulative[c] = total
+            for j in range(len(s.near)):
+                occupancy = mask[place + s.near[j]]
+                if occupancy > most:
+                    most = occupancy
+            total += (1 - most) * s.turns.values[begin + k]
+        likely[k] = total
     return total
 
 
-@numba.njit(nogil=True)
-def _fits(mask, stamp, row, column):
-    reach, size = stamp.shape[0] // 2, mask.shape[0]
-    for r in range(max(0, row - reach), min(size, row + reach + 1)):
-        for c in range(max(0, column - reach), min(size, column + reach + 1)):
-            if mask[r, c] + stamp[r - row + reach, c - column + reach] >= OVERLAP:
-                return False
-    return True
-
-
-@numba.njit(nogil=True)
-def _merge(image, stamp, row, column, contrast):
-    """image = max(image, contrast * stamp), the stamp centred on a pixel."""
-    reach, size = stamp.shape[0] // 2, image.shape[0]
-    for r in range(max(0, row - reach), min(size, row + reach + 1)):
-        for c in range(max(0, column - reach), min(size, column + reach + 1)):
-            value = contrast * stamp[r - row + reach, c - column + reach]
-            image[r, c] = max(image[r, c], value)
-
-
-@numba.njit(nogil=True)
-def _occupy(s, mask, segment):
-    _merge(mask, s.masks[segment[2]], segment[0], segment[1], np.float32(1))
-
-
-@numba.njit(nogil=True)
-def _paint(s, image, contour, contrast):
-    for segment in contour:
-        _merge(image, s.lines[segment[2]], segment[0], segment[1], np.float32(contrast))
-
-
-@numba.njit(nogil=True)
-def _distractor(s, state, mask, image, contour):
-    """Draws one shorter contour where one fits; leaves the image as it is where none does."""
-    pivot = np.empty(2, np.int64)
-    trial = np.empty_like(mask)
-    for _ in range(DISTRACTOR_TRIES):
-        if _crowded(mask):
-            return
-        trial[:] = mask
-        if _place_contour(s, state, trial, contour, pivot):
-            mask[:] = trial
-            _paint(s, image, contour, s.distractor)
-            return
-
-
-@numba.njit(nogil=True)
-def _crowded(mask):
-    missing = CROWDED * mask.size
-    for occupancy in mask.flat:
-        if occupancy <= FREE:
-            missing -= 1
-            if missing <= 0:
-                return False
-    return True
-
-
-@numba.njit(nogil=True)
-def _place_contour(s, state, mask, contour, pivot):
-    if not _seed_anywhere(s, state, mask, contour, pivot):
-        return False
-    for n in range(1, len(contour)):
-        if not _extend(s, state, mask, pivot, contour, n):
+@numba.njit(nogil=True, forceinline=True)
+def _fits(s, mask, stamp, place):
+    for k in range(s.core.starts[stamp], s.core.starts[stamp + 1]):
+        if mask[place + s.core.numbers[k]] + s.core.values[k] >= OVERLAP:
             return False
-    _occupy(s, mask, contour[-1])
     return True
 
 
-@numba.njit(nogil=True)
-def _seed_anywhere(s, state, mask, contour, pivot):
+@numba.njit(nogil=True, forceinline=True)
+def _merge(image, stamps, stamp, place, contrast):
+    """image = max(image, contrast * stamp), the stamp centred on a pixel."""
+    for k in range(stamps.starts[stamp], stamps.starts[stamp + 1]):
+        pixel = place + stamps.numbers[k]
+        image[pixel] = max(image[pixel], contrast * stamps.values[k])
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _occupy(s, mask, contours, c, n):
+    place, stamp = _place(s, contours[c, n, 0], contours[c, n, 1]), contours[c, n, 2]
+    for k in range(s.occupied.starts[stamp], s.occupied.starts[stamp + 1]):
+        pixel = place + s.occupied.numbers[k]
+        if s.inside[pixel] and s.occupied.values[k] > mask[pixel]:
+            mask[pixel] = s.occupied.values[k]
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _paint(s, image, contour, contrast):
+    for row, column, stamp in contour:
+        _merge(image, s.lines, stamp, _place(s, row, column), contrast)
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _distractor(s, state, mask, trial, contours, likely):
+    """Finds one shorter contour where one fits, and occupies its pixels in trial; False where none
+    does."""
+    pivots = np.empty((1, 2), np.int64)
+    for _ in range(DISTRACTOR_TRIES):
+        if _crowded(s, mask):
+            return False
+        if _place_contour(s, state, mask, trial, contours, pivots, likely):
+            return True
+    return False
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _crowded(s, mask):
+    missing = CROWDED * s.side * s.side
+    for row in range(s.side):
+        first = _place(s, row, 0)
+        for occupancy in mask[first : first + s.side]:
+            if occupancy <= FREE:
+                missing -= 1
+                if missing <= 0:
+                    return False
+    return True
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _place_contour(s, state, mask, trial, contours, pivots, likely):
+    if not _seed_anywhere(s, state, mask, contours, pivots):
+        return False
+    trial[:] = mask
+    segments = contours.shape[1]
+    for n in range(1, segments):
+        if not _extend(s, state, trial, pivots, contours, 0, n, likely):
+            return False
+    _occupy(s, trial, contours, 0, segments - 1)
+    return True
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _seed_anywhere(s, state, mask, contours, pivots):
     for _ in range(TRIES):
         degree = below(state, 360)
         if not s.directions[degree]:
@@ -511,53 +606,53 @@ def _seed_anywhere(s, state, mask, contour, pivot):
         row, column = _free_pixel(s, state, mask, degree)
         if row < 0:
             return False
-        if _start(s, contour, pivot, row, column, degree):
+        if _start(s, contours, pivots, 0, row, column, degree):
             return True
     return False
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, forceinline=True)
 def _free_pixel(s, state, mask, degree):
     """A pixel drawn uniformly from those where the segment meets nothing; -1, -1 without one.
 
     Draws from all pixels until one is free, which gives the same; after many, looks at all.
     """
-    for _ in range(mask.size // 64):
+    for _ in range(s.side * s.side // 64):
         row, column = below(state, s.side), below(state, s.side)
         if _is_free(s, mask, row, column, degree):
             return row, column
-    free = [
-        (row, column)
-        for row in range(s.side)
-        for column in range(s.side)
-        if _is_free(s, mask, row, column, degree)
-    ]
-    if len(free) == 0:
+    free = np.empty(s.side * s.side, np.int64)
+    count = 0
+    for row in range(s.side):
+        for column in range(s.side):
+            free[count] = row * s.side + column
+            count += _is_free(s, mask, row, column, degree)
+    if count == 0:
         return -1, -1
-    return free[below(state, len(free))]
+    chosen = free[below(state, count)]
+    return chosen // s.side, chosen % s.side
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, forceinline=True)
 def _is_free(s, mask, row, column, degree):
-    stamp = s.masks[degree]
-    reach = stamp.shape[0] // 2
-    for r in range(stamp.shape[0]):
-        for c in range(stamp.shape[1]):
-            if stamp[r, c] == 1:
-                y, x = row + r - reach + 1, column + c - reach + 1
-                if not (0 <= y < s.side and 0 <= x < s.side):
-                    continue
-                on_edge = y == 0 or x == 0 or y == s.side - 1 or x == s.side - 1
-                if on_edge or mask[y, x] > FREE:
-                    return False
+    place = _place(s, row, column)
+    for k in range(s.solid.starts[degree], s.solid.starts[degree + 1]):
+        if mask[place + s.solid.numbers[k]] > FREE:
+            return False
     return True
 
 
-@numba.njit(nogil=True)
-def _to_bytes(image):
-    low = image.min()
-    scale = 255 / (image.max() - low)
-    scaled = np.empty(image.shape, np.uint8)
-    for place, value in np.ndenumerate(image):
-        scaled[place] = np.uint8((value - low) * scale + 0.5)
+@numba.njit(nogil=True, forceinline=True)
+def _to_bytes(s, image):
+    frame = s.origin % s.width
+    square = image.reshape(s.width, s.width)[frame : frame + s.side, frame : frame + s.side]
+    low, high = square[0, 0], square[0, 0]
+    for row in range(s.side):
+        for column in range(s.side):
+            low, high = min(low, square[row, column]), max(high, square[row, column])
+    scale = 255 / (high - low)
+    scaled = np.empty((s.side, s.side), np.uint8)
+    for row in range(s.side):
+        for column in range(s.side):
+            scaled[row, column] = np.uint8((square[row, column] - low) * scale + 0.5)
     return scaled

@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import os
 import pickle
 import shutil
@@ -29,6 +30,14 @@ from experiments.lra.tasks import (
 )
 from experiments.lra.tasks.hashing import shuffled, split_by_hash, stream_of
 from experiments.lra.tasks.task import Subset
+
+# Of the first two training images of each size.
+DIGESTS = [
+    (32, "c7c43edbbb8fbc45"),
+    (64, "45860af196b355ae"),
+    (128, "d279b7d214bb3c66"),
+    (256, "38323bc39cd023d8"),
+]
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 257])
@@ -379,6 +388,16 @@ class TestPathfinder:
             assert np.array_equal(before.discs[0], after.discs[0])
             assert not np.array_equal(before.discs[1], after.discs[1])
             assert (before.image != after.image).mean() < 0.1
+
+    @pytest.mark.parametrize(("side", "digest"), DIGESTS)
+    def test_images_are_those_of_the_records(self, side, digest):
+        images = Pathfinder(side).images("train", 2)
+        found = hashlib.sha256()
+        for i in range(2):
+            drawing = images.draw(i)
+            found.update(drawing.image.tobytes() + drawing.trace.tobytes())
+            found.update(bytes([drawing.label]) + drawing.discs.tobytes())
+        assert found.hexdigest()[:16] == digest
 
     @pytest.mark.parametrize("side", [64, 128, 256])
     def test_contours_of_every_size_stay_inside(self, side):
