@@ -24,6 +24,8 @@ def _known_patterns() -> str:
 app = typer.Typer(cls=commands.DrawByDefault, epilog=_known_patterns(), add_completion=False)
 app.command()(commands.reach)
 app.command()(commands.lint)
+app.command()(commands.gallery)
+app.command()(commands.diff)
 
 
 @app.command(epilog=_known_patterns())

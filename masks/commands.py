@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,7 @@ from masks.analysis import (
 )
 from masks.analysis.reach import Progress
 from masks.block_mask import BlockMask
+from masks.gallery import ENTRIES, difference, of_module, sections, write
 from masks.lint import RULES
 from masks.lint import lint as find
 from masks.parse import optional_pattern, parse
@@ -149,6 +151,61 @@ def lint(
     else:
         print("\n".join(map(str, findings)) or "nothing found")
     raise typer.Exit(bool(findings))
+
+
+def gallery(
+    module: Annotated[
+        list[Path] | None, typer.Option(help="a Python file whose patterns are shown; repeatable")
+    ] = None,
+    output: Annotated[Path, typer.Option(file_okay=False, help="folder to write")] = Path(
+        "gallery"
+    ),
+    seq_len: Annotated[str, typer.Option(help="tokens of patterns of modules")] = "4096",
+    block_size: BlockSize = "128",
+    only: Annotated[bool, typer.Option(help="Leave the built-in patterns out.")] = False,
+) -> None:
+    """Write a page with every built-in pattern and those of modules of your own."""
+    sizes = read_pair("--seq-len", seq_len), read_pair("--block-size", block_size)
+    shown = []
+    with usage_errors(), progress_bar("drawing patterns") as progress:
+        own = [entry for path in module or () for entry in of_module(path, *sizes)]
+        entries = own if only else [*own, *ENTRIES]
+        for section in sections(entries):
+            shown.append(section)
+            progress(len(shown), len(entries))
+    print(f"wrote {write(output, shown)}")
+
+
+def diff(
+    a: PatternText,
+    b: PatternText,
+    seq_len: SeqLen = "4096",
+    block_size: BlockSize = "128",
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="PNG or SVG to write")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Where two patterns differ: pairs of both, of one alone, and their figures."""
+    if output is not None and output.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"--output must end in .png or .svg, got {output}")
+    masks = build(a, seq_len, block_size), build(b, seq_len, block_size)
+    with usage_errors():
+        found = difference(*masks, names=(a, b))
+    if output is not None:
+        output.write_bytes(found.pictures[output.suffix[1:]])
+    counts = {"both": found.both, "only_a": found.only_a, "only_b": found.only_b}
+    if as_json:
+        print(json.dumps(counts | {"figures": found.figures}))
+        return
+    table = Table(box=None)
+    for column in ("", a, b):
+        table.add_column(column)
+    for name, (of_a, of_b) in found.figures.items():
+        table.add_row(name, of_a, of_b)
+    table.add_row("pairs of both", *[f"{found.both:,}"] * 2)
+    table.add_row("pairs of this one alone", f"{found.only_a:,}", f"{found.only_b:,}")
+    Console().print(table)
 
 
 def views_of(

@@ -4,16 +4,11 @@ import importlib
 import importlib.util
 import inspect
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
-import masks
-from masks.pattern import BUILTIN
-
 ROOT = Path(__file__).parents[2]
-ENTRIES = runpy.run_path(str(ROOT / "docs/gallery.py"))["ENTRIES"]  # docs is no package
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 FOLDERS = ("docs", "examples", "experiments", "masks", "sparseflash", "tests")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
@@ -92,13 +87,3 @@ def test_parameters_that_a_docstring_explains_exist(module, name):
             names = {part.strip(" *") for entry in explained for part in entry.split(",")}
             fields = {*getattr(member, "__annotations__", {}), *vars(found)}
             assert names <= {*inspect.signature(member).parameters} | fields, path
-
-
-def test_gallery_shows_every_pattern():
-    assert ENTRIES.keys() == BUILTIN.keys()
-
-
-def test_pictures_of_the_gallery_are_of_the_patterns_that_they_name():
-    for name, entry in ENTRIES.items():
-        assert name in entry.expression
-        assert masks.parse(entry.expression)(entry.seq_len, entry.block_size).density > 0

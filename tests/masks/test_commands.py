@@ -69,3 +69,41 @@ def test_bad_input_of_lint_is_named(arguments, named):
     result = invoke("lint", *arguments)
     assert result.exit_code == 2
     assert named in " ".join(result.output.replace("│", " ").split())
+
+
+def test_gallery_of_a_module(tmp_path):
+    module = tmp_path / "own.py"
+    module.write_text("import masks\nnear = masks.local(8)\n")
+    result = invoke(
+        *("gallery", "--only", "--module", module, "--seq-len", 128, "--output", tmp_path / "page")
+    )
+    assert result.exit_code == 0, result.output
+    assert {p.name for p in (tmp_path / "page").iterdir()} == {
+        "index.html",
+        "near.png",
+        "near.svg",
+    }
+
+
+def test_diff_prints_pairs_and_draws(tmp_path):
+    size = ("--seq-len", 64, "--block-size", 16)
+    path = tmp_path / "difference.svg"
+    result = invoke("diff", "full", "causal", *size, "--json", "--output", path)
+    found = json.loads(result.stdout)
+    assert (found["both"], found["only_a"], found["only_b"]) == (2080, 2016, 0)
+    assert path.read_text().startswith("<?xml")
+    assert "2,016" in invoke("diff", "full", "causal", *size).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("gallery", "--module", "nothing.py"), "nothing.py"),
+        (("diff", "full", "ful"), "ful"),
+        (("diff", "full", "causal", "--output", "x.pdf"), ".svg"),
+    ],
+)
+def test_bad_input_of_gallery_and_diff_is_named(arguments, named):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert named in " ".join(result.output.replace("│", " ").split())

@@ -1,0 +1,353 @@
+"""The gallery: a picture, a histogram, a receptive field and figures of patterns, on one page.
+
+It shows every built-in pattern and those of modules of one's own; the gallery of the documentation
+is made of the same entries. Pictures of two patterns show where they differ.
+"""
+
+import html
+import io
+import re
+import runpy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from masks import plot
+from masks.analysis import receptive_field
+from masks.analysis.counts import attended_pairs
+from masks.block_mask import BlockMask
+from masks.parse import UNREADABLE, as_pattern
+from masks.pattern import Pattern
+
+TOKENS, BLOCK = 1024, 64
+LAYERS = 12
+SAMPLES = 256  # keys that are followed where not all are
+PAIRS = 1 << 22  # more pairs are drawn cell by cell
+CELLS = 512
+# Colours of: empty blocks; masked pairs of partial blocks; attended pairs of those; full blocks.
+KINDS = ["#ffffff", "#dde3ea", "#6d9bd1", "#1f4e8c"]
+# Distinct for every kind of colour vision (Okabe and Ito 2008).
+BLUE, VERMILION, GREY = "#0072b2", "#d55e00", "#7f7f7f"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pattern of the gallery.
+
+    Attributes:
+        title: Its name.
+        pattern: The pattern or its text.
+        good_for: What it is good for.
+        seq_len: Tokens, one number or (q_len, k_len).
+        block_size: Tokens.
+    """
+
+    title: str
+    pattern: Pattern | str
+    good_for: str
+    seq_len: int | tuple[int, int] = TOKENS
+    block_size: int = BLOCK
+
+    def build(self) -> BlockMask:
+        """Its mask."""
+        return as_pattern(self.pattern)(self.seq_len, self.block_size)
+
+    @property
+    def file_name(self) -> str:
+        """A name for its pictures, without a suffix."""
+        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
+
+
+# One for every built-in pattern, by its name, and combinations.
+ENTRIES = [
+    Entry("full", "full()", "Dense attention, through the same kernels. The baseline."),
+    Entry("causal", "causal()", "Language models: a token sees itself and the past."),
+    Entry("local", "local(128)", "Sliding window: text, audio, time series."),
+    Entry("dilated", "dilated(4, 16)", "A wider view with few keys; all blocks are partial."),
+    Entry("strided", "strided(4, window=1)", "Sparse Transformer: periodic structure, images."),
+    Entry(
+        "global_tokens", "global_tokens(64) | local(64)", "A few tokens that all see: questions."
+    ),
+    Entry("longformer", "longformer(128, 64)", "Long documents: a window and global tokens."),
+    Entry("bigbird", "bigbird(3, 1, 2)", "Long documents: window, global and random blocks."),
+    Entry("butterfly", "butterfly()", "log N blocks a row; all connected in log N layers."),
+    Entry("random", "random(0.125)", "Expander-like mixing, and the fair test of a kernel."),
+    Entry("neighborhood2d", "neighborhood2d(4, 1)", "Images in patches: near in the plane."),
+    Entry(
+        "documents",
+        "documents([300, 500, 224], pattern='causal')",
+        "Packed sequences that must not mix.",
+    ),
+    Entry(
+        "tree",
+        "tree([-1, 0, 0, 1, 1, 2, 2, 3], prefix_len=56)",
+        "Speculative decoding: a tree of 8 drafted tokens over a cached prefix.",
+        seq_len=(8, 64),
+        block_size=16,
+    ),
+    Entry(
+        "Causal window with sinks",
+        "(local(128) | global_tokens(16)) & causal()",
+        "Streaming language models (StreamingLLM).",
+    ),
+    Entry("Dense near, sparse far", "(local(64) | butterfly()) & causal()", "Detail and reach."),
+]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a page shows of one entry.
+
+    Attributes:
+        entry: The entry.
+        figures: What it costs and sees, by name.
+        pictures: The content of its pictures, by suffix: "png" and "svg".
+    """
+
+    entry: Entry
+    figures: dict[str, str]
+    pictures: dict[str, bytes]
+
+
+def sections(entries: Sequence[Entry]) -> Iterator[Section]:
+    """The sections of a page, each made when it is asked for.
+
+    Raises:
+        ValueError: The mask of an entry cannot be built.
+    """
+    for entry in entries:
+        try:
+            mask = entry.build()
+        except UNREADABLE as error:
+            raise ValueError(f"{entry.title} cannot be built: {error}") from error
+        figures = plot.figures(mask)
+        reach = None
+        if mask.seq_len[0] == mask.seq_len[1]:
+            samples = SAMPLES if mask.partial_blocks and mask.seq_len[0] > 1 << 15 else None
+            reach = receptive_field(mask, LAYERS, samples=samples)
+            figures["connected after 1, 2, 4 layers"] = ", ".join(
+                f"{reach.share[min(layer, reach.layers) - 1]:.3g}" for layer in (1, 2, 4)
+            )
+            figures["layers to full connectivity"] = str(reach.full_after or f"over {LAYERS}")
+        yield Section(entry, figures, _pictures(_overview(mask, reach)))
+
+
+def of_module(path: Path, seq_len: Any = 4096, block_size: Any = 128) -> list[Entry]:
+    """An entry for every Pattern that a Python file, which is run, defines.
+
+    Raises:
+        ValueError: There is no such file, or no pattern in it.
+    """
+    if not path.is_file():
+        raise ValueError(f"module {path} does not exist")
+    found = {name: v for name, v in runpy.run_path(str(path)).items() if isinstance(v, Pattern)}
+    if not found:
+        raise ValueError(f"module {path} defines no Pattern")
+    return [
+        Entry(name, pattern, f"{path}:{name}", seq_len, block_size)
+        for name, pattern in found.items()
+    ]
+
+
+def page(shown: Sequence[Section]) -> str:
+    """The page, HTML that stands alone beside the pictures."""
+    parts = []
+    for section in shown:
+        entry, name = section.entry, section.entry.file_name
+        rows = "".join(
+            f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>"
+            for key, value in section.figures.items()
+        )
+        expression = html.escape(str(entry.pattern))
+        parts.append(
+            f'<section id="{name}"><h2>{html.escape(entry.title)}</h2>'
+            f"<p><code>{expression}</code></p><p>{html.escape(entry.good_for)}</p>"
+            f'<a href="{name}.svg"><img src="{name}.png" alt="{expression}"></a>'
+            f"<table>{rows}</table></section>"
+        )
+    links = " · ".join(
+        f'<a href="#{s.entry.file_name}">{html.escape(s.entry.title)}</a>' for s in shown
+    )
+    return _PAGE.format(links=links, sections="\n".join(parts), legend=LEGEND)
+
+
+LEGEND = (
+    "Queries go down, keys to the right. Full blocks are dark, attended pairs of partial blocks "
+    "lighter, masked pairs of partial blocks grey, empty blocks white: what is white costs "
+    "nothing. Past four million pairs a cell is darker where more of its pairs attend. The second "
+    "picture has the non-zero blocks of every row of query blocks, the third the share of pairs "
+    "that are connected over the layers."
+)
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Patterns</title>
+<meta name="viewport" content="width=device-width">
+<style>
+body {{ font-family: sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
+img {{ width: 100% }}
+th {{ text-align: left; font-weight: normal; padding-right: 2rem }}
+</style></head><body>
+<h1>Patterns</h1>
+<p>{legend}</p>
+<nav>{links}</nav>
+{sections}
+</body></html>
+"""
+
+
+def write(folder: Path, shown: Sequence[Section]) -> Path:
+    """Writes index.html and the pictures to a folder, and returns the path of the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for section in shown:
+        for suffix, content in section.pictures.items():
+            (folder / f"{section.entry.file_name}.{suffix}").write_bytes(content)
+    (folder / "index.html").write_text(page(shown))
+    return folder / "index.html"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two masks of one grid differ.
+
+    Attributes:
+        both, only_a, only_b: Pairs that attend in both, and in one of them alone.
+        figures: Those of plot.figures of both masks, by name.
+        pictures: A picture, by suffix: "png" and "svg".
+    """
+
+    both: int
+    only_a: int
+    only_b: int
+    figures: dict[str, tuple[str, str]]
+    pictures: dict[str, bytes]
+
+
+def difference(a: BlockMask, b: BlockMask, names: tuple[str, str] = ("A", "B")) -> Difference:
+    """Which pairs two masks share, and which one of them has alone.
+
+    Raises:
+        ValueError: Their lengths, block sizes or heads differ.
+    """
+    parts = {
+        f"{names[0]} and {names[1]}": a & b,
+        f"only {names[0]}": a - b,
+        f"only {names[1]}": b - a,
+    }
+    figures = zip(plot.figures(a).items(), plot.figures(b).values(), strict=True)
+    return Difference(
+        *map(attended_pairs, parts.values()),
+        figures={name: (of_a, of_b) for (name, of_a), of_b in figures},
+        pictures=_pictures(_difference_picture(parts)),
+    )
+
+
+def _overview(mask: BlockMask, reach):
+    from matplotlib.figure import Figure  # it takes longer to import than masks itself
+
+    figure = Figure(figsize=(10.8, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    if mask.num_heads == 1 and mask.seq_len[0] * mask.seq_len[1] <= PAIRS:
+        _draw_pairs(left, mask)
+    else:
+        cells = torch.stack([plot.cell_density(mask, CELLS, h) for h in range(mask.num_heads)])
+        _draw_cells(left, mask, {BLUE: cells.mean(0)})
+    per_row = mask.blocks_per_row().double().mean(0).cpu().numpy()
+    edges = torch.arange(len(per_row) + 1) * mask.block_size[0]
+    middle.stairs(per_row, edges.clamp(max=mask.seq_len[0]).numpy(), fill=True, color=BLUE)
+    middle.set(xlabel="query (tokens)", ylabel="non-zero blocks of the row", ylim=(0, None))
+    _in_thousands(middle.xaxis)
+    middle.yaxis.get_major_locator().set_params(integer=True)
+    if reach is None:
+        right.text(0.5, 0.5, "queries and keys differ in number", ha="center", va="center")
+        right.set_axis_off()
+        return figure
+    share = [*reach.share, *[reach.share[-1]] * (LAYERS - reach.layers)]
+    error = [*reach.error, *[reach.error[-1]] * (LAYERS - reach.layers)]
+    right.errorbar(range(1, LAYERS + 1), share, error, marker="o", color=BLUE, capsize=2)
+    pairs = "causal pairs" if reach.causal else "pairs"
+    right.set(xlabel="layers", ylabel=f"share of {pairs} connected", ylim=(0, 1.05))
+    return figure
+
+
+def _draw_pairs(axes, mask: BlockMask) -> None:
+    from matplotlib.colors import ListedColormap
+
+    pairs = mask.to_dense().cpu()
+    bq, bk = mask.block_size
+    share = avg_pool2d(pairs.float()[None], (bq, bk), ceil_mode=True)[0]
+    share = share.repeat_interleave(bq, 0).repeat_interleave(bk, 1)
+    share = share[: pairs.shape[0], : pairs.shape[1]]
+    kind = (share > 0).int() + pairs.int() + (share == 1).int()
+    q_len, k_len = mask.seq_len
+    axes.imshow(
+        kind.numpy(),
+        cmap=ListedColormap(KINDS),
+        vmin=0,
+        vmax=3,
+        interpolation="nearest",
+        aspect="auto",
+        extent=(0, k_len, q_len, 0),
+    )
+    _label(axes, mask)
+
+
+def _draw_cells(axes, mask: BlockMask, shares: dict[str, Tensor]) -> None:
+    """Cells of many blocks, white and the more of each colour the larger its share."""
+    from matplotlib.colors import to_rgb
+
+    picture = torch.ones(*next(iter(shares.values())).shape, 3)
+    for colour, share in shares.items():
+        seen = torch.where(share > 0, plot.FAINTEST + (1 - plot.FAINTEST) * share, 0).cpu()
+        picture -= seen[..., None] * (1 - torch.tensor(to_rgb(colour)))
+    (q_len, k_len), (bq, bk) = mask.seq_len, mask.block_size
+    down, right = (-(-n // CELLS) for n in (mask.grid.nq, mask.grid.nk))
+    extent = (0, picture.shape[1] * right * bk, picture.shape[0] * down * bq, 0)
+    axes.imshow(picture.clamp(0, 1).numpy(), extent=extent, interpolation="nearest", aspect="auto")
+    axes.set(xlim=(0, k_len), ylim=(q_len, 0))
+    _label(axes, mask)
+
+
+def _label(axes, mask: BlockMask) -> None:
+    axes.set(xlabel="key (tokens)", ylabel="query (tokens)")
+    for axis in (axes.xaxis, axes.yaxis):
+        _in_thousands(axis)
+
+
+def _in_thousands(axis) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _difference_picture(parts: dict[str, BlockMask]):
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(5, 5.4), layout="constrained")
+    axes = figure.subplots()
+    shares = [
+        torch.stack([plot.cell_density(mask, CELLS, h) for h in range(mask.num_heads)]).mean(0)
+        for mask in parts.values()
+    ]
+    colours = (GREY, BLUE, VERMILION)
+    _draw_cells(axes, next(iter(parts.values())), dict(zip(colours, shares, strict=True)))
+    patches = [Patch(color=c, label=name) for c, name in zip(colours, parts, strict=True)]
+    figure.legend(handles=patches, loc="outside upper left", fontsize="small", frameon=False)
+    return figure
+
+
+def _pictures(figure) -> dict[str, bytes]:
+    """The figure as PNG and as SVG; the same figure gives the same bytes."""
+    from matplotlib import rc_context
+
+    pictures = {}
+    with rc_context({"svg.hashsalt": "masks"}):
+        for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+            file = io.BytesIO()
+            figure.savefig(file, format=suffix, dpi=100, metadata=metadata)
+            pictures[suffix] = file.getvalue()
+    return pictures
