@@ -11,9 +11,9 @@ from masks._core.bit_tiles import unpack
 from masks.block_mask import BlockMask
 
 _SHADES = " ░▒▓█"
-MAX_CELLS = 1024
+MAX_CELLS = 512  # fewer than pixels, so that every cell is seen
 MAX_PICTURES = 16
-FAINTEST = 0.2  # of the colour scale: a row of global tokens is seen among a million tokens
+FAINTEST = 0.3  # of the colour scale: a row of global tokens is seen among a million tokens
 
 
 def figures(mask: BlockMask) -> dict[str, str]:
@@ -39,18 +39,28 @@ def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
     attend, in cells of as many blocks as it takes.
     """
     g, blocks = mask.grid, mask.head(head).block_set
-    set_pairs = unpack(blocks.tiles_by_code(), g.bk).sum((1, 2)).float()
     step_q, step_k = _blocks_per_cell(mask, most)
-    columns = torch.arange(g.nk, device=g.device)
-    cells = []
-    for rows in torch.arange(g.nq, device=g.device).split(step_q):
-        count = set_pairs[blocks.tile_codes(g.flat_index(0, rows[:, None], columns))].sum(0)
-        cells.append(torch.nn.functional.pad(count, (0, -g.nk % step_k)).view(-1, step_k).sum(1))
     queries, keys = (
         (length - torch.arange(0, length, side, device=g.device)).clamp(max=side)
-        for length, side in ((g.q_len, step_q * g.bq), (g.k_len, step_k * g.bk))
+        for length, side in ((g.q_len, g.bq), (g.k_len, g.bk))
     )
-    return torch.stack(cells) / (queries[:, None] * keys)
+    # Of each row of cells the queries of the full blocks in every column, out of those that come
+    # and go where a run begins and ends.
+    change = torch.zeros(-(-g.nq // step_q), g.nk + 1, dtype=torch.int64, device=g.device)
+    _, row, begin, end = g.locate_runs(blocks.full)
+    for column, sign in ((begin, 1), (end, -1)):
+        change.index_put_((row // step_q, column), sign * queries[row], accumulate=True)
+    pairs = change.cumsum(1)[:, : g.nk] * keys
+    _, row, column = g.locate(blocks.partial)
+    in_tile = unpack(blocks.bit_tiles, g.bk).sum((1, 2))[blocks.partial_bit_tile]
+    pairs.index_put_((row // step_q, column), in_tile, accumulate=True)
+    return _sums(pairs, step_k) / (_sums(queries, step_q)[:, None] * _sums(keys, step_k))
+
+
+def _sums(numbers: Tensor, step: int) -> Tensor:
+    """Of every `step` numbers of the last dimension, and of the rest."""
+    missing = -numbers.shape[-1] % step
+    return torch.nn.functional.pad(numbers, (0, missing)).unflatten(-1, (-1, step)).sum(-1)
 
 
 def _blocks_per_cell(mask: BlockMask, most: int) -> tuple[int, int]:
@@ -66,7 +76,7 @@ def text(mask: BlockMask, most: int = 48) -> str:
 
 
 def save(mask: BlockMask, path: Path, title: str) -> None:
-    """Writes a PNG: one cell a block (fewer when there are more than 1024), darker when fuller.
+    """Writes a PNG: one cell a block (fewer when there are more than 512), darker when fuller.
 
     Heads with masks of their own have a picture each, the first MAX_PICTURES of them.
     """

@@ -49,6 +49,15 @@ def test_every_cell_that_attends_is_shown():
     assert all("░" in line for line in plot.text(mask).splitlines())
 
 
+def test_every_row_of_cells_is_seen_in_the_picture(tmp_path):
+    blocks = torch.zeros(1024, 1024, dtype=torch.bool)
+    blocks[::50] = True
+    plot.save(BlockMask.from_blocks(blocks, 16), tmp_path / "x.png", "rows")
+    column = torch.tensor(imread(tmp_path / "x.png"))[:, 400, 0]
+    dark = (column > 0.1) & (column < 0.9)
+    assert int((dark[1:] & ~dark[:-1]).sum()) >= 21
+
+
 @pytest.fixture
 def figures(monkeypatch) -> list:
     """The figures that are saved."""
