@@ -83,7 +83,7 @@ class Pattern(Handled):
 
     def __invert__(self) -> "Pattern":
         recipe = Recipe("~", {"of": self})
-        build = _Operation(lambda mask: ~mask, self)
+        build = _Operation(operator.invert, (self,))
         return Pattern(f"~{self.name}", build, recipe, self.block_size)
 
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
@@ -92,7 +92,7 @@ class Pattern(Handled):
         name = f"({self.name} {sign} {other.name})"
         recipe = Recipe(sign, {"left": self, "right": other})
         size = _common_block_size([self, other])
-        return Pattern(name, _Operation(rule, self, other), recipe, size)
+        return Pattern(name, _Operation(rule, (self, other)), recipe, size)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,21 +118,22 @@ class _Operation:
     """How the mask of a pattern is made of those of one or two others."""
 
     rule: Callable[..., BlockMask]
-    left: Pattern
-    right: Pattern | None = None
+    operands: tuple[Pattern, ...]
 
     def __call__(self, grid: Grid) -> BlockMask:
-        # A long chain `a | b | c | ...` is nested to the left: a loop, not a recursion.
-        chain: list[_Operation] = [self]
-        first = self.left
-        while isinstance(first.build, _Operation):
-            chain.append(first.build)
-            first = first.build.left
-        mask = first.build(grid)
-        for step in reversed(chain):
-            others = [] if step.right is None else [step.right.build(grid)]
-            mask = step.rule(mask, *others)
-        return mask
+        # Patterns may be nested deeper than Python recurses: an operation waits for its operands.
+        pending: list[Any] = [self]
+        made: list[BlockMask] = []
+        while pending:
+            match pending.pop():
+                case _Operation() as step:
+                    builds = [pattern.build for pattern in reversed(step.operands)]
+                    pending += [(step.rule, len(builds)), *builds]
+                case (rule, count):
+                    made[-count:] = [rule(*made[-count:])]
+                case build:
+                    made.append(build(grid))
+        return made[0]
 
 
 def _digestible(value: Any) -> Any:

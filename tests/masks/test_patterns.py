@@ -201,6 +201,13 @@ def test_algebra_of_patterns():
     )(200, 16)
 
 
+def test_patterns_may_be_nested_deeper_than_python_recurses():
+    nested = masks.full()
+    for _ in range(1200):
+        nested = masks.local(3) & (~nested)
+    assert nested(32, 16) == masks.local(3)(32, 16)
+
+
 def test_a_pattern_has_a_block_size_of_its_own():
     fine = masks.butterfly().with_block_size((32, 64))
     assert fine(200) == masks.butterfly()(200, (32, 64))
