@@ -72,8 +72,11 @@ def attention(
     O = dropout(P) V
 
     Keys and values past key_lengths may hold anything, NaN too. So may, on the CPU, all that a
-    query does not attend; on a GPU, NaN and infinities reach those queries that attend other keys
-    of the same block.
+    query does not attend. On a GPU masked pairs are multiplied by their weight, 0. So a NaN or
+    infinity reaches all queries of the block rows that have a non-zero block at that key, in
+    blocks of the size that the kernel reads. In a key it reaches their gradients and, through a
+    soft cap or score function, the gradient of the key; never out and lse. In a value it reaches
+    out, their gradients and those of the keys of their blocks; never lse.
 
     Extra memory is O(q_len) in both passes. The same inputs give the same bits unless
     `deterministic` is False. Under autocast, query, key and value are cast as torch's own

@@ -84,6 +84,39 @@ def test_key_lengths(block_size, lengths):
     assert torch.equal(lse, results["lse"])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_how_far_a_masked_number_reaches(where, number):
+    """As the docstring of attention says: to queries whose block row has a block at that key."""
+    query, key, value, grad_out = make_inputs(1, 1, 96, 80, 16, device=DEVICE)
+    blocks = torch.tensor([[1, 1, 0, 0, 1], [1, 1, 0, 1, 0], [1, 0, 0, 1, 1]] * 2).bool()
+    dense = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    dense[:, 20] = False
+    mask = BlockMask.from_dense(dense.to(DEVICE), (16, 16))
+
+    def results(*inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse = block_sparse(*leaves, mask)
+        return out, lse, *torch.autograd.grad(out, leaves, grad_out)
+
+    clean = results(query, key, value)
+    changed = {"key": key.clone(), "value": value.clone()}
+    changed[where][:, :, 20] = number
+    out, lse, dq, dk, dv = results(query, changed["key"], changed["value"])
+    reached = torch.arange(96, device=DEVICE) % 48 < 32
+    assert torch.equal(lse, clean[1])
+    assert torch.equal(out[..., ~reached, :], clean[0][..., ~reached, :])
+    assert torch.equal(dq[..., ~reached, :], clean[2][..., ~reached, :])
+    assert torch.equal(dv, clean[4])
+    assert dq[..., reached, :].isnan().all()
+    if where == "key":
+        assert torch.equal(out, clean[0])
+        assert torch.equal(dk, clean[3])
+    else:
+        assert out[..., reached, :].isnan().all()
+
+
 @pytest.mark.parametrize("seed", [0, -7, 5 << 40])
 def test_dropout(seed):
     inputs = make_inputs(2, 2, 30, 40, 16, kv_heads=1, device=DEVICE)
