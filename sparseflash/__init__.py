@@ -43,10 +43,12 @@ __all__ = [
 
 # Imported at their first use, for they need libraries that take long to import.
 _ON_DEMAND = {
+    "diffusers": ("sparseflash.integrations.diffusers", None),
     "distributed": ("sparseflash.distributed", None),
     "huggingface": ("sparseflash.integrations.huggingface", None),
     "reference": ("sparseflash.reference", None),
     "sparsify": ("sparseflash.integrations.huggingface", "sparsify"),
+    "replace_sdpa": ("sparseflash.integrations.sdpa", "replace_sdpa"),
     "selfcheck": ("sparseflash.testing.selfcheck", "selfcheck"),
     "testing": ("sparseflash.testing", None),
 }

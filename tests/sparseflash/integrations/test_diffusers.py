@@ -1,0 +1,106 @@
+"""Processors of diffusers, on a small stand-in with the interface of its models."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import masks
+from sparseflash import diffusers
+
+PATTERN = masks.local(5)
+
+
+class Processor:
+    """As diffusers' own: projections and torch's attention; `turn` is an argument of its own."""
+
+    name = "of the model"
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, turn=0.0):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            layer(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for layer, x in zip(attn.layers, (hidden_states, context, context), strict=True)
+        )
+        out = sdpa(query + turn, key, value, attn.mask)
+        return out.transpose(1, 2).flatten(-2)
+
+
+class Attention(nn.Module):
+    """Gives its processor the arguments that its signature names, as that of diffusers does."""
+
+    mask = None
+
+    def __init__(self, heads=2, dim=16):
+        super().__init__()
+        self.heads, self.processor = heads, Processor()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x, context=None, **options):
+        known = inspect.signature(self.processor.__call__).parameters
+        options = {name: value for name, value in options.items() if name in known}
+        return self.processor(self, x, encoder_hidden_states=context, **options)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn1, self.attn2 = Attention(), Attention()
+
+    @property
+    def attn_processors(self):
+        return {f"{n}.processor": getattr(self, n).processor for n in ("attn1", "attn2")}
+
+    def set_attn_processor(self, processors):
+        for name, processor in processors.items():
+            self.get_submodule(name.removesuffix(".processor")).processor = processor
+
+    def forward(self, x, context, **options):
+        x = self.attn1(x, **options)
+        return self.attn2(x, **options) + self.attn2(x, context, **options)
+
+
+def expected(model, x, context, sparse, turn=0.0):
+    """The model with the mask given to torch where self-attention is sparse."""
+    dense = PATTERN(x.shape[1]).to_dense()
+    results = []
+    for name, own, inputs in (("attn1", x, None), ("attn2", None, None), ("attn2", None, context)):
+        attn = getattr(model, name)
+        own = results[0] if own is None else own
+        attn.mask = dense if name in sparse and inputs is None else None
+        results.append(Processor()(attn, own, inputs, turn))
+        attn.mask = None
+    return results[1] + results[2]
+
+
+@pytest.mark.parametrize("sparse", [("attn1", "attn2"), ("attn1",)])
+def test_self_attention_is_by_the_pattern(sparse):
+    model, x, context = Model(), torch.randn(2, 30, 16), torch.randn(2, 7, 16)
+    wanted = expected(model, x, context, sparse, turn=0.5)
+    chosen = lambda name: name.removesuffix(".processor") in sparse  # noqa: E731
+    assert diffusers.sparsify(model, "local(5)", processors=chosen) is model
+    result = model(x, context, turn=0.5, unknown=1)
+    torch.testing.assert_close(result, wanted)
+    result.sum().backward()
+    assert model.attn1.layers[0].weight.grad.abs().sum() > 0
+
+
+def test_a_second_pattern_takes_the_place_of_the_first():
+    model = diffusers.sparsify(diffusers.sparsify(Model(), "local(3)"), PATTERN)
+    processor = copy.deepcopy(model).attn1.processor
+    assert isinstance(processor.processor, Processor)
+    assert (processor.pattern, processor.name) == (PATTERN, "of the model")
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = processor.nothing
+
+
+def test_what_cannot_be_sparse_is_refused():
+    with pytest.raises(ValueError, match=r"must choose some of \['attn1.processor', "):
+        diffusers.sparsify(Model(), PATTERN, processors=lambda name: name == "attn1")
+    with pytest.raises(TypeError, match="pattern must be a Pattern or its text, got int"):
+        diffusers.sparsify(Model(), 3)
+    with pytest.raises(ValueError, match="must have no weights of its own, got Identity"):
+        diffusers.SparseProcessor(nn.Identity(), PATTERN)
