@@ -28,9 +28,9 @@ def checked_tensors(
     return query, key, value
 
 
-def checked_bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def checked_bias(bias: Tensor, query: Tensor, q_len: int, k_len: int) -> Tensor:
     """The bias as backends read it: float32 (float64 for float64 inputs), contiguous."""
-    _check_of_heads("bias", bias, query, (query.shape[2] + key.shape[2] - 1,))
+    _check_of_heads("bias", bias, query, (q_len + k_len - 1,))
     return bias.to(torch.promote_types(query.dtype, torch.float32)).contiguous()
 
 
@@ -110,22 +110,21 @@ def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
         )
 
 
-def lengths_in_range(lengths: Tensor | None, key: Tensor) -> Tensor | None:
-    """Key lengths as backends read them: int32 on the device of key, (batch, heads, k_len, dims).
+def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -> Tensor | None:
+    """Key lengths as backends read them: int32 on the device of the keys.
 
     Raises:
         ValueError: A length is past the keys. While a CUDA graph is captured it is clamped.
     """
     if lengths is None:
         return None
-    k_len = key.shape[2]
     if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
         lengths = lengths.clamp(0, k_len)
     else:
         numbers = lengths.tolist()
         if not all(0 <= n <= k_len for n in numbers):
             raise ValueError(f"key_lengths must be 0 to {k_len}, got {numbers}")
-    return lengths.to(key.device, torch.int32)
+    return lengths.to(device, torch.int32)
 
 
 def checked_mask(mask: AnyMask | None) -> AnyMask:

@@ -134,12 +134,12 @@ def attention(
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
     if bias is not None:
-        bias = checked_bias(bias, query, key)
+        bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     if sinks is not None:
         check_sinks(sinks, query)
     seed_tensor = checked_seed(seed, checked.dropout_p)
     if plan is not None:
-        lengths = lengths_in_range(key_lengths, key)
+        lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)
         out, lse = run(call, query, key, value, block_scores)
     elif query.numel() and key.numel():

@@ -125,7 +125,7 @@ def explain(
     """
     query, key, value = (x.detach() for x in checked_tensors(query, key, value, key_lengths))
     if bias is not None:
-        bias = checked_bias(bias, query, key)
+        bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     if sinks is not None:
         check_sinks(sinks, query)
     fitted = fitted_mask(checked_mask(mask), query, key)
@@ -139,7 +139,11 @@ def explain(
         chosen = select(spec, fitted)
     except BackendError:
         return Explanation(spec, fitted.density, None, {}, why_not)
-    call = Call(make_plan(spec, chosen, fitted), lengths_in_range(key_lengths, key), bias=bias)
+    call = Call(
+        make_plan(spec, chosen, fitted),
+        lengths_in_range(key_lengths, key.shape[2], key.device),
+        bias=bias,
+    )
     configuration = chosen.describe(call, fitted, query, key, value)
     explanation = Explanation(spec, fitted.density, chosen.name, configuration, why_not)
     if not measure:

@@ -1,7 +1,7 @@
 """Plan and Call: what a backend gets beside query, key and value."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from einops import reduce
@@ -32,6 +32,19 @@ class Plan:
     cache: Cache = field(default_factory=Cache)
 
 
+class Positions(NamedTuple):
+    """Where the tokens of a call stand in a longer sequence, of which it attends some blocks.
+
+    query:   int64 (nq,), the place of the first token of each block of queries
+    key:     int64 (nk,), likewise of keys
+    seq_len: tokens of the longer sequence
+    """
+
+    query: Tensor
+    key: Tensor
+    seq_len: int
+
+
 @dataclass(slots=True)
 class Call:
     """Everything about a call but query, key and value.
@@ -41,12 +54,15 @@ class Call:
         key_lengths: int32 (batch,) on the device; None if all keys count.
         seed: Of dropout.
         bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs.
+        positions: Where its tokens stand in a longer sequence, whose bias it then has; None for a
+            call of a whole one.
     """
 
     plan: Plan
     key_lengths: Tensor | None = None
     seed: int = 0
     bias: Tensor | None = None
+    positions: Positions | None = None
 
     @property
     def spec(self) -> AttentionSpec:

@@ -43,7 +43,7 @@ def plan_call(
         *(query, key, value, mask, options),
         *(key_lengths is not None, bias is not None, differentiates_bias, differentiates_blocks),
     )
-    return Call(plan, lengths_in_range(key_lengths, key), seed, bias)
+    return Call(plan, lengths_in_range(key_lengths, key.shape[2], key.device), seed, bias)
 
 
 def find_plan(
@@ -56,6 +56,7 @@ def find_plan(
     bias: bool = False,
     differentiates_bias: bool = False,
     differentiates_blocks: bool = False,
+    positions: bool = False,
 ) -> Plan:
     """The plan of a call, built by the first call of its signature.
 
@@ -73,7 +74,7 @@ def find_plan(
         *(query.shape, key.shape, value.shape),
         *(query.dtype, key.dtype, value.dtype),
         *(query.device, key.device, value.device),
-        *(has_key_lengths, bias, differentiates_bias, differentiates_blocks),
+        *(has_key_lengths, bias, differentiates_bias, differentiates_blocks, positions),
         torch.are_deterministic_algorithms_enabled(),
         *options.items(),
     )
@@ -84,7 +85,7 @@ def find_plan(
         raise
     if plan is not None:
         return plan
-    facts = (has_key_lengths, bias, differentiates_bias, differentiates_blocks)
+    facts = (has_key_lengths, bias, differentiates_bias, differentiates_blocks, positions)
     if isinstance(mask, DynamicMask):
         shared = (*signature, mask.num_batches, mask.num_heads)
         selected = mask.support.cache.get(shared)
@@ -114,6 +115,7 @@ def _select(
     bias: bool,
     differentiates_bias: bool,
     differentiates_blocks: bool,
+    positions: bool,
 ) -> tuple[AttentionSpec, Backend]:
     """The spec of a call after all checks, and the backend that serves it."""
     check_tensors(query, key, value)
@@ -123,6 +125,7 @@ def _select(
         bias=bias,
         differentiates_bias=differentiates_bias,
         differentiates_blocks=differentiates_blocks,
+        positions=positions,
     )
     return spec, select(spec, mask)
 

@@ -31,6 +31,8 @@ class AttentionSpec(AttentionOptions):
         bias: Whether there is a bias of distances.
         differentiates_bias: Whether its gradient may be asked for.
         differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
+        positions: Whether tokens stand elsewhere in a longer sequence and the call depends on
+            where: dropout, score functions and biases do.
     """
 
     scale: float  # pyright: ignore[reportGeneralTypeIssues]  (resolved, so it has no default)
@@ -51,6 +53,7 @@ class AttentionSpec(AttentionOptions):
     bias: bool = False
     differentiates_bias: bool = False
     differentiates_blocks: bool = False
+    positions: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -73,6 +76,7 @@ class AttentionSpec(AttentionOptions):
         bias: bool = False,
         differentiates_bias: bool = False,
         differentiates_blocks: bool = False,
+        positions: bool = False,
     ) -> Self:
         """The spec of checked arguments."""
         batch, heads, q_len, head_dim = query.shape
@@ -97,6 +101,7 @@ class AttentionSpec(AttentionOptions):
             bias=bias,
             differentiates_bias=differentiates_bias,
             differentiates_blocks=differentiates_blocks,
+            positions=positions and (options.dropout_p > 0 or options.score is not None or bias),
         )
 
     @property
@@ -117,6 +122,7 @@ class AttentionSpec(AttentionOptions):
         )
 
 
+POSITIONS = "dropout, score function or bias of a part of a sequence"
 _ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
     "softcap": lambda spec: spec.softcap is not None,
     "score function": lambda spec: spec.score is not None,
@@ -124,5 +130,6 @@ _ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
     "gradient of bias": lambda spec: spec.differentiates_bias,
     "mask of each batch element": lambda spec: spec.mask_batch > 1,
     "gradient of blocks": lambda spec: spec.differentiates_blocks,
+    POSITIONS: lambda spec: spec.positions,
 }
 EVERY_EXTRA = frozenset(_ASKS_FOR)

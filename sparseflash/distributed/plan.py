@@ -7,9 +7,10 @@ same plan without asking another.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -37,7 +38,9 @@ class Round:
         order: int64 (received,), of the received tokens in the order of the sequence where each
             stands among those received, or None where they come in that order.
         columns: int64 (blocks,), numbers of the received key blocks in the sequence, ascending.
-        mask: own queries against the received keys; None where none come.
+        rows: int64, which of the own block rows attend them, ascending.
+        queries: the own tokens of these rows.
+        mask: these queries against the received keys; None where none come.
     """
 
     send: Tensor
@@ -45,6 +48,8 @@ class Round:
     receive_splits: list[int]
     order: Tensor | None
     columns: Tensor
+    rows: Tensor
+    queries: Tensor | slice
     mask: BlockMask | None
 
     @property
@@ -53,10 +58,7 @@ class Round:
         return sum(self.receive_splits)
 
     def to(self, device: torch.device) -> "Round":
-        order = None if self.order is None else self.order.to(device)
-        return replace(
-            self, send=self.send.to(device), order=order, columns=self.columns.to(device)
-        )
+        return _moved(self, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +78,7 @@ class Part:
 
     def to(self, device: torch.device) -> "Part":
         rounds = tuple(each.to(device) for each in self.rounds)
-        return replace(
-            self, rows=self.rows.to(device), columns=self.columns.to(device), rounds=rounds
-        )
+        return replace(_moved(self, device), rounds=rounds)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,12 +109,12 @@ class ContextPlan:
     def positions(self, rank: int) -> Tensor:
         """int64 (tokens of the rank,): where each of its tokens stands in the sequence."""
         rank = self._rank(rank)
-        if ("positions", rank) not in self._cache:
+        if ("positions", rank) not in self.cache:
             unit = self.workload.unit
             first = (self.owner == rank).nonzero() * unit
             tokens = (first + torch.arange(unit)).flatten()
-            self._cache["positions", rank] = tokens[tokens < self.seq_len]
-        return self._cache["positions", rank]
+            self.cache["positions", rank] = tokens[tokens < self.seq_len]
+        return self.cache["positions", rank]
 
     def shard(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
         """The part of one rank of a tensor that holds the whole sequence along `dim`."""
@@ -148,22 +148,29 @@ class ContextPlan:
     def mask_of(self, rank: int) -> BlockMask:
         """The queries of one rank against all keys: what a DynamicMask of a call selects from."""
         rank = self._rank(rank)
-        if ("mask", rank) not in self._cache:
+        if ("mask", rank) not in self.cache:
             every = torch.arange(self.mask.grid.nk)
-            self._cache["mask", rank] = self.mask.take_blocks(self._rows(rank), every)
-        return self._cache["mask", rank]
+            self.cache["mask", rank] = self.mask.take_blocks(self._rows(rank), every)
+        return self.cache["mask", rank]
+
+    def is_support(self, support: BlockMask, rank: int) -> bool:
+        """Whether a mask, on any device, is mask_of(rank)."""
+        key = ("support", rank, support.handle)
+        if key not in self.cache:
+            self.cache[key] = support.to("cpu") == self.mask_of(rank)
+        return self.cache[key]
 
     def part(self, rank: int, device: torch.device | str = "cpu") -> Part:
         """What one rank does; its tensors on a device. Made once."""
         rank, device = self._rank(rank), torch.device(device)
-        if ("part", rank) not in self._cache:
+        if ("part", rank) not in self.cache:
             rows, columns = self._rows(rank), self._columns(rank)
             mask = self.mask.take_blocks(rows, columns)
             rounds = tuple(self._round(rank, number) for number in range(self.num_rounds))
-            self._cache["part", rank] = Part(rows, columns, mask, rounds)
-        if ("part", rank, device) not in self._cache:
-            self._cache["part", rank, device] = self._cache["part", rank].to(device)
-        return self._cache["part", rank, device]
+            self.cache["part", rank] = Part(rows, columns, mask, rounds)
+        if ("part", rank, device) not in self.cache:
+            self.cache["part", rank, device] = self.cache["part", rank].to(device)
+        return self.cache["part", rank, device]
 
     @cached_property
     def num_rounds(self) -> int:
@@ -239,7 +246,8 @@ class ContextPlan:
         )
 
     @cached_property
-    def _cache(self) -> Cache:
+    def cache(self) -> Cache:
+        """What users of the plan store with it, under keys of their own."""
         return Cache()
 
     @cached_property
@@ -289,8 +297,24 @@ class ContextPlan:
             receive_splits=splits.tolist(),
             order=None if in_order else _tokens_of(arrived[order], tokens[ascending]),
             columns=ascending,
-            mask=self.mask.take_blocks(self._rows(rank), ascending) if len(columns) else None,
+            **self._attended(rank, ascending),
         )
+
+    def _attended(self, rank: int, columns: Tensor) -> dict[str, Any]:
+        """The rows of a rank that attend some of the columns, as fields of a Round."""
+        own = self._rows(rank)
+        if not len(columns):
+            return {"rows": own[:0], "queries": slice(0, 0), "mask": None}
+        mask = self.mask.take_blocks(own, columns)
+        rows = mask.blocks_per_row().sum(0).nonzero().flatten()
+        side, first = mask.grid.bq, int(rows[0])
+        if len(rows) == int(rows[-1]) + 1 - first:
+            queries = slice(first * side, min((first + len(rows)) * side, mask.grid.q_len))
+        else:
+            queries = (rows.unsqueeze(1) * side + torch.arange(side)).flatten()
+            queries = queries[queries < mask.grid.q_len]
+        every = torch.arange(mask.grid.nk)
+        return {"rows": rows, "queries": queries, "mask": mask.take_blocks(rows, every)}
 
 
 def make_plan(
@@ -380,6 +404,15 @@ def _check_owner(owner: list[int], units: int, ranks: int) -> None:
             f"strategy must give each of {units} units one of {ranks} ranks, and each rank a "
             f"unit, got {len(owner)} of {sorted(set(owner))}"
         )
+
+
+def _moved(record, device: torch.device):
+    """A copy of a Round or a Part with its tensors and its mask on the device."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return replace(
+        record,
+        **{k: v.to(device) for k, v in values.items() if isinstance(v, (Tensor, BlockMask))},
+    )
 
 
 def _tokens_of(first: Tensor, count: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Problem:
 
     def __init__(self, chunk: Chunk, call: Call):
         table, self._spec, self._bias = call.table, call.spec, call.bias
-        self._chunk, self._seed = chunk, call.seed
+        self._chunk, self._seed, self._positions = chunk, call.seed, call.positions
         self._block_q, self._block_k = rows_of_block(table, call.spec), table.block_size[1]
         self._rows, self._columns = table.by_query.num_rows, table.by_key.num_rows
         self._query_blocks = chunk.query_blocks.flatten()
@@ -150,29 +150,41 @@ class Problem:
 
     def places(self, bias: Tensor, part: slice) -> Tensor:
         """Where in the flattened bias each pair's is: int64, in the shape of scores."""
-        spec = self._spec
-        distances = spec.q_len + spec.k_len - 1
+        distances = bias.shape[1]
+        queries = self._spec.q_len if self._positions is None else self._positions.seq_len
         _, head, query, key = self._pairs(part)
         # Pairs outside the sequence are masked; their place must exist.
-        place = (key - query + spec.q_len - 1).clamp_(0, distances - 1)
+        place = (key - query + queries - 1).clamp_(0, distances - 1)
         if len(bias) > 1:
             place += head * distances
         return place
 
     def _pairs(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch element, head, query and key of every score, to broadcast: int64."""
-        query = _tokens(self._chunk.query_blocks % self._rows, self._block_q)[:, part]
-        key = _tokens(self._chunk.key_blocks % self._columns, self._block_k)
+        query, key = self._query_positions()[:, part], self._key_positions()
         bh = self.to_segments(self._chunk.bh.view(-1, 1, 1))
         batch, head = bh // self._spec.heads, bh % self._spec.heads
         return batch, head, self.to_segments(query.unsqueeze(2)), key.view(-1, 1, self._width)
+
+    def _query_positions(self) -> Tensor:
+        """int64 (problems, queries): where each query stands in the whole sequence."""
+        blocks = self._chunk.query_blocks % self._rows
+        first = (
+            blocks * self._block_q if self._positions is None else self._positions.query[blocks]
+        )
+        return (first.unsqueeze(-1) + torch.arange(self._block_q, device="cpu")).flatten(1)
+
+    def _key_positions(self) -> Tensor:
+        """int64 (problems, keys): where each key stands in the whole sequence."""
+        blocks = self._chunk.key_blocks % self._columns
+        first = blocks * self._block_k if self._positions is None else self._positions.key[blocks]
+        return (first.unsqueeze(-1) + torch.arange(self._block_k, device="cpu")).flatten(1)
 
     def dropout_keep_mask(self, part: slice) -> Tensor | None:
         """The pairs that dropout keeps: bool, in the shape of scores; None without dropout."""
         if self._spec.dropout_p == 0:
             return None
-        query = _tokens(self._chunk.query_blocks % self._rows, self._block_q)[:, part]
-        quad = _tokens(self._chunk.key_blocks % self._columns, self._block_k // 4)
+        query, quad = self._query_positions()[:, part], self._key_positions()[:, ::4] // 4
         return keep_mask_of_quads(
             self._seed,
             self.to_segments(self._chunk.bh.view(-1, 1, 1)),

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call
-from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
+from sparseflash.dispatch.spec import EVERY_EXTRA, POSITIONS, AttentionSpec
 from sparseflash.score import named
 
 name = "triton"
-extras = EVERY_EXTRA
+extras = EVERY_EXTRA - {POSITIONS}
 compiles = True
 TILE = (128, 128)  # tokens
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,0 +1,130 @@
+"""What ranks say to one another: all-to-alls of keys, values and gradients, checks, gathers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparseflash.distributed.plan import ContextPlan
+
+Group = ProcessGroup | DeviceMesh | None
+
+
+def resolved(group: Group, ranks: int) -> ProcessGroup | None:
+    """The process group of a call; None stands for no group, which one rank does not need.
+
+    Raises:
+        ValueError: There is no group of `ranks` ranks.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a mesh of one dimension, got {group}")
+        group = group.get_group()
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    size = 1 if group is None else group.size()
+    if size != ranks:
+        raise ValueError(f"group must have the {ranks} ranks of the plan, got {size}")
+    return group
+
+
+class Exchange:
+    """An all-to-all under way: rows of `source`, split by rank, go out, others come in.
+
+    Everything is started when the object is made, and `wait` gives what came.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        source: Tensor,
+        send_splits: list[int],
+        receive_splits: list[int],
+        what: str,
+    ):
+        self._source, self._what = source, what  # the source must live until it is sent
+        self._received = source.new_empty(sum(receive_splits), *source.shape[1:])
+        with _explained(what):
+            self._work = dist.all_to_all_single(
+                *(self._received, source, receive_splits, send_splits, group), async_op=True
+            )
+
+    def wait(self) -> Tensor:
+        """What came; on a GPU the current stream waits, on a CPU the caller."""
+        with _explained(self._what):
+            cast(dist.Work, self._work).wait()
+        return self._received
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"context_parallel_attention could not exchange {what}: another rank died, came too "
+            "late or made another call; with check=True every rank says which"
+        ) from error
+
+
+def check_agreement(
+    group: ProcessGroup | None, facts: dict[str, Any], problem: str | None
+) -> None:
+    """Raises on every rank where ranks differ in a fact or one of them has a problem.
+
+    Raises:
+        ValueError: Names the ranks and what they have.
+        RuntimeError: A rank did not answer.
+    """
+    if group is None:
+        return
+    answers: list[Any] = [None] * group.size()
+    with _explained("what they were called with"):
+        dist.all_gather_object(answers, (facts, problem), group=group)
+    problems = [f"rank {r}: {found}" for r, (_, found) in enumerate(answers) if found is not None]
+    if problems:
+        raise ValueError("\n".join(["context_parallel_attention was refused on", *problems]))
+    for name, mine in facts.items():
+        differing = [
+            r for r, (other, _) in enumerate(answers) if other[name] != answers[0][0][name]
+        ]
+        if differing:
+            raise ValueError(
+                f"{name} must be equal on all ranks, got {answers[0][0][name]} on rank 0 and "
+                f"{answers[differing[0]][0][name]} on rank {differing[0]} (here {mine})"
+            )
+
+
+def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> Tensor:
+    """The whole sequence on every rank, from the shards that ranks have; without a gradient.
+
+    Args:
+        shard: The tokens of this rank along `dim`, as plan.shard gives them.
+        plan: By which the sequence is sharded.
+        dim: Of the tokens.
+        group: Of the ranks; by default all processes.
+
+    Raises:
+        ValueError: The shard has another length, or the group another size; or the shard requires
+            a gradient, which would be lost.
+    """
+    if shard.requires_grad and torch.is_grad_enabled():
+        raise ValueError("shard must not require a gradient: detach it, or gather under no_grad")
+    found = resolved(group, plan.ranks)
+    rank = 0 if found is None else found.rank()
+    plan.check_length("shard", shard, rank, dim)
+    if found is None:
+        return plan.unshard([shard], dim)
+    lengths = [len(plan.positions(each)) for each in range(plan.ranks)]
+    padded = shard.movedim(dim, 0).new_empty(max(lengths), *shard.movedim(dim, 0).shape[1:])
+    padded[: lengths[rank]] = shard.movedim(dim, 0)
+    shards = [torch.empty_like(padded) for _ in lengths]
+    with _explained("shards"):
+        dist.all_gather(shards, padded, group=found)
+    parts = [part[:n].movedim(0, dim) for part, n in zip(shards, lengths, strict=True)]
+    return plan.unshard(parts, dim)

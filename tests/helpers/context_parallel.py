@@ -1,0 +1,187 @@
+"""What each rank does in tests of attention over a sequence that ranks share."""
+
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import masks
+import sparseflash
+from masks import BlockMask
+from sparseflash.distributed import context_parallel_attention, gather, make_plan
+
+BATCH, HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 2, 4, 2, 210, 8, 16
+STRATEGIES = ("contiguous", "zigzag", "shuffled")
+
+
+def mask_of(name: str) -> BlockMask:
+    """The mask of a case, of LENGTH tokens."""
+    causal, near = masks.causal(), masks.local((20, 0))
+    patterns = {
+        "causal": causal,
+        "window and sink": (masks.local((40, 0)) | masks.global_tokens([0, 1])) & causal,
+        "random": masks.random(0.2, seed=1),
+        "global tokens": masks.local(10) | masks.global_tokens([3, 100]),
+        "documents": masks.documents([16] * 13 + [2]),
+        "head masks": masks.stack([causal, near, near, masks.random(0.3, seed=2)]),
+        "key head masks": masks.stack([causal, masks.random(0.3, seed=2)]),
+        "nothing": masks.full() - masks.full(),
+    }
+    if name == "empty rows":
+        dense = masks.random(0.2, seed=3)(LENGTH, BLOCK).to_dense()
+        dense[10:70] = False
+        dense[150] = False
+        return BlockMask.from_dense(dense, BLOCK)
+    return patterns[name](LENGTH, BLOCK)
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """query, key, value and the gradients of out and lse."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, heads, LENGTH, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes.append((BATCH, HEADS, LENGTH))
+    return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+
+
+def errors(
+    rank: int, mask_name: str, strategy: str, round_tokens: int | None, extras: dict[str, Any]
+) -> dict[str, float]:
+    """The largest difference to one process of out, lse and each gradient."""
+    ranks, mask = dist.get_world_size(), mask_of(mask_name)
+    plan = make_plan(mask, ranks, _strategy(strategy, ranks), round_tokens=round_tokens)
+    extras = dict(extras)
+    *tensors, grad_out, grad_lse = inputs(extras.pop("dtype", torch.float64))
+    shared = {name: extras.pop(name) for name in ("bias", "sinks") if name in extras}
+
+    whole = [x.clone().requires_grad_() for x in tensors]
+    whole_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
+    out, lse = sparseflash.attention(*whole, mask, return_lse=True, **whole_shared, **extras)
+    grad_lse = grad_lse * lse.isfinite()
+    torch.autograd.backward([out, lse], [grad_out, grad_lse.to(lse.dtype)])
+
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
+    own_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
+    call = {**own_shared, **extras}
+    own_out, own_lse = context_parallel_attention(*own, plan, return_lse=True, **call)
+    own_grads = (plan.shard(grad_out, rank, 2), plan.shard(grad_lse.to(lse.dtype), rank, 2))
+    torch.autograd.backward([own_out, own_lse], own_grads)
+
+    found = {"out": (gather(own_out.detach(), plan, 2), out)}
+    found["lse"] = (gather(own_lse.detach(), plan, 2), lse)
+    for name, mine, one in zip(("query", "key", "value"), own, whole, strict=True):
+        found[name] = (gather(mine.grad, plan, 2), one.grad)
+    for name, mine in own_shared.items():
+        dist.all_reduce(mine.grad)
+        found[name] = (mine.grad, whole_shared[name].grad)
+    return {name: _difference(*pair) for name, pair in found.items()}
+
+
+def _strategy(name: str, ranks: int) -> str | list[int]:
+    if name != "shuffled":
+        return name
+    units = -(-LENGTH // BLOCK)
+    return [*range(ranks), *(unit * unit % 7 % ranks for unit in range(units - ranks))]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    assert torch.equal(found.isinf(), expected.isinf())
+    return float((found - expected).nan_to_num().abs().max())
+
+
+def bytes_moved(rank: int, mask_name: str, strategy: str, round_tokens: int | None) -> list[int]:
+    """Bytes that came in the forward pass and in the backward pass, and those that the plan
+    receives and sends.
+    """
+    received = []
+    exchange = dist.all_to_all_single
+
+    def counted(output, *arguments, **keywords):
+        received.append(output.numel() * output.element_size())
+        return exchange(output, *arguments, **keywords)
+
+    ranks = dist.get_world_size()
+    plan = make_plan(mask_of(mask_name), ranks, strategy, round_tokens=round_tokens)
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float64)[:3]]
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        out = context_parallel_attention(*own, plan)
+        forward = sum(received)
+        out.sum().backward()
+    report = plan.report(KV_HEADS, DIMS, torch.float64, BATCH)
+    planned = [report.receive_bytes[rank], report.send_bytes[rank]]
+    return [forward, sum(received) - forward, *planned]
+
+
+def same_bits(rank: int) -> bool:
+    """Whether two calls with dropout give the same bits."""
+    plan = make_plan(mask_of("random"), dist.get_world_size(), "zigzag", round_tokens=48)
+    found = []
+    for _ in range(2):
+        own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
+        out = context_parallel_attention(*own, plan, dropout_p=0.2, seed=1)
+        out.square().sum().backward()
+        found.append([out, *(x.grad for x in own)])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def selected(rank: int) -> dict[str, float]:
+    """The differences to one process where each rank selects the blocks of its queries."""
+    ranks, support = dist.get_world_size(), mask_of("causal")
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCH, HEADS, support.grid.nq, support.grid.nk)
+    scores = torch.randn(shape, generator=generator, dtype=torch.float64)
+    *tensors, grad_out, _ = inputs(torch.float64)
+    whole_scores, whole = scores.clone().requires_grad_(), [x.clone() for x in tensors]
+    whole = [x.requires_grad_() for x in whole]
+    out = sparseflash.attention(*whole, support.select_topk(whole_scores, 3))
+    out.backward(grad_out)
+    found = {}
+    for strategy, round_tokens in (("zigzag", None), ("contiguous", 48)):
+        plan = make_plan(support, ranks, strategy, round_tokens=round_tokens)
+        rows = plan.part(rank).rows
+        own_scores = scores[:, :, rows].clone().requires_grad_()
+        mask = plan.mask_of(rank).select_topk(own_scores, 3)
+        own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
+        own_out = context_parallel_attention(*own, plan, mask=mask)
+        own_out.backward(plan.shard(grad_out, rank, 2))
+        pairs = {f"out {strategy}": (gather(own_out.detach(), plan, 2), out)}
+        for name, mine, one in zip(("query", "key", "value"), own, whole, strict=True):
+            pairs[f"{name} {strategy}"] = (gather(mine.grad, plan, 2), one.grad)
+        pairs[f"scores {strategy}"] = (own_scores.grad, whole_scores.grad[:, :, rows])
+        found |= {name: _difference(*pair) for name, pair in pairs.items()}
+    return found
+
+
+def refused(rank: int, what: str) -> str:
+    """The error of a call of which something is wrong on rank 1."""
+    wrong = rank == 1
+    name = "window and sink" if what == "mask" and wrong else "causal"
+    plan = make_plan(mask_of(name), dist.get_world_size(), "contiguous", round_tokens=None)
+    dtype = torch.float32 if what == "dtype" and wrong else torch.float64
+    own = [plan.shard(x, rank, 2) for x in inputs(dtype)[:3]]
+    if what == "length" and wrong:
+        own = [x[:, :, 1:] for x in own]
+    softcap = 5.0 if what == "options" and wrong else None
+    try:
+        context_parallel_attention(*own, plan, softcap=softcap, check=what != "unchecked")
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def after_another_died(rank: int, which: int) -> str:
+    """The error of a call that one rank does not live to see, between two passes if it is 2."""
+    plan = make_plan(mask_of("causal"), dist.get_world_size(), "zigzag")
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float64)[:3]]
+    if rank == which == 1:
+        os._exit(1)
+    try:
+        out = context_parallel_attention(*own, plan)
+        if rank == which == 2:
+            os._exit(1)
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,142 @@
+"""Attention over a sequence that processes share, against one process; and its failures."""
+
+import re
+import time
+
+import pytest
+import torch
+
+import masks
+import sparseflash
+from sparseflash.distributed import context_parallel_attention, gather, make_plan
+from tests.helpers import context_parallel as cases
+from tests.helpers.ranks import Ranks
+
+EXACT = 1e-12
+MASKS = (
+    *("causal", "window and sink", "random", "empty rows", "global tokens", "documents"),
+    *("head masks", "key head masks", "nothing"),
+)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def ranks(request, tmp_path_factory):
+    started = Ranks(request.param, tmp_path_factory.mktemp("ranks") / "meeting")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    started = Ranks(2, tmp_path_factory.mktemp("ranks") / "meeting")
+    yield started
+    started.close()
+
+
+def check_exact(answers, within=EXACT):
+    for answer in answers:
+        assert isinstance(answer, dict), answer
+        assert max(answer.values()) < within, answer
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("strategy", "round_tokens"), [("contiguous", None), ("zigzag", 48), ("shuffled", None)]
+)
+def test_same_as_one_process(ranks, mask, strategy, round_tokens):
+    check_exact(ranks.run(cases.errors, mask, strategy, round_tokens, {}))
+
+
+EXTRAS = {
+    "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
+    "key lengths": {"key_lengths": torch.tensor([cases.LENGTH, 77])},
+    "no key": {"key_lengths": torch.tensor([0, 16])},
+    "soft cap": {"softcap": 2.0, "scale": 0.7},
+    "bias": {"bias": torch.linspace(-1, 1, 2 * cases.LENGTH - 1).double().expand(4, -1).clone()},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]).double()},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
+@pytest.mark.parametrize(("strategy", "round_tokens"), [("zigzag", None), ("shuffled", 48)])
+def test_every_semantic_of_attention_is_that_of_the_whole_sequence(
+    two_ranks, extra, strategy, round_tokens
+):
+    for mask in ("global tokens", "head masks"):
+        check_exact(two_ranks.run(cases.errors, mask, strategy, round_tokens, extra))
+
+
+def test_single_precision_is_merged_within_rounding(two_ranks):
+    extra = {"dtype": torch.float32}
+    check_exact(two_ranks.run(cases.errors, "random", "zigzag", 48, extra), within=2e-5)
+
+
+def test_blocks_that_each_rank_selects(two_ranks):
+    check_exact(two_ranks.run(cases.selected))
+
+
+@pytest.mark.parametrize("mask", ["causal", "random", "documents"])
+def test_bytes_moved_are_those_of_the_plan(ranks, mask):
+    for forward, backward, receive, send in ranks.run(cases.bytes_moved, mask, "zigzag", None):
+        assert (forward, backward) == (receive, send)
+    for forward, backward, receive, send in ranks.run(cases.bytes_moved, mask, "zigzag", 48):
+        assert (forward, backward) == (receive, receive + send)
+
+
+def test_the_same_inputs_give_the_same_bits(two_ranks):
+    assert two_ranks.run(cases.same_bits) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("length", "ValueError: .*refused on\nrank 1: ValueError: query must have the 98 tokens"),
+        ("mask", "ValueError: plan must be equal on all ranks, got [0-9a-f]+ on rank 0"),
+        ("dtype", "ValueError: dtype must be equal on all ranks, got torch.float64 on rank 0 and"),
+        ("options", "ValueError: options must be equal on all ranks"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, message):
+    for answer in two_ranks.run(cases.refused, what):
+        assert re.match(message, answer), answer
+
+
+@pytest.mark.parametrize("when", [1, 2], ids=["before", "between passes"])
+def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, when):
+    started = Ranks(3, tmp_path / "meeting", timeout=5)
+    begin = time.monotonic()
+    answers = started.run(cases.after_another_died, when)
+    assert time.monotonic() - begin < 30
+    assert answers.pop(when) is None
+    for answer in answers:
+        assert "context_parallel_attention could not exchange" in answer
+    started.close()
+
+
+def test_one_rank_needs_no_group():
+    mask = masks.causal()(100, 16)
+    plan = make_plan(mask, 1)
+    query, key, value = torch.randn(3, 1, 2, 100, 8).requires_grad_().unbind()
+    out = context_parallel_attention(query, key, value, plan)
+    assert torch.equal(out, sparseflash.attention(query, key, value, mask))
+    assert torch.equal(gather(out.detach(), plan, 2), out)
+
+
+def test_wrong_arguments_are_named():
+    plan, other = (make_plan(masks.causal()(100, 16), ranks, "contiguous") for ranks in (1, 2))
+    tensors = torch.randn(3, 1, 2, 100, 8)
+    with pytest.raises(TypeError, match="plan must be a ContextPlan, got BlockMask"):
+        context_parallel_attention(*tensors, plan.mask)
+    with pytest.raises(ValueError, match="group must have the 2 ranks of the plan, got 1"):
+        context_parallel_attention(*tensors, other)
+    with pytest.raises(ValueError, match="query must have the 100 tokens of rank 0 in dim 2"):
+        context_parallel_attention(*tensors[:, :, :, 1:], plan)
+    with pytest.raises(ValueError, match="key_lengths must be 0 to 100, got"):
+        context_parallel_attention(*tensors, plan, key_lengths=torch.tensor([101]))
+    with pytest.raises(TypeError, match=r"mask must be a DynamicMask out of plan.mask_of\(0\)"):
+        context_parallel_attention(*tensors, plan, mask=plan.mask)
+    mask = masks.full()(100, 16).select_topk(torch.randn(7, 7), 2)
+    with pytest.raises(ValueError, match=r"mask must be selected out of plan.mask_of\(0\)"):
+        context_parallel_attention(*tensors, plan, mask=mask)
+    with pytest.raises(ValueError, match="shard must not require a gradient"):
+        gather(tensors.requires_grad_(), plan, 3)
