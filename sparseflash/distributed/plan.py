@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import masks
 from masks import BlockMask
