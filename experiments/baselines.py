@@ -79,7 +79,7 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
 
 def attend_standard(causal: bool) -> Attend:
     def attend(query, key, value):
-        scores = query @ key.mT * query.shape[-1] ** -0.5
+        scores = query * query.shape[-1] ** -0.5 @ key.mT  # scaled while it is N x d
         if causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)

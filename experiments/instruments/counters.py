@@ -12,7 +12,7 @@ import csv
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -158,29 +158,53 @@ def run_passes(name: str, implementation: str) -> None:
 
 def profiled(problem: str, implementation: str) -> list[Row]:
     """The kernels of an implementation. Raises RuntimeError if the profiler counted none."""
-    metrics = ",".join(COUNTERS)
-    profiler = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
-    profiler += ["--kernel-name", OUR_KERNELS] if is_ours(implementation) else []
-    profiler += ["--metrics", metrics, "--page", "raw", "--csv", "--print-units", "base"]
+    kernels = OUR_KERNELS if is_ours(implementation) else ""
     called = [sys.executable, "-c", RUN_PASSES, problem, implementation]
+    entries = count(called, COUNTERS, kernels)
+    return [row_of(problem, implementation, entry) for entry in entries]
+
+
+def count(called: list[str], counters: Sequence[str], kernels: str = "") -> list[dict[str, str]]:
+    """What the profiler counted in the kernels of a command, each kernel a dictionary: "Kernel
+    Name", and numbers as text by the names of `counters`.
+
+    Args:
+        called: The command, which starts and stops the profiler.
+        counters: Names of hardware counters.
+        kernels: Those to count, as `ncu --kernel-name` takes them; all by default.
+
+    Raises:
+        RuntimeError: It counted none.
+    """
+    profiler = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
+    profiler += ["--kernel-name", kernels] if kernels else []
+    profiler += ["--metrics", ",".join(counters)]
+    profiler += ["--page", "raw", "--csv", "--print-units", "base"]
     done = subprocess.run([*profiler, *called], cwd=ROOT, capture_output=True, text=True)
-    rows = list(rows_of(problem, implementation, done.stdout))
-    if done.returncode or not rows:
+    entries = list(entries_of(done.stdout))
+    if done.returncode or not entries:
         lines = f"{done.stdout}{done.stderr}".strip().splitlines() or ["it printed nothing"]
         raise RuntimeError("\n".join((f"ncu counted no kernels: {lines[-1]}", *lines)))
-    return rows
+    return entries
 
 
-def rows_of(problem: str, implementation: str, printed: str) -> Iterator[Row]:
+def entries_of(printed: str) -> Iterator[dict[str, str]]:
     """The kernels in what the profiler printed: lines of CSV among others."""
     lines = [line for line in printed.splitlines() if line.startswith('"')]
-    for entry in csv.DictReader(lines):
-        if entry["ID"]:  # which the line of units has not
-            numbers = {name: float(entry[name].replace(",", "")) for name in COUNTERS}
-            percent = {part: numbers[counter] for part, counter in PARTS.items()}
-            kernel = entry["Kernel Name"].removesuffix("_kernel")[:NAME_WIDTH]
-            milliseconds = numbers[NANOSECONDS] / 1e6
-            yield Row(problem, implementation, kernel, milliseconds, numbers[CYCLES], percent)
+    return (entry for entry in csv.DictReader(lines) if entry["ID"])  # the line of units has none
+
+
+def number(entry: dict[str, str], counter: str) -> float:
+    """What a counter says of a kernel."""
+    return float(entry[counter].replace(",", ""))
+
+
+def row_of(problem: str, implementation: str, entry: dict[str, str]) -> Row:
+    """A kernel that the profiler counted."""
+    percent = {part: number(entry, counter) for part, counter in PARTS.items()}
+    kernel = entry["Kernel Name"].removesuffix("_kernel")[:NAME_WIDTH]
+    milliseconds, cycles = number(entry, NANOSECONDS) / 1e6, number(entry, CYCLES)
+    return Row(problem, implementation, kernel, milliseconds, cycles, percent)
 
 
 if __name__ == "__main__":

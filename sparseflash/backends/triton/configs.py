@@ -329,10 +329,17 @@ def resident_programs(
 ) -> int:
     """About how many programs of a pass the device runs at a time."""
     _, memory = limits(device)
+    num_sms = 1 if interpreted() else launcher.multiprocessors(device)
+    return num_sms * programs_per_multiprocessor(memory, config, pass_name, dtype, head_dim)
+
+
+def programs_per_multiprocessor(
+    memory: int, config: Config, pass_name: str, dtype: torch.dtype, head_dim: int
+) -> int:
+    """About how many programs share `memory` bytes of shared memory and the registers."""
     by_memory = memory // shared_memory(config, pass_name, dtype, head_dim)
     by_warps = WARPS_PER_MULTIPROCESSOR // config.warps
-    num_sms = 1 if interpreted() else launcher.multiprocessors(device)
-    return num_sms * max(1, min(by_memory, by_warps))
+    return max(1, min(by_memory, by_warps))
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,8 @@ PRINTED = """\
 
 def test_rows_are_those_of_the_profiler():
     printed = PRINTED.format(names='","'.join(counters.COUNTERS))
-    forward, backward = counters.rows_of("full", "sparseflash:auto", printed)
+    entries = counters.entries_of(printed)
+    forward, backward = (counters.row_of("full", "sparseflash:auto", entry) for entry in entries)
     assert (forward.kernel, forward.milliseconds) == ("forward", 1.234)
     assert (forward.implementation, forward.cycles) == ("sparseflash:auto", 2_100_000)
     assert (forward.percent["tensor cores"], forward.percent["L2"]) == (70.5, 50.25)
@@ -38,7 +39,8 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
             raise KeyboardInterrupt
         written.append(problem)
         names = '","'.join(counters.COUNTERS)
-        return counters.rows_of(problem, implementation, PRINTED.format(names=names))
+        entries = counters.entries_of(PRINTED.format(names=names))
+        return [counters.row_of(problem, implementation, entry) for entry in entries]
 
     monkeypatch.setattr(counters, "profiled", profiled)
     pretend_gpu(monkeypatch)

@@ -1,0 +1,429 @@
+"""The theory of FlashAttention, predicted and measured: Figure 2 of its paper, and growth with N.
+
+    python -m experiments.io_complexity
+
+predicts by `sparseflash.io_model` the FLOPs, the bytes of device memory and the time of
+
+- left: standard attention and FlashAttention, forward and backward;
+- middle: block-sparse attention of one density in blocks of 64 to 512 tokens;
+- right: block-sparse attention at densities from 1 to 1/32;
+- scaling: strided masks of s = (N / B)^(-1/2) and butterflies of s = log(N / B) / (N / B) in
+  blocks of B tokens, from 1K to 256K tokens,
+
+prints the predictions, and then, where there is a GPU, measures: results are checked, times taken
+as `experiments.bench` does, and bytes read from the hardware counters by Nsight Compute (`ncu`).
+It writes io-complexity-<device>.json and pictures. On a CPU the predictions and pictures stand
+alone.
+"""
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import track
+
+from experiments.cli import RESULTS, Baseline, Clock, Load, Output, Overwrite
+from experiments.record import OURS
+
+if TYPE_CHECKING:
+    from masks import Pattern
+    from sparseflash.io_model import Cost, Device
+
+DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+MARKER = "spin_kernel"  # of torch.cuda._sleep, launched before every pass that is counted
+COUNT_PASSES = (
+    "import sys; from experiments import io_complexity; io_complexity.run_passes(sys.argv[1])"
+)
+DIRECTIONS = ("forward", "backward")
+BUDGET_MS = 60.0
+BLOCK = 128
+BLOCK_SIZES = (64, 128, 256, 512)
+LARGEST_BLOCK = 256  # of a mask; larger ones are made of these
+DENSITIES = (1, 2, 4, 8, 16, 32)  # 1 / s
+LENGTHS = tuple(1024 * 2**i for i in range(9))
+FITTED_FROM = 16_384  # tokens: below, there are too few rows to keep a device busy
+
+
+class Panel(StrEnum):
+    """Parts of the figure."""
+
+    LEFT = "left"
+    MIDDLE = "middle"
+    RIGHT = "right"
+    SCALING = "scaling"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is predicted and measured: lengths and `block_size` in tokens."""
+
+    panel: str
+    implementation: str
+    name: str
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    block_size: int
+    pattern: "Pattern"
+
+    @property
+    def mask_block(self) -> int:
+        """The block size of the mask."""
+        return min(self.block_size, LARGEST_BLOCK)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass of a case.
+
+    Attributes:
+        density: of the mask in its blocks.
+        gflop: of products, those included that the backward pass repeats.
+        memory_gb, l2_gb: predicted bytes of device memory, and through L2.
+        predicted_ms: the least time; bound_by: the part of the device that sets it.
+        measured_gb, measured_ms: None where nothing was measured.
+    """
+
+    panel: str
+    implementation: str
+    name: str
+    direction: str
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    block_size: int
+    density: float
+    gflop: float
+    memory_gb: float
+    l2_gb: float
+    predicted_ms: float
+    bound_by: str
+    measured_gb: float | None = None
+    measured_ms: float | None = None
+
+    @property
+    def bytes_deviation(self) -> float | None:
+        """Measured bytes over predicted ones, less 1."""
+        return None if self.measured_gb is None else self.measured_gb / self.memory_gb - 1
+
+    @property
+    def time_deviation(self) -> float | None:
+        """Measured time over the predicted least time, less 1."""
+        return None if self.measured_ms is None else self.measured_ms / self.predicted_ms - 1
+
+
+def main(
+    only: Annotated[Panel | None, typer.Option(help="One part of the figure.")] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Device of the prediction: A100, H100, H200. Where there is a GPU, it is that GPU"
+            " by default, with the rates that were measured on it first.",
+            show_default=False,
+        ),
+    ] = "",
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+) -> None:
+    """Predicts and measures IO complexity."""
+    import torch
+
+    from experiments.instruments import Log
+    from experiments.io_plots import draw
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = model_device(model, kind)
+    cases = list(chosen_cases(only))
+    rows = [predict(case, direction, device) for case in cases for direction in DIRECTIONS]
+    title = f"predicted for {device.name}"
+    show(title, rows)
+    log = Log("io-complexity", kind, output, overwrite, model=asdict(device))
+    skipped = {}
+    if kind == "cuda":
+        rows = list(with_times(cases, rows))
+        rows, skipped = with_bytes(rows, only)
+        show(f"{title}, and measured", rows)
+    exponents = [asdict(fit) for fit in fits(rows)]
+    log.facts["exponents"] = exponents
+    log.add("io-complexity", rows, skipped, complete=True)
+    show_exponents(exponents)
+    for reason in skipped.values():
+        typer.echo(f"bytes are left out: {reason}")
+    for path in (log.path, *draw(rows, log.facts["environment"], device.name, log.path)):
+        typer.echo(f"wrote {path}")
+
+
+def model_device(name: str, kind: str) -> "Device":
+    """The device of the prediction. Raises typer.BadParameter for one that is not known."""
+    import torch
+
+    from experiments.roofline import measure_roofline
+    from sparseflash.io_model import DEVICES, device_named
+
+    gpu = torch.cuda.get_device_name() if kind == "cuda" else "H200"
+    found = name or next((known for known in DEVICES if known in gpu), gpu)
+    try:
+        device = device_named(found)
+    except ValueError as error:
+        raise typer.BadParameter(f"--model: {error}") from None
+    if name or kind == "cpu":
+        return device
+    return device.with_roofline(measure_roofline(torch.bfloat16))
+
+
+def chosen_cases(only: str | None) -> Iterator[Case]:
+    """The cases of one panel, or of all."""
+    yield from (case for case in all_cases() if only in (None, case.panel))
+
+
+def all_cases() -> Iterator[Case]:
+    """Those of every panel. The left one has the sizes of GPT-2 medium, as the paper has."""
+    import masks
+
+    gpt2 = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64, "block_size": BLOCK}
+    for implementation in (Baseline.STANDARD.value, OURS):
+        yield Case(Panel.LEFT, implementation, "full", **gpt2, pattern=masks.full())
+    size: dict[str, Any] = {"batch": 2, "heads": 16, "seq_len": 16_384, "head_dim": 128}
+    for side in BLOCK_SIZES:
+        name, pattern = "random 1/8", at_random(8, size["seq_len"], side)
+        yield Case(Panel.MIDDLE, OURS, name, block_size=side, pattern=pattern, **size)
+    for share in DENSITIES:
+        pattern = masks.full() if share == 1 else at_random(share, size["seq_len"], BLOCK)
+        name = "full" if share == 1 else f"random 1/{share}"
+        yield Case(Panel.RIGHT, OURS, name, block_size=BLOCK, pattern=pattern, **size)
+    for seq_len in LENGTHS:
+        size = {"batch": 1, "heads": 16, "seq_len": seq_len, "head_dim": 128, "block_size": BLOCK}
+        stride = round(math.sqrt(seq_len / BLOCK))
+        yield Case(Panel.SCALING, OURS, "strided", pattern=masks.strided(stride), **size)
+        yield Case(Panel.SCALING, OURS, "butterfly", pattern=masks.butterfly(), **size)
+
+
+def at_random(share: int, seq_len: int, side: int) -> "Pattern":
+    """One of `share` blocks of `side` tokens, made of smaller ones where masks have none such."""
+    import masks
+
+    drawn = masks.random(1 / share, seed=0)
+    if side <= LARGEST_BLOCK:
+        return drawn
+    blocks = drawn(seq_len // side * BLOCK, block_size=BLOCK).to_blocks()
+    group = side // LARGEST_BLOCK
+    return masks.block_pattern(
+        lambda i, j: blocks[i.cpu() // group, j.cpu() // group].to(i.device)
+    )
+
+
+def predict(case: Case, direction: str, device: "Device") -> Row:
+    """The prediction of a pass."""
+    mask = case.pattern(case.seq_len, block_size=case.mask_block)
+    cost = predicted_cost(case, mask, direction, device)
+    facts = asdict(replace(case, pattern=None))  # pyright: ignore[reportArgumentType]
+    del facts["pattern"]
+    return Row(
+        **facts,
+        direction=direction,
+        density=mask.density,
+        gflop=cost.flops / 1e9,
+        memory_gb=cost.memory_bytes / 1e9,
+        l2_gb=cost.l2_bytes / 1e9,
+        predicted_ms=cost.seconds * 1e3,
+        bound_by=cost.bound_by,
+    )
+
+
+def predicted_cost(case: Case, mask: Any, direction: str, device: "Device") -> "Cost":
+    """The cost of a pass by the IO model."""
+    from sparseflash import io_model
+
+    sizes: dict[str, Any] = {"batch": case.batch, "heads": case.heads}
+    sizes |= {"direction": direction, "device": device}
+    if case.implementation == OURS:
+        return io_model.attention(mask, case.head_dim, **sizes)
+    return io_model.standard_attention(case.seq_len, case.head_dim, **sizes)
+
+
+def with_times(cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows with measured times; every result is checked before."""
+    from experiments.measure import measure
+    from experiments.settings import Method
+
+    method = Method("cuda", "bf16", DIRECTIONS, Clock.GRAPH, Load.RESTED, BUDGET_MS, seed=0)
+    predicted = iter(rows)
+    for case in track(cases, description="times"):
+        measured, _ = measure(measured_case(case), [case.implementation], method)
+        for measurement in measured:
+            yield replace(next(predicted), measured_ms=measurement.median_ms)
+
+
+def measured_case(case: Case):
+    """The case as `experiments.measure` takes it."""
+    import torch
+
+    from experiments.measure import Case as MeasuredCase
+    from experiments.pattern_families import Problem, Size
+
+    size = Size(case.seq_len, case.mask_block, torch.device("cuda"))
+    dense = "full" if case.name == "full" else None
+    return MeasuredCase(
+        suite=case.panel,
+        family=case.name,
+        problem=Problem(case.name, size.compile(case.pattern), dense),
+        batch=case.batch,
+        heads=case.heads,
+        seq_len=case.seq_len,
+        head_dim=case.head_dim,
+        block_size=case.mask_block,
+        implementations=(case.implementation,),
+    )
+
+
+def with_bytes(rows: Sequence[Row], only: str | None) -> tuple[list[Row], dict[str, str]]:
+    """The rows with measured bytes; or as they were, and why."""
+    from experiments.instruments.counters import count
+
+    if shutil.which("ncu") is None:
+        return list(rows), {"bytes": "there is no ncu (Nsight Compute) on the PATH"}
+    typer.echo("counting bytes: ncu runs every pass once more")
+    try:
+        entries = count([sys.executable, "-c", COUNT_PASSES, only or ""], DRAM)
+    except RuntimeError as error:
+        return list(rows), {"bytes": str(error).splitlines()[0]}
+    found = list(bytes_of_passes(entries))
+    if len(found) != len(rows):
+        return list(rows), {"bytes": f"ncu counted {len(found)} passes of {len(rows)}"}
+    return [
+        replace(row, measured_gb=counted / 1e9) for row, counted in zip(rows, found, strict=True)
+    ], {}
+
+
+def bytes_of_passes(entries: Sequence[dict[str, str]]) -> Iterator[float]:
+    """Bytes of device memory of the kernels after each marker."""
+    from experiments.instruments.counters import number
+
+    found: list[float] = []
+    for entry in entries:
+        if MARKER in entry["Kernel Name"]:
+            found.append(0.0)
+        else:
+            found[-1] += sum(number(entry, counter) for counter in DRAM)
+    yield from found
+
+
+def run_passes(only: str) -> None:
+    """Both passes of every case, which the profiler watches, each after a marker."""
+    import torch
+
+    from experiments.measure import make_attend, random_problem
+
+    for case in chosen_cases(only or None):
+        measured = measured_case(case)
+        attend = make_attend(case.implementation, measured.problem)
+        inputs, grad_out = random_problem(measured, torch.bfloat16, torch.device("cuda"), 0)
+        for watched in (False, True):
+            torch.cuda.synchronize()
+            if watched:
+                torch.cuda.profiler.start()
+                torch.cuda._sleep(1)
+            out = attend(*inputs)
+            if watched:
+                torch.cuda._sleep(1)
+            torch.autograd.grad(out, inputs, grad_out)
+            torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """y = c N^exponent fitted to the passes of a pattern over lengths from FITTED_FROM on.
+
+    Attributes:
+        figure: what y is: a field of Row.
+        theory: the exponent of N sqrt N or N log N fitted in the same way.
+    """
+
+    name: str
+    direction: str
+    figure: str
+    exponent: float
+    theory: float
+
+
+THEORY = {
+    "strided": lambda n: n * math.sqrt(n),
+    "butterfly": lambda n: n * math.log2(n / BLOCK),
+}
+
+
+def fits(rows: Sequence[Row]) -> Iterator[Fit]:
+    """The exponents of every pattern, pass and figure of the panel "scaling"."""
+    scaling = [r for r in rows if r.panel == Panel.SCALING and r.seq_len >= FITTED_FROM]
+    for name, theory in THEORY.items():
+        for direction in DIRECTIONS:
+            own = [row for row in scaling if (row.name, row.direction) == (name, direction)]
+            expected = exponent([(row.seq_len, theory(row.seq_len)) for row in own]) if own else 0
+            for figure in ("l2_gb", "predicted_ms", "measured_ms"):
+                points = [(row.seq_len, getattr(row, figure)) for row in own]
+                if points and None not in points[0]:
+                    yield Fit(name, direction, figure, exponent(points), expected)
+
+
+def exponent(points: Sequence[tuple[float, float]]) -> float:
+    """p of y = c x^p, by least squares of logarithms."""
+    import numpy as np
+
+    x, y = np.log(np.array(points)).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    """Prints a table of the rows."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from experiments.report import wide_console
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "N": lambda row: f"{row.seq_len:,}",
+        "blocks": lambda row: f"{row.block_size}",
+        "s": lambda row: f"{row.density:.3g}",
+        "GFLOP": lambda row: f"{row.gflop:,.0f}",
+        "L2 GB": lambda row: f"{row.l2_gb:.3f}",
+        "GB": lambda row: f"{row.memory_gb:.3f}",
+        "measured": lambda row: _measured(row.measured_gb, row.bytes_deviation),
+        "ms": lambda row: f"{row.predicted_ms:.3f}",
+        "measured ": lambda row: _measured(row.measured_ms, row.time_deviation),
+    }
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("panel", "implementation", "mask", "pass"):
+        table.add_column(name, no_wrap=True)
+    for name in columns:
+        table.add_column(name.strip(), justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for row in rows:
+        figures = (text(row) for text in columns.values())
+        words = (row.panel, row.implementation, row.name, row.direction)
+        table.add_row(*words, *figures, row.bound_by)
+    wide_console().print(table)
+
+
+def _measured(value: float | None, deviation: float | None) -> str:
+    return "" if value is None or deviation is None else f"{value:.3f} {deviation:+.0%}"
+
+
+def show_exponents(found: Sequence[dict[str, Any]]) -> None:
+    """Prints a line for every fit."""
+    for fit in found:
+        typer.echo(
+            f"{fit['name']}, {fit['direction']}: {fit['figure']} grows as N^{fit['exponent']:.2f},"
+            f" theory N^{fit['theory']:.2f} (from {FITTED_FROM:,} tokens on)"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,163 @@
+"""The pictures of `experiments.io_complexity`."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from experiments.plots import COLOURS, MARKERS, NAMES
+
+if TYPE_CHECKING:
+    from experiments.io_complexity import Row
+
+FIGURES = {  # heading, then the fields that are predicted and measured
+    "time (ms)": ("predicted_ms", "measured_ms"),
+    "device memory (GB)": ("memory_gb", "measured_gb"),
+}
+PREDICTED: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"}
+
+
+def draw(rows: Sequence["Row"], environment: dict, model: str, stem: Path) -> list[Path]:
+    """Writes the pictures that the rows allow, as PNG and SVG, beside `stem`."""
+    panels = {panel: [r for r in rows if r.panel == panel] for panel in {r.panel for r in rows}}
+    figures = {}
+    if {"left", "middle", "right"} <= panels.keys():
+        figures["figure-2"] = _figure_2(panels)
+    if "scaling" in panels:
+        figures["scaling"] = _scaling(panels["scaling"])
+    commit = (environment["git"]["commit"] or "no commit")[:10]
+    origin = f"model of {model}; {environment['device']}, {environment['date'][:10]}, {commit}"
+    paths = []
+    for name, figure in figures.items():
+        figure.text(0.995, 0.008, origin, ha="right", va="bottom", fontsize=6.5, color="#666666")
+        for suffix in (".png", ".svg"):
+            paths.append(stem.with_name(f"{stem.stem}-{name}{suffix}"))
+            figure.savefig(paths[-1], dpi=150)
+        plt.close(figure)
+    return paths
+
+
+def _figure_2(panels: dict[str, list["Row"]]) -> Figure:
+    """Forward and backward pass together: bars, then against block size and density."""
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6.2))
+    for row, (heading, fields) in enumerate(FIGURES.items()):
+        _bars(axes[row, 0], panels["left"], heading, fields)
+        _line(axes[row, 1], panels["middle"], "block_size", fields)
+        _line(axes[row, 2], panels["right"], "density", fields)
+        _octaves(axes[row, 1], sorted({r.block_size for r in panels["middle"]}), "{:g}".format)
+        densities = sorted({round(1 / r.density) for r in panels["right"]})
+        _octaves(
+            axes[row, 2], [1 / n for n in densities], lambda s: f"1/{1 / s:g}" if s < 1 else "1"
+        )
+        axes[row, 1].set_yscale("linear")
+        axes[row, 1].set_ylim(bottom=0)
+        axes[row, 2].invert_xaxis()
+    left, middle, right = (panels[name][0] for name in ("left", "middle", "right"))
+    axes[0, 0].set_title(f"FlashAttention and standard\n{_size(left)}", fontsize=9)
+    axes[0, 1].set_title(f"block size, {middle.name}\n{_size(middle)}", fontsize=9)
+    axes[0, 2].set_title(f"density, blocks of {right.block_size}\n{_size(right)}", fontsize=9)
+    axes[1, 1].set_xlabel("block size (tokens)")
+    axes[1, 2].set_xlabel("density s")
+    axes[0, 1].legend(fontsize=8, frameon=False)
+    figure.suptitle("Forward and backward pass: time and bytes, predicted and measured")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    return figure
+
+
+def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]) -> None:
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    for i, field in enumerate(fields):
+        heights = [_both([r for r in rows if r.implementation == name], field) for name in names]
+        if not math.isnan(heights[0]):
+            where = [n + 0.4 * i for n in range(len(names))]
+            looks: tuple[dict[str, Any], ...] = (
+                {"color": "white", "edgecolor": COLOURS[0], "hatch": "//"},
+                {"color": COLOURS[0]},
+            )
+            bars = ax.bar(where, heights, 0.38, **looks[i])
+            ax.bar_label(bars, fmt="{:.3g}", fontsize=7)
+    labels = []
+    for name in names:
+        gflop = _both([r for r in rows if r.implementation == name], "gflop")
+        labels.append(f"{NAMES.get(name, name)}\n{gflop:,.0f} GFLOP")
+    ax.set_xticks([n + 0.2 for n in range(len(names))], labels, fontsize=8)
+    ax.set_ylabel(heading)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _line(ax: Axes, rows: Sequence["Row"], x: str, fields: tuple[str, str]) -> None:
+    """Predicted and measured figures of both passes against a field."""
+    values = sorted({getattr(row, x) for row in rows})
+    for i, (field, label) in enumerate(zip(fields, ("predicted", "measured"), strict=True)):
+        heights = [_both([r for r in rows if getattr(r, x) == value], field) for value in values]
+        if not math.isnan(heights[0]):
+            look: dict[str, Any] = PREDICTED if i == 0 else {}
+            ax.plot(values, heights, color=COLOURS[i], marker=MARKERS[i], label=label, **look)
+    if fields[0] == "memory_gb":
+        heights = [_both([r for r in rows if getattr(r, x) == value], "l2_gb") for value in values]
+        style: dict[str, Any] = {"color": COLOURS[2], "marker": MARKERS[2], "linestyle": ":"}
+        ax.plot(values, heights, label="predicted, through L2", **style)
+        ax.legend(fontsize=7, frameon=False)
+    ax.set_yscale("log")
+    _plain(ax)
+
+
+def _octaves(ax: Axes, ticks: Sequence[float], text) -> None:
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
+def _plain(ax: Axes) -> None:
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.grid(color="#DDDDDD", linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _scaling(rows: Sequence["Row"]) -> Figure:
+    """Time and bytes through L2 of both passes against length."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4))
+    lengths = sorted({row.seq_len for row in rows})
+    for i, name in enumerate(dict.fromkeys(row.name for row in rows)):
+        own = [[r for r in rows if (r.name, r.seq_len) == (name, length)] for length in lengths]
+        for ax, field, label, look in (
+            (axes[0], "predicted_ms", "predicted", PREDICTED),
+            (axes[0], "measured_ms", "measured", {}),
+            (axes[1], "l2_gb", "predicted, through L2", PREDICTED),
+            (axes[1], "memory_gb", "predicted, device memory", PREDICTED | {"linestyle": ":"}),
+            (axes[1], "measured_gb", "measured, device memory", {}),
+        ):
+            heights = [_both(both, field) for both in own]
+            if not math.isnan(heights[0]):
+                style: dict[str, Any] = {"color": COLOURS[i], "marker": MARKERS[i]} | look
+                ax.plot(lengths, heights, label=f"{name}, {label}", **style)
+    for ax, heading in zip(axes, ("time (ms)", "bytes (GB)"), strict=True):
+        _octaves(ax, lengths, lambda n: f"{n / 1024:g}K")
+        ax.set_yscale("log")
+        _plain(ax)
+        ax.set_xlabel("sequence length N (tokens)")
+        ax.set_ylabel(heading)
+        ax.legend(fontsize=7, frameon=False)
+    title = (
+        "Forward and backward pass against length: strided s ~ N^(-1/2), butterfly s ~ log N / N"
+    )
+    figure.suptitle(f"{title}\nbatch {rows[0].batch}, {rows[0].heads} heads of {rows[0].head_dim}")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    return figure
+
+
+def _both(rows: Sequence["Row"], field: str) -> float:
+    """The sum over both passes; NaN where one was not measured."""
+    values = [getattr(row, field) for row in rows]
+    return math.nan if None in values else sum(values)
+
+
+def _size(row: "Row") -> str:
+    return f"N = {row.seq_len:,}, batch {row.batch}, {row.heads} heads of {row.head_dim}"

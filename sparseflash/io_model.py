@@ -1,0 +1,538 @@
+"""What attention costs: products, exponentials, bytes of each level of memory, the least time.
+
+For one head of N queries and keys of d dims, in numbers (not bytes):
+
+- standard attention (Algorithm 0 and its backward pass) writes and reads S and P, N x N each:
+  Theta(N d + N^2) accesses of slow memory (Theorem 2);
+- FlashAttention keeps a tile of B queries in fast memory and reads all keys and values once for
+  each of N / B tiles: N / B * 2 N d = Theta(N^2 d^2 / M) accesses, for B d = Theta(M) numbers fit
+  into fast memory (Theorem 2); Proposition 3 says that no exact algorithm does better for all M;
+- block-sparse FlashAttention reads those of non-zero blocks: Theta(N d + N^2 d^2 s / M)
+  (Proposition 4), and its backward pass as many (Theorem 5).
+
+Here the tiles are those that the backends choose, and blocks are counted in the lookup table that
+their kernels read. On a GPU there are two slow memories. Every tile comes through L2: that is the
+count of the theorems, `l2_bytes`. What L2 still holds from another tile is not read from device
+memory again: `memory_bytes`.
+
+Reference:
+    Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, sections 3.1 to 3.3, appendices B to D.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from masks import BlockMask
+from masks.lookup_table import BlockLists, LookupTable
+from sparseflash.backends import hopper, triton
+from sparseflash.backends.hopper import configs as hopper_configs
+from sparseflash.backends.hopper import select as hopper_select
+from sparseflash.dispatch.spec import AttentionSpec
+
+DIRECTIONS = ("forward", "backward")
+BACKENDS = {"hopper": hopper, "triton": triton}
+WARPGROUP_ROWS = 64  # of one product; its right operand comes from shared memory once for them
+LSE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do at most.
+
+    Args:
+        name: Of the device.
+        capability: Compute capability.
+        multiprocessors: How many there are.
+        clock: Cycles a second.
+        matrix_flops: FLOP/s of products of 16-bit numbers.
+        memory_bandwidth: Bytes a second of device memory.
+        l2_bytes: Capacity of L2.
+        l2_bytes_per_cycle: That L2 delivers.
+        shared_bytes: Of shared memory that one program may take.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    clock: float
+    matrix_flops: float
+    memory_bandwidth: float
+    l2_bytes: int
+    l2_bytes_per_cycle: int
+    shared_bytes: int
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """What is done in a second of each thing that a kernel needs.
+
+        A multiprocessor computes 16 exponentials and reads or writes 128 bytes of shared memory
+        in a cycle (CUDA C++ Programming Guide, throughput of native arithmetic instructions, and
+        shared memory).
+        """
+        per_cycle = self.multiprocessors * self.clock
+        return {
+            "products": self.matrix_flops,
+            "exponentials": 16 * per_cycle,
+            "shared memory": 128 * per_cycle,
+            "L2": self.l2_bytes_per_cycle * self.clock,
+            "memory": self.memory_bandwidth,
+        }
+
+    def with_roofline(self, roofline: Mapping[str, float]) -> "Device":
+        """The device with the rates that `experiments.roofline` measured."""
+        return replace(
+            self,
+            matrix_flops=roofline["matrix_product_tflops"] * 1e12,
+            memory_bandwidth=roofline["copy_terabytes_per_second"] * 1e12,
+        )
+
+
+# NVIDIA's A100 and H100 Tensor Core GPU architecture papers (of SXM modules) and the data sheet
+# of H200. L2 of H100: 6144 bytes a cycle by the hardware counters of an H200, `lts__throughput`.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100", (8, 0), 108, 1.41e9, 312e12, 2.039e12, 40 << 20, 5120, 163 << 10),
+        Device("H100", (9, 0), 132, 1.83e9, 989.4e12, 3.35e12, 50 << 20, 6144, 227 << 10),
+        Device("H200", (9, 0), 132, 1.83e9, 989.4e12, 4.8e12, 50 << 20, 6144, 227 << 10),
+    )
+}
+
+
+def device_named(device: str | Device) -> Device:
+    """A device, by its name in DEVICES or as it is.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if isinstance(device, Device):
+        return device
+    if device not in DEVICES:
+        raise ValueError(f"device must be a Device or one of {', '.join(DEVICES)}, got {device!r}")
+    return DEVICES[device]
+
+
+class KernelCost(NamedTuple):
+    """What one kernel does, of all heads.
+
+    Args:
+        name: Of the kernel.
+        flops: Of its products.
+        exponentials: One for each pair that it computes.
+        memory_bytes: Read from and written to device memory where L2 keeps what it can.
+        l2_bytes: The same where every tile is loaded anew: what goes through L2.
+        shared_bytes: Written to and read from shared memory by loads and products.
+    """
+
+    name: str
+    flops: float
+    exponentials: float
+    memory_bytes: float
+    l2_bytes: float
+    shared_bytes: float
+
+    def seconds(self, device: Device) -> dict[str, float]:
+        """The time that each part of the device takes at least."""
+        needs = (
+            *(self.flops, self.exponentials, self.shared_bytes),
+            *(self.l2_bytes, self.memory_bytes),
+        )
+        return {
+            part: need / rate
+            for (part, rate), need in zip(device.rates.items(), needs, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The kernels of a pass, one after the other, on a device."""
+
+    device: Device
+    kernels: tuple[KernelCost, ...]
+
+    @property
+    def flops(self) -> float:
+        """Of all products."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of device memory, where L2 keeps what it can."""
+        return sum(kernel.memory_bytes for kernel in self.kernels)
+
+    @property
+    def l2_bytes(self) -> float:
+        """Of tiles that are loaded and stored, without reuse in L2."""
+        return sum(kernel.l2_bytes for kernel in self.kernels)
+
+    @property
+    def shared_bytes(self) -> float:
+        """Of shared memory."""
+        return sum(kernel.shared_bytes for kernel in self.kernels)
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOPs for each byte of device memory."""
+        return self.flops / self.memory_bytes
+
+    @property
+    def seconds(self) -> float:
+        """The least time: of each kernel that of the part of the device that it keeps longest."""
+        return sum(max(kernel.seconds(self.device).values()) for kernel in self.kernels)
+
+    @property
+    def bound_by(self) -> str:
+        """The part of the device that sets most of the least time."""
+        total: dict[str, float] = {}
+        for kernel in self.kernels:
+            part, seconds = max(kernel.seconds(self.device).items(), key=lambda entry: entry[1])
+            total[part] = total.get(part, 0.0) + seconds
+        return max(total, key=lambda part: total[part])
+
+    def __str__(self) -> str:
+        device_memory, l2, shared = (
+            f"{count / 1e9:,.3f} GB"
+            for count in (self.memory_bytes, self.l2_bytes, self.shared_bytes)
+        )
+        lines = [
+            f"{self.flops / 1e9:,.1f} GFLOP, {device_memory} of device memory, {l2} through L2, "
+            f"{shared} of shared memory, {self.arithmetic_intensity:,.0f} FLOP/B",
+            f"at least {self.seconds * 1e3:.3f} ms on {self.device.name}, by its {self.bound_by}",
+        ]
+        for kernel in self.kernels:
+            times = kernel.seconds(self.device)
+            parts = (f"{part} {seconds * 1e3:.3f}" for part, seconds in times.items())
+            lines.append(f"  {kernel.name}, ms: {', '.join(parts)}")
+        return "\n".join(lines)
+
+
+def standard_attention(
+    seq_len: int,
+    head_dim: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    direction: str = "forward",
+    itemsize: int = 2,
+    device: str | Device = "H200",
+) -> Cost:
+    """The cost of attention that materialises its scores.
+
+    Forward (Algorithm 0):  S = Q K^T;  P = softmax(S);  O = P V
+        accesses  2Nd + N^2,  2 N^2,  N^2 + 2Nd          = 4Nd + 4 N^2
+    Backward (Algorithm 3):  dV = P^T dO;  dP = dO V^T;  dS;  dQ = dS K;  dK = dS^T Q
+        accesses  N^2 + 2Nd,  N^2 + 2Nd,  3 N^2,  N^2 + 2Nd,  N^2 + 2Nd  = 8Nd + 7 N^2
+
+    Args:
+        seq_len: N, in tokens.
+        head_dim: d.
+        batch, heads: Each of both alike.
+        direction: "forward" or "backward".
+        itemsize: Bytes of a number.
+        device: Name of one of DEVICES, or a Device.
+
+    Returns:
+        A Cost with a kernel for each step. L2 keeps none of N x N numbers of all heads.
+
+    Raises:
+        ValueError: The direction or the device is unknown.
+
+    Reference:
+        Dao et al. 2022, Algorithms 0 and 3, Theorem 2.
+    """
+    _check_direction(direction)
+    square, tall = batch * heads * seq_len**2, batch * heads * seq_len * head_dim
+    product = 2 * square * head_dim
+
+    def multiply(name: str) -> KernelCost:
+        accesses = (square + 2 * tall) * itemsize
+        return KernelCost(name, product, 0, accesses, accesses, 0)
+
+    def elementwise(name: str, squares: int, exponentials: float) -> KernelCost:
+        accesses = squares * square * itemsize
+        return KernelCost(name, 0, exponentials, accesses, accesses, 0)
+
+    if direction == "forward":
+        kernels = (multiply("scores"), elementwise("softmax", 2, square), multiply("values"))
+    else:
+        kernels = (
+            *(multiply("dV"), multiply("dP"), elementwise("dS", 3, 0)),
+            *(multiply("dQ"), multiply("dK")),
+        )
+    return Cost(device_named(device), kernels)
+
+
+class _Pass(NamedTuple):
+    """One kernel of FlashAttention.
+
+    Args:
+        name: Of the kernel, as backends call it.
+        by_key: Whether its work tiles are rows of keys.
+        products: (queries x keys x dims) of a block.
+        left_in_shared: Of these, with the left operand in shared memory too.
+        resident: Tensors (tokens x dims) read or written once for a row.
+        resident_bytes: Further bytes for a token of a row.
+        streamed_bytes: Bytes for a token of a listed block besides those of two tensors.
+    """
+
+    name: str
+    by_key: bool
+    products: int
+    left_in_shared: int
+    resident: int
+    resident_bytes: int
+    streamed_bytes: int
+
+
+# forward: Q, O; LSE. S = Q K^T, O = P V.
+# dq: Q, O, dO, dQ; LSE read, LSE and delta written. S, dP = dO V^T, dQ = dS K.
+# dkdv: K, V, dK, dV; LSE and delta with every query. S, dP, dV = P^T dO, dK = dS^T Q.
+PASSES = {
+    "forward": (_Pass("forward", False, 2, 0, 2, LSE_BYTES, 0),),
+    "backward": (
+        _Pass("dq", False, 3, 2, 4, 3 * LSE_BYTES, 0),
+        _Pass("dkdv", True, 4, 2, 4, 0, 2 * LSE_BYTES),
+    ),
+}
+
+
+class _Tile(NamedTuple):
+    """Tokens of a work tile's row, dims of a tile, and work tiles that run at a time."""
+
+    rows: int
+    dims: int
+    resident: int
+
+
+def attention(
+    mask: BlockMask,
+    head_dim: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    direction: str = "forward",
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+    device: str | Device = "H200",
+) -> Cost:
+    """The cost of FlashAttention under a mask: of all pairs, or of its non-zero blocks.
+
+    A kernel takes a row of B tokens and reads two tensors (K and V, or Q and dO) of n blocks of b
+    tokens that the row lists; nnz is the sum of n over rows of B tokens.
+
+        FLOPs         2 B b d nnz for each product: 2 forward, 3 for dQ and 4 for dK and dV
+        L2            resident tensors once, 2 nnz b d numbers streamed
+        device memory resident tensors once, and of the streamed ones
+                      what is listed at all, once for each key head, where L2 holds it;
+                      else once for each wave of rows that run at a time, what these list
+        shared memory what is streamed is written once and read by every product of 64 rows
+
+    The gradients are those with a fixed order of sums (`deterministic=True`).
+
+    Args:
+        mask: The mask; `masks.full()` compiled for FlashAttention of all pairs.
+        head_dim: d.
+        batch, heads: Of the queries.
+        kv_heads: Heads of keys and values, by default `heads`.
+        direction: "forward" or "backward".
+        dtype: Of the inputs.
+        backend: "hopper", "triton", or "auto" for that which serves such a call on the device.
+        device: Name of one of DEVICES, or a Device.
+
+    Returns:
+        A Cost with one kernel forward and two backward.
+
+    Raises:
+        TypeError: The mask is no BlockMask.
+        ValueError: The direction, the backend or the device is unknown, or has no kernel for it.
+
+    Reference:
+        Dao et al. 2022, Theorem 2, Theorem 5, Proposition 4; the order of loops is that of Dao
+        2023, FlashAttention-2.
+    """
+    _check_direction(direction)
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"mask must be a BlockMask, a pattern compiled for a length, got {type(mask).__name__}"
+        )
+    chosen, kv_heads = device_named(device), heads if kv_heads is None else kv_heads
+    q_len, k_len = mask.seq_len
+    spec = AttentionSpec(
+        scale=1.0,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        k_len=k_len,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cuda"),
+        block_size=mask.block_size,
+        mask_heads=1 if mask.num_heads == 1 else heads,
+        mask_group=1 if mask.num_heads == 1 else heads // mask.num_heads,
+    )
+    name = _backend_for(spec, mask, chosen) if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be auto or one of {', '.join(BACKENDS)}, got {backend!r}")
+    block_size = BACKENDS[name].block_size_for(spec, mask)
+    table = mask.table(block_size=block_size).for_groups(spec.mask_group)
+    kernels = (
+        _kernel(each, table, spec, _tile(each, name, spec, block_size, chosen), chosen)
+        for each in PASSES[direction]
+    )
+    return Cost(chosen, tuple(kernels))
+
+
+def _check_direction(direction: str) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+
+
+def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:
+    """The backend that "auto" takes on the device."""
+    served = (
+        device.capability == hopper_select.CAPABILITY
+        and spec.dtype in hopper_select.DTYPES
+        and spec.head_dim in hopper_select.HEAD_DIMS
+    )
+    return "hopper" if served and not hopper.auto_skip(spec, mask) else "triton"
+
+
+def _tile(
+    each: _Pass, backend: str, spec: AttentionSpec, block_size: tuple[int, int], device: Device
+) -> _Tile:
+    """The tile that a backend chooses for a pass over blocks of `block_size`."""
+    if backend == "hopper":
+        side, dims = block_size[0], hopper_configs.tile_width(spec.head_dim)
+        by_pass = {
+            "forward": hopper_configs.FORWARD_CONFIGS,
+            "dq": hopper_configs.DQ_CONFIGS,
+            "dkdv": hopper_configs.DKDV_CONFIGS,
+        }
+        config = by_pass[each.name].get(side, {}).get(dims)
+        if config is None:
+            raise ValueError(
+                f"backend hopper has no {each.name} kernel for head_dim {spec.head_dim} in tiles "
+                f"of {side}"
+            )
+        return _Tile(side, dims, config.ctas_per_sm * device.multiprocessors)
+    from sparseflash.backends.triton import configs
+
+    major, minor = device.capability
+    facts = (10 * major + minor, device.shared_bytes, spec.dtype, spec.head_dim, block_size)
+    config = configs.choose(each.name, *facts, device.capability >= (9, 0))
+    if config is None:
+        raise ValueError(
+            f"backend triton has no {each.name} kernel for head_dim {spec.head_dim} in blocks of "
+            f"{block_size} on {device.name}"
+        )
+    programs = configs.programs_per_multiprocessor(
+        device.shared_bytes, config, each.name, spec.dtype, spec.head_dim
+    )
+    rows = config.bn if each.by_key else config.bm
+    return _Tile(rows, configs.padded_dims(spec.head_dim), programs * device.multiprocessors)
+
+
+def _kernel(
+    each: _Pass, table: LookupTable, spec: AttentionSpec, tile: _Tile, device: Device
+) -> KernelCost:
+    rows, columns = (
+        (table.by_key, table.by_query) if each.by_key else (table.by_query, table.by_key)
+    )
+    row_len, column_len = (spec.k_len, spec.q_len) if each.by_key else (spec.q_len, spec.k_len)
+    row_side, column_side = table.block_size[::-1] if each.by_key else table.block_size
+    row_heads = spec.kv_heads if each.by_key else spec.heads
+    passes = math.ceil(row_side / tile.rows)  # over the blocks of a row
+    token = 2 * spec.head_dim * spec.dtype.itemsize + each.streamed_bytes
+    # Query heads that read each of the masks.
+    mask_of_head = table.head_to_mask[0].cpu().expand(spec.heads)
+    readers = torch.bincount(mask_of_head, minlength=len(rows.row_ptr)) * spec.batch
+    listed, tokens = _listed(rows), _listed_tokens(columns, column_len, column_side)
+
+    resident = (
+        spec.batch
+        * row_heads
+        * row_len
+        * (each.resident * spec.head_dim * spec.dtype.itemsize + each.resident_bytes)
+    )
+    streamed = float((readers * tokens).sum()) * passes * token
+    blocks = float((readers * listed).sum())
+    bit_tile_bytes = table.bit_tiles[0].numel() * 4
+    partial = float((readers * rows.row_ptr[..., 3].sum(1).cpu()).sum())
+    read_table = passes * (4 * blocks + partial * (4 + bit_tile_bytes))
+    table_bytes = min(read_table, 4 * _entries(rows) + table.bit_tiles.numel() * 4)
+    once = sum(
+        count * _once_bytes(rows, columns, mask, column_len, column_side, token, tile, device)
+        for mask, count in enumerate(readers.tolist())
+    )
+    if not each.by_key:  # heads of a group read the same keys, one soon after the other
+        once *= spec.kv_heads / spec.heads
+
+    pairs = blocks * row_side * column_side
+    right = each.products * row_side * column_side / WARPGROUP_ROWS
+    left = each.left_in_shared * row_side
+    operand = blocks * tile.dims * spec.dtype.itemsize
+    loads = 2 * passes * column_side
+    return KernelCost(
+        name=each.name,
+        flops=2.0 * each.products * pairs * tile.dims,
+        exponentials=pairs,
+        memory_bytes=resident + min(once, streamed) + table_bytes,
+        l2_bytes=resident + streamed + read_table,
+        shared_bytes=operand * (loads + right + left),
+    )
+
+
+def _listed(rows: BlockLists) -> Tensor:
+    """(masks,): blocks that all rows list."""
+    return rows.row_ptr[..., [1, 3]].sum((1, 2)).cpu()
+
+
+def _entries(rows: BlockLists) -> int:
+    """32-bit words of one direction of a table."""
+    return sum(x.numel() for x in (rows.row_ptr, rows.full_index, rows.partial_index))
+
+
+def _listed_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:
+    """(masks,): tokens of all blocks that rows list, without those past the end."""
+    listings = columns.row_ptr[..., [1, 3]].sum(-1).cpu()
+    return (listings * _column_tokens(columns, column_len, side)).sum(1)
+
+
+def _column_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:
+    """(columns,): tokens of each column inside the sequence."""
+    tokens = torch.full((columns.num_rows,), side)
+    tokens[-1] = column_len - (columns.num_rows - 1) * side
+    return tokens
+
+
+def _once_bytes(
+    rows: BlockLists,
+    columns: BlockLists,
+    mask: int,
+    column_len: int,
+    side: int,
+    token: int,
+    tile: _Tile,
+    device: Device,
+) -> float:
+    """Bytes that one head streams from device memory."""
+    tokens = _column_tokens(columns, column_len, side)
+    used = columns.row_ptr[mask][:, [1, 3]].sum(-1).cpu() > 0
+    every = int(tokens[used].sum()) * token
+    if every <= device.l2_bytes:
+        return every
+    row_ptr, total = rows.row_ptr[mask].cpu(), 0
+    for wave in row_ptr.split(tile.resident):
+        seen = torch.zeros(columns.num_rows, dtype=torch.bool)
+        for index, start in ((rows.full_index, 0), (rows.partial_index, 2)):
+            for begin, count in wave[:, start : start + 2].unique(dim=0).tolist():
+                seen[index[begin : begin + count].cpu().long()] = True
+        total += int(tokens[seen].sum()) * token
+    return total

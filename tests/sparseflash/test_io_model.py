@@ -1,0 +1,127 @@
+import pytest
+import torch
+
+import masks
+from sparseflash import io_model
+from sparseflash.io_model import DEVICES, attention, standard_attention
+
+D, E = 128, 2  # head dim, bytes of a number
+
+
+def test_standard_attention_counts_every_step():
+    n, heads = 512, 6
+    forward, backward = (
+        standard_attention(n, 64, batch=2, heads=3, direction=each) for each in io_model.DIRECTIONS
+    )
+    assert forward.memory_bytes == heads * E * (4 * n * 64 + 4 * n**2)
+    assert backward.memory_bytes == heads * E * (8 * n * 64 + 7 * n**2)
+    assert forward.flops == heads * 4 * n**2 * 64
+    assert backward.flops == 2 * forward.flops
+    assert forward.bound_by == backward.bound_by == "memory"
+
+
+@pytest.mark.parametrize(
+    ("backend", "block", "rows"), [("hopper", 128, 128), ("hopper", 64, 64), ("triton", 64, 64)]
+)
+def test_l2_bytes_are_those_of_the_theorem(backend, block, rows):
+    """Q and O once, K and V once for each tile of queries that lists them; 4 bytes each of LSE and
+    of an entry of the table."""
+    n, heads = 4096, 3
+    mask = masks.random(1 / 4, seed=1)(n, block_size=block)
+    cost = attention(mask, D, heads=heads, backend=backend)
+    streamed = mask.nnz_blocks * block // rows * block * 2 * D * E
+    resident = n * (2 * D * E + 4)
+    entries = 4 * mask.nnz_blocks * block // rows
+    assert cost.l2_bytes == heads * (streamed + resident + entries)
+    assert cost.flops == heads * 4 * D * mask.nnz_blocks * block**2
+
+
+def test_l2_holds_keys_and_values_until_they_are_too_many():
+    cost = attention(masks.full()(8192), D, heads=2)
+    assert cost.memory_bytes == pytest.approx(2 * 8192 * (4 * D * E + 4), rel=1e-3)
+    n, waves = 131_072, -(-1024 // 132)  # 1024 rows of 128 queries on 132 multiprocessors
+    long = attention(masks.full()(n), D)
+    assert long.memory_bytes == pytest.approx(
+        n * (2 * D * E + 4) + waves * n * 2 * D * E, rel=1e-3
+    )
+    windows = attention(masks.local(512)(n), D)
+    assert windows.memory_bytes < long.memory_bytes / 4
+    small = attention(masks.full()(8192), D, heads=2, device="A100")
+    assert small.l2_bytes > small.memory_bytes
+
+
+def test_keys_that_no_row_lists_are_not_read():
+    blocks = torch.zeros(8, 8, dtype=torch.bool)
+    blocks[:, :2] = True
+    mask = masks.BlockMask.from_blocks(blocks, 128)
+    cost = attention(mask, D)
+    n = 1024
+    assert cost.memory_bytes == pytest.approx(n * (2 * D * E + 4) + 256 * 2 * D * E, rel=1e-2)
+
+
+def test_what_lies_past_the_end_is_not_read():
+    whole, clipped = (attention(masks.full()(n), D) for n in (1024, 1000))
+    assert clipped.flops == whole.flops
+    saved = 24 * (2 * D * E + 4) + 8 * 24 * 2 * D * E
+    assert whole.l2_bytes - clipped.l2_bytes == pytest.approx(saved, rel=0.3)
+    assert clipped.l2_bytes < whole.l2_bytes
+
+
+def test_backward_pass_recomputes_scores_in_both_kernels():
+    mask = masks.strided(4)(4096)
+    forward, backward = (
+        attention(mask, D, heads=4, direction=each) for each in io_model.DIRECTIONS
+    )
+    assert [kernel.name for kernel in backward.kernels] == ["dq", "dkdv"]
+    assert backward.flops == pytest.approx(3.5 * forward.flops)
+    # Q, O, dO, dQ and K, V; then K, V, dK, dV and Q, dO
+    assert backward.memory_bytes == pytest.approx(4 * 4096 * 12 * D * E, rel=0.03)
+
+
+def test_heads_of_a_group_share_keys():
+    mask = masks.full()(4096)
+    own, shared = (attention(mask, D, heads=8, kv_heads=kv) for kv in (8, 2))
+    assert own.l2_bytes == shared.l2_bytes
+    assert own.memory_bytes - shared.memory_bytes == 6 * 4096 * 2 * D * E
+    per_key_head = masks.stack([masks.full(), masks.local(128)])(4096)
+    assert attention(per_key_head, D, heads=8, kv_heads=2).flops < own.flops
+
+
+def test_least_time_is_that_of_the_busiest_part():
+    full = attention(masks.full()(8192), D, heads=16)
+    h200 = DEVICES["H200"]
+    assert full.seconds == full.flops / h200.matrix_flops
+    assert full.bound_by == "products"
+    assert full.arithmetic_intensity == full.flops / full.memory_bytes
+    diagonal = attention(masks.local(0)(8192), D, heads=16)
+    assert diagonal.bound_by == "memory"
+    assert diagonal.seconds == diagonal.memory_bytes / h200.memory_bandwidth
+    slow = h200.with_roofline({"matrix_product_tflops": 100, "copy_terabytes_per_second": 1})
+    assert attention(masks.full()(8192), D, heads=16, device=slow).seconds == full.flops / 1e14
+    assert "by its products" in str(full)
+    assert "forward, ms: products" in str(full)
+
+
+def test_auto_is_the_backend_that_serves_such_calls():
+    mask = masks.causal()(2048)
+    assert attention(mask, D) == attention(mask, D, backend="hopper")
+    assert attention(mask, D, dtype=torch.float32) == attention(
+        mask, D, dtype=torch.float32, backend="triton"
+    )
+    assert attention(mask, D, device="A100").device.name == "A100"
+
+
+def test_bad_input_is_named():
+    mask = masks.full()(256)
+    with pytest.raises(ValueError, match="A100, H100, H200, got 'V100'"):
+        attention(mask, D, device="V100")
+    with pytest.raises(ValueError, match="device must be"):
+        standard_attention(256, D, device="B9")
+    with pytest.raises(ValueError, match="forward, backward, got 'both'"):
+        attention(mask, D, direction="both")
+    with pytest.raises(ValueError, match="hopper, triton, got 'cpu'"):
+        attention(mask, D, backend="cpu")
+    with pytest.raises(TypeError, match="compiled for a length, got Pattern"):
+        attention(masks.full(), D)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="no forward kernel for head_dim 512 in tiles of 128"):
+        attention(mask, 512, backend="hopper")
