@@ -10,10 +10,10 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import sparseflash
-from experiments.check import Attend
+from experiments.check import DROPOUT_SEED, Attend, Extras
 from experiments.cli import Baseline
 from experiments.pattern_families import Problem
 from experiments.record import ANY_ORDER
@@ -21,6 +21,8 @@ from masks import BlockMask
 from masks.interop import to_block_lists, to_cudnn_blocks, to_cudnn_intervals, to_flex
 
 RECOMPILE_LIMIT = 64
+NO_EXTRAS = Extras()
+WITH_DROPOUT = (Baseline.SDPA, Baseline.FLASH, Baseline.CUDNN, Baseline.STANDARD)
 # What libraries raise, besides RuntimeError, for a problem that they do not take.
 REFUSALS = (AssertionError, ImportError, TypeError, ValueError)
 
@@ -29,17 +31,29 @@ class BaselineError(RuntimeError):
     """A baseline cannot compute a problem here."""
 
 
-def attend_sparseflash(problem: Problem, named: str = "auto") -> Attend:
+def attend_sparseflash(
+    problem: Problem, named: str = "auto", extras: Extras = NO_EXTRAS
+) -> Attend:
     """named: a backend, with ANY_ORDER where its gradients need no fixed order of sums."""
     backend = named.removesuffix(ANY_ORDER)
-    deterministic = backend == named
+    options = {"backend": backend, "deterministic": backend == named}
+    if extras.key_lengths is not None:
+        options["key_lengths"] = extras.key_lengths
+    if extras.dropout_p > 0:
+        options |= {"dropout_p": extras.dropout_p, "seed": DROPOUT_SEED}
     return lambda query, key, value: sparseflash.attention(
-        query, key, value, problem.mask, backend=backend, deterministic=deterministic
+        query, key, value, problem.mask, **options
     )
 
 
-def attend_baseline(baseline: Baseline, problem: Problem) -> Attend:
-    """The baseline on this mask. Raises ValueError for a dense baseline and a sparse mask."""
+def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EXTRAS) -> Attend:
+    """The baseline on this mask. Raises ValueError for a dense baseline and a sparse mask, and
+    BaselineError for extras that it has not, or not on this mask.
+    """
+    if extras.key_lengths is not None:
+        raise BaselineError(f"{baseline} is measured without padding")
+    if extras.dropout_p > 0 and baseline not in WITH_DROPOUT:
+        raise BaselineError(f"{baseline} has no dropout")
     if baseline is Baseline.FLEX:
         # A full mask is what FlexAttention computes without a block mask.
         return attend_flex(None if problem.dense == "full" else flex_mask(problem))
@@ -48,25 +62,25 @@ def attend_baseline(baseline: Baseline, problem: Problem) -> Attend:
     if problem.dense is None:
         raise ValueError(f"{baseline} computes full and causal masks only")
     causal = problem.dense == "causal"
-    return (
-        attend_standard(causal) if baseline is Baseline.STANDARD else attend_sdpa(baseline, causal)
-    )
+    if baseline is Baseline.STANDARD:
+        return attend_standard(causal, extras.dropout_p)
+    return attend_sdpa(baseline, causal, extras.dropout_p)
 
 
-def attend_sdpa(baseline: Baseline, causal: bool) -> Attend:
+def attend_sdpa(baseline: Baseline, causal: bool, dropout_p: float = 0.0) -> Attend:
     backends = {
         Baseline.FLASH: [SDPBackend.FLASH_ATTENTION],
         Baseline.CUDNN: [SDPBackend.CUDNN_ATTENTION],
     }
     if baseline not in backends:
         return lambda query, key, value: scaled_dot_product_attention(
-            query, key, value, is_causal=causal, enable_gqa=_grouped(query, key)
+            *(query, key, value, None, dropout_p, causal), enable_gqa=_grouped(query, key)
         )
 
     def attend(query, key, value):
         with sdpa_kernel(backends[baseline]):
             return scaled_dot_product_attention(
-                query, key, value, is_causal=causal, enable_gqa=_grouped(query, key)
+                *(query, key, value, None, dropout_p, causal), enable_gqa=_grouped(query, key)
             )
 
     return attend
@@ -77,13 +91,13 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
     return query.shape[1] != key.shape[1]
 
 
-def attend_standard(causal: bool) -> Attend:
+def attend_standard(causal: bool, dropout_p: float = 0.0) -> Attend:
     def attend(query, key, value):
         scores = query * query.shape[-1] ** -0.5 @ key.mT  # scaled while it is N x d
         if causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
-        return scores.softmax(-1) @ value
+        return dropout(scores.softmax(-1), dropout_p) @ value
 
     return attend
 

@@ -94,6 +94,17 @@ def main(
         float | None, option("Milliseconds spent on each rested median.", "budget_ms", min=1)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    dropout: Annotated[
+        float, typer.Option(help="Probability of dropout; of those that have it.", min=0, max=0.99)
+    ] = 0.0,
+    padding: Annotated[
+        float,
+        typer.Option(
+            help="Share of keys that the shortest sequence of a batch lacks at its end; of ours.",
+            min=0,
+            max=0.99,
+        ),
+    ] = 0.0,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
     resume: Annotated[
@@ -149,6 +160,7 @@ def main(
 
     kind = resolve(device)
     fixed = {"device": kind, "directions": passes.directions, "seed": seed}
+    fixed |= {"dropout_p": dropout, "padding": padding}
     method = given(dtype=dtype, clock=clock, timing=timing, budget_ms=budget_ms)
     density = given(
         patterns=patterns,
@@ -174,6 +186,7 @@ def main(
             settings = Method(**METHOD_DEFAULTS[kind] | method | fixed)
         validate(settings)
         name = suite if suite is Suite.SPEEDUP else f"bench-{suite}"
+        name += "-dropout" * (dropout > 0) + "-padding" * (padding > 0)
         path = output_file(output, name, kind, overwrite)
         cases = partial(planned, suite, settings, ours, baselines)
         carry_out(cases, settings, path, resume, roofline=suite is not Suite.SPEEDUP)

@@ -6,15 +6,18 @@ alone determine all of dK and dV, and the reference stays O(rows x keys) at any 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from masks import BlockMask
+from sparseflash.dropout import keep_mask
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 SAMPLED_ROWS = 64
+DROPOUT_SEED = 7
 # A kernel may err this many times as much as materialised attention errs in the same dtype,
 ERROR_FACTOR = 3
 # and by this part of the largest value: exp(score - LSE) of float32 scores and LSEs of about 10
@@ -27,8 +30,42 @@ class CheckError(Exception):
     """A result differs from the reference by more than rounding explains."""
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What an implementation is asked for besides the mask.
+
+    Attributes:
+        dropout_p: Probability with which a weight is dropped, by ours with DROPOUT_SEED.
+        key_lengths: Integers (batch,), the keys of each batch element.
+    """
+
+    dropout_p: float = 0.0
+    key_lengths: Tensor | None = None
+
+    def keys(self, k_len: int, device: torch.device) -> Tensor:
+        """bool, to broadcast to (batch, heads, rows, k_len): the keys that are no padding."""
+        if self.key_lengths is None:
+            return torch.ones((), dtype=torch.bool, device=device)
+        key = torch.arange(k_len, device=device)
+        return key < self.key_lengths.to(device).view(-1, 1, 1, 1)
+
+    def keep(self, query: Tensor, rows: Tensor, k_len: int) -> Tensor | None:
+        """(batch, heads, rows, k_len): what ours multiplies each weight of these queries by."""
+        if self.dropout_p == 0:
+            return None
+        batch, heads = query.shape[:2]
+        bh = torch.arange(batch * heads, device=query.device).view(batch, heads, 1, 1)
+        pairs = (rows[:, None], torch.arange(k_len, device=query.device))
+        return keep_mask(DROPOUT_SEED, bh, *pairs, self.dropout_p) / (1 - self.dropout_p)
+
+
 def check(
-    attend: Attend, inputs: Sequence[Tensor], mask: BlockMask, what: str, backward: bool = True
+    attend: Attend,
+    inputs: Sequence[Tensor],
+    mask: BlockMask,
+    what: str,
+    backward: bool = True,
+    extras: Extras | None = None,
 ) -> None:
     """Compares attend(query, key, value), and its gradients if `backward`, with float64 standard
     attention.
@@ -40,9 +77,14 @@ def check(
     query = inputs[0]
     rows = sample_rows(query.shape[2]).to(query.device)
     allowed = dense_rows(mask, rows)
+    keep = None
+    if extras is not None:
+        allowed = allowed & extras.keys(inputs[1].shape[2], query.device)
+        keep = extras.keep(query, rows, inputs[1].shape[2])
     grad_out = torch.zeros_like(query).index_copy_(2, rows, torch.randn_like(query[:, :, rows]))
-    expected = _standard(inputs, allowed, rows, grad_out, torch.float64, backward)
-    standard = _standard(inputs, allowed, rows, grad_out, query.dtype, backward)
+    facts = (inputs, allowed, keep, rows, grad_out)
+    expected = _standard(*facts, torch.float64, backward)
+    standard = _standard(*facts, query.dtype, backward)
     actual = _attended(attend, inputs, rows, grad_out, backward)
     for name, ours, theirs, truth in zip(
         ("out", "dq", "dk", "dv"), actual, standard, expected, strict=False
@@ -75,16 +117,25 @@ def _attended(
 
 
 def _standard(
-    inputs, allowed: Tensor, rows: Tensor, grad_out: Tensor, dtype: torch.dtype, backward: bool
+    inputs,
+    allowed: Tensor,
+    keep: Tensor | None,
+    rows: Tensor,
+    grad_out: Tensor,
+    dtype: torch.dtype,
+    backward: bool,
 ):
-    """Standard attention of the sampled rows in `dtype`, every intermediate rounded to it."""
+    """Standard attention of the sampled rows in `dtype`, every intermediate rounded to it.
+
+    keep: by what each weight is multiplied by dropout, None without.
+    """
     leaves = [t.detach().to(dtype).requires_grad_() for t in (inputs[0][:, :, rows], *inputs[1:])]
     query, key, value = leaves
     products = _product(query, key.mT)
     scores = (products * query.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
     # A query without keys has weights 0, not the NaN of softmax.
     weights = scores.softmax(-1).masked_fill(~allowed, 0)
-    out = _product(weights, value)
+    out = _product(weights if keep is None else weights * keep.to(dtype), value)
     results = [out.detach()]
     if backward:
         results += torch.autograd.grad(out, leaves, grad_out[:, :, rows].to(dtype))

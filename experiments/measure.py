@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from experiments import memory
-from experiments.baselines import attend_baseline, attend_sparseflash
-from experiments.check import Attend, check
+from experiments.baselines import NO_EXTRAS, attend_baseline, attend_sparseflash
+from experiments.check import Attend, Extras, check
 from experiments.cli import Baseline, Clock, Load
 from experiments.pattern_families import Problem
 from experiments.record import Measurement, is_ours
@@ -60,6 +60,33 @@ class Case:
             return None
         numbers = 2 * self.batch * self.kv_heads * self.seq_len * self.head_dim
         return round(self.problem.density * numbers * itemsize)
+
+    def lengths(self, method: Method) -> list[int] | None:
+        """The keys of each batch element, from all to those of the shortest; None for all."""
+        if method.padding == 0:
+            return None
+        steps = max(1, self.batch - 1)
+        lacking = (method.padding * (b + (self.batch == 1)) / steps for b in range(self.batch))
+        return [max(1, round(self.seq_len * (1 - share))) for share in lacking]
+
+    def extras(self, method: Method) -> Extras:
+        """What implementations are asked for besides the mask.
+
+        A capture cannot copy lengths to the device, and a call from Python would wait for it.
+        """
+        lengths = self.lengths(method)
+        if lengths is None:
+            return Extras(method.dropout_p)
+        device = method.device if method.clock == Clock.GRAPH else "cpu"
+        return Extras(method.dropout_p, torch.tensor(lengths, device=device))
+
+    def density(self, method: Method) -> float:
+        """s of the blocks that hold keys of their batch element."""
+        mask, lengths = self.problem.mask, self.lengths(method)
+        if lengths is None:
+            return self.problem.density
+        blocks = [mask.crop(mask.seq_len[0], n).nnz_blocks for n in lengths]
+        return sum(blocks) / len(blocks) * self.problem.density / max(mask.nnz_blocks, 1)
 
     def __str__(self) -> str:
         return f"{self.problem.label} at N = {self.seq_len}"
@@ -135,15 +162,19 @@ def checked(
 
     A baseline whose backward pass serves fewer problems than its forward pass is measured in that.
     """
-    attend = make_attend(name, case.problem)
+    extras = case.extras(method)
+    attend = checked_attend = make_attend(name, case.problem, extras)
+    if not is_ours(name):  # it draws what it drops by a generator of its own
+        checked_attend, extras = make_attend(name, case.problem), Extras()
     directions = case.directions(method)
     what, mask = f"{name} on {case}", case.problem.mask
+    facts = (checked_attend, inputs, mask, what)
     try:
-        check(attend, inputs, mask, what, backward="backward" in directions)
+        check(*facts, backward="backward" in directions, extras=extras)
     except NotImplementedError as error:
         if is_ours(name) or "forward" not in directions:
             raise
-        check(attend, inputs, mask, what, backward=False)
+        check(*facts, backward=False, extras=extras)
         directions = ["forward"]
         skips.reasons[f"{name}, backward"] = str(error).strip().splitlines()[0]
     passes = {
@@ -188,7 +219,7 @@ def measured(
     method: Method,
 ) -> Measurement:
     """What a record keeps of a pass; its peak memory is taken here."""
-    density = case.problem.density
+    density = case.density(method)
     shared = Case.__dataclass_fields__.keys() & Measurement.__dataclass_fields__.keys()
     return Measurement(
         implementation=name,
@@ -203,11 +234,11 @@ def measured(
     )
 
 
-def make_attend(name: str, problem: Problem) -> Attend:
+def make_attend(name: str, problem: Problem, extras: Extras = NO_EXTRAS) -> Attend:
     """An implementation, by its name, on a mask."""
     if is_ours(name):
-        return attend_sparseflash(problem, name.partition(":")[2] or "auto")
-    return attend_baseline(Baseline(name), problem)
+        return attend_sparseflash(problem, name.partition(":")[2] or "auto", extras)
+    return attend_baseline(Baseline(name), problem, extras)
 
 
 def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int):

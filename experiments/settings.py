@@ -1,6 +1,6 @@
 """What is measured and how, as records keep it; and the defaults of each device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.cli import FAMILY_NAMES, Baseline, Clock, Load
@@ -18,6 +18,8 @@ class Method:
         timing: see `cli.Load`.
         budget_ms: milliseconds spent on each rested median.
         seed: of the random inputs.
+        dropout_p: with which dropout zeroes probabilities.
+        padding: the share of its keys that the shortest sequence of a batch lacks at its end.
     """
 
     device: str
@@ -27,6 +29,8 @@ class Method:
     timing: str
     budget_ms: float
     seed: int
+    dropout_p: float = field(default=0.0, kw_only=True)
+    padding: float = field(default=0.0, kw_only=True)
 
 
 @dataclass(frozen=True)

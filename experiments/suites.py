@@ -75,7 +75,7 @@ class Shape:
 def dense(ours: tuple[str, ...]) -> Iterator[Case]:
     """Full and causal masks, 32,768 tokens in all, against every dense baseline."""
     for heads, head_dim in MODELS:
-        for seq_len in (2048, 8192, 32_768):
+        for seq_len in (128, 512, 2048, 8192, 32_768):
             shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
             for family in (FULL, CAUSAL):
                 implementations = (
@@ -92,7 +92,7 @@ def dense(ours: tuple[str, ...]) -> Iterator[Case]:
 def sparse(ours: tuple[str, ...]) -> Iterator[Case]:
     """Masks of full blocks, which every block-sparse baseline computes too."""
     for heads, head_dim in MODELS:
-        for seq_len in (16_384, 32_768):
+        for seq_len in (1024, 4096, 16_384, 32_768):
             shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
             implementations = (*ours, *SPARSE_BASELINES)
             for name, pattern in of_full_blocks(seq_len, BLOCK).items():

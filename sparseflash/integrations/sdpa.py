@@ -53,7 +53,7 @@ class replace_sdpa(TorchFunctionMode):
     ) -> Tensor:
         """The arguments are those of torch's function."""
         lengths = (query.shape[-2], key.shape[-2])
-        own = self.mask.seq_len if isinstance(self.mask, BlockMask) else (lengths[0],) * 2
+        own = self.mask.seq_len if isinstance(self.mask, BlockMask) else (lengths[0], lengths[0])
         if lengths != own or query.dim() != 4:
             options = {"scale": scale, "enable_gqa": enable_gqa}
             rest = (attn_mask, dropout_p, is_causal)
@@ -62,10 +62,12 @@ class replace_sdpa(TorchFunctionMode):
             raise ValueError(
                 f"attn_mask must be None where attention is replaced, got {tuple(attn_mask.shape)}"
             )
-        mask = self.mask
-        if is_causal:
-            causal = masks.causal().with_block_size(mask.block_size)
-            device = mask.device if isinstance(mask, BlockMask) else None
-            mask = mask & (causal if device is None else causal(own, device=device))
+        mask = self._causal() if is_causal else self.mask
         options = {"scale": scale, "dropout_p": dropout_p, "backend": self.backend}
         return attention(query, key, value, mask, **options)
+
+    def _causal(self) -> Pattern | BlockMask:
+        causal = masks.causal().with_block_size(self.mask.block_size)
+        if isinstance(self.mask, BlockMask):
+            return self.mask & causal(self.mask.seq_len, device=self.mask.device)
+        return self.mask & causal

@@ -135,6 +135,12 @@ def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, mon
         assert method == wanted
         assert path == tmp_path / f"bench-{suite}-a-cuda.json"
         assert rest == [True, True]
+    carried.clear()
+    extras = ["--dropout", "0.1", "--padding", "0.5"]
+    assert CliRunner().invoke(app, ["lra", "--output", str(tmp_path), *extras]).exit_code == 0
+    ((_, method, path, *_),) = carried
+    assert (method.dropout_p, method.padding) == (0.1, 0.5)
+    assert path == tmp_path / "bench-lra-dropout-padding-a-cuda.json"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import masks
 from experiments import measure as measurement
 from experiments.baselines import attend_sparseflash
-from experiments.check import CheckError
+from experiments.check import CheckError, Extras
 from experiments.measure import Case, make_attend, measure, random_problem
 from experiments.pattern_families import Problem
 from experiments.settings import Method
@@ -50,7 +50,7 @@ def test_a_measurement_holds_the_facts_of_its_case(timing, monkeypatch):
 def fails_to(stage, implementation):
     """What `make_attend` gives, but this one cannot run its pass, in words of two lines."""
 
-    def attend_of(name, problem):
+    def attend_of(name, problem, extras=None):
         if name == implementation and stage == "begin":
             raise RuntimeError("no kernel\nat all")
         right = attend_sparseflash(problem)
@@ -67,7 +67,7 @@ def test_a_baseline_without_this_backward_pass_is_measured_forward(monkeypatch):
     def without_backward(*_):
         raise NotImplementedError("needs head_dim 128\nor so")
 
-    def attend_of(name, problem):
+    def attend_of(name, problem, extras=None):
         right = attend_sparseflash(problem)
         return lambda query, key, value: right(query, Refused.apply(key), value)
 
@@ -134,7 +134,7 @@ def test_a_backward_pass_is_timed_without_its_forward_pass_and_may_run_again():
 
 
 def test_no_time_is_taken_of_a_wrong_gradient(monkeypatch):
-    def wrong(name, problem):
+    def wrong(name, problem, extras):
         right = make_attend(name, problem)
         return lambda query, key, value: right(query, Doubled.apply(key), value)
 
@@ -157,8 +157,8 @@ class Doubled(torch.autograd.Function):
 
 
 def test_an_implementation_names_its_backend(monkeypatch):
-    monkeypatch.setattr(measurement, "attend_sparseflash", lambda problem, named: named)
-    monkeypatch.setattr(measurement, "attend_baseline", lambda baseline, problem: baseline)
+    monkeypatch.setattr(measurement, "attend_sparseflash", lambda problem, named, extras: named)
+    monkeypatch.setattr(measurement, "attend_baseline", lambda baseline, *rest: baseline)
     names = ("sparseflash", "sparseflash:hopper/any-order", "sdpa")
     assert [make_attend(name, LOCAL) for name in names] == ["auto", "hopper/any-order", "sdpa"]
 
@@ -174,3 +174,47 @@ def test_inputs_are_random_numbers_of_the_seed():
     (other, *_), _ = random_problem(DECODED, torch.float32, torch.device("cpu"), 4)
     assert torch.equal(query, again)
     assert not torch.equal(query, other)
+
+
+HARD = {"dropout_p": 0.3, "padding": 0.5}
+
+
+@pytest.mark.parametrize("extra", HARD)
+def test_ours_is_checked_with_dropout_and_padding(extra, monkeypatch):
+    """And what ignores them is found out."""
+    case, method = replace(CASE, batch=3), replace(METHOD, **{extra: HARD[extra]})
+    rows, reasons = measure(case, ["sparseflash", "flash4"], method)
+    assert [row.direction for row in rows] == ["forward", "backward"]
+    assert list(reasons) == ["flash4"]
+    assert ("no dropout" in reasons["flash4"]) == (extra == "dropout_p")
+    monkeypatch.setattr(
+        measurement, "make_attend", lambda name, problem, extras: attend_sparseflash(problem)
+    )
+    with pytest.raises(CheckError, match=r"sparseflash on local\(20\) at N = 100, out: error"):
+        measure(case, ["sparseflash"], method)
+
+
+def test_a_dense_baseline_has_dropout_of_its_own():
+    full = replace(CASE, problem=Problem("full", masks.full()(100, 16), dense="full"))
+    rows, reasons = measure(full, ["sdpa", "standard"], replace(METHOD, dropout_p=0.5))
+    assert len(rows) == 4
+    assert not reasons
+    for name in ("sdpa", "standard"):
+        attend = make_attend(name, full.problem, Extras(0.5))
+        inputs = [torch.ones(1, 1, 100, 8) for _ in range(3)]
+        dropped = attend(*inputs)
+        assert dropped.std() > 0.01
+        assert abs(float(dropped.mean()) - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("batch", "padding", "lengths"),
+    [(3, 0.5, [100, 75, 50]), (1, 0.5, [50]), (2, 0.99, [100, 1]), (2, 0.0, None)],
+)
+def test_padding_grows_over_the_batch(batch, padding, lengths):
+    case, method = replace(CASE, batch=batch), replace(METHOD, padding=padding)
+    assert case.lengths(method) == lengths
+    blocks = [LOCAL.mask.crop(100, n).nnz_blocks for n in lengths or [100]]
+    assert case.density(method) == pytest.approx(sum(blocks) / len(blocks) / 49)
+    on_device = case.extras(method).key_lengths
+    assert (on_device if lengths is None else on_device.tolist()) == lengths
