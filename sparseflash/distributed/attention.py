@@ -463,13 +463,10 @@ class _Backward:
         if not (self._needs[1] or self._needs[2]):
             return []
         each, like = self._rounds[number], self._key
-        if grads is None:
-            packed = like.new_empty(0, 2, like.shape[0], like.shape[1], like.shape[3])
-        else:
-            shape = (like.shape[0], like.shape[1], each.received, like.shape[3])
-            both = [like.new_zeros(shape) if grad is None else grad for grad in grads[1:3]]
-            packed = _pack(both[0], both[1], None)
-        return [_Return(self._prepared, packed, each)]
+        shape = (like.shape[0], like.shape[1], each.received, like.shape[3])
+        both = (None, None) if grads is None else grads[1:3]
+        key, value = (like.new_zeros(shape) if grad is None else grad for grad in both)
+        return [_Return(self._prepared, _pack(key, value, None), each)]
 
     def _add_round(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
         if grads is None:

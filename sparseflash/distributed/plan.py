@@ -41,7 +41,7 @@ class Round:
         columns: int64 (blocks,), numbers of the received key blocks in the sequence, ascending.
         rows: int64, which of the own block rows attend them, ascending.
         queries: the own tokens of these rows.
-        mask: these queries against the received keys; None where none come.
+        mask: these queries against the received keys; None where no query attends any.
     """
 
     send: Tensor
@@ -304,10 +304,12 @@ class ContextPlan:
     def _attended(self, rank: int, columns: Tensor) -> dict[str, Any]:
         """The rows of a rank that attend some of the columns, as fields of a Round."""
         own = self._rows(rank)
-        if not len(columns):
-            return {"rows": own[:0], "queries": slice(0, 0), "mask": None}
-        mask = self.mask.take_blocks(own, columns)
-        rows = mask.blocks_per_row().sum(0).nonzero().flatten()
+        rows = own[:0]
+        if len(columns):
+            mask = self.mask.take_blocks(own, columns)
+            rows = mask.blocks_per_row().sum(0).nonzero().flatten()
+        if not len(rows):
+            return {"rows": rows, "queries": slice(0, 0), "mask": None}
         side, first = mask.grid.bq, int(rows[0])
         if len(rows) == int(rows[-1]) + 1 - first:
             queries = slice(first * side, min((first + len(rows)) * side, mask.grid.q_len))

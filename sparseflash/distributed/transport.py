@@ -25,7 +25,7 @@ def resolved(group: Group, ranks: int) -> ProcessGroup | None:
         if group.ndim != 1:
             raise ValueError(f"group must be a mesh of one dimension, got {group}")
         group = group.get_group()
-    if group is None and dist.is_initialized():
+    if group is None and ranks > 1 and dist.is_initialized():
         group = dist.group.WORLD
     size = 1 if group is None else group.size()
     if size != ranks:

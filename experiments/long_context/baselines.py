@@ -1,0 +1,57 @@
+"""What a context plan is compared with, on the same kernels: an all-gather and a ring."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as collectives
+
+import sparseflash
+from masks import BlockMask, DynamicMask
+from sparseflash.distributed import ContextPlan, make_plan
+
+
+class RingPlan(ContextPlan):
+    """Every rank receives the whole shard of one other rank in each of ranks - 1 rounds.
+
+    Made of a contiguous plan. With equal shards a round brings the shard of the next rank, then of
+    the one after it, as a ring does.
+    """
+
+    @cached_property
+    def _fetched(self) -> Tensor:
+        own = self.owner[self.workload.columns] == torch.arange(self.ranks).unsqueeze(1)
+        return ~own
+
+
+def ring_plan(mask: BlockMask, ranks: int) -> RingPlan:
+    """The ring of a mask whose length the ranks divide in whole units."""
+    owner = make_plan(mask, ranks, "contiguous").owner
+    return RingPlan(mask.to("cpu"), ranks, "ring", owner, mask.grid.k_len // ranks)
+
+
+def all_gather_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask | DynamicMask,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """Own queries against the keys and values of all ranks, gathered before they are read.
+
+    The shards are contiguous and of one length. The backward pass reduces and scatters the
+    gradients of all keys and values.
+
+    Args:
+        query: (batch, heads, own tokens, head_dim).
+        key: (batch, kv_heads, own tokens, head_dim).
+        value: Like key.
+        mask: Own queries against all keys.
+        group: Of all ranks; None for one.
+    """
+    if group is not None:
+        packed = torch.stack([key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)], dim=1)
+        gathered = collectives.all_gather_tensor_autograd(packed, 0, group)
+        key, value = (x.permute(1, 2, 0, 3) for x in gathered.unbind(1))
+    return sparseflash.attention(query, key, value, mask)
