@@ -4,6 +4,8 @@ A tile of (bq, bk) pairs is int32 (bq, ceil(bk / 32)); pair (r, c) is bit c % 32
 [r, c // 32].
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,10 +22,8 @@ def words_per_row(block_k: int) -> int:
 def pack(pairs: Tensor) -> Tensor:
     """bool (..., bk) -> int32 (..., words); bk is a multiple of 8."""
     # Eight bools are eight bytes of an int64. One product gathers their low bits in its top byte,
-    # byte i at bit i. An empty tensor counts as contiguous whatever its strides.
-    if pairs.stride(-1) != 1 or not pairs.is_contiguous():
-        pairs = pairs.clone(memory_format=torch.contiguous_format)
-    octets = pairs.view(torch.int64)
+    # byte i at bit i.
+    octets = _viewable(pairs).view(torch.int64)
     packed = ((octets * 0x0102040810204080) >> 56).to(torch.uint8)
     missing = -packed.shape[-1] % (WORD_BITS // 8)
     return torch.nn.functional.pad(packed, (0, missing)).view(torch.int32)
@@ -31,8 +31,18 @@ def pack(pairs: Tensor) -> Tensor:
 
 def unpack(tiles: Tensor, block_k: int) -> Tensor:
     """int32 (..., words) -> bool (..., bk): the inverse of pack."""
-    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=tiles.device)
-    return (((tiles.unsqueeze(-1) >> bits) & 1) != 0).flatten(-2)[..., :block_k]
+    # A byte is copied to all eight of an int64. Of copy i only bit i is left, and where it is set,
+    # a carry brings it to the top of its byte.
+    octets = _viewable(tiles).view(torch.uint8).long() * 0x0101010101010101
+    carried = (octets & (0x8040201008040201 - 2**64)) + 0x7F7F7F7F7F7F7F7F
+    return ((carried >> 7) & 0x0101010101010101).view(torch.bool)[..., :block_k]
+
+
+def _viewable(tensor: Tensor) -> Tensor:
+    """The tensor or a copy, contiguous: an empty one counts as that whatever its strides."""
+    if tensor.stride(-1) == 1 and tensor.is_contiguous():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def inbounds_tile(
@@ -81,7 +91,11 @@ def unique_codes(codes: Tensor, limit: int) -> tuple[Tensor, Tensor]:
 
 def _hash(flat: Tensor) -> Tensor:
     """A 64-bit code for each row: a sum of odd multiples of its words, modulo 2^64."""
-    # numpy's numbers, because torch refuses to draw any under torch.func.vmap.
-    drawn = np.random.default_rng(0).integers(-(2**62), 2**62, flat.shape[1])
-    weights = torch.from_numpy(drawn).to(flat.device) * 2 + 1
+    weights = torch.from_numpy(_odd_numbers(flat.shape[1])).to(flat.device)
     return torch.cat([(part.long() * weights).sum(1) for part in flat.split(_CHUNK)])
+
+
+@cache
+def _odd_numbers(count: int) -> np.ndarray:
+    """Numbers of numpy, because torch refuses to draw any under torch.func.vmap."""
+    return np.random.default_rng(0).integers(-(2**62), 2**62, count) * 2 + 1
