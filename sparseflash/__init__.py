@@ -46,6 +46,7 @@ _ON_DEMAND = {
     "diffusers": ("sparseflash.integrations.diffusers", None),
     "distributed": ("sparseflash.distributed", None),
     "huggingface": ("sparseflash.integrations.huggingface", None),
+    "lab": ("sparseflash.lab", None),
     "reference": ("sparseflash.reference", None),
     "sparsify": ("sparseflash.integrations.huggingface", "sparsify"),
     "replace_sdpa": ("sparseflash.integrations.sdpa", "replace_sdpa"),

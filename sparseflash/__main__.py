@@ -1,10 +1,13 @@
-"""python -m sparseflash selfcheck: is attention right on this machine?"""
+"""python -m sparseflash: selfcheck, is attention right on this machine? profile, which patterns
+does a model need?
+"""
 
 import os
 from typing import Annotated
 
 import typer
 
+from sparseflash.lab.command import profile_command
 from sparseflash.testing.selfcheck import selfcheck
 
 # Each needs about a gigabyte, on a GPU as well.
@@ -26,6 +29,9 @@ def check(
 ) -> None:
     """Compares every backend of this machine with float64; exits with 1 on a failure."""
     raise typer.Exit(selfcheck(processes=processes) > 0)
+
+
+app.command("profile")(profile_command)
 
 
 if __name__ == "__main__":

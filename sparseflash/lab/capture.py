@@ -1,0 +1,219 @@
+"""The calls of attention that a model makes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+import masks
+from masks import Pattern
+from masks.parse import as_pattern
+from sparseflash.attention import attention
+from sparseflash.nn import SparseAttention
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call: the module that makes it, its tensors (batch, heads, tokens, head_dim), and the
+    pairs that it attends, full() or causal() or those of a module with a pattern.
+    """
+
+    module: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    base: Pattern
+    scale: float | None
+
+
+Handler = Callable[[AttentionCall], Tensor]
+
+
+@contextmanager
+def captured(model: nn.Module, handle: Handler) -> Iterator[None]:
+    """Gives the calls of attention within to `handle`, whose results the model goes on with.
+
+    Calls are those of torch's scaled_dot_product_attention and of sparseflash.nn.SparseAttention.
+
+    Raises:
+        ValueError: A module named after attention ran and made none of these calls, or one with a
+            mask, lengths or sizes that are not understood; the message names it.
+    """
+    running: list[str] = []
+    silent: set[str] = set()
+    handles = []
+    for name, module in model.named_modules():
+        if not _is_attention(module):
+            continue
+        before, after = _watch(name, running, silent)
+        handles += [
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after, always_call=True),
+        ]
+    own = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    try:
+        for module in own:
+            module.__dict__["_attend"] = _of_module(module, running, silent, handle)
+        with _Calls(running, silent, handle):
+            yield
+    finally:
+        for module in own:
+            del module.__dict__["_attend"]
+        for hook in handles:
+            hook.remove()
+    if silent:
+        raise ValueError(
+            f"attention of {', '.join(sorted(silent))} cannot be hooked: it calls neither torch's "
+            "scaled_dot_product_attention nor sparseflash's. A transformers model does after "
+            'set_attn_implementation("sdpa")'
+        )
+
+
+def attention_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that are taken for attention."""
+    return [name for name, module in model.named_modules() if _is_attention(module)]
+
+
+def run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
+    """Calls the model in evaluation mode; its loss, where there is one."""
+    training = model.training
+    try:
+        model.eval()
+        out = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    finally:
+        model.train(training)
+    return getattr(out, "loss", None) if loss is None else loss(out)
+
+
+@torch.no_grad()
+def loss_difference(
+    model: nn.Module,
+    inputs: Any,
+    layers: Sequence[Sequence[Pattern | str]],
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> float:
+    """The loss of a model that attends by patterns, less that of the model as it is.
+
+    Args:
+        model, inputs, loss: As in profile.
+        layers: For each layer, in the order of their calls, a pattern for every head, as
+            Suggestion.layers.
+
+    Raises:
+        ValueError: The model has no loss, other layers or heads, or cannot be hooked.
+    """
+    parsed = [masks.stack([as_pattern(p) for p in heads]) for heads in layers]
+    calls = iter(parsed)
+
+    def sparse(call: AttentionCall) -> Tensor:
+        pattern = next(calls, None)
+        if pattern is None:
+            raise ValueError(f"layers must be as many as the model has, got {len(layers)}")
+        return attention(
+            call.query, call.key, call.value, within(pattern, call.base), scale=call.scale
+        )
+
+    before = run(model, inputs, loss)
+    with captured(model, sparse):
+        after = run(model, inputs, loss)
+    if before is None or after is None:
+        raise ValueError("inputs must have labels, or loss be given: the model returns no loss")
+    return float(after) - float(before)
+
+
+def within(pattern: Pattern, base: Pattern) -> Pattern:
+    """The pairs of a pattern that a model attends at all."""
+    return pattern & base.with_block_size(pattern.block_size)
+
+
+class _Calls(TorchFunctionMode):
+    """Takes calls of scaled_dot_product_attention."""
+
+    def __init__(self, running: list[str], silent: set[str], handle: Handler):
+        super().__init__()
+        self.running, self.silent, self.handle = running, silent, handle
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self.handle(_of_torch(self._caller(), *args, **kwargs))
+
+    def _caller(self) -> str:
+        name = self.running[-1] if self.running else "the model"
+        self.silent.discard(name)
+        return name
+
+
+def _of_torch(
+    module: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    if attn_mask is not None:
+        raise ValueError(
+            f"{module} attends by an attn_mask, where only all or causal pairs are understood: "
+            "inputs must be of one length, without padding or a cache"
+        )
+    return _checked(
+        AttentionCall(
+            module, query, key, value, masks.causal() if is_causal else masks.full(), scale
+        )
+    )
+
+
+def _of_module(
+    module: SparseAttention, running: list[str], silent: set[str], handle: Handler
+) -> Callable[..., Tensor]:
+    def attend(query, key, value, mask, key_lengths) -> Tensor:
+        silent.discard(running[-1])
+        if key_lengths is not None or not (mask is None or isinstance(mask, Pattern)):
+            raise ValueError(f"{running[-1]} attends with key_lengths or a cache: neither may be")
+        base = masks.full() if mask is None else mask
+        scale = module.options.get("scale")
+        out = handle(_checked(AttentionCall(running[-1], query, key, value, base, scale)))
+        return module.out_proj(out.transpose(1, 2).flatten(2))
+
+    return attend
+
+
+def _checked(call: AttentionCall) -> AttentionCall:
+    if call.query.shape[2] != call.key.shape[2]:
+        raise ValueError(
+            f"{call.module} has {call.query.shape[2]} queries and {call.key.shape[2]} keys: "
+            "only self-attention of whole sequences is understood"
+        )
+    return call
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Named after attention, without another such module inside."""
+    inside = (m for m in module.modules() if m is not module)
+    return _named(module) and not any(map(_named, inside))
+
+
+def _named(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
+
+
+def _watch(name: str, running: list[str], silent: set[str]):
+    def before(*_) -> None:
+        running.append(name)
+        silent.add(name)
+
+    def after(*_) -> None:
+        running.pop()
+
+    return before, after

@@ -1,0 +1,71 @@
+"""`python -m sparseflash profile`: patterns for a model of transformers, from the command line."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from sparseflash.lab.profiler import profile
+from sparseflash.lab.suggestion import suggest
+
+
+def profile_command(
+    model: Annotated[Path, typer.Argument(file_okay=False, help="folder of a causal model")],
+    text: Annotated[Path, typer.Option(dir_okay=False, help="file that the model reads")],
+    pattern: Annotated[list[str], typer.Option(help="a candidate; repeatable")],
+    tokens: Annotated[int, typer.Option(min=16, help="of the text, from its beginning")] = 4096,
+    budget: Annotated[
+        float | None, typer.Option(help="share of the time of all pairs, to suggest patterns for")
+    ] = None,
+    by: Annotated[str, typer.Option(help="what is minimised: recall, error or loss")] = "recall",
+    loss: Annotated[bool, typer.Option(help="Also the change of the loss, with memory.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSON of the suggestion to write")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """What patterns keep of the attention of a model, and which each head needs."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # they take long to import
+
+    if output is not None and budget is None:
+        raise typer.BadParameter("--output needs --budget")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :tokens].to(device)
+        if ids.shape[1] < tokens:
+            raise ValueError(f"--text must have {tokens} tokens, got {ids.shape[1]}")
+        inputs = {"input_ids": ids, "use_cache": False} | ({"labels": ids} if loss else {})
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("profiling layers", total=None)
+            found = profile(
+                loaded.to(device),
+                pattern,
+                inputs,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        suggestion = None if budget is None else suggest(found, budget, by=by)
+        if plot is not None:
+            found.plot(plot)
+        if suggestion is not None and output is not None:
+            suggestion.save(output)
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    chosen = None if suggestion is None else suggestion.to_dict()
+    if as_json:
+        print(json.dumps({"profile": found.to_dict(), "suggestion": chosen}))
+        return
+    print(found)
+    if suggestion is not None:
+        print(f"\nwithin {budget:g} of the time: recall {suggestion.recall:.4f}")
+        for layer, heads in enumerate(suggestion.layers):
+            counts = {text: heads.count(text) for text in dict.fromkeys(heads)}
+            print(f"layer {layer}: {', '.join(f'{n} x {text}' for text, n in counts.items())}")

@@ -1,0 +1,299 @@
+"""What candidate patterns keep of the attention of each layer and head, and what they cost."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import masks
+from masks import BlockMask, Pattern
+from masks.parse import as_pattern
+from sparseflash.attention import attention
+from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
+
+SECONDS = 0.2  # of measurement for each pattern
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What patterns keep and cost. The first pattern is all pairs that the model attends.
+
+    Attributes:
+        seq_len: Tokens.
+        layers: The module of each layer, in the order of their calls.
+        patterns: The patterns as they were given, after the model's own.
+        density: float64 (patterns,), of their masks within the model's own.
+        recall: float64 (layers, heads, patterns), share of the attention mass of a query that is
+            within the pattern, on average.
+        error: float64 (layers, heads, patterns), ||O_pattern - O|| / ||O||.
+        loss: float64 (layers, heads, patterns), the change of the loss to first order if this head
+            alone attends by the pattern, sum of dL/dO (O_pattern - O); None without a loss.
+        measured_ms: float64 (patterns,), median time of the forward pass of one layer.
+        predicted_ms: float64 (patterns,), the model's own time in proportion to the densities.
+    """
+
+    seq_len: int
+    layers: tuple[str, ...]
+    patterns: tuple[str, ...]
+    density: Tensor
+    recall: Tensor
+    error: Tensor
+    loss: Tensor | None
+    measured_ms: Tensor
+    predicted_ms: Tensor
+
+    def ranked(self) -> list[dict[str, Any]]:
+        """A row for each pattern, that of the highest mean recall first."""
+        rows = []
+        for p, pattern in enumerate(self.patterns):
+            recall = self.recall[..., p]
+            worst = divmod(int(recall.argmin()), recall.shape[1])
+            rows.append(
+                {
+                    "pattern": pattern,
+                    "density": float(self.density[p]),
+                    "measured_ms": float(self.measured_ms[p]),
+                    "predicted_ms": float(self.predicted_ms[p]),
+                    "recall": float(recall.mean()),
+                    "least_recall": float(recall.min()),
+                    "worst_layer_head": list(worst),
+                    "error": float(self.error[..., p].mean()),
+                    "loss": None if self.loss is None else float(self.loss[..., p].sum()),
+                    "pareto": self._is_on_front(p),
+                }
+            )
+        return sorted(rows, key=lambda row: -row["recall"])
+
+    def _is_on_front(self, p: int) -> bool:
+        """Whether no pattern that takes less time keeps as much."""
+        recall = self.recall.mean((0, 1))
+        return not bool(((self.measured_ms < self.measured_ms[p]) & (recall >= recall[p])).any())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values as JSON has them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a picture (PNG, SVG or PDF): attention mass that is lost against time.
+
+        A mark is the mean over heads, a bar goes from the best to the worst tenth of them, and the
+        line is what `suggest` reaches with a pattern of its own for each head.
+        """
+        from matplotlib.figure import Figure  # it takes long to import
+
+        from sparseflash.lab.suggestion import suggest
+
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        lost = 1 - self.recall.flatten(0, 1)
+        for p, pattern in enumerate(self.patterns):
+            low, high = torch.quantile(lost[:, p], torch.tensor([0.1, 0.9], dtype=lost.dtype))
+            time, mean = float(self.measured_ms[p]), float(lost[:, p].mean())
+            axes.vlines(time, float(low), float(high), color="#7f7f7f")
+            axes.plot(time, mean, "o", color="#0072b2")
+            axes.annotate(pattern, (time, mean), (4, 4), textcoords="offset points", fontsize=7)
+        axes.margins(x=0.15)
+        least, most = float(self.measured_ms.min()), float(self.measured_ms[0])
+        shares = [least / most + (1 - least / most) * i / 32 for i in range(33)]
+        chosen = [suggest(self, min(share, 1.0)) for share in shares]
+        axes.plot(
+            [s.time_share * most for s in chosen],
+            [1 - s.recall for s in chosen],
+            color="#d55e00",
+            label="a pattern of its own for each head",
+        )
+        axes.set(
+            xlabel="forward time of a layer (ms)", ylabel="attention mass lost", ylim=(0, None)
+        )
+        axes.legend()
+        figure.savefig(path, dpi=150)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'recall':>8} {'least':>8} {'error':>8} {'loss':>9} {'density':>8} "
+            f"{'ms':>9} {'predicted':>9}  pattern (* on the Pareto front)"
+        ]
+        for row in self.ranked():
+            loss = "-" if row["loss"] is None else f"{row['loss']:+.4f}"
+            lines.append(
+                f"{row['recall']:8.4f} {row['least_recall']:8.4f} {row['error']:8.4f} {loss:>9} "
+                f"{row['density']:8.4f} {row['measured_ms']:9.3f} {row['predicted_ms']:9.3f}  "
+                f"{row['pattern']}{' *' * row['pareto']}"
+            )
+        return "\n".join(lines)
+
+
+def profile(
+    source: nn.Module | Sequence[tuple[Tensor, Tensor, Tensor]],
+    patterns: Sequence[Pattern | str],
+    inputs: Any = None,
+    *,
+    causal: bool = False,
+    loss: Callable[[Any], Tensor] | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """What each pattern keeps of the attention of every layer and head, and what it costs.
+
+    recall(q) = sum of P[q, k] over k in the pattern = exp(LSE_pattern(q) - LSE(q))
+
+    A layer takes one forward pass of attention for its own pairs and one for each pattern. A model
+    runs once. Without a loss no tensors are held but those of the layer at work; with one, those
+    of all layers, and the passes of the patterns run again after the backward pass.
+
+    Args:
+        source: A model that calls torch's scaled_dot_product_attention (transformers with "sdpa")
+            or has modules sparseflash.nn.SparseAttention; or (query, key, value) of each layer,
+            (batch, heads, tokens, head_dim) as sparseflash.attention takes them.
+        patterns: Candidates, or their texts. A model's own mask is added to each.
+        inputs: What the model is called with: a mapping of its arguments or its first one. Of one
+            length, without padding.
+        causal: Whether tensors attend causally; a model says so itself.
+        loss: Of the model's output; by default its attribute `loss`, which one of transformers
+            has if inputs have labels.
+        progress: Called with (layers done, layers) after each.
+
+    Returns:
+        A Profile, on the CPU.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: There is no pattern or no layer, layers differ in heads, tokens or mask, or the
+            model's attention cannot be hooked: the message names the module.
+    """
+    if not patterns:
+        raise ValueError("patterns must be at least 1, got none")
+    study = _Study(patterns, progress)
+    if isinstance(source, nn.Module):
+        study.expected = len(attention_modules(source))
+        study.keeps = loss is not None or (isinstance(inputs, Mapping) and "labels" in inputs)
+        with torch.set_grad_enabled(study.keeps):
+            with captured(source, study.look_at):
+                value = run(source, inputs, loss)
+            study.differentiate(value)
+    else:
+        study.expected = len(source)
+        own = masks.causal() if causal else masks.full()
+        with torch.no_grad():
+            for i, tensors in enumerate(source):
+                study.look_at(AttentionCall(f"layer {i}", *tensors, own, None))
+    return study.result()
+
+
+class _Study:
+    """Looks at one layer after another."""
+
+    def __init__(self, patterns: Sequence[Pattern | str], progress: Progress | None):
+        self.texts = [p if isinstance(p, str) else p.name for p in patterns]
+        self.patterns = [as_pattern(p) for p in patterns]
+        self.progress, self.expected, self.keeps = progress, 0, False
+        self.first: AttentionCall | None = None
+        self.layers: list[str] = []
+        self.rows: list[tuple[Tensor, Tensor]] = []  # recall and error of each layer
+        self.kept: list[tuple[AttentionCall, Tensor]] = []
+        self.times: list[float] = []
+        self.density: list[float] = []
+        self.loss: Tensor | None = None
+
+    def look_at(self, call: AttentionCall) -> Tensor:
+        """The output of the layer as it is."""
+        own = _attend(call, call.base)
+        if not own[0].requires_grad and self.keeps:
+            own[0].requires_grad_()
+        if self.first is None:
+            self.first = call
+            self._measure(call)
+        self._check(call, self.first)
+        self.layers.append(call.module)
+        with torch.no_grad():
+            self.rows.append(self._compare(call, *own))
+        if self.keeps:
+            self.kept.append((call, own[0]))
+        if self.progress is not None:
+            self.progress(len(self.layers), max(self.expected, len(self.layers)))
+        return own[0]
+
+    def differentiate(self, value: Tensor | None) -> None:
+        """The change of the loss to first order, of every layer, head and pattern."""
+        if value is None or not self.kept:
+            return
+        grads = torch.autograd.grad(value, [out for _, out in self.kept])
+        with torch.no_grad():
+            losses = []
+            for (call, out), grad in zip(self.kept, grads, strict=True):
+                change = [torch.zeros(out.shape[1], dtype=torch.float64)]
+                for pattern in self.patterns:
+                    difference = _attend(call, within(pattern, call.base))[0] - out
+                    change.append(_over_heads(grad.double() * difference.double()).cpu())
+                losses.append(torch.stack(change, dim=1))
+            self.loss = torch.stack(losses)
+
+    def result(self) -> Profile:
+        """The profile of the layers that were looked at."""
+        if self.first is None:
+            raise ValueError("source must have at least 1 layer of attention, got none")
+        recall, error = (torch.stack(values) for values in zip(*self.rows, strict=True))
+        density = torch.tensor(self.density, dtype=torch.float64)
+        times = torch.tensor(self.times, dtype=torch.float64)
+        return Profile(
+            seq_len=self.first.query.shape[2],
+            layers=tuple(self.layers),
+            patterns=(self.first.base.name, *self.texts),
+            density=density,
+            recall=recall,
+            error=error,
+            loss=self.loss,
+            measured_ms=times,
+            predicted_ms=times[0] * density / density[0],
+        )
+
+    def _compare(self, call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """(recall, error), each (heads, patterns); of the model's own pairs 1 and 0."""
+        heads = out.shape[1]
+        recalls = [torch.ones(heads, dtype=torch.float64)]
+        errors = [torch.zeros(heads, dtype=torch.float64)]
+        norm = _over_heads(out.double().square())
+        for pattern in self.patterns:
+            sparse, sparse_lse = _attend(call, within(pattern, call.base))
+            # Rounding of both LSEs may lead past 1.
+            mass = (sparse_lse - lse).exp().nan_to_num(0.0).clamp(max=1)
+            recalls.append(mass.double().mean((0, 2)).cpu())
+            difference = _over_heads((sparse.double() - out.double()).square())
+            errors.append((difference / norm.clamp(min=1e-300)).sqrt().cpu())
+        return torch.stack(recalls, dim=1), torch.stack(errors, dim=1)
+
+    def _measure(self, call: AttentionCall) -> None:
+        from torch.utils.benchmark import Timer  # takes long to import
+
+        for pattern in [call.base, *(within(p, call.base) for p in self.patterns)]:
+            mask = pattern(call.query.shape[2], device=call.query.device)
+            self.density.append(mask.density)
+            run = partial(_attend, call, mask)
+            with torch.no_grad():
+                timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+                self.times.append(timer.blocked_autorange(min_run_time=SECONDS).median * 1e3)
+
+    def _check(self, call: AttentionCall, first: AttentionCall) -> None:
+        facts, of_first = (
+            (c.query.shape[1], c.query.shape[2], c.base.name) for c in (call, first)
+        )
+        if facts != of_first:
+            raise ValueError(
+                f"layers must share heads, tokens and mask, got {facts} in {call.module} beside "
+                f"{of_first} in {first.module}"
+            )
+
+
+def _attend(call: AttentionCall, mask: Pattern | BlockMask) -> tuple[Tensor, Tensor]:
+    return attention(call.query, call.key, call.value, mask, scale=call.scale, return_lse=True)
+
+
+def _over_heads(values: Tensor) -> Tensor:
+    """(batch, heads, tokens, head_dim) summed to (heads,)."""
+    return values.sum((0, 2, 3))

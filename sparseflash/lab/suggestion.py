@@ -1,0 +1,137 @@
+"""A pattern for every head, within a budget of time."""
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from masks.parse import parse
+from sparseflash.lab.profiler import Profile
+
+CRITERIA = ("recall", "error", "loss")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Which pattern each head attends by.
+
+    Attributes:
+        layers: For each layer the pattern of each head, as text.
+        seq_len: Tokens of the profile.
+        by: What was minimised.
+        budget: Share of the time of the model's own attention that was allowed.
+        time_share: Share of it that the suggestion takes, by the measured times.
+        recall: Mean share of the attention mass that is kept.
+    """
+
+    layers: tuple[tuple[str, ...], ...]
+    seq_len: int
+    by: str
+    budget: float
+    time_share: float
+    recall: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"layers": [{"heads": [text, ...]}, ...], "seq_len": ..., ...}
+
+        Raises:
+            ValueError: A pattern has no text that masks.parse reads.
+        """
+        for text in {text for heads in self.layers for text in heads}:
+            parse(text)
+        return asdict(self) | {"layers": [{"heads": list(heads)} for heads in self.layers]}
+
+    def save(self, path: str | Path) -> None:
+        """Writes to_dict as a JSON file, which sparsify reads."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+
+def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestion:
+    """Gives each head the pattern that keeps most, within a budget of time.
+
+    Minimises the sum over heads of 1 - recall, error or |loss| where the sum of their times is
+    at most the budget. Every head begins with its cheapest pattern; then the steps of the heads'
+    convex hulls of (time, what is lost) are taken in the order of gain per time, as long as they
+    fit. That is the optimum but for the last step, which would need a part of a head.
+
+    Args:
+        profile: What profile returned.
+        budget: Share of the time of the model's own attention, above 0 and at most 1. Heads of a
+            layer are taken to share its time equally.
+        by: "recall", "error" or "loss".
+
+    Returns:
+        A Suggestion whose layers and heads are those of the profile.
+
+    Raises:
+        ValueError: `by` is unknown, the profile has no loss, or the budget is outside (0, 1] or
+            less than the cheapest patterns take.
+
+    Reference:
+        Sinha and Zoltners 1979, The multiple-choice knapsack problem.
+    """
+    lost = _lost(profile, by)
+    times = profile.measured_ms.numpy() / profile.measured_ms.max().item()
+    own = times[0]
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget must be above 0 and at most 1, got {budget}")
+    layers, heads, _ = lost.shape
+    allowed = budget * own * layers * heads
+    chosen = np.full((layers, heads), int(times.argmin()))
+    spent = float(times.min()) * chosen.size
+    if spent > allowed * (1 + 1e-9):
+        raise ValueError(
+            f"budget must be at least {times.min() / own:.4g}, which the cheapest pattern takes, "
+            f"got {budget}"
+        )
+    steps = [
+        (gain, layer, head, before, after)
+        for layer in range(layers)
+        for head in range(heads)
+        for gain, before, after in _steps(times, lost[layer, head])
+    ]
+    for _, layer, head, before, after in sorted(steps, key=lambda step: -step[0]):
+        cost = times[after] - times[before]
+        if chosen[layer, head] == before and spent + cost <= allowed * (1 + 1e-9):
+            chosen[layer, head] = after
+            spent += cost
+    recall = np.take_along_axis(profile.recall.numpy(), chosen[..., None], 2)
+    return Suggestion(
+        layers=tuple(tuple(profile.patterns[p] for p in row) for row in chosen),
+        seq_len=profile.seq_len,
+        by=by,
+        budget=budget,
+        time_share=spent / (own * chosen.size),
+        recall=float(recall.mean()),
+    )
+
+
+def _lost(profile: Profile, by: str) -> np.ndarray:
+    """(layers, heads, patterns), what is to be small."""
+    if by not in CRITERIA:
+        raise ValueError(f"by must be one of {CRITERIA}, got {by!r}")
+    values = {"recall": 1 - profile.recall, "error": profile.error, "loss": profile.loss}[by]
+    if values is None:
+        raise ValueError('by must not be "loss": the profile has none')
+    return values.abs().numpy()
+
+
+def _steps(times: np.ndarray, lost: np.ndarray) -> list[tuple[float, int, int]]:
+    """(gain per time, pattern, next pattern) along the lower convex hull, from the cheapest on."""
+    hull = [int(times.argmin())]
+    for p in np.lexsort((lost, times)):
+        if times[p] <= times[hull[-1]] or lost[p] >= lost[hull[-1]]:
+            continue
+        while len(hull) > 1 and _gain(times, lost, hull[-2], hull[-1]) <= _gain(
+            times, lost, hull[-1], p
+        ):
+            hull.pop()
+        hull.append(int(p))
+    return [(_gain(times, lost, a, b), a, b) for a, b in pairwise(hull)]
+
+
+def _gain(times: np.ndarray, lost: np.ndarray, before: int, after: int) -> float:
+    return float((lost[before] - lost[after]) / (times[after] - times[before]))
