@@ -140,11 +140,12 @@ FLOOR_TEXT = {"ha": "left", "va": "center", "fontsize": 7, "color": "#666666"}
 
 
 def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
-    for run in group["runs"]:
+    for number, run in enumerate(group["runs"]):
         steps, accuracies = ([point[n] for point in run["curve"]] for n in (0, 1))
         style = ":" if run["stuck"] else "-"
         ax.plot(steps, [100 * a for a in accuracies], style, color=colour, linewidth=1)
-        _draw_stages(ax, colour, run.get("stages", []))
+        if number == 0:  # those of other seeds end a little earlier or later
+            _draw_stages(ax, colour, run.get("stages", []))
     ax.plot([], [], color=colour, label=f"{label}: {in_words(group)}")
 
 

@@ -1,0 +1,431 @@
+"""Writes the tables of README.md from the records of runs and measurements.
+
+    python -m experiments.lra.page
+    python -m experiments.lra.page --check   # only says whether they are current
+
+A table stands between `<!-- name -->` and `<!-- /name -->`. What has no record was not run, and
+says so.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Annotated
+
+import typer
+
+from experiments.lra import floors, results
+from experiments.lra.speed import TASKS, Contender
+
+README = Path(__file__).parent / "README.md"
+NOT_RUN, OPEN = "not run", "–"
+FAILS = "chance"  # of a published figure
+SPEED_HEAD = ("", "ListOps", "Text", "Retrieval", "Image", "Pathfinder")
+SUPPLEMENTS = {"arena": ("reformer",)}  # speed tables of further attentions
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the comparison of attentions.
+
+    Attributes:
+        name: As a reader knows it.
+        label: In speed tables; None where there is none.
+        published: Accuracy in per cent of the five tasks, then of Path-X and of Path-256; FAILS
+            where a publication says so, None where it says nothing.
+        speed_up: Published, or None.
+        source: Of the published figures.
+        trained: Record and group of our runs of a task.
+    """
+
+    name: str
+    label: str | None
+    published: tuple[float | str | None, ...]
+    speed_up: float | None
+    source: str
+    trained: dict[str, tuple[str, str]]
+
+
+FLASH, TAY, NYSTROM = "Dao 2022", "Tay 2021", "Xiong 2021"
+PATHS = ("path-x", "path-256")
+COLUMNS = (*TASKS, *PATHS)
+NEITHER = (FAILS, FAILS)
+ROWS = (
+    Row("standard", "standard", (36.0, 63.6, 81.6, 42.3, 72.7, *NEITHER), 1.0, FLASH, {}),
+    Row(
+        "dense flash",
+        "flash",
+        (37.6, 63.9, 81.4, 43.5, 72.7, 61.4, FAILS),
+        2.4,
+        FLASH,
+        {
+            "listops": ("listops", "listops-flash"),
+            "text": ("text", "text-flash"),
+            "image": ("image", "image-flash"),
+            "pathfinder": ("pathfinder32-published", "pathfinder32-flash"),
+        },
+    ),
+    Row(
+        "block-sparse, butterfly()",
+        "butterfly() of 64",
+        (37.0, 63.0, 81.3, 43.6, 73.3, 56.0, 63.1),
+        2.8,
+        FLASH,
+        {
+            "listops": ("listops", "listops-butterfly"),
+            "text": ("text", "text-butterfly"),
+            "image": ("image", "image-butterfly"),
+            "pathfinder": ("pathfinder32-published", "pathfinder32-butterfly"),
+        },
+    ),
+    Row(
+        "**block-sparse, larger models, curricula**",
+        None,
+        (None,) * 7,
+        None,
+        "",
+        {
+            "listops": ("listops-large", "listops-large-more"),
+            "pathfinder": ("pathfinder32-labels", "pathfinder32-curriculum"),
+            "path-x": ("path-x-labels", "path-x-curriculum"),
+            "path-256": ("path-256-labels", "path-256-curriculum"),
+        },
+    ),
+    Row("Linformer", "linformer", (35.6, 55.9, 77.7, 37.8, 67.6, *NEITHER), 2.5, FLASH, {}),
+    Row("linear", "linear", (38.8, 63.2, 80.7, 42.6, 72.5, *NEITHER), 2.3, FLASH, {}),
+    Row("Performer", "performer", (36.8, 63.6, 82.2, 42.1, 69.9, *NEITHER), 1.8, FLASH, {}),
+    Row("local", "local(64) of 64", (36.1, 60.2, 76.7, 40.6, 66.6, *NEITHER), 1.7, FLASH, {}),
+    Row("Reformer", "reformer", (36.5, 63.8, 78.5, 39.6, 69.4, *NEITHER), 1.3, FLASH, {}),
+    Row("SMYRF", "smyrf", (36.1, 64.1, 79.0, 39.6, 70.5, *NEITHER), 1.7, FLASH, {}),
+    Row(
+        "Nystromformer",
+        "nystromformer",
+        (37.15, 65.52, 79.56, 41.58, 70.94, None, None),
+        None,
+        NYSTROM,
+        {},
+    ),
+    Row(
+        "Longformer",
+        "longformer(64, 64) of 64",
+        (35.63, 62.85, 56.89, 42.22, 69.71, FAILS, None),
+        None,
+        TAY,
+        {},
+    ),
+    Row(
+        "BigBird",
+        "bigbird(3, 1, 1) of 64",
+        (36.05, 64.02, 59.29, 40.83, 74.87, FAILS, None),
+        None,
+        TAY,
+        {},
+    ),
+)
+# What reads no context, or no contour, and answers best; and what the most frequent class gives.
+BEST_FLOOR = {
+    "listops": ("listops", "root operator only"),
+    "pathfinder": ("pathfinder32-hard", "coordinates of the discs"),
+    "path-x": ("pathfinder128-hard", "coordinates of the discs"),
+    "path-256": ("pathfinder256-hard", "coordinates of the discs"),
+}
+PRIORS = {"text": 0.5, "retrieval": 0.5, "image": 0.1}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A row of the table of trained runs: a group of a record, and the floor it is read beside."""
+
+    name: str
+    record: str
+    group: str
+    floor: str
+    attention: str | None = None
+
+
+ROOT, DISCS, PRIOR = "root operator only", "coordinates of the discs", "class prior"
+MIXED = "local, causal and full heads"
+TRAINED = (
+    Trained("ListOps, Nystromformer protocol, dense", "listops", "listops-flash", ROOT),
+    Trained("ListOps, Nystromformer protocol, sparse", "listops", "listops-butterfly", ROOT),
+    Trained("ListOps, larger model", "listops-large", "listops-large", "root and 1 levels", MIXED),
+    Trained(
+        "the same, 5,000 steps more",
+        "listops-large",
+        "listops-large-more",
+        "root and 1 levels",
+        MIXED,
+    ),
+    Trained("Text, dense", "text", "text-flash", PRIOR),
+    Trained("Text, sparse", "text", "text-butterfly", PRIOR),
+    Trained("Image, dense", "image", "image-flash", PRIOR),
+    Trained("Image, sparse", "image", "image-butterfly", PRIOR),
+    Trained("Film pairs, dense", "film-pairs", "film-pairs-flash", "shared words"),
+    Trained("Film pairs, sparse", "film-pairs", "film-pairs-butterfly", "shared words"),
+    Trained(
+        "Pathfinder 32, published protocol, dense",
+        "pathfinder32-published",
+        "pathfinder32-flash",
+        DISCS,
+    ),
+    Trained(
+        "Pathfinder 32, published protocol, sparse",
+        "pathfinder32-published",
+        "pathfinder32-butterfly",
+        DISCS,
+    ),
+    Trained(
+        "**Pathfinder 32, labels alone, curriculum**",
+        "pathfinder32-labels",
+        "pathfinder32-curriculum",
+        DISCS,
+    ),
+    Trained(
+        "**Pathfinder 64, labels alone, curriculum**",
+        "pathfinder64-labels",
+        "pathfinder64-curriculum",
+        DISCS,
+    ),
+    Trained("**Path-X, labels alone, curriculum**", "path-x-labels", "path-x-curriculum", DISCS),
+    Trained("Path-256, labels alone", "path-256-labels", "path-256-curriculum", DISCS),
+    Trained(
+        "Pathfinder 32, labels alone, at once",
+        "pathfinder32",
+        "pathfinder32-labels",
+        "class prior",
+    ),
+    Trained("Pathfinder 32, traced, easier images", "pathfinder32", "pathfinder32-traced", DISCS),
+    Trained("the same, raster order", "pathfinder32", "pathfinder32-traced-raster", DISCS),
+    Trained("Pathfinder 64, traced, easier images", "pathfinder64", "pathfinder64-traced", DISCS),
+    Trained("Path-X, traced, easier images", "path-x", "path-x-traced", DISCS),
+)
+PICTURES = (
+    ("Pathfinder 32, labels alone", "pathfinder32-labels"),
+    ("Pathfinder 64, labels alone", "pathfinder64-labels"),
+    ("Path-X, labels alone", "path-x-labels"),
+    ("ListOps, Nystromformer protocol", "listops"),
+    ("ListOps, larger model", "listops-large"),
+    ("Pathfinder 32, traced", "pathfinder32"),
+    ("Pathfinder 64, traced", "pathfinder64"),
+    ("Path-X, traced", "path-x"),
+)
+TURNED = "coordinates of the discs, turned and mirrored"
+FLOORS = {
+    "root operator only": "root operator only",
+    "root and one level": "root and 1 levels",
+    "distance of the discs only": "distance of the discs",
+    TURNED: TURNED,
+    "coordinates of the discs only": DISCS,
+}
+
+
+def main(
+    check: Annotated[bool, typer.Option(help="write nothing; say whether it is current")] = False,
+) -> None:
+    """Writes the tables of the page of Long Range Arena."""
+    page = README.read_text()
+    current = written(page)
+    if check:
+        raise typer.Exit(current != page)
+    README.write_text(current)
+
+
+def written(page: str) -> str:
+    """A page with its tables written anew.
+
+    Raises:
+        ValueError: For a page without the marks of a table.
+    """
+    for name, table in TABLES.items():
+        marked = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", re.DOTALL)
+        if not marked.search(page):
+            raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} -->")
+        page = marked.sub(lambda _, table=table: table(), page)
+    return page
+
+
+@cache
+def record(name: str) -> dict | None:
+    """A record of results/, or None."""
+    path = results.RESULTS / f"lra-{name}-nvidia-h200.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def group_of(name: str, group: str) -> dict | None:
+    """A group of trained runs, or None; one that is stuck has no accuracy."""
+    found = record(name)
+    return None if found is None else found["groups"].get(group)
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def comparison() -> str:
+    """Accuracy of each attention on each task, ours and published, and its speed."""
+    titles = ("ListOps", "Text", "Retrieval", "Image", "Pathfinder", "Path-X", "Path-256")
+    rows = [
+        [
+            row.name,
+            *(
+                f"{ours(row, task)}{in_brackets(published)}"
+                for task, published in zip(COLUMNS, row.published, strict=True)
+            ),
+            f"{speed_up(row.label)}{in_brackets(row.speed_up)}",
+            row.source,
+        ]
+        for row in ROWS
+    ]
+    reading = ["*what reads no context*", *(f"{100 * floor(task):.1f}" for task in COLUMNS)]
+    return markdown(["", *titles, "speed-up", "published by"], [[*reading, "", ""], *rows])
+
+
+def ours(row: Row, task: str) -> str:
+    group = group_of(*row.trained[task]) if task in row.trained else None
+    return OPEN if group is None else accuracy_of(group)
+
+
+def in_brackets(published: float | str | None) -> str:
+    return "" if published is None else f" ({published})"
+
+
+def accuracy_of(group: dict) -> str:
+    """Mean and deviation of a group, in per cent."""
+    if group["accuracy"] is None:
+        return "stuck at chance"
+    words = f"{100 * group['accuracy']:.2f}"
+    return words if group["deviation"] is None else f"{words} ± {100 * group['deviation']:.2f}"
+
+
+def floor(task: str) -> float:
+    if task in PRIORS:
+        return PRIORS[task]
+    name, which = BEST_FLOOR[task]
+    return recorded_floors()[name][which]
+
+
+@cache
+def recorded_floors() -> dict[str, dict[str, float]]:
+    return json.loads(floors.RESULTS.read_text())["floors"]
+
+
+def speed_up(label: str | None) -> str:
+    """Geometric mean over the five tasks of the speed beside standard attention."""
+    mean = means("arena").get(label) if label else None
+    return OPEN if mean is None else f"{mean:.2f}"
+
+
+def means(name: str) -> dict[str, float]:
+    """Geometric means of a speed table, as CUDA graphs; Reformer's is of a run of its own."""
+    found: dict[str, float] = {}
+    for part in (name, *SUPPLEMENTS.get(name, ())):
+        if measured := record(part):
+            found |= measured["geometric_mean_speedup"]["graph"]
+    return found
+
+
+def speed_table() -> str:
+    """Training steps of every attention: how many times faster than standard attention."""
+    rows = []
+    for part in ("arena", *SUPPLEMENTS["arena"]):
+        if measured := record(part):
+            steps = [step for step in measured["steps"] if step["clock"] == "graph"]
+            rows += speed_rows(steps)[bool(rows) :]  # standard attention once
+    return markdown([*SPEED_HEAD, "geometric mean", "on real batches", "peak MiB, Text"], rows)
+
+
+def speed_rows(steps: list[dict]) -> list[list[str]]:
+    """A row for each attention of a record, which holds standard attention too."""
+    found = {(label_of(step), task_of(step)): step for step in steps}
+    rows = []
+    for label in dict.fromkeys(map(label_of, steps)):
+        ratios = [
+            found["standard", task]["median_ms"] / found[label, task]["median_ms"]
+            for task in TASKS
+        ]
+        cells = [f"{ratio:.1f}" for ratio in ratios]
+        if label == "standard":
+            cells = [f"{found[label, task]['median_ms']:.1f} ms" for task in TASKS]
+        real = means("real").get(label)
+        mean = f"{geometric_mean(ratios):.2f}"
+        peak = f"{found[label, 'text']['peak_bytes'] / 2**20:,.0f}"
+        rows.append([label, *cells, mean, OPEN if real is None else f"{real:.2f}", peak])
+    return rows
+
+
+def task_of(step: dict) -> str:
+    """The task of a step; older records have the name of Pathfinder's images."""
+    return "pathfinder" if step["task"].startswith("pathfinder") else step["task"]
+
+
+def label_of(step: dict) -> str:
+    return Contender(step["attention"], step["block_size"]).label
+
+
+def floor_table() -> str:
+    """What accuracy takes no understanding."""
+    known = recorded_floors()
+    tasks = ["listops", *(f"pathfinder{side}-hard" for side in floors.SIDES)]
+    rows = [["most frequent class", "17", "50", "50", "50", "50"]]
+    for title, name in FLOORS.items():
+        cells = (known[task].get(name) for task in tasks)
+        rows.append([title, *("" if cell is None else f"{100 * cell:.1f}" for cell in cells)])
+    return markdown(
+        ["test accuracy, %", "ListOps", "Pathfinder 32", "64", "Path-X", "Path-256"], rows
+    )
+
+
+def trained_table() -> str:
+    """Every group of trained runs beside its floor."""
+    head = ["test accuracy, %", "record", "runs", "attention", "accuracy", "floor", "above it"]
+    return markdown([*head, "disc pairs right"], map(trained_row, TRAINED))
+
+
+def trained_row(row: Trained) -> list[str]:
+    found, group = record(row.record), group_of(row.record, row.group)
+    if found is None or group is None:
+        return [row.name, "", "", "", NOT_RUN, "", "", ""]
+    runs = group["runs"]
+    below = found["floors"][row.floor]
+    pairs = [moved["both right"] for run in runs if (moved := run.get("moved discs"))]
+    attention = row.attention or str(runs[0]["attention"])
+    return [
+        row.name,
+        f"`{row.record}`",
+        str(len(runs)),
+        attention.replace("|", "\\|"),
+        accuracy_of(group),
+        f"{row.floor}, {100 * below:.1f}",
+        "" if group["accuracy"] is None else f"{100 * (group['accuracy'] - below):.1f}",
+        f"{100 * fmean(pairs):.1f}" if pairs else "",
+    ]
+
+
+def pictures() -> str:
+    """The curves of every record that has some."""
+    shown = []
+    for title, name in PICTURES:
+        path = f"lra-{name}-nvidia-h200-curves.png"
+        if (results.RESULTS / path).exists():
+            shown.append(f"![{title}](../results/{path})")
+    return "\n".join(shown)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "comparison": comparison,
+    "floors": floor_table,
+    "speed": speed_table,
+    "trained": trained_table,
+    "pictures": pictures,
+}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,81 @@
+"""The tables of the page of Long Range Arena."""
+
+import json
+
+import pytest
+import typer
+
+from experiments.lra import page, results
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    """An empty folder of records."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    page.record.cache_clear()
+    yield tmp_path
+    page.record.cache_clear()
+
+
+def leave(folder, accuracies, **fields):
+    runs = [
+        {"attention": "local(1) | full()", "moved discs": {"both right": 0.5}} for _ in accuracies
+    ]
+    mean = sum(accuracies) / len(accuracies) if accuracies else None
+    group = {"accuracy": mean, "deviation": None, "runs": runs or [{"attention": "flash"}]}
+    record = {"floors": {page.DISCS: 0.6}, "groups": {"path-x-curriculum": group | fields}}
+    (folder / "lra-path-x-labels-nvidia-h200.json").write_text(json.dumps(record))
+
+
+def row(table, name):
+    (found,) = (line for line in table.splitlines() if line.startswith(f"| {name}"))
+    return [cell.strip() for cell in found.replace("\\|", "or").split("|")[2:-1]]
+
+
+def test_what_has_no_record_was_not_run(records):
+    assert row(page.trained_table(), "**Path-X, labels")[3] == "not run"
+    assert row(page.comparison(), "block-sparse, butterfly()")[5] == "– (56.0)"
+    assert page.pictures() == ""
+
+
+def test_a_record_fills_its_rows(records):
+    leave(records, [0.7, 0.8])
+    shown = row(page.trained_table(), "**Path-X, labels")
+    assert shown[1:4] == ["2", "local(1) or full()", "75.00"]
+    assert shown[4:] == ["coordinates of the discs, 60.0", "15.0", "50.0"]
+    assert row(page.comparison(), "**block-sparse")[5] == "75.00"
+
+
+def test_deviations_and_stuck_groups(records):
+    leave(records, [0.7, 0.8], deviation=0.05)
+    assert row(page.trained_table(), "**Path-X, labels")[3] == "75.00 ± 5.00"
+    page.record.cache_clear()
+    leave(records, [])
+    assert row(page.trained_table(), "**Path-X, labels")[3:6:2] == ["stuck at chance", ""]
+
+
+def test_published_figures_are_complete():
+    for found in page.ROWS:
+        assert len(found.published) == len(page.COLUMNS), found.name
+        assert found.trained.keys() <= set(page.COLUMNS), found.name
+
+
+def test_a_page_is_checked_and_written(tmp_path, monkeypatch):
+    marked = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in page.TABLES)
+    path = tmp_path / "README.md"
+    path.write_text(f"Title\n{marked}End\n")
+    monkeypatch.setattr(page, "README", path)
+    with pytest.raises(typer.Exit) as ended:
+        page.main(check=True)
+    assert ended.value.exit_code
+    assert "old" in path.read_text()
+    page.main()
+    text = path.read_text()
+    assert "old" not in text
+    assert text.startswith("Title\n<!-- comparison -->\n| ")
+    assert text.endswith("<!-- /pictures -->\nEnd\n")
+    with pytest.raises(typer.Exit) as ended:
+        page.main(check=True)
+    assert not ended.value.exit_code
+    with pytest.raises(ValueError, match="the page needs <!-- comparison -->"):
+        page.written("no marks")
