@@ -19,8 +19,8 @@ class ScoreFunction:
         torch: Of a floating-point tensor of scores and of integer tensors that broadcast to it;
             f has the shape of the scores. For the backend "cpu", and for the reference, which
             differentiates f by itself.
-        triton: The same with the decorator triton.jit, of tiles: for the backend "triton"; None
-            if there is none.
+        triton: The same with the decorator triton.jit, of tiles: for the backends "triton" and
+            "hopper"; None if there is none.
 
     Raises:
         TypeError: `name` is no text, or `torch` no function.

@@ -11,6 +11,8 @@ import re
 import sys
 
 import torch
+import triton
+import triton.language as tl
 
 import masks
 from masks import BlockMask
@@ -20,6 +22,7 @@ from sparseflash.backends.hopper.kernels.backward_dkdv import backward_dkdv_kern
 from sparseflash.backends.hopper.kernels.backward_dq import backward_dq_kernel
 from sparseflash.backends.hopper.kernels.backward_fused import backward_fused_kernel
 from sparseflash.backends.hopper.kernels.forward import forward_kernel
+from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
     compile_instead_of_launching,
@@ -51,12 +54,16 @@ def call(
     with_grad_lse: bool = False,
     dropout_p: float = 0.0,
     deterministic: bool = True,
+    **changes,
 ) -> None:
-    """Both passes of one call. The query is also grad_out unless there is one."""
+    """Both passes of one call. The query is also grad_out unless there is one.
+
+    changes: soft cap, score function, bias
+    """
     (q_len, k_len), heads = mask.seq_len, 2
     query = torch.empty(batch, heads, q_len, head_dim, dtype=dtype)
     key = torch.empty(batch, kv_heads, k_len, head_dim, dtype=dtype)
-    options = {"scale": 1.0, "dropout_p": dropout_p, "deterministic": deterministic}
+    options = {"scale": 1.0, "dropout_p": dropout_p, "deterministic": deterministic} | changes
     call = call_on(hopper, query, key, mask, key_lengths=key_lengths, seed=1, **options)
     out, lse = hopper.forward(call, query, key, key)
     grad_out = query if grad_out is None else grad_out
@@ -65,8 +72,21 @@ def call(
     hopper.backward(call, grad_out, grad_lse, (query, key, key, out, lse), needs)
 
 
+@triton.jit
+def bent(score, batch, head, query, key):
+    near = (query - key + batch) % 3 == 0
+    slope = 1.0 / (1.0 + head)
+    return tl.where(near, slope * score, score), tl.where(near, slope, 1.0)
+
+
+BENT = ScoreFunction("bent, compiled for Hopper", lambda score, *_: (score, 1.0), bent)
+CHANGES = {"softcap": 5.0, "score": BENT, "bias": torch.zeros(2, 1023)}
+
+
 def report_variants(head_dim: int, block: int):
-    """Full masks without all that is optional, causal ones without it and with it."""
+    """Full masks without all that is optional, causal ones without it, with it and with changes of
+    scores.
+    """
     optional = {
         "dtype": torch.float16,
         "kv_heads": 1,
@@ -78,11 +98,13 @@ def report_variants(head_dim: int, block: int):
         ("full", masks.full(), {}),
         ("causal", masks.causal(), {}),
         ("causal, with options", masks.causal(), optional),
+        ("causal, with changed scores", masks.causal(), CHANGES),
     ):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block), head_dim, **options)
-        if head_dim in configs.FUSED_WIDTHS["dropout_p" in options] and block == 128:
+        fused = head_dim in configs.FUSED_WIDTHS["dropout_p" in options] and block == 128
+        if fused and options is not CHANGES:
             call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
@@ -138,6 +160,12 @@ def report_layouts(head_dim: int):
     call(mask, head_dim, dropout_p=0.1)
     call(mask, head_dim, with_grad_lse=True)
     call(mask, head_dim, deterministic=False)
+    for heads in (1, 2):
+        call(mask, head_dim, bias=torch.zeros(heads, 511))
+    for name in ("softcap", "score"):
+        call(mask, head_dim, **{name: CHANGES[name]})
+    chosen = torch.ones(2, 1, 2, 2) > 0
+    call(mask.select(chosen), head_dim, batch=2)
     for strides in ((2**20, 64, 128, 1), (2**35, 8, 1024, 1), (3, 8, 8, 1)):
         size = (2, 2, 256, head_dim)
         grad_out = torch.empty_strided(size, strides, dtype=torch.bfloat16, device="meta")

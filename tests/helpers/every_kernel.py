@@ -19,7 +19,7 @@ SCATTERED = masks.random(0.3, seed=0)
 UNEVEN = masks.global_tokens(1)  # whose rows programs take as they are done
 OPTIONS = {
     "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True, "chosen": True}),
-    "hopper": ({}, {"dropout_p": 0.1, "seed": 1}),
+    "hopper": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": "constant"}),
 }
 
 
@@ -38,9 +38,10 @@ def passes(
     leaves = [x.requires_grad_() for x in inputs[:3]]
     mask = pattern(lengths, block_size=block_size, device="cuda")
     wanted = list(leaves)
-    if options.pop("bias", False):
-        options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda", requires_grad=True)
-        wanted.append(options["bias"])
+    if bias := options.pop("bias", False):
+        options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda")
+        if bias != "constant":
+            wanted.append(options["bias"].requires_grad_())
     if options.pop("chosen", False):
         rows, columns = mask.grid.nq, mask.grid.nk
         scores = torch.rand(2, HEADS, rows, columns, device="cuda", requires_grad=True)

@@ -456,6 +456,16 @@ def _upper_half(a: Tensor, b: int) -> Tensor:
     return upper.to(torch.int32)
 
 
+# In place of Triton, in code that Triton and Gluon share.
+tl = SimpleNamespace(
+    constexpr=constexpr,
+    tensor=Tensor,
+    expand_dims=Tensor.unsqueeze,
+    minimum=lambda a, b: a.clamp(max=b),
+    load=_load,
+    **{name: getattr(torch, name) for name in ("int64", "abs", "exp2", "where")},
+)
+triton = SimpleNamespace(jit=_jit, language=tl)
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
 gl = SimpleNamespace(
     constexpr=constexpr,
@@ -491,6 +501,7 @@ gl = SimpleNamespace(
     max=lambda tensor, axis: tensor.amax(axis),
     sum=lambda tensor, axis: tensor.sum(axis, dtype=tensor.dtype),
     umulhi=_upper_half,
+    map_elementwise=lambda function, *tensors: function(*tensors),
     exp2=torch.exp2,
     log2=torch.log2,
 )

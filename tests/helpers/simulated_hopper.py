@@ -1,6 +1,6 @@
 """The Hopper backend with its kernels run on the CPU by simulated_gluon."""
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ import torch
 
 import sparseflash.backends.triton_common.launcher  # noqa: F401 (imports Triton once, before the simulations)
 from sparseflash.backends import hopper
+from sparseflash.backends.triton_common import score_mods
 from sparseflash.dispatch.autograd import run
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
@@ -74,6 +75,7 @@ def simulation(
         sys.modules[f"{PREFIX}device.gluon_compat"] = simulated_gluon
         barriers = importlib.import_module(f"{PREFIX}device.barriers")
         vars(barriers).update(simulated_gluon.BARRIERS)
+        sys.modules[score_mods.__name__] = simulated_score_mods()
         launch = importlib.import_module(f"{PREFIX}launch")
         vars(launch).update(multiprocessors=lambda device: ctas)
         for name in ("forward_pass", "backward_pass"):
@@ -86,6 +88,17 @@ def simulation(
             yield
         finally:
             hopper._passes.cache_clear()
+
+
+def simulated_score_mods() -> ModuleType:
+    """What Triton and Gluon share, for tensors of torch."""
+    spec = importlib.util.spec_from_file_location(score_mods.__name__, score_mods.__file__)
+    module = importlib.util.module_from_spec(spec)
+    simulated = {"triton": simulated_gluon.triton, "triton.language": simulated_gluon.tl}
+    with patch.dict(sys.modules, simulated):
+        spec.loader.exec_module(module)
+    vars(module).update(LN2=score_mods.LN2.value, LOG2E=score_mods.LOG2E.value)
+    return module
 
 
 def check(
@@ -102,6 +115,8 @@ def check(
     key_lengths=None,
     dropout_p=0.0,
     deterministic=True,
+    bias=None,
+    **options,
 ):
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
     kinds = {"kv_heads": kv_heads, "dtype": dtype, "strides": strides}
@@ -109,7 +124,10 @@ def check(
     if far_below_zero:
         query, key = query.abs() * 6, -key.abs() * 6
     mask = pattern(lengths, block_size)
-    options = {} if key_lengths is None else {"key_lengths": torch.tensor(key_lengths)}
+    if key_lengths is not None:
+        options["key_lengths"] = torch.tensor(key_lengths)
+    if bias is not None:
+        options["bias"] = bias(heads, sum(lengths) - 1)
     if dropout_p:
         options |= {"dropout_p": dropout_p, "seed": -(2**40) - 3}
     if scale:

@@ -22,7 +22,7 @@ from sparseflash.dispatch.call import Call
 __all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "why_not"]
 
 name = "hopper"
-extras: frozenset[str] = frozenset()
+extras = frozenset({"softcap", "score function", "bias", "mask of each batch element"})
 compiles = True
 
 

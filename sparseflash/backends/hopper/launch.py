@@ -24,6 +24,7 @@ from sparseflash.backends.triton_common.constants import ALIGNMENT, LONGEST_FIRS
 from sparseflash.backends.triton_common.launcher import Launch, launch_cached, multiprocessors
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.score import named
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 GLUON_DTYPES = {
@@ -73,39 +74,47 @@ def launch_pass(
     """Launches a persistent kernel over the rows of queries of a table, or over those of keys.
 
     Its parameters are `tensors`, each by its `access`; params.Table; key_lengths; the work
-    counter; params.Sizes; scale_log2; params.Dropout; QHEADS_PER_KVHEAD, MASKED, BLOCK; the
-    constants of `config`.
+    counter; params.Sizes; scale_log2; params.Dropout; params.Scores; QHEADS_PER_KVHEAD, MASKED,
+    BLOCK; the constants of `config`.
     """
-    plan, key_lengths = call.plan, call.key_lengths
+    plan, key_lengths, bias = call.plan, call.key_lengths, call.bias
     spec, table = plan.spec, plan.table
     rows = table.by_key if by_key else table.by_query
     work_counter = make_work_counter(rows, spec.device)
     seeds = (None, None) if spec.dropout_p == 0 else _seed_words(call.seed)
+    bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
     # Equal signatures share a packed launch; what differs between them is written into it.
-    signature = (kernel.__name__, *[None if x is None else x.stride() for x in tensors])
-    changing = (*tensors, key_lengths, work_counter)
+    strides = [None if x is None else x.stride() for x in tensors]
+    signature = (kernel.__name__, bias_stride, *strides)
+    changing = (*tensors, key_lengths, work_counter, bias)
     values = (*[None if x is None else x.data_ptr() for x in changing], *seeds)
 
     def prepare_launch() -> Launch:
         heads = spec.kv_heads if by_key else spec.heads
         sizes, grid = sizes_and_grid(spec, rows, heads, config.ctas_per_sm)
+        mask_batch_stride = spec.mask_heads if spec.mask_batch > 1 else None
         bit_tiles = table.bit_tiles_by_key if by_key else table.bit_tiles
         arguments = (
             *(_argument(x, how) for x, how in zip(tensors, access, strict=True)),
             *table_arguments(rows, bit_tiles, table),
-            *(key_lengths, work_counter, *sizes, spec.scale * LOG2E.value),
+            *(key_lengths, work_counter, *sizes, mask_batch_stride, spec.scale * LOG2E.value),
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
+            *(spec.softcap, bias, bias_stride),
         )
         block, group = table.block_size[0], spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
         # Everything that a kernel is compiled for: also which arguments are None.
         width = tile_width(spec.head_dim)
         facts = (spec.device, spec.dtype, width, block, group, masked, spec.dropout_p > 0)
-        variant = (*facts, *(x is None for x in changing))
-        constants = {"QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
+        score = None if spec.score is None else named(spec.score).triton
+        variant = (
+            *(*facts, spec.mask_batch > 1, spec.softcap is None, spec.score),
+            *(x is None for x in changing),
+        )
+        constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
         constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
         names = kernel.arg_names[: len(tensors)]
-        names = (*names, "key_lengths", "work_counter", "seed_low", "seed_high")
+        names = (*names, "key_lengths", "work_counter", "bias", "seed_low", "seed_high")
         return Launch(grid, arguments, variant, constants, names)
 
     launch_cached(plan.cache, signature, values, kernel, prepare_launch)
@@ -208,7 +217,9 @@ def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
 def sizes_and_grid(
     spec: AttentionSpec, rows: BlockLists, heads: int, ctas_per_sm: int
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """params.Sizes, and the grid of a persistent kernel: at most as many CTAs as run at a time."""
+    """params.Sizes but its last one, and the grid of a persistent kernel: at most as many CTAs as
+    run at a time.
+    """
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
     heads_per_group = _heads_per_group(spec, rows, num_bh)

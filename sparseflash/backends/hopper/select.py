@@ -11,6 +11,7 @@ from masks.mask_batch import CompiledMask
 from sparseflash.backends.hopper import configs
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.score import named
 
 TILE = (128, 128)  # tokens: the (queries, keys) that kernels on large tiles compute at a time
 SMALL_TILE = (64, 64)  # likewise those on small ones
@@ -36,6 +37,8 @@ def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
             f"head_dim is {spec.head_dim}, needs a multiple of {HEAD_DIMS.step} "
             f"up to {HEAD_DIMS[-1]}"
         )
+    if spec.score is not None and named(spec.score).triton is None:
+        reasons.append(f"score is {spec.score!r}, which has no function for Triton")
     if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(
             f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} up to a head_dim of "
@@ -83,6 +86,8 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     width = configs.tile_width(spec.head_dim)
     if spec.deterministic or width not in widths or table.block_size != TILE:
         return False
+    if spec.softcap is not None or spec.score is not None or spec.bias:
+        return False  # S^T of that kernel begins with LSE, and no registers are left
     blocks = table.by_key.mean_blocks
     return blocks is not None and blocks >= configs.MIN_FUSED_BLOCKS
 

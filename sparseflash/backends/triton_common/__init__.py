@@ -1,1 +1,3 @@
-"""What the backends that Triton compiles share: launches, descriptors, arguments, constants."""
+"""What the backends that Triton compiles share: launches, descriptors, arguments, constants, what
+soft caps, score functions and biases make of S.
+"""

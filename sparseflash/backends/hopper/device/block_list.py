@@ -32,10 +32,19 @@ def read_key_length(params, batch):
 
 
 @gluon.jit
+def mask_of_head(params, batch, head):
+    """The index of the mask that a query head reads."""
+    masks = params.table.head_to_mask
+    if params.sizes.mask_batch_stride is not None:
+        masks = masks + batch * params.sizes.mask_batch_stride
+    return gl.load(masks + head % params.sizes.mask_heads)
+
+
+@gluon.jit
 def read_block_row(params, batch, head, row):
     """All blocks of a block row of a query head."""
     table, sizes = params.table, params.sizes
-    mask = gl.load(table.head_to_mask + head % sizes.mask_heads)
+    mask = mask_of_head(params, batch, head)
     row_ptr = table.row_ptr + (mask * sizes.num_rows + row) * 4
     full_start, n_full = gl.load(row_ptr), gl.load(row_ptr + 1)
     partial_start, n_partial = gl.load(row_ptr + 2), gl.load(row_ptr + 3)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from sparseflash.backends.hopper.device.gluon_compat import gl
+from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.pipeline import Pipeline
 from sparseflash.backends.triton_common import arguments, constants
 
@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     num_rows:        block rows of a mask in the direction of the kernel
     num_work_tiles:  block rows of all heads, of queries or of keys
     heads_per_group: heads whose work tiles are scheduled together, longest first (LPT)
+    mask_batch_stride: of head_to_mask; None where all batch elements share their masks
     """
 
     heads: gl.tensor
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     num_rows: gl.tensor
     num_work_tiles: gl.tensor
     heads_per_group: gl.tensor
+    mask_batch_stride: gl.tensor
 
 
 class Dropout(NamedTuple):
@@ -54,15 +56,43 @@ class Dropout(NamedTuple):
     keep_scale: gl.tensor
 
 
+class Scores(NamedTuple):
+    """What changes S beside its scale, each None where the call has none: see scores.py.
+
+    cap:         of the soft cap
+    bias:        a number for each distance of key and query
+    bias_stride: from one head to the next, 0 where all share one
+    """
+
+    cap: gl.tensor
+    bias: gl.tensor
+    bias_stride: gl.tensor
+
+
+@gluon.constexpr_function
+def changes_scores(cap, bias, function):
+    """Whether S is more than the scaled product."""
+    return bias is not None or cap is not None or function is not None
+
+
+@gluon.constexpr_function
+def has_slopes(cap, function):
+    """Whether the derivative of S is more than its scale."""
+    return cap is not None or function is not None
+
+
 class Params(NamedTuple):
     """What every warp role of a kernel reads.
 
-    block:        tokens along both sides of a block of the mask. It is a constexpr only while the
-        tuple is passed as an argument; rebinding the tuple makes it a run-time value.
+    The constexpr fields are that only while the tuple is passed as an argument: rebinding it makes
+    them run-time values. In a tuple within it Triton 3.6 would lose them at gl.warp_specialize.
+
+    block:        tokens along both sides of a block of the mask
     key_lengths:  keys of every batch element, or None
     work_counter: atomic counter of the dynamic tile scheduler, or None
     work_queue:   the pipeline through which the producer publishes work tiles
     scale_log2:   scale * log2(e)
+    score_function, changes_scores, has_slopes: None, False, False where S is the scaled product
     """
 
     block: gl.constexpr
@@ -73,6 +103,10 @@ class Params(NamedTuple):
     work_queue: Pipeline
     scale_log2: gl.tensor
     dropout: Dropout
+    scores: Scores
+    score_function: gl.constexpr
+    changes_scores: gl.constexpr
+    has_slopes: gl.constexpr
 
 
 class Constants(NamedTuple):
@@ -91,7 +125,8 @@ class Constants(NamedTuple):
 
 
 def unspecialized_arguments(*pointers: str) -> dict[str, list[str]]:
-    """Arguments of gluon.jit for a kernel with a table, sizes and more `pointers`."""
+    """Arguments of gluon.jit for a kernel of a pass with more `pointers`."""
     return arguments.unspecialized_arguments(
-        integers=[*Sizes._fields, *Dropout._fields], alignments=[*Table._fields, *pointers]
+        integers=[*Sizes._fields, *Dropout._fields, "bias_stride"],
+        alignments=[*Table._fields, "key_lengths", "work_counter", "bias", *pointers],
     )

@@ -12,7 +12,7 @@ from sparseflash.backends.hopper.device.barriers import (
     PRODUCER_WARP_BARRIER,
     sync_warp,
 )
-from sparseflash.backends.hopper.device.block_list import RowBlocks
+from sparseflash.backends.hopper.device.block_list import RowBlocks, mask_of_head
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.pipeline import (
     Pipeline,
@@ -84,7 +84,7 @@ def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
     rank = work_id % tiles_per_group // group
     batch = bh // heads
     head = bh % heads
-    mask = gl.load(table.head_to_mask + head * QHEADS_PER_WORK_TILE % sizes.mask_heads)
+    mask = mask_of_head(params, batch, head * QHEADS_PER_WORK_TILE)
     return batch, head, gl.load(table.schedule + mask * sizes.num_rows + rank)
 
 

@@ -38,8 +38,11 @@ from sparseflash.backends.hopper.device.params import (
     Constants,
     Dropout,
     Params,
+    Scores,
     Sizes,
     Table,
+    changes_scores,
+    has_slopes,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -64,21 +67,27 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
+from sparseflash.backends.hopper.device.scores import (
+    exponent_scale,
+    modified_scores,
+)
 
 
-@gluon.jit(**unspecialized_arguments("key_lengths", "work_counter"))
+@gluon.jit(**unspecialized_arguments())
 def backward_dkdv_kernel(
     queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
-    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
-    seed_low, seed_high, threshold, keep_scale,
-    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK: gl.constexpr,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
-    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
+                  mask_batch_stride)  # fmt: skip
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
     query_pipeline = make_named_barrier_pipeline(queries, 0, STAGES, WARPGROUPS)
     grad_out_pipeline = make_named_barrier_pipeline(grad_outs, STAGES, STAGES, WARPGROUPS)
@@ -95,7 +104,9 @@ def backward_dkdv_kernel(
     specialize_warps(
         queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
         (query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers),
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
+               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
+               has_slopes(cap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 
@@ -335,17 +346,25 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         if WITH_KEYS:
             dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
         lse_log2 = lse_log2.load(COLUMN_LAYOUT)
-    if params.dropout.threshold is not None:
+    if params.dropout.threshold is not None or params.changes_scores:
         query_start = tile_start(params, blocks, i, WARPGROUP_M)
+    if params.dropout.threshold is not None:
         keep = dropout_keep_words(
             params.dropout, bh, query_start, key_start, WARPGROUP_M, const.S_LAYOUT
         )
         keep = transposed_element_mask(keep, const.S_LAYOUT)
     # Products complete in the order of issue: S^T is the last one, but where dK is computed alone.
     scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
-    p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 0))
+    if params.changes_scores:
+        scores, slopes = modified_scores(
+            scores, params, bh, query_start, key_start, const.S_LAYOUT, True
+        )
+    p = gl.exp2(scores * exponent_scale(params) - gl.expand_dims(lse_log2, 0))
     if PARTIAL:
         p = gl.where(element_mask(words, WARPGROUP_M, const.S_LAYOUT), p, 0.0)
+    p_of_ds = p
+    if params.has_slopes:
+        p_of_ds = p * slopes
     if WITH_VALUES:
         p_dropped = p
         if params.dropout.threshold is not None:
@@ -361,7 +380,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         if not BOTH or params.dropout.threshold is not None:
             dp = dp + gl.expand_dims(minus_delta.load(COLUMN_LAYOUT), 0)
         # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
-        ds = as_operand_a(p * dp, query.dtype, const.ACC_LAYOUT)
+        ds = as_operand_a(p_of_ds * dp, query.dtype, const.ACC_LAYOUT)
         # dK += dS^T Q: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dk = warpgroup_mma(ds, query, dk, is_async=True)
     if WITH_VALUES:

@@ -42,8 +42,11 @@ from sparseflash.backends.hopper.device.params import (
     Constants,
     Dropout,
     Params,
+    Scores,
     Sizes,
     Table,
+    changes_scores,
+    has_slopes,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -70,6 +73,10 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
+from sparseflash.backends.hopper.device.scores import (
+    exponent_scale,
+    modified_scores,
+)
 from sparseflash.backends.hopper.kernels.lse_delta import (
     LseTensors,
     compute_minus_delta,
@@ -79,21 +86,21 @@ from sparseflash.backends.hopper.kernels.lse_delta import (
 )
 
 
-@gluon.jit(
-    **unspecialized_arguments("lse", "grad_lse", "lse_delta", "key_lengths", "work_counter")
-)
+@gluon.jit(**unspecialized_arguments("lse", "grad_lse", "lse_delta"))
 def backward_dq_kernel(
     queries, grad_outs, outs, keys, values, grad_queries, lse, grad_lse, lse_delta,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
-    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
-    seed_low, seed_high, threshold, keep_scale,
-    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
-    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
+                  mask_batch_stride)  # fmt: skip
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
     pipelines = (
         # Once a row, so mbarriers do: named ones are few.
@@ -108,7 +115,9 @@ def backward_dq_kernel(
     fence_async_shared()
     specialize_warps(
         queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
+               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
+               has_slopes(cap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES,
     )  # fmt: skip
 
@@ -287,14 +296,21 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
     consumer_wait(value_pipeline, state)
     # dP = dO V^T: [64, D] [D, N] -> [64, N]
     dp = warpgroup_mma(grad_out, value.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if params.dropout.threshold is not None:
+    if params.dropout.threshold is not None or params.changes_scores:
         key_start = tile_start(params, blocks, i, TILE_N)
+    if params.dropout.threshold is not None:
         keep = dropout_keep_words(
             params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
         )
     # dP may still run while P is computed.
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(lse_log2, 1))
+    if params.changes_scores:
+        scores, slopes = modified_scores(
+            scores, params, bh, query_start, key_start, const.S_LAYOUT, False
+        )
+    p = gl.exp2(scores * exponent_scale(params) - gl.expand_dims(lse_log2, 1))
+    if params.has_slopes:
+        p = p * slopes  # dS alone reads it, which takes them as a factor
     if PARTIAL:
         p = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))

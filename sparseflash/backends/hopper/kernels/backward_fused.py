@@ -48,8 +48,11 @@ from sparseflash.backends.hopper.device.params import (
     NEG_INF,
     Dropout,
     Params,
+    Scores,
     Sizes,
     Table,
+    changes_scores,
+    has_slopes,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -111,19 +114,21 @@ class PipelineCursor(NamedTuple):
     kv_buffer: gl.tensor
 
 
-@gluon.jit(**unspecialized_arguments("key_lengths", "work_counter"))
+@gluon.jit(**unspecialized_arguments())
 def backward_fused_kernel(
     queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
-    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
-    seed_low, seed_high, threshold, keep_scale,
-    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK: gl.constexpr,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
-    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
+                  mask_batch_stride)  # fmt: skip
     dq_shape: gl.constexpr = [2] + dq_accumulator.block_type.shape  # noqa: RUF005 (no star in Gluon)
     pipelines = Pipelines(
         make_named_barrier_pipeline(queries, 0, STAGES, 2),
@@ -148,7 +153,9 @@ def backward_fused_kernel(
     specialize_warps(
         queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
         pipelines, loaded,
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
+               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
+               has_slopes(cap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ CTAs on the same multiprocessor take the place of the second one.
 
 Base-2 online softmax: `row_max` is the running maximum of the raw scores, `row_sum` the running
 sum of exp2(scale_log2 * (S - row_max)), spread over the threads that share a row, scale_log2 =
-scale * log2(e).
+scale * log2(e), or 1 where a soft cap, a score function or a bias has scaled S (device/scores.py).
 """
 
 from typing import NamedTuple
@@ -63,8 +63,11 @@ from sparseflash.backends.hopper.device.params import (
     Constants,
     Dropout,
     Params,
+    Scores,
     Sizes,
     Table,
+    changes_scores,
+    has_slopes,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -88,6 +91,10 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
+from sparseflash.backends.hopper.device.scores import (
+    exponent_scale,
+    modified_scores,
+)
 
 
 class SoftmaxState(NamedTuple):
@@ -97,19 +104,21 @@ class SoftmaxState(NamedTuple):
     row_sum: gl.tensor
 
 
-@gluon.jit(**unspecialized_arguments("lse", "key_lengths", "work_counter"))
+@gluon.jit(**unspecialized_arguments("lse"))
 def forward_kernel(
     queries, keys, values, outs, lse,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
-    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, scale_log2,
-    seed_low, seed_high, threshold, keep_scale,
-    QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, BLOCK: gl.constexpr,
+    heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
-    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group)
+    sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
+                  mask_batch_stride)  # fmt: skip
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
     LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(BLOCK, queries.block_type.shape[3], MASKED)
     query_pipeline = make_pipeline(queries, WARPGROUPS * QUERY_STAGES, 1)
@@ -123,7 +132,9 @@ def forward_kernel(
     fence_async_shared()
     specialize_warps(
         queries, keys, values, outs, lse, (query_pipeline, key_pipeline, value_pipeline),
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
+               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
+               has_slopes(cap, SCORE)),
         LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,
     )  # fmt: skip
 
@@ -286,7 +297,7 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
         is_empty = row_sum == 0.0
         row_sum = gl.where(is_empty, 1.0, row_sum)
         row_lse = gl.where(
-            is_empty, NEG_INF, (softmax.row_max * params.scale_log2 + gl.log2(row_sum)) * LN2
+            is_empty, NEG_INF, (softmax.row_max * exponent_scale(params) + gl.log2(row_sum)) * LN2
         )
         tokens = query_start + offsets
         lse_row = lse + bh.to(gl.int64) * params.sizes.q_len
@@ -334,6 +345,11 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     consumer_release(key_pipeline, state)
+    if params.changes_scores:
+        key_start = tile_start(params, blocks, 0, TILE_N)
+        scores, _ = modified_scores(
+            scores, params, bh, query_start, key_start, const.S_LAYOUT, False
+        )
     if MASKED and n_masked > 0:
         scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
     p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
@@ -391,13 +407,18 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     # After both products: to signal between them was no faster.
     if params.block > WARPGROUP_M:
         pingpong_signal(const.WARPGROUP, LOAD_WAIT_WARPS)
-    if params.dropout.threshold is not None:
+    if params.dropout.threshold is not None or params.changes_scores:
         key_start = tile_start(params, blocks, i, TILE_N)
+    if params.dropout.threshold is not None:
         keep = dropout_keep_words(
             params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
         )
     scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(key_pipeline, state)
+    if params.changes_scores:
+        scores, _ = modified_scores(
+            scores, params, bh, query_start, key_start, const.S_LAYOUT, False
+        )
     if MASKED and i < n_masked:
         scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
     p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
@@ -413,15 +434,16 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
 
 @gluon.jit
 def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
-    """(P = exp2(scale_log2 * (S - row_max)) [64, N], the new state, the correction [64])."""
+    """(P = exp2(exponent_scale * (S - row_max)) [64, N], the new state, the correction [64])."""
     row_max = gl.maximum(softmax.row_max, gl.max(scores, axis=1))
     # Scaled after the maximum, so that the argument of exp2 is one FMA an element.
-    shift = row_max * params.scale_log2
+    scale = exponent_scale(params)
+    shift = row_max * scale
     if MASKED:
         # A row without a key so far: -inf less -inf would be NaN.
         shift = gl.where(row_max == NEG_INF, 0.0, shift)
-    p = gl.exp2(scores * params.scale_log2 - gl.expand_dims(shift, 1))
-    correction = gl.exp2(softmax.row_max * params.scale_log2 - shift)
+    p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
+    correction = gl.exp2(softmax.row_max * scale - shift)
     has_dropout: gl.constexpr = params.dropout.threshold is not None
     row_sum = update_row_sum(softmax.row_sum, correction, p, has_dropout)
     return p, SoftmaxState(row_max, row_sum), correction

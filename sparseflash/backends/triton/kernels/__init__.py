@@ -2,6 +2,6 @@
 
 block_lists  which work tile a program computes, and the blocks that its row lists
 tensors      tiles of queries, keys and values: loads, stores, TMA descriptors
-scores       S of a tile: soft cap, score function, bias, element masks, dropout
+scores       pairs without weight: element masks, dropout
 forward, decode, dq, dkdv, ds_sums, lse_delta    the kernels
 """

@@ -16,6 +16,7 @@ import triton.language as tl
 from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.forward import attend, finalize_softmax
 from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton_common import score_mods
 
 
 @triton.jit(**unspecialized("query", "key", "value", "out"))
@@ -73,7 +74,7 @@ def decode_kernel(
     values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
     head = row_heads[:, None]
-    biases = scores.bias_of_head(bias, bias_head, head)
+    biases = score_mods.bias_of_head(bias, bias_head, head)
     row_sum = tl.zeros([BM], tl.float32)
     row_max = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, DIMS], tl.float32)
@@ -82,7 +83,7 @@ def decode_kernel(
             row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, bh[:, None], DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip

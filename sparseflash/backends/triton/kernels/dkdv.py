@@ -19,6 +19,7 @@ import triton.language as tl
 from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
 from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton_common import score_mods
 from sparseflash.backends.triton_common.constants import LN2
 
 
@@ -83,14 +84,15 @@ def key_value_gradient_kernel(
         queries = tensors.one_head(query, strides, batch, head, ALIGN, INDEX)
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
         grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
-        biases = scores.bias_of_head(bias, bias_head, head)
+        biases = score_mods.bias_of_head(bias, bias_head, head)
         lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         for LIST in tl.static_range(2):
             dk, dv = add_key_value_gradients(
                 dk, dv, k, v, lse2_row, delta_row, start, table, lists[LIST],
                 tensors.Stream(queries, query_descriptor, batch, head),
                 tensors.Stream(grad_outs, grad_out_descriptor, batch, head),
-                scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+                score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP,
+                                     SCORE),
                 scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
                 shape, LIST == 0, PRECISION, MASK_STAGES,
             )  # fmt: skip
@@ -129,7 +131,7 @@ def add_key_value_gradients(
         )  # (BM, DIMS)
         lse2 = tl.load(lse2_row + tokens)  # (BM)
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BN, BM)
-        s, slopes = scores.apply_score_mod(products, tokens, key_tokens, mods, True)
+        s, slopes = score_mods.apply_score_mod(products, tokens, key_tokens, mods, True)
         s -= lse2[None, :]
         if PARTIAL:
             mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, True)

@@ -14,6 +14,7 @@ import triton.language as tl
 from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.lse_delta import compute_lse_delta
 from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton_common import score_mods
 from sparseflash.backends.triton_common.constants import LN2
 
 
@@ -75,7 +76,7 @@ def query_gradient_kernel(
     strides = (value_batch, value_head, value_token, value_dim)
     values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
-    biases = scores.bias_of_head(bias, bias_head, head)
+    biases = score_mods.bias_of_head(bias, bias_head, head)
     tokens = start + tl.arange(0, BM)
     dq = tl.zeros([BM, DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
@@ -83,7 +84,7 @@ def query_gradient_kernel(
             dq, q, do, lse2, delta, tokens, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, batch * heads + head, DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip
@@ -131,7 +132,7 @@ def score_gradients(
     k = tensors.stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
     key_tokens = key_start + tl.arange(0, shape.BN)
-    s, slopes = scores.apply_score_mod(products, tokens, key_tokens, mods, False)
+    s, slopes = score_mods.apply_score_mod(products, tokens, key_tokens, mods, False)
     s -= lse2[:, None]
     if PARTIAL:
         mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, False)

@@ -17,6 +17,7 @@ from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.dq import score_gradients
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
 from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton_common import score_mods
 
 
 @triton.jit(**unspecialized("query", "key", "value", "grad_out"))
@@ -50,7 +51,7 @@ def ds_sums_kernel(
     TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // BM
     head = tl.program_id(1)
     kv_head = head // GROUP
-    biases = scores.bias_of_head(bias, bias_head, head)
+    biases = score_mods.bias_of_head(bias, bias_head, head)
     distances = by_distance
     if by_distance is not None:
         program = head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -90,7 +91,8 @@ def ds_sums_kernel(
                 distances, tile_sums, q, do, lse2, delta, start, table, lists[LIST], length,
                 tensors.Stream(keys, key_descriptor, batch, kv_head),
                 tensors.Stream(values, value_descriptor, batch, kv_head),
-                scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+                score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP,
+                                     SCORE),
                 scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
                 shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
             )  # fmt: skip

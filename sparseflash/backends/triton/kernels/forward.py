@@ -19,6 +19,7 @@ import triton.language as tl
 
 from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.signature import unspecialized
+from sparseflash.backends.triton_common import score_mods
 from sparseflash.backends.triton_common.constants import LN2
 
 
@@ -69,7 +70,7 @@ def forward_kernel(
     strides = (value_batch, value_head, value_token, value_dim)
     values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
-    biases = scores.bias_of_head(bias, bias_head, head)
+    biases = score_mods.bias_of_head(bias, bias_head, head)
     tokens = start + tl.arange(0, BM)
     row_sum = tl.zeros([BM], tl.float32)
     row_max = tl.full([BM], float("-inf"), tl.float32)
@@ -79,7 +80,7 @@ def forward_kernel(
             row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            scores.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip
@@ -116,7 +117,7 @@ def attend(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
         if MASKED or MODIFIED:
             key_tokens = key_start + tl.arange(0, shape.BN)
-            s, _ = scores.apply_score_mod(s, tokens, key_tokens, mods, False)
+            s, _ = score_mods.apply_score_mod(s, tokens, key_tokens, mods, False)
             if PARTIAL:
                 mask = scores.element_mask(
                     table.bit_tiles, bit_tile, tokens, key_start, shape, False

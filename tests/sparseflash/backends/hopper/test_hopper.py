@@ -4,6 +4,8 @@ import ctypes
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import masks
 import sparseflash
@@ -157,6 +159,54 @@ def test_dropout_drops_the_pairs_that_the_triton_backend_drops(head_dim):
         for name in ("hopper", "triton")
     ]
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
+
+
+@triton.jit
+def bent_of_triton(score, batch, head, query, key):
+    slope = 1.0 / (1.0 + head)
+    near = (query - key + batch) % 3 == 0
+    bent = score * slope + 0.1 * score * score
+    return tl.where(near, bent, score), tl.where(near, slope + 0.2 * score, 1.0)
+
+
+def bent(score, batch, head, query, key):
+    slope = 1 / (1 + head)
+    near = (query - key + batch) % 3 == 0
+    f = torch.where(near, slope * score + 0.1 * score * score, score)
+    return f, torch.where(near, slope + 0.2 * score, 1.0)
+
+
+BENT = sparseflash.ScoreFunction("bent, on Hopper", bent, bent_of_triton)
+CHANGES = {
+    "softcap": {"softcap": 0.7},
+    "score": {"score": BENT},
+    "bias of each head": {"bias": 2},
+    "all": {"softcap": 2.0, "score": BENT, "bias": 1, "dropout_p": 0.3, "seed": 1},
+}
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 128), (128, 128), (256, 128), (96, 64)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_scores(name, head_dim, block_size):
+    options = {"block_size": block_size, "kv_heads": 1, "deterministic": False} | CHANGES[name]
+    for pattern, lengths in (("causal", (700, 460)), ("empty rows", (300, 460))):
+        if "bias" in options:
+            heads = CHANGES[name]["bias"]
+            options["bias"] = torch.randn(heads, sum(lengths) - 1, device=DEVICE)
+        check(PATTERNS[pattern], lengths, head_dim, **options)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_masks_of_each_batch_element(block_size, heads):
+    def pattern(lengths, block_size, device):
+        within = PATTERNS["causal"](lengths, block_size, device=device)
+        chances = torch.rand(3, heads, within.grid.nq, within.grid.nk)
+        return within.select(chances.to(device) < 0.5)
+
+    options = {"batch": 3, "key_lengths": [460, 130, 0], "block_size": block_size}
+    for deterministic in (True, False):
+        check(pattern, (700, 460), 64, deterministic=deterministic, **options)
 
 
 FUSED = [(False, 96)] + [

@@ -13,6 +13,7 @@ SCRIPT = "compile_hopper"
 SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of tiles, block
 # Bytes per thread, without and with all options.
 STACK_LIMIT = {64: (56, 320), 128: (160, 544), 256: (560, 800)}
+STACK_LIMIT_OF_CHANGED_SCORES = 2000
 KEYS = {64: 128, 128: 128, 256: 64}  # of a tile where rows are queries, if a block has as many
 RESERVED = 1024  # bytes of shared memory for each CTA, beside its own
 CONFIGS = {"forward": configs.FORWARD_CONFIGS, "dq": configs.DQ_CONFIGS}
@@ -34,6 +35,8 @@ def check_memory(report: dict) -> None:
     assert report["shared"] <= memory, report
     assert report["registers"] <= configs.REGISTERS_PER_SM // ctas_per_sm, report
     limit = STACK_LIMIT[report["head_dim"]]["options" in report["mask"]]
+    if "changed scores" in report["mask"]:
+        limit = STACK_LIMIT_OF_CHANGED_SCORES
     assert report["stack"] <= limit, report
 
 
@@ -132,5 +135,5 @@ def test_lengths_and_batches_share_a_kernel():
 @pytest.mark.slow
 def test_what_is_launched_without_asking_triton_is_what_triton_would_launch():
     (report,) = finish(start(SCRIPT, "layouts", 64))
-    assert report["variants"] >= 31
+    assert report["variants"] >= 43
     assert report["kernels of one variant"] == 1

@@ -11,9 +11,11 @@ import torch
 import masks
 from sparseflash import backends
 from sparseflash.backends import hopper, triton
+from sparseflash.backends.base import BackendError
 from sparseflash.backends.hopper import select as hopper_select
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.select import select
+from sparseflash.score import ScoreFunction
 from tests.helpers.calls import mask_that_covers, spec_of
 
 QUERY = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16)
@@ -159,6 +161,22 @@ def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     assert not uses_fused_backward(many, replace(allowed, head_dim=136))
     assert uses_fused_backward(many, replace(allowed, dropout_p=0.1))
     assert not uses_fused_backward(many, replace(allowed, dropout_p=0.1, head_dim=128))
+
+
+def test_serves_changes_of_scores_and_masks_of_each_batch_element(monkeypatch):
+    monkeypatch.setattr(backends, "BACKENDS", (hopper,))
+    for_torch = ScoreFunction("for torch alone", lambda score, *_: (score, 1.0))
+    both = ScoreFunction("for Triton too", for_torch.torch, for_torch.torch)
+    for change in ({"softcap": 5.0}, {"bias": True}, {"mask_batch": 2}, {"score": both}):
+        spec = replace(SPEC, deterministic=False, **change)
+        assert select(spec, MASK) == hopper
+        table = masks.full()(128 * 7).table()
+        assert uses_fused_backward(table, spec) == ("mask_batch" in change)
+    for name in ("differentiates_bias", "differentiates_blocks"):
+        with pytest.raises(BackendError, match="gradient of b"):
+            select(replace(SPEC, bias=True, **{name: True}), MASK)
+    with pytest.raises(BackendError, match="'for torch alone'"):
+        select(replace(SPEC, score=for_torch), MASK)
 
 
 def test_refuses_other_architectures(monkeypatch):

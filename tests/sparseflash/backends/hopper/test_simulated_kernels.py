@@ -9,6 +9,7 @@ import torch
 import masks
 from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs
+from sparseflash.score import ScoreFunction
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers import simulated_gluon
 from tests.helpers.calls import call_on
@@ -106,6 +107,48 @@ def test_no_key_past_the_end_has_weight_where_all_scores_are_far_below(determini
 def test_the_simulated_fused_kernel_with_other_strides(strides):
     with simulation():
         check(PATTERNS["causal"], 128, lengths=(300, 300), strides=strides, deterministic=False)
+
+
+def bent(score, batch, head, query, key):
+    slope = 1 / (1 + head)
+    near = (query - key + batch) % 3 == 0
+    f = torch.where(near, slope * score + 0.1 * score * score, score)
+    return f, torch.where(near, slope + 0.2 * score, 1.0)
+
+
+BENT = ScoreFunction("bent, in the simulation", bent, bent)
+CHANGES = {
+    "softcap": {"softcap": 0.7},
+    "score": {"score": BENT},
+    "bias": {"bias": lambda heads, distances: torch.randn(heads, distances)},
+    "all": {
+        **{"softcap": 2.0, "score": BENT, "key_lengths": [0, 130, 400], "dropout_p": 0.3},
+        "bias": lambda heads, distances: torch.randn(1, distances),
+    },
+}
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 128), (128, 64), (136, 128)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_simulated_kernels_that_change_scores(name, head_dim, block_size):
+    with simulation():
+        check(
+            PATTERNS["causal"], head_dim, lengths=(200, 400), block_size=block_size,
+            deterministic=name != "softcap", **CHANGES[name],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_simulated_kernels_with_masks_of_each_batch_element(deterministic, heads):
+    def pattern(lengths, block_size):
+        within = PATTERNS["causal"](lengths, block_size)
+        chances = torch.rand(3, heads, within.grid.nq, within.grid.nk)
+        return within.select(chances < 0.5)
+
+    options = {"key_lengths": [400, 130, 300], "deterministic": deterministic}
+    with simulation():
+        check(pattern, 64, lengths=(300, 400), **options)
 
 
 def test_simulated_kernels_of_the_widest_tiles():

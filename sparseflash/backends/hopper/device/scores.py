@@ -1,0 +1,51 @@
+"""S of a tile where a soft cap, a score function or a bias changes it.
+
+triton_common.score_mods defines how. S is in base 2 then, scaled by log2(e), so exponents need no
+scale of their own.
+"""
+
+from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
+from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
+from sparseflash.backends.triton_common.score_mods import (
+    ScoreMods,
+    apply_score_mod,
+    bias_of_head,
+    tanh,
+)
+
+
+@gluon.jit
+def exponent_scale(params):
+    """What S of modified_scores is multiplied by in exponents of base 2."""
+    scale = params.scale_log2
+    if params.changes_scores:
+        scale = 1.0
+    return scale
+
+
+@gluon.jit
+def modified_scores(products, params, bh, query_start, key_start, LAYOUT: gl.constexpr,
+                    TRANSPOSED: gl.constexpr):  # fmt: skip
+    """(S in base 2, its derivative) of the products Q K^T of the queries from `query_start` on
+    with the keys from `key_start` on: [queries, keys], or if TRANSPOSED [keys, queries].
+    """
+    batch, head = bh // params.sizes.heads, bh % params.sizes.heads
+    rows = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, products.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    queries, keys = query_start + rows, key_start + columns
+    if TRANSPOSED:
+        queries, keys = query_start + columns, key_start + rows
+    return apply_score_mod(
+        products, queries, keys,
+        ScoreMods(params.scale_log2, params.scores.cap,
+                  bias_of_head(params.scores.bias, params.scores.bias_stride, head), batch, head,
+                  params.sizes.q_len, params.sizes.k_len, params.scores.cap is not None,
+                  params.score_function),
+        TRANSPOSED, tanh_by_element,
+    )  # fmt: skip
+
+
+@gluon.jit
+def tanh_by_element(x):
+    """score_mods.tanh, one element after another: step by step all of a tile has no registers."""
+    return gl.map_elementwise(tanh, x)

@@ -1,0 +1,86 @@
+"""S of a tile, in Triton and Gluon alike: soft cap, score function and bias.
+
+Scores are in base 2: S is scaled by log2(e), so that P = exp2(S - row_max).
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton_common.constants import LN2, LOG2E
+
+
+class ScoreMods(NamedTuple):
+    """What becomes of the products Q K^T; its constants are some only while it is passed as an
+    argument: an assignment would make them run-time values.
+
+    scale2: scale * log2(e); cap: of the soft cap, if SOFTCAP
+    biases: pointer to the biases of the head, or None
+    batch, head: those of the tile, head one or a column of them
+    SCORE: the score function, or None
+    """
+
+    scale2: tl.tensor
+    cap: tl.tensor
+    biases: tl.tensor
+    batch: tl.tensor
+    head: tl.tensor
+    q_len: tl.tensor
+    k_len: tl.tensor
+    SOFTCAP: tl.constexpr
+    SCORE: tl.constexpr
+
+
+@triton.jit
+def bias_of_head(bias, bias_head, head):
+    """Pointer to the biases of one head, or of a column of heads; None without a bias."""
+    row = bias
+    if bias is not None:
+        row = bias + head.to(tl.int64) * bias_head
+    return row
+
+
+@triton.jit
+def tanh(x):
+    """(tanh x, its derivative) to a rounding or two: by its series near 0, where it cancels."""
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    near = tl.minimum(size, 0.3)
+    square = near * near
+    series = -17 / 315 + square * (62 / 2835)
+    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * series))
+    value = tl.where(size < 0.3, near * series, far)
+    return tl.where(x < 0.0, -value, value), 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def apply_score_mod(
+    products, tokens, keys, mods, TRANSPOSED: tl.constexpr, TANH: tl.constexpr = tanh
+):
+    """(scores in base 2, derivative of score function and soft cap) of the products Q K^T of the
+    queries `tokens` (BM) with `keys` (BN): (BM, BN), or if TRANSPOSED (BN, BM).
+
+    scores = log2(e) * (score(softcap(scale * products)) + bias)
+
+    TANH: like `tanh`, of a tile
+    """
+    QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
+    queries = tl.expand_dims(tokens, 1 - QUERY_AXIS)
+    keys = tl.expand_dims(keys, QUERY_AXIS)
+    slopes = 1.0
+    if mods.SOFTCAP:
+        capped, slopes = TANH(products * (mods.scale2 * LN2 / mods.cap))
+        scores = capped * (mods.cap * LOG2E)
+    else:
+        scores = products * mods.scale2
+    if mods.SCORE is not None:
+        scores, slope = mods.SCORE(scores * LN2, mods.batch, mods.head, queries, keys)
+        scores *= LOG2E
+        slopes *= slope
+    if mods.biases is not None:
+        distance = keys - queries + (mods.q_len - 1)
+        inside = (distance >= 0) & (distance < mods.q_len + mods.k_len - 1)
+        scores += tl.load(mods.biases + distance, mask=inside, other=0.0) * LOG2E
+    return scores, slopes
