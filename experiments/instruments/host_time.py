@@ -10,8 +10,9 @@ left of that time is ours after two parts are taken off:
 - launches: as many bare launches as the call makes; a bare launch is that of an empty kernel,
   which torch launches without dispatch. On a CPU the host runs the kernels itself: there it is the
   time of the backend alone.
-- torch: the same pass through a `torch.autograd.Function` of as many tensors that does nothing.
-  On a GPU torch runs every backward pass in a thread of its own.
+- torch: the same pass through a `torch.autograd.Function` that does nothing, with as many inputs,
+  outputs, saved tensors and gradients. On a GPU torch runs every backward pass in a thread of its
+  own.
 
 The table goes to host-time-<device>.json.
 """
@@ -21,12 +22,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from experiments.cli import RESULTS, Device, Output, Overwrite, resolve
 from experiments.instruments import Log, command
+
+if TYPE_CHECKING:
+    import torch
 
 RUNS = 500
 CALLS = 10
@@ -107,7 +111,7 @@ def calls_of(
     last, last_row = query[:, :, -1:].clone(), mask.slice_queries(seq_len - 1, seq_len)
     step = plan_call(last, key, value, last_row, backend=backend)
     attention = partial(sparseflash.attention, backend=backend)
-    nothing = partial(do_nothing(), *leaves)
+    nothing = partial(do_nothing(*bare.forward(query, key, value)), *leaves, None, None)
 
     def backward_of(out: torch.Tensor) -> Call:
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
@@ -120,7 +124,7 @@ def calls_of(
         "backward": (
             backward_of(attention(q, k, v, mask)),
             backward,
-            backward_of(nothing()),
+            backward_of(nothing()[0]),
         ),
         "one query": (
             partial(attention, last, key, value, last_row),
@@ -130,19 +134,23 @@ def calls_of(
     }
 
 
-def do_nothing() -> Callable:
-    """A differentiable function of three tensors that computes nothing, forward and backward."""
+def do_nothing(out: "torch.Tensor", lse: "torch.Tensor") -> Callable:
+    """A differentiable function that computes nothing: of as many tensors as attention, with views
+    of its results, and query, key and value for their gradients.
+    """
     import torch
 
     class Nothing(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, query, key, value):  # pyright: ignore[reportIncompatibleMethodOverride]
-            ctx.save_for_backward(query, key, value)
-            return torch.empty_like(query)
+        def forward(ctx, query, key, value, bias, block_scores):  # pyright: ignore[reportIncompatibleMethodOverride]
+            results = out.view_as(out), lse.view_as(lse)
+            ctx.save_for_backward(query, key, value, *results)
+            ctx.set_materialize_grads(False)
+            return results
 
         @staticmethod
-        def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
-            return ctx.saved_tensors
+        def backward(ctx, grad_out, grad_lse):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return *ctx.saved_tensors[:3], None, None
 
     return Nothing.apply
 
