@@ -21,6 +21,7 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
+from sparseflash.dispatch.spec import CallFacts
 from sparseflash.merge import with_sinks, without_pairs
 from sparseflash.options import AttentionOptions, OptionKeywords
 
@@ -126,10 +127,9 @@ def attention(
         plan, checked = None, AttentionOptions(**options)
         check_tensors(query, key, value)
     else:
-        plan = find_plan(
-            *(query, key, value, mask, options, key_lengths is not None, bias is not None),
-            *(wants_gradient(bias), wants_gradient(block_scores)),
-        )
+        has = (key_lengths is not None, bias is not None)
+        wanted = (wants_gradient(bias), wants_gradient(block_scores))
+        plan = find_plan(query, key, value, mask, options, CallFacts(*has, *wanted))
         checked = plan.spec
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)

@@ -24,7 +24,7 @@ from sparseflash.backends.base import BackendError
 from sparseflash.backends.select import reasons_against, select
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import fitted_mask, make_plan
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions, OptionKeywords
 
 SECONDS = 0.2  # of measurement for each time
@@ -129,11 +129,8 @@ def explain(
     if sinks is not None:
         check_sinks(sinks, query)
     fitted = fitted_mask(checked_mask(mask), query, key)
-    spec = AttentionSpec.from_call(
-        *(query, key, fitted, AttentionOptions(**options)),
-        has_key_lengths=key_lengths is not None,
-        bias=bias is not None,
-    )
+    facts = CallFacts(key_lengths is not None, bias is not None)
+    spec = AttentionSpec.from_call(query, key, fitted, AttentionOptions(**options), facts)
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:
         chosen = select(spec, fitted)

@@ -16,6 +16,7 @@ from sparseflash.arguments import (
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.compile import compile_passes
 from sparseflash.dispatch.plan import find_plan
+from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OptionKeywords
 
 
@@ -71,12 +72,12 @@ def warmup(
         query = torch.empty(batch, heads, q_len, head_dim, **of_tensors)
         key = torch.empty(batch, kv_heads or heads, k_len, head_dim, **of_tensors)
         gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
-        facts = (key_lengths, bias is not None, *gradients)
-        plan = find_plan(query, key, key, mask, options, *facts)
+        facts = CallFacts(key_lengths, bias is not None, *gradients)
+        plan = find_plan(query, key, key, mask, options, facts)
         call = Call(plan)
         if key_lengths:
             call.key_lengths = torch.full((batch,), k_len, dtype=torch.int32, device=device)
         if bias is not None:
-            call.bias = checked_bias(bias, query, key)
+            call.bias = checked_bias(bias, query, q_len, k_len)
         calls.append((call, (query, key, key), (*[backward] * 3, *gradients)))
     compile_passes(calls)

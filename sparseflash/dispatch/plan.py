@@ -13,7 +13,7 @@ from sparseflash.arguments import AnyMask, check_tensors, lengths_in_range
 from sparseflash.backends.base import Backend
 from sparseflash.backends.select import select
 from sparseflash.dispatch.call import Call, Plan
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions
 
 
@@ -39,10 +39,8 @@ def plan_call(
         ValueError: key_lengths are out of range.
         TypeError, ValueError, BackendError: As `find_plan` does.
     """
-    plan = find_plan(
-        *(query, key, value, mask, options),
-        *(key_lengths is not None, bias is not None, differentiates_bias, differentiates_blocks),
-    )
+    has = (key_lengths is not None, bias is not None, differentiates_bias, differentiates_blocks)
+    plan = find_plan(query, key, value, mask, options, CallFacts(*has))
     return Call(plan, lengths_in_range(key_lengths, key.shape[2], key.device), seed, bias)
 
 
@@ -52,16 +50,12 @@ def find_plan(
     value: Tensor,
     mask: AnyMask,
     options: Mapping[str, Any],
-    has_key_lengths: bool = False,
-    bias: bool = False,
-    differentiates_bias: bool = False,
-    differentiates_blocks: bool = False,
-    positions: bool = False,
+    facts: CallFacts,
 ) -> Plan:
     """The plan of a call, built by the first call of its signature.
 
-    A DynamicMask is often new at every call. So its plan is looked up in the cache of its support
-    too, and only the table is its own.
+    A DynamicMask is often new at every call. So what was selected is looked up in the cache of its
+    support too, and only the table is its own.
 
     Raises:
         TypeError, ValueError: A tensor, an option or the mask is wrong; the message names it.
@@ -74,9 +68,7 @@ def find_plan(
         *(query.shape, key.shape, value.shape),
         *(query.dtype, key.dtype, value.dtype),
         *(query.device, key.device, value.device),
-        *(has_key_lengths, bias, differentiates_bias, differentiates_blocks, positions),
-        torch.are_deterministic_algorithms_enabled(),
-        *options.items(),
+        *(facts, torch.are_deterministic_algorithms_enabled(), *options.items()),
     )
     try:
         plan = mask.cache.get(signature)
@@ -85,17 +77,14 @@ def find_plan(
         raise
     if plan is not None:
         return plan
-    facts = (has_key_lengths, bias, differentiates_bias, differentiates_blocks, positions)
-    if isinstance(mask, DynamicMask):
-        shared = (*signature, mask.num_batches, mask.num_heads)
-        selected = mask.support.cache.get(shared)
-        if selected is None:
-            selected = _select(query, key, value, mask, options, *facts)
-            mask.support.cache[shared] = selected
-    else:
-        selected = _select(query, key, value, mask, options, *facts)
-    spec, backend = selected
-    plan = mask.cache[signature] = make_plan(spec, backend, mask)
+    selections = mask.support.cache if isinstance(mask, DynamicMask) else {}
+    shared = (*signature, mask.num_batches, mask.num_heads)
+    if shared not in selections:
+        check_tensors(query, key, value)
+        fitted = fitted_mask(mask, query, key)
+        spec = AttentionSpec.from_call(query, key, fitted, AttentionOptions(**options), facts)
+        selections[shared] = spec, select(spec, fitted)
+    plan = mask.cache[signature] = make_plan(*selections[shared], mask)
     return plan
 
 
@@ -103,31 +92,6 @@ def make_plan(spec: AttentionSpec, backend: Backend, mask: CompiledMask) -> Plan
     """The plan of a backend that can serve the spec."""
     table = mask.table(spec.device, backend.block_size_for(spec, mask))
     return Plan(spec, backend, table.for_groups(spec.mask_group))
-
-
-def _select(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: CompiledMask,
-    options: Mapping[str, Any],
-    has_key_lengths: bool,
-    bias: bool,
-    differentiates_bias: bool,
-    differentiates_blocks: bool,
-    positions: bool,
-) -> tuple[AttentionSpec, Backend]:
-    """The spec of a call after all checks, and the backend that serves it."""
-    check_tensors(query, key, value)
-    spec = AttentionSpec.from_call(
-        *(query, key, fitted_mask(mask, query, key), AttentionOptions(**options)),
-        has_key_lengths=has_key_lengths,
-        bias=bias,
-        differentiates_bias=differentiates_bias,
-        differentiates_blocks=differentiates_blocks,
-        positions=positions,
-    )
-    return spec, select(spec, mask)
 
 
 def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,24 @@ from masks.mask_batch import CompiledMask
 from sparseflash.options import AttentionOptions
 
 FEW_QUERIES = 16  # the least side of a block: so many queries are one block row of any mask
+
+
+class CallFacts(NamedTuple):
+    """What a call has beside query, key, value, mask and options.
+
+    Args:
+        has_key_lengths: Whether keys are masked past the length of their batch element.
+        bias: Whether there is a bias of distances.
+        differentiates_bias: Whether its gradient may be asked for.
+        differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
+        positions: Whether tokens stand elsewhere in a longer sequence.
+    """
+
+    has_key_lengths: bool = False
+    bias: bool = False
+    differentiates_bias: bool = False
+    differentiates_blocks: bool = False
+    positions: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +45,9 @@ class AttentionSpec(AttentionOptions):
         mask_group: Query heads that share a mask of their key head; 1 where masks are of query
             heads or of all.
         mask_batch: 1 if all batch elements share one mask, else batch.
-        has_key_lengths: Whether keys are masked past the length of their batch element.
-        bias: Whether there is a bias of distances.
-        differentiates_bias: Whether its gradient may be asked for.
-        differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
-        positions: Whether tokens stand elsewhere in a longer sequence and the call depends on
-            where: dropout, score functions and biases do.
+        has_key_lengths, bias, differentiates_bias, differentiates_blocks: As in CallFacts.
+        positions: As in CallFacts, if the call depends on it: dropout, score functions and biases
+            do.
     """
 
     scale: float  # pyright: ignore[reportGeneralTypeIssues]  (resolved, so it has no default)
@@ -71,14 +86,11 @@ class AttentionSpec(AttentionOptions):
         key: Tensor,
         mask: CompiledMask,
         options: AttentionOptions,
-        *,
-        has_key_lengths: bool = False,
-        bias: bool = False,
-        differentiates_bias: bool = False,
-        differentiates_blocks: bool = False,
-        positions: bool = False,
+        facts: CallFacts | None = None,
     ) -> Self:
         """The spec of checked arguments."""
+        facts = facts or CallFacts()
+        depends = options.dropout_p > 0 or options.score is not None or facts.bias
         batch, heads, q_len, head_dim = query.shape
         resolved = options.as_dict()
         if options.scale is None:
@@ -97,11 +109,7 @@ class AttentionSpec(AttentionOptions):
             mask_heads=1 if mask.num_heads == 1 else heads,
             mask_group=1 if mask.num_heads == 1 else heads // mask.num_heads,
             mask_batch=mask.num_batches,
-            has_key_lengths=has_key_lengths,
-            bias=bias,
-            differentiates_bias=differentiates_bias,
-            differentiates_blocks=differentiates_blocks,
-            positions=positions and (options.dropout_p > 0 or options.score is not None or bias),
+            **facts._replace(positions=facts.positions and depends)._asdict(),
         )
 
     @property

@@ -32,6 +32,7 @@ from sparseflash.arguments import (
 )
 from sparseflash.dispatch.call import Call, Positions
 from sparseflash.dispatch.plan import find_plan
+from sparseflash.dispatch.spec import CallFacts
 from sparseflash.distributed.plan import ContextPlan, Part, Round
 from sparseflash.distributed.transport import Exchange, Group, check_agreement, resolved
 from sparseflash.merge import merge_attention, with_sinks
@@ -221,11 +222,10 @@ class _Prepared:
         if lengths is not None:
             inside = (lengths.unsqueeze(1) - first).clamp(0, g.bk).sum(1)
             lengths = inside.to(key.device, torch.int32)
-        plan = find_plan(
-            *(query, key, value, chosen, self.options),
-            *(lengths is not None, self.bias is not None, self.differentiates_bias),
-            *(self.block_scores is not None, True),
-        )
+        has = (lengths is not None, self.bias is not None)
+        wanted = (self.differentiates_bias, self.block_scores is not None)
+        facts = CallFacts(*has, *wanted, positions=True)
+        plan = find_plan(query, key, value, chosen, self.options, facts)
         positions = Positions(rows * g.bq, first, self.plan.seq_len)
         return Call(plan, lengths, self.seed, self.bias, positions)
 

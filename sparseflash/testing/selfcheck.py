@@ -17,7 +17,7 @@ import masks
 from sparseflash import backends
 from sparseflash.attention import attention
 from sparseflash.backends.select import reasons_against
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions
 from sparseflash.testing.error_budget import check_attention, make_inputs
 
@@ -68,7 +68,7 @@ class Case:
         query, key, _, _ = self.inputs(LENGTHS)
         mask = PATTERNS[0](LENGTHS, self.block_size, self.device)
         options = AttentionOptions(dropout_p=self.dropout_p, backend=self.backend)
-        spec = AttentionSpec.from_call(query, key, mask, options, has_key_lengths=self.padded)
+        spec = AttentionSpec.from_call(query, key, mask, options, CallFacts(self.padded))
         (backend,) = (b for b in backends.BACKENDS if b.name == self.backend)
         return reasons_against(backend, spec, mask)
 

@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 from sparseflash.dispatch.call import Call, Plan
-from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 
 
 def spec_of(query, key, mask, **facts) -> AttentionSpec:
-    """facts: options, and facts of AttentionSpec.from_call."""
+    """facts: options, and CallFacts."""
     options = AttentionOptions(**{n: facts.pop(n) for n in OPTION_NAMES if n in facts})
-    return AttentionSpec.from_call(query, key, mask, options, **facts)
+    return AttentionSpec.from_call(query, key, mask, options, CallFacts(**facts))
 
 
 def call_on(backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, **facts) -> Call:
