@@ -26,6 +26,7 @@ from masks.registry import Cache
 from sparseflash.distributed.assign import STRATEGIES, Costs, Workload, costs
 from sparseflash.distributed.report import Report, report_of
 
+ABOUT = 1.05  # within this factor modelled times are alike
 HEADER = "context_plan"  # the key of the safetensors metadata
 
 
@@ -338,7 +339,8 @@ def make_plan(
         ranks: How many share the sequence, at most one for each unit of max(block_size) tokens; or
             the group or the one-dimensional mesh of these ranks.
         strategy: "contiguous", "zigzag", "zigzag by document", "balanced chunks", "contiguous with
-            repair", or "auto": that of least modelled time. Or the rank of each unit.
+            repair", or "auto": of those with about the least modelled time, that which moves
+            least. Or the rank of each unit.
         round_tokens: Most tokens of keys and values that a rank receives at a time, at least one
             block; what it needs beyond that comes in later rounds. By default all come at once.
         fetch_cost: For "auto": how long it takes to fetch one block of keys and values of all
@@ -378,15 +380,13 @@ def make_plan(
 
 
 def _fastest(workload: Workload, ranks: int, fetch_cost: float) -> tuple[str, Tensor]:
-    """The strategy of least modelled time, and of these the one that moves least."""
-
-    def cost(owner: Tensor) -> tuple[float, int]:
-        found = costs(workload, owner, ranks)
-        time = found.time(workload.mask.num_heads, workload.mask.grid.bk, fetch_cost)
-        return time, int(found.traffic.sum())
-
+    """The strategy that moves least of those whose modelled time is about the least."""
+    heads, block = workload.mask.num_heads, workload.mask.grid.bk
     assigned = {name: assign(workload, ranks) for name, assign in STRATEGIES.items()}
-    best = min(assigned, key=lambda name: cost(assigned[name]))
+    found = {name: costs(workload, owner, ranks) for name, owner in assigned.items()}
+    times = {name: cost.time(heads, block, fetch_cost) for name, cost in found.items()}
+    within = [name for name in times if times[name] <= ABOUT * min(times.values())]
+    best = min(within, key=lambda name: int(found[name].traffic.sum()))
     return best, assigned[best]
 
 
