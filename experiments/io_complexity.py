@@ -165,17 +165,16 @@ def model_device(name: str, kind: str) -> "Device":
     import torch
 
     from experiments.roofline import measure_roofline
-    from sparseflash.io_model import DEVICES, device_named
+    from sparseflash.io_model import device_like, device_named
 
-    gpu = torch.cuda.get_device_name() if kind == "cuda" else "H200"
-    found = name or next((known for known in DEVICES if known in gpu), gpu)
+    if kind == "cuda" and not name:
+        if device := device_like(torch.device("cuda", torch.cuda.current_device())):
+            return device.with_roofline(measure_roofline(torch.bfloat16))
+        name = torch.cuda.get_device_name()
     try:
-        device = device_named(found)
+        return device_named(name or "H200")
     except ValueError as error:
         raise typer.BadParameter(f"--model: {error}") from None
-    if name or kind == "cpu":
-        return device
-    return device.with_roofline(measure_roofline(torch.bfloat16))
 
 
 def chosen_cases(only: str | None) -> Iterator[Case]:

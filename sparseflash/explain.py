@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparseflash import backends
+from masks import BlockMask
+from sparseflash import backends, io_model
 from sparseflash.arguments import (
     FULL,
     AnyMask,
@@ -20,11 +21,13 @@ from sparseflash.arguments import (
     lengths_in_range,
 )
 from sparseflash.attention import attention
-from sparseflash.backends.base import BackendError
+from sparseflash.backends.base import Backend, BackendError
 from sparseflash.backends.select import reasons_against, select
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import fitted_mask, make_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
+from sparseflash.gap import Gap, alternating, split, variants
+from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
 
 SECONDS = 0.2  # of measurement for each time
@@ -54,6 +57,8 @@ class Explanation:
         measured: This mask on that backend; None if nothing was timed.
         full: The mask of all pairs there.
         dense: torch's own attention of all pairs.
+        forward_gap, backward_gap: Why the mask takes longer than its density of the full mask;
+            None if nothing was timed, and for masks of each batch element and dynamic ones.
     """
 
     spec: AttentionSpec
@@ -64,6 +69,8 @@ class Explanation:
     measured: Times | None = None
     full: Times | None = None
     dense: Times | None = None
+    forward_gap: Gap | None = None
+    backward_gap: Gap | None = None
 
     @property
     def predicted(self) -> Times | None:
@@ -92,6 +99,8 @@ class Explanation:
             "torch's dense attention": self.dense,
         }
         lines += [f"{name}: {time}" for name, time in times.items() if time is not None]
+        gaps = {"forward": self.forward_gap, "backward": self.backward_gap}
+        lines += [f"{name}: {gap}" for name, gap in gaps.items() if gap is not None]
         if self.dense_is_faster:
             lines.append("dense attention is faster here")
         return "\n".join(lines)
@@ -115,7 +124,8 @@ def explain(
         query, key, value, mask, key_lengths, bias, sinks, **options: As in sparseflash.attention.
         measure: Also time the call, the full mask and torch's dense attention, each forward and
             backward, with the options of the call (torch's without softcap, score, bias, sinks
-            and key_lengths).
+            and key_lengths); and split what the mask takes longer than its density of the full
+            mask into causes, by masks that leave one out (see sparseflash.gap).
 
     Returns:
         An Explanation, whose `backend` is None where no backend can serve the call.
@@ -155,12 +165,55 @@ def explain(
         dropout_p=spec.dropout_p,
         enable_gqa=spec.heads != spec.kv_heads,
     )
-    return replace(
+    explanation = replace(
         explanation,
         measured=_times(partial(attend, mask=fitted), query, key, value),
         full=_times(partial(attend, mask=full), query, key, value),
         dense=_times(dense, query, key, value),
     )
+    if not isinstance(fitted, BlockMask):
+        return explanation
+    forward, backward = _gaps(attend, spec, chosen, fitted, full, (query, key, value))
+    return replace(explanation, forward_gap=forward, backward_gap=backward)
+
+
+def _gaps(
+    attend: Callable[..., Tensor],
+    spec: AttentionSpec,
+    backend: Backend,
+    mask: BlockMask,
+    full: BlockMask,
+    tensors: tuple[Tensor, ...],
+) -> tuple[Gap, Gap]:
+    """The gap of the forward and of the backward pass."""
+    read = mask.reblock(backend.block_size_for(spec, mask))
+    made = variants(read)
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    calls = {
+        name: partial(attend, *inputs, mask=each)
+        for name, each in ({"called": mask, "device": mask, "full": full} | made).items()
+    }
+    with torch.no_grad():
+        forward = alternating(calls, spec.device)
+    grad = torch.randn_like(tensors[0])
+    backward = alternating(
+        {
+            name: partial(torch.autograd.grad, call(), inputs, grad, retain_graph=True)
+            for name, call in calls.items()
+        },
+        spec.device,
+    )
+    device = device_like(spec.device)
+    sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
+    gaps = []
+    for direction, times in (("forward", forward), ("backward", backward)):
+        filled = 1.0
+        if device is not None and backend.name in io_model.BACKENDS:
+            facts = {"dtype": spec.dtype, "backend": backend.name, "device": device}
+            cost = io_model.attention(mask, spec.head_dim, direction=direction, **sizes, **facts)
+            filled = cost.filled_waves
+        gaps.append(split(times, made, read.density, mask.density, filled))
+    return gaps[0], gaps[1]
 
 
 def _times(attend: Callable[..., Tensor], *tensors: Tensor) -> Times:

@@ -117,6 +117,17 @@ def device_named(device: str | Device) -> Device:
     return DEVICES[device]
 
 
+def device_like(device: torch.device) -> Device | None:
+    """The device of DEVICES that a GPU is, with as many multiprocessors as it has; None for any
+    other.
+    """
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    named = next((known for name, known in DEVICES.items() if name in properties.name), None)
+    return named and replace(named, multiprocessors=properties.multi_processor_count)
+
+
 class KernelCost(NamedTuple):
     """What one kernel does, of all heads.
 
@@ -127,6 +138,7 @@ class KernelCost(NamedTuple):
         memory_bytes: Read from and written to device memory where L2 keeps what it can.
         l2_bytes: The same where every tile is loaded anew: what goes through L2.
         shared_bytes: Written to and read from shared memory by loads and products.
+        waves: Its work tiles over those that run at a time; 0 for kernels that are not ours.
     """
 
     name: str
@@ -135,6 +147,7 @@ class KernelCost(NamedTuple):
     memory_bytes: float
     l2_bytes: float
     shared_bytes: float
+    waves: float = 0.0
 
     def seconds(self, device: Device) -> dict[str, float]:
         """The time that each part of the device takes at least."""
@@ -193,6 +206,12 @@ class Cost:
             part, seconds = max(kernel.seconds(self.device).items(), key=lambda entry: entry[1])
             total[part] = total.get(part, 0.0) + seconds
         return max(total, key=lambda part: total[part])
+
+    @property
+    def filled_waves(self) -> float:
+        """Share of the waves of work tiles that are filled where all take as long."""
+        filled = sum(k.flops * k.waves / max(math.ceil(k.waves), 1) for k in self.kernels)
+        return filled / self.flops if filled else 1.0
 
     def __str__(self) -> str:
         device_memory, l2, shared = (
@@ -486,6 +505,7 @@ def _kernel(
         memory_bytes=resident + min(once, streamed) + table_bytes,
         l2_bytes=resident + streamed + read_table,
         shared_bytes=operand * (loads + right + left),
+        waves=spec.batch * row_heads * rows.num_rows * passes / tile.resident,
     )
 
 

@@ -1,0 +1,178 @@
+"""Why a sparse mask is slower than its density promises: the gap, split into its causes.
+
+A mask of density s should take s times as long as the full mask. What it takes longer is split by
+masks that leave one cause after the other out, each with as many blocks as the mask itself:
+
+    called       the call as it is, with the time of the host
+    device       the same, the host ahead of the device
+    whole        its blocks, all full
+    contiguous   as many full blocks in every row, side by side
+    equal        as many in all, side by side, in rows of equal length
+    twice        rows of twice that length
+
+The time of equal rows is a sum of rows and blocks, of which `twice` gives that of a block; what
+is left of a row is its prologue and epilogue. Work tiles that do not fill the last wave of those
+that run at a time are its tail. Every part is the difference of two neighbours, so all parts and
+the ideal time add up to the measured one.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from masks import BlockMask
+
+ROUNDS = 7
+BURST = 20  # calls in a row at most
+BURST_MS = 2.0
+# The device waits so many cycles, some 10 ms, while the host enqueues a burst.
+HIDING_CYCLES = 20_000_000
+
+Run = Callable[[], object]
+CHANGES = {
+    "launch and host": "capture the calls in a CUDA graph, or put more work into one",
+    "partial blocks": "move the edges of the pattern to those of blocks, or choose another block "
+    "size",
+    "gather": "list neighbouring blocks: an order of tokens in which they are, or larger blocks",
+    "load imbalance": "give all rows about as many blocks, and long rows to fewer heads",
+    "tail of the grid": "choose batch x heads so that work tiles fill whole waves",
+    "prologue and epilogue": "put more blocks into a row: fewer, larger blocks of queries",
+    "larger tiles": "use blocks of the size of a tile, or scatter small ones less",
+    "remainder": "no change is known",
+}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Milliseconds of one pass.
+
+    Args:
+        measured: Of the call.
+        ideal: The density times the full mask.
+        parts: Of the gap between both, by the names of CHANGES; some may be negative.
+    """
+
+    measured: float
+    ideal: float
+    parts: Mapping[str, float]
+
+    @property
+    def largest(self) -> str:
+        """The part that costs most."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+    def __str__(self) -> str:
+        gap = self.measured - self.ideal
+        parts = ", ".join(f"{name} {cost:+.3f}" for name, cost in self.parts.items())
+        line = f"{self.measured:.3f} ms, ideal {self.ideal:.3f}, gap {gap:+.3f}: {parts}"
+        if self.parts[self.largest] <= 0:
+            return line
+        share = self.parts[self.largest] / self.measured
+        return f"{line}; most by {self.largest} ({share:.0%}): {CHANGES[self.largest]}"
+
+
+def variants(mask: BlockMask) -> dict[str, BlockMask]:
+    """The masks that leave causes out, by their names above."""
+    blocks = mask.to_blocks()
+    counts, columns = blocks.sum(-1), blocks.shape[-1]
+    rows = torch.arange(blocks.shape[-2] + 1, device=blocks.device)
+    ends = rows * counts.sum(-1, keepdim=True) // (len(rows) - 1)
+    equal = ends.diff(dim=-1)
+    found = {
+        "whole": blocks,
+        "contiguous": _windows(counts, columns),
+        "equal": _windows(equal, columns),
+        "twice": _windows((2 * equal).clamp(max=columns), columns),
+    }
+    sizes = {"block_size": mask.block_size, "seq_len": mask.seq_len}
+    return {name: BlockMask.from_blocks(each, **sizes) for name, each in found.items()}
+
+
+def _windows(counts: Tensor, columns: int) -> Tensor:
+    """bool (..., rows, columns): in every row so many blocks around the diagonal, wrapped around
+    the ends, so that columns are as even as rows."""
+    row = torch.arange(counts.shape[-1], device=counts.device)
+    start = row * columns // counts.shape[-1] - counts // 2
+    column = torch.arange(columns, device=counts.device)
+    return (column - start.unsqueeze(-1)) % columns < counts.unsqueeze(-1)
+
+
+def split(
+    times: Mapping[str, float],
+    made: Mapping[str, BlockMask],
+    tile_density: float,
+    density: float,
+    filled: float,
+) -> Gap:
+    """The gap of a pass.
+
+    Args:
+        times: Milliseconds of "called", "device", "full" and of each of `variants`.
+        made: The variants.
+        tile_density: Of the mask in the blocks that the backend reads.
+        density: Of the mask in its own blocks.
+        filled: Share of the waves of work tiles that is filled.
+    """
+    blocks, twice = made["equal"].nnz_blocks, made["twice"].nnz_blocks
+    ideal, equal = times["full"] * density, times["equal"]
+    of_blocks = equal
+    if twice > blocks:
+        of_blocks = (times["twice"] - equal) / (twice - blocks) * blocks
+    in_tiles = of_blocks * filled
+    in_blocks = in_tiles * density / tile_density if tile_density else 0.0
+    parts = {
+        "launch and host": times["called"] - times["device"],
+        "partial blocks": times["device"] - times["whole"],
+        "gather": times["whole"] - times["contiguous"],
+        "load imbalance": times["contiguous"] - equal,
+        "tail of the grid": equal * (1 - filled),
+        "prologue and epilogue": (equal - of_blocks) * filled,
+        "larger tiles": in_tiles - in_blocks,
+        "remainder": in_blocks - ideal,
+    }
+    return Gap(times["called"], ideal, parts)
+
+
+def alternating(runs: Mapping[str, Run], device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each, measured in alternation: "called" with the time of the host,
+    the others without it where the device can be kept waiting.
+    """
+    counts = {}
+    for name, run in runs.items():
+        run()
+        counts[name] = max(1, min(BURST, int(BURST_MS / max(_burst(run, 1, device, False), 1e-3))))
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            hides_host = device.type == "cuda" and name != "called"
+            found[name].append(_burst(run, counts[name], device, hides_host))
+    return {name: median(times) for name, times in found.items()}
+
+
+def _burst(run: Run, count: int, device: torch.device, hides_host: bool) -> float:
+    """Milliseconds of one of `count` runs in a row."""
+    if hides_host:
+        with torch.cuda.device(device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(HIDING_CYCLES)
+            begin.record()
+            for _ in range(count):
+                run()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / count
+    _wait(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        run()
+    _wait(device)
+    return (time.perf_counter() - begin) * 1e3 / count
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

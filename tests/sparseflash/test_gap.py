@@ -1,0 +1,130 @@
+import time
+
+import pytest
+import torch
+
+import masks
+import sparseflash
+from sparseflash import gap
+from sparseflash.gap import CHANGES, Gap, split, variants
+
+GLOBAL = masks.global_tokens(16) | masks.local(40)
+
+
+def test_every_variant_leaves_one_cause_out():
+    mask = GLOBAL(512, block_size=16)
+    made = variants(mask)
+    whole, contiguous, equal, twice = (
+        made[name] for name in ("whole", "contiguous", "equal", "twice")
+    )
+    assert mask.partial_blocks > 0
+    assert all(each.partial_blocks == 0 for each in made.values())
+    assert whole.nnz_blocks == contiguous.nnz_blocks == equal.nnz_blocks == mask.nnz_blocks
+    assert torch.equal(contiguous.blocks_per_row(), mask.blocks_per_row())
+    for each in (equal, equal.T):
+        counts = each.blocks_per_row()
+        assert counts.max() - counts.min() <= 2
+    assert torch.equal(twice.blocks_per_row(), 2 * equal.blocks_per_row())
+    # Side by side, but for the ends of the sequence: no more than two runs in a row.
+    starts = contiguous.to_blocks().int().diff(dim=-1, prepend=torch.zeros(32, 1)) == 1
+    assert starts.sum(-1).max() <= 2
+
+
+def test_variants_of_a_full_mask_and_of_several_heads():
+    assert variants(masks.full()(64, block_size=16))["twice"] == masks.full()(64, block_size=16)
+    heads = masks.stack([masks.local(3), GLOBAL])(256, block_size=16)
+    made = variants(heads)
+    assert made["equal"].num_heads == 2
+    assert made["equal"].head(0).nnz_blocks == heads.head(0).nnz_blocks
+    clipped = variants(masks.random(0.4)((50, 90), block_size=16))["whole"]
+    assert clipped.seq_len == (50, 90)
+
+
+def planted(mask, launch=0.0, partial=0.0, gather=0.0, imbalance=0.0, row=0.0, block=1e-3):
+    """Times of a device on which causes cost just so much; the full mask has `block` alone."""
+    made = variants(mask)
+    rows = mask.grid.nq
+    twice = rows * row + made["twice"].nnz_blocks * block
+    equal = rows * row + made["equal"].nnz_blocks * block
+    contiguous = equal + imbalance
+    whole = contiguous + gather
+    device = whole + partial
+    times = {
+        "called": device + launch,
+        "device": device,
+        "full": rows**2 * block,
+        **{"whole": whole, "contiguous": contiguous, "equal": equal, "twice": twice},
+    }
+    return times, made
+
+
+@pytest.mark.parametrize("filled", [1.0, 0.8])
+def test_causes_are_found_and_add_up(filled):
+    mask = masks.local(40)(512, block_size=16)
+    costs = {"launch": 0.3, "partial": 0.2, "gather": 0.4, "imbalance": 0.1, "row": 0.01}
+    times, made = planted(mask, **costs)
+    found = split(times, made, mask.density, mask.density, filled)
+    parts = found.parts
+    assert parts.keys() == CHANGES.keys()
+    assert parts["launch and host"] == pytest.approx(0.3)
+    assert parts["partial blocks"] == pytest.approx(0.2)
+    assert parts["gather"] == pytest.approx(0.4)
+    assert parts["load imbalance"] == pytest.approx(0.1)
+    assert parts["prologue and epilogue"] == pytest.approx(32 * 0.01 * filled)
+    assert parts["tail of the grid"] == pytest.approx(times["equal"] * (1 - filled))
+    assert parts["larger tiles"] == pytest.approx(0)
+    assert found.ideal == pytest.approx(mask.nnz_blocks * 1e-3)
+    assert sum(parts.values()) == pytest.approx(found.measured - found.ideal)
+
+
+def test_larger_tiles_cost_their_empty_share():
+    mask = masks.random(0.1, seed=0)(1024, block_size=16)
+    read = mask.reblock((64, 64))
+    times, made = planted(read)
+    found = split(times, made, read.density, mask.density, 1.0)
+    wasted = made["equal"].nnz_blocks * 1e-3 * (1 - mask.density / read.density)
+    assert found.parts["larger tiles"] == pytest.approx(wasted)
+    assert found.parts["remainder"] == pytest.approx(0)
+    assert found.largest == "larger tiles"
+
+
+def test_a_full_mask_has_no_gap():
+    mask = masks.full()(256, block_size=16)
+    times, made = planted(mask)
+    found = split(times, made, 1.0, 1.0, 1.0)
+    assert list(found.parts.values()) == pytest.approx([0] * len(found.parts))
+
+
+def test_report_says_which_change_gains_most():
+    parts = dict.fromkeys(CHANGES, 0.0) | {"gather": 0.5, "load imbalance": 0.25}
+    text = str(Gap(2.0, 1.25, parts))
+    assert "2.000 ms, ideal 1.250, gap +0.750" in text
+    assert f"most by gather (25%): {CHANGES['gather']}" in text
+    assert "most by" not in str(Gap(1.0, 1.0, dict.fromkeys(CHANGES, 0.0)))
+
+
+def test_times_are_medians_in_alternation(monkeypatch):
+    order = []
+
+    def run(name, seconds):
+        order.append(name)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(gap, "BURST_MS", 0.0)
+    runs = {"called": lambda: run("a", 0.002), "b": lambda: run("b", 0.006)}
+    found = gap.alternating(runs, torch.device("cpu"))
+    assert order == ["a"] * 2 + ["b"] * 2 + ["a", "b"] * gap.ROUNDS
+    assert found["called"] < found["b"]
+    assert found["b"] >= 6
+
+
+def test_explain_splits_the_gap():
+    query, key, value = torch.randn(3, 1, 2, 256, 16).unbind()
+    found = sparseflash.explain(query, key, value, GLOBAL(256, block_size=16), measure=True)
+    for each in (found.forward_gap, found.backward_gap):
+        assert each.measured > 0
+        assert sum(each.parts.values()) == pytest.approx(each.measured - each.ideal)
+    assert f"forward: {found.forward_gap}" in str(found)
+    assert sparseflash.explain(query, key, value).forward_gap is None
+    dynamic = masks.DynamicMask.from_blocks(torch.ones(16, 16).bool(), 16)
+    assert sparseflash.explain(query, key, value, dynamic, measure=True).forward_gap is None
