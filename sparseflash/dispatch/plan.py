@@ -84,7 +84,8 @@ def find_plan(
         fitted = fitted_mask(mask, query, key)
         spec = AttentionSpec.from_call(query, key, fitted, AttentionOptions(**options), facts)
         selections[shared] = spec, select(spec, fitted)
-    plan = mask.cache[signature] = make_plan(*selections[shared], mask)
+    spec, backend = selections[shared]
+    plan = mask.cache[signature] = make_plan(spec, backend, mask)
     return plan
 
 

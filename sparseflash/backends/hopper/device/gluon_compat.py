@@ -3,6 +3,8 @@
 Triton 3.8 renamed the asynchronous copies and gave the one that adds a function.
 """
 
+from math import prod
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,10 +36,15 @@ add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """The same shared memory as a buffer of another dtype, shape and layout."""
+    """The same shared memory, or its beginning, as a buffer of another dtype, shape and layout."""
     dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
     shape = [_unwrap_if_constexpr(n) for n in shape]
-    return _semantic.memdesc_reinterpret(buffer, dtype, shape, layout)
+    bits = prod(buffer.shape) * buffer.dtype.primitive_bitwidth
+    parts = bits // (prod(shape) * dtype.primitive_bitwidth)
+    if parts == 1:
+        return _semantic.memdesc_reinterpret(buffer, dtype, shape, layout)
+    whole = _semantic.memdesc_reinterpret(buffer, dtype, [parts, *shape], layout)
+    return whole.index(0, _semantic=_semantic)
 
 
 @gluon.jit
