@@ -43,6 +43,7 @@ __all__ = [
 
 # Imported at their first use, for they need libraries that take long to import.
 _ON_DEMAND = {
+    "advisor": ("sparseflash.advisor", None),
     "diffusers": ("sparseflash.integrations.diffusers", None),
     "distributed": ("sparseflash.distributed", None),
     "huggingface": ("sparseflash.integrations.huggingface", None),

@@ -1,5 +1,5 @@
-"""python -m sparseflash: selfcheck, is attention right on this machine? profile, which patterns
-does a model need?
+"""python -m sparseflash: is attention right on this machine, which patterns does a model need, in
+which blocks, and which see far enough in little time?
 """
 
 import os
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sparseflash.advisor.command import advise, search
 from sparseflash.lab.command import profile_command
 from sparseflash.testing.selfcheck import selfcheck
 
@@ -32,6 +33,8 @@ def check(
 
 
 app.command("profile")(profile_command)
+app.command()(advise)
+app.command()(search)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,14 @@ FOLDERS = ("docs", "examples", "experiments", "masks", "sparseflash", "tests")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
 PUBLIC = [
     (module, name)
-    for module in ("masks", "masks.analysis", "sparseflash", "sparseflash.lab", "sparseflash.nn")
+    for module in (
+        "masks",
+        "masks.analysis",
+        "sparseflash",
+        "sparseflash.advisor",
+        "sparseflash.lab",
+        "sparseflash.nn",
+    )
     for name in importlib.import_module(module).__all__
 ]
 REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))

@@ -1,0 +1,283 @@
+"""Patterns and block sizes with what they cost and see."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from masks import BlockMask, Pattern
+from masks._core.grid import BLOCK_SIDES
+from masks.analysis import receptive_field
+from masks.analysis.counts import attended_pairs, computed_pairs
+from masks.parse import as_pattern
+from sparseflash import io_model
+from sparseflash.attention import attention
+
+EXACT_CLASSES = 1 << 12  # more classes of tokens are sampled
+SAMPLES = 512
+SECONDS = 0.2  # of measurement for each choice
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What attends.
+
+    Args:
+        seq_len: Tokens, at least 1.
+        head_dim: Dims of a head.
+        batch, heads: Of the queries.
+        causal: Whether every pattern is cut to the past.
+        backward: Whether times include the backward pass.
+        device: Name of one of io_model.DEVICES, or a Device.
+        dtype: Of the tensors.
+
+    Raises:
+        ValueError: The device is unknown.
+    """
+
+    seq_len: int
+    head_dim: int = 128
+    batch: int = 1
+    heads: int = 16
+    causal: bool = False
+    backward: bool = True
+    device: str | io_model.Device = "H200"
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        io_model.device_named(self.device)
+
+    def mask(self, pattern: Pattern | str, block_size: int) -> BlockMask:
+        """The mask of a pattern in square blocks."""
+        made = as_pattern(pattern)(self.seq_len, block_size)
+        return made & as_pattern("causal()")(self.seq_len, block_size) if self.causal else made
+
+    def predicted_ms(self, mask: BlockMask) -> float:
+        """The least time on the device."""
+        directions = ("forward", "backward") if self.backward else ("forward",)
+        sizes = {"batch": self.batch, "heads": self.heads, "dtype": self.dtype}
+        costs = (
+            io_model.attention(
+                mask, self.head_dim, direction=direction, device=self.device, **sizes
+            )
+            for direction in directions
+        )
+        return sum(cost.seconds for cost in costs) * 1e3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A pattern in blocks of one size.
+
+    Attributes:
+        pattern: As it was given.
+        block_size: Tokens.
+        density: s.
+        useful: Attended pairs over computed ones; 1 / useful is the overhead of blocks.
+        predicted_ms: The least time that the device allows.
+        measured_ms: None until `measure` has run.
+        connected: Share of pairs that are connected after the layers that were asked for.
+        connected_error: Half-width of its 95 % confidence interval; 0 where it is exact.
+    """
+
+    pattern: str
+    block_size: int
+    density: float
+    useful: float
+    predicted_ms: float
+    measured_ms: float | None = None
+    connected: float | None = None
+    connected_error: float | None = None
+
+
+def block_sizes(
+    pattern: Pattern | str, workload: Workload, sides: Sequence[int] = BLOCK_SIDES
+) -> list[Choice]:
+    """A pattern in blocks of several sizes, the least predicted time first.
+
+    Small blocks compute fewer useless pairs; large ones read less and keep the tensor cores busy.
+
+    Args:
+        pattern: A rule for tokens, or its text.
+        workload: What attends.
+        sides: Block sizes in tokens, of 16, 32, 64, 128 and 256.
+
+    Raises:
+        TypeError, ValueError: As Pattern and io_model.attention do.
+    """
+    choices = (_choice(pattern, workload.mask(pattern, side), workload) for side in sides)
+    return sorted(choices, key=lambda choice: choice.predicted_ms)
+
+
+def search(
+    workload: Workload,
+    *,
+    layers: int,
+    connected: float = 1.0,
+    budget_ms: float | None = None,
+    patterns: Sequence[str] | None = None,
+    block_size: int = 128,
+    most: int = 8,
+    progress: Progress | None = None,
+) -> list[Choice]:
+    """The patterns of least predicted time that see far enough over the layers of a model.
+
+    Candidates are looked at in the order of predicted time, and their receptive fields computed
+    until `most` are found.
+
+    Args:
+        workload: What attends.
+        layers: Layers of the model that attend by the pattern.
+        connected: Share of pairs (of causal pairs) that must be connected after them.
+        budget_ms: Most predicted time of one layer; none by default.
+        patterns: Candidates as texts; by default families() at this length.
+        block_size: Tokens.
+        most: Choices to find.
+        progress: Called with (candidates looked at, candidates).
+
+    Returns:
+        Choices, the least predicted time first; empty where no candidate will do.
+
+    Raises:
+        ValueError: `connected` is outside (0, 1], or a pattern cannot be read.
+    """
+    if not 0 < connected <= 1:
+        raise ValueError(f"connected must be above 0 and at most 1, got {connected}")
+    texts = families(workload.seq_len, block_size) if patterns is None else patterns
+    made = [(text, workload.mask(text, block_size)) for text in texts]
+    timed = sorted(
+        ((_choice(text, mask, workload), mask) for text, mask in made),
+        key=lambda pair: pair[0].predicted_ms,
+    )
+    found: list[Choice] = []
+    for number, (choice, mask) in enumerate(timed, 1):
+        if len(found) == most or (budget_ms is not None and choice.predicted_ms > budget_ms):
+            break
+        field = receptive_field(mask, layers, samples=_samples(mask))
+        share, error = field.share[-1], field.error[-1]
+        if share >= connected - 1e-12:
+            found.append(replace(choice, connected=share, connected_error=error))
+        if progress is not None:
+            progress(number, len(timed))
+    if progress is not None:
+        progress(len(timed), len(timed))
+    return found
+
+
+def families(seq_len: int, block_size: int) -> list[str]:
+    """Candidates of `search`: families of patterns with parameters that grow twofold."""
+    blocks = -(-seq_len // block_size)
+    steps = [1 << i for i in range(max(blocks - 1, 1).bit_length())]
+    windows = [block_size * step for step in steps[:-1]]
+    return [
+        "full()",
+        *(f"butterfly({2 * step})" for step in steps),
+        *(f"local({window})" for window in windows),
+        *(f"strided({step}, window=1)" for step in steps[1:]),
+        *(f"longformer({w}, {g})" for w in windows[:4] for g in (16, block_size)),
+        *(f"bigbird({2 * w + 1}, {g}, {r})" for w in (1, 2, 4) for g in (0, 1) for r in (1, 3)),
+        *(f"local({w}) | butterfly()" for w in windows[:4]),
+        *(f"random({max(step / blocks, 1e-6):.6g})" for step in steps[1:6] if step < blocks),
+    ]
+
+
+def measure(
+    choices: Sequence[Choice],
+    workload: Workload,
+    device: torch.device | str = "cuda",
+    progress: Progress | None = None,
+) -> list[Choice]:
+    """The choices with the median times of their calls on this machine, the least first.
+
+    Raises:
+        RuntimeError: There is no such device.
+    """
+    shape = (workload.batch, workload.heads, workload.seq_len, workload.head_dim)
+    inputs = [torch.randn(shape, device=device, dtype=workload.dtype) for _ in range(3)]
+    grad = torch.randn_like(inputs[0])
+    done = []
+    for number, choice in enumerate(choices, 1):
+        mask = workload.mask(choice.pattern, choice.block_size).to(device)
+        done.append(replace(choice, measured_ms=_median_ms(inputs, grad, mask, workload)))
+        if progress is not None:
+            progress(number, len(choices))
+    return sorted(done, key=lambda choice: choice.measured_ms or 0.0)
+
+
+def ordered_share(times: Sequence[tuple[float, float]], differ: float = 0.1) -> float:
+    """Share of pairs whose predicted times are in the order of the measured ones.
+
+    Args:
+        times: (predicted, measured) of each.
+        differ: Only pairs whose measured times differ by more than this share count.
+
+    Returns:
+        1 where no two differ by so much.
+    """
+    pairs = [
+        (a[0] < b[0]) == (a[1] < b[1])
+        for a, b in itertools.combinations(times, 2)
+        if max(a[1], b[1]) > (1 + differ) * min(a[1], b[1])
+    ]
+    return sum(pairs) / len(pairs) if pairs else 1.0
+
+
+def plot(choices: Sequence[Choice], path: str | Path) -> None:
+    """Writes a picture (PNG, SVG or PDF): what choices see, or waste, against predicted time."""
+    from matplotlib.figure import Figure  # it takes long to import
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    sees = all(choice.connected is not None for choice in choices)
+    values = [c.connected if sees else c.useful for c in choices]
+    times = [choice.predicted_ms for choice in choices]
+    axes.plot(times, values, "o", color="#0072b2", label="predicted")
+    measured = [(c.measured_ms, v) for c, v in zip(choices, values, strict=True) if c.measured_ms]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "s", color="#d55e00", label="measured")
+    for choice, time, value in zip(choices, times, values, strict=True):
+        name = f"{choice.pattern}, blocks of {choice.block_size}"
+        axes.annotate(name, (time, value), (4, 4), textcoords="offset points", fontsize=6)
+    label = "share of pairs connected" if sees else "attended pairs over computed ones"
+    axes.set(xlabel="time (ms)", ylabel=label)
+    axes.margins(x=0.25, y=0.15)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _choice(pattern: Pattern | str, mask: BlockMask, workload: Workload) -> Choice:
+    text = pattern if isinstance(pattern, str) else pattern.name
+    computed = computed_pairs(mask)
+    return Choice(
+        pattern=text,
+        block_size=mask.block_size[0],
+        density=mask.density,
+        useful=attended_pairs(mask) / computed if computed else 1.0,
+        predicted_ms=workload.predicted_ms(mask),
+    )
+
+
+def _samples(mask: BlockMask) -> int | None:
+    """Keys to follow: all where only few classes of tokens can be."""
+    tokens = mask.seq_len[0]
+    return SAMPLES if mask.partial_blocks and tokens > EXACT_CLASSES else None
+
+
+def _median_ms(
+    inputs: Sequence[torch.Tensor], grad: torch.Tensor, mask: BlockMask, workload: Workload
+) -> float:
+    from torch.utils.benchmark import Timer  # takes long to import
+
+    query, key, value = (x.detach().requires_grad_(workload.backward) for x in inputs)
+
+    def run() -> None:
+        out = attention(query, key, value, mask)
+        if workload.backward:
+            torch.autograd.grad(out, (query, key, value), grad)
+
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3

@@ -1,0 +1,121 @@
+"""`python -m sparseflash advise` and `search`: block sizes of a pattern, and patterns."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from sparseflash.advisor import choices as of
+from sparseflash.advisor.choices import Choice, Workload
+
+SeqLen = Annotated[int, typer.Option(min=1, help="tokens")]
+HeadDim = Annotated[int, typer.Option(min=1, help="dims of a head")]
+Batch = Annotated[int, typer.Option(min=1, help="batch elements")]
+Heads = Annotated[int, typer.Option(min=1, help="heads")]
+Causal = Annotated[bool, typer.Option(help="Cut patterns to the past.")]
+Backward = Annotated[bool, typer.Option(help="Times with the backward pass.")]
+Device = Annotated[str, typer.Option(help="for predicted times: A100, H100 or H200")]
+Measure = Annotated[bool, typer.Option(help="Also measure, on the GPU of this machine.")]
+Plot = Annotated[Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def advise(
+    pattern: Annotated[str, typer.Argument(help='"local(256) & causal()", "my_patterns.py:name"')],
+    seq_len: SeqLen = 16384,
+    head_dim: HeadDim = 128,
+    batch: Batch = 1,
+    heads: Heads = 16,
+    backward: Backward = True,
+    device: Device = "H200",
+    measure: Measure = False,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """The block sizes of a pattern: density, useless pairs, predicted time."""
+    try:
+        workload = Workload(seq_len, head_dim, batch, heads, backward=backward, device=device)
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            bar.add_task("building masks", total=None)
+            found = of.block_sizes(pattern, workload)
+        _finish(found, workload, measure, plot, as_json)
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def search(
+    layers: Annotated[int, typer.Option(min=1, help="layers that attend by the pattern")],
+    seq_len: SeqLen = 16384,
+    connected: Annotated[
+        float, typer.Option(help="share of pairs that must be connected after them")
+    ] = 1.0,
+    budget_ms: Annotated[float | None, typer.Option(help="most predicted time of a layer")] = None,
+    pattern: Annotated[
+        list[str] | None, typer.Option(help="a candidate; by default families of patterns")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128 or 256")] = 128,
+    most: Annotated[int, typer.Option(min=1, help="patterns to find")] = 8,
+    head_dim: HeadDim = 128,
+    batch: Batch = 1,
+    heads: Heads = 16,
+    causal: Causal = False,
+    backward: Backward = True,
+    device: Device = "H200",
+    measure: Measure = False,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """The fastest patterns that see far enough; exits with 1 where there is none."""
+    try:
+        workload = Workload(seq_len, head_dim, batch, heads, causal, backward, device)
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("following tokens", total=None)
+            found = of.search(
+                workload,
+                layers=layers,
+                connected=connected,
+                budget_ms=budget_ms,
+                patterns=pattern,
+                block_size=block_size,
+                most=most,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        _finish(found, workload, measure, plot, as_json)
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(not found)
+
+
+def _finish(
+    found: Sequence[Choice], workload: Workload, measure: bool, plot: Path | None, as_json: bool
+) -> None:
+    if measure:
+        if not torch.cuda.is_available():
+            raise ValueError("--measure needs a CUDA device, and there is none")
+        found = of.measure(found, workload)
+    if plot is not None and found:
+        of.plot(found, plot)
+    if as_json:
+        print(json.dumps([asdict(choice) for choice in found]))
+        return
+    table = Table(box=None)
+    sees = any(choice.connected is not None for choice in found)
+    names = ("pattern", "block", "density", "useful", "least ms", "ms", "connected")
+    for name in names[: 7 if sees else 6]:
+        table.add_column(name, no_wrap=True)
+    for choice in found:
+        measured = "-" if choice.measured_ms is None else f"{choice.measured_ms:.3f}"
+        row = [choice.pattern, str(choice.block_size), f"{choice.density:.4g}"]
+        row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}", measured]
+        if choice.connected is not None:
+            error = f" ± {choice.connected_error:.2%}" if choice.connected_error else ""
+            row.append(f"{choice.connected:.2%}{error}")
+        table.add_row(*row)
+    Console().print(table if found else "no pattern sees far enough within the budget")

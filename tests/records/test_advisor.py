@@ -1,0 +1,55 @@
+"""Predicted times are in the order of the measured ones that are kept."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from masks import BlockMask
+from masks.parse import parse
+from sparseflash import io_model
+from sparseflash.advisor import ordered_share
+
+RESULTS = Path(__file__).parents[2] / "experiments/results"
+RECORDS = ["speedup", "bench-small-blocks", "bench-sparse"]
+
+
+@cache
+def mask_of(pattern: str, seq_len: int, block_size: int) -> BlockMask | None:
+    """None for a mask that the record names in words of its own."""
+    try:
+        return parse(pattern)(seq_len, block_size)
+    except ValueError:
+        return None
+
+
+def times(direction: str) -> list[tuple[float, float]]:
+    """(predicted, measured) of every call of 16,384 tokens whose pattern can be read."""
+    found = []
+    for name in RECORDS:
+        rows = json.loads((RESULTS / f"{name}-nvidia-h200.json").read_text())["rows"]
+        for row in rows:
+            implementation, _, backend = row["contender"].partition(":")
+            chosen = (implementation, row["direction"], row["seq_len"], row["head_dim"])
+            if chosen != ("sparseflash", direction, 16384, 128) or "/" in backend:
+                continue
+            mask = mask_of(row["pattern"], 16384, row["block_size"])
+            if mask is None or row.get("q_len"):
+                continue
+            cost = io_model.attention(
+                *(mask, 128),
+                batch=row["batch"],
+                heads=row["heads"],
+                direction=direction,
+                backend=backend or "auto",
+            )
+            found.append((cost.seconds * 1e3, row["median_ms"]))
+    return found
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_order_is_right_for_nine_of_ten_pairs_that_differ_by_a_tenth(direction):
+    pairs = times(direction)
+    assert len(pairs) > 30
+    assert ordered_share(pairs) > 0.9
