@@ -3,16 +3,19 @@
     python -m experiments.lra.speed
     python -m experiments.lra.speed --name path --tasks path-x,path-256
     python -m experiments.lra.speed --name compiled --compiled --only standard --only flash
+    python -m experiments.lra.speed --name real --real data --tasks listops,text,film-pairs,image
 
 Five tasks at the sizes of the Nystromformer protocol, which the FlashAttention paper's Table 3
 follows: forward, backward and optimizer of a whole model, on random samples of full length, in
-bfloat16 autocast, without dropout of probabilities. Each step is timed as called from Python and
-as a CUDA graph: steps of this size wait for their launches.
+bfloat16 autocast, without dropout of probabilities; with `--real`, on batches of the tasks, with
+their lengths, and with masked black and dropout as the preset has them. Each step is timed as
+called from Python and as a CUDA graph: steps of this size wait for their launches.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
@@ -28,9 +31,10 @@ from experiments.environment import device_name, environment
 from experiments.files import write_json
 from experiments.lra import presets
 from experiments.lra.attention import NAMED
+from experiments.lra.batches import StepBatches
 from experiments.lra.model import Classifier, EncoderConfig
 from experiments.lra.packaged import PACKAGED
-from experiments.lra.tasks import Shape
+from experiments.lra.tasks import Batch, MissingData, Shape, Task, collate
 from experiments.memory import METHOD, peak_bytes
 from experiments.timing import Clock, Timing, time_call
 
@@ -66,30 +70,53 @@ CONTENDERS = (
 
 TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
 ARENA = {task: f"nystromformer/{task}" for task in TASKS}
+# A stand-in for Retrieval, whose papers are to be had nowhere.
+STAND_IN = {"film-pairs": "nystromformer/film-pairs"}
 PATH = {task: f"curriculum/{task}" for task in ("path-x", "path-256")}
+KNOWN = ARENA | STAND_IN | PATH
+BATCHES = 4  # real ones, which differ in length
 
 
 @dataclass(frozen=True)
 class Case:
-    """A preset's model, samples of a step and shape of samples, and who is measured on it."""
+    """A preset's model, samples of a step and shape of samples, and who is measured on it.
+
+    real: Batches of the task; without them a random one is made.
+    """
 
     shape: Shape
     batch: int
     model: EncoderConfig
     contenders: tuple[Contender, ...]
+    real: tuple[Batch, ...] = ()
 
 
-def case_of(task: str) -> Case:
-    values = presets.read((ARENA | PATH)[task])
-    # Random ids have no black: every token is a key.
-    encoder = values["model"]["encoder"] | {"attention_dropout": 0.0, "mask_black": False}
+def case_of(task: str, data_root: Path | None = None, scale: int = 1) -> Case:
+    """The case of a task, on real batches where there is a folder of data.
+
+    Raises:
+        MissingData: For a file that must be downloaded and is not there.
+    """
+    values = presets.read(KNOWN[task])
+    encoder = values["model"]["encoder"]
+    if data_root is None:
+        # Random ids have no black: every token is a key.
+        encoder |= {"attention_dropout": 0.0, "mask_black": False}
     contenders = CONTENDERS
     if task in PATH:
         # Standard attention would need more memory than any GPU has.
         own = Contender(encoder["attention"], encoder.get("block_size", EncoderConfig.block_size))
         contenders = (Contender("sdpa"), Contender("flash"), own)
-    shape, batch = presets.task_of(values).shape, values["data"]["batch_size"]
-    return Case(shape, batch, EncoderConfig(**encoder), contenders)
+    known, batch = presets.task_of(values), max(1, values["data"]["batch_size"] // scale)
+    real = () if data_root is None else real_batches(known, batch, data_root)
+    return Case(known.shape, batch, EncoderConfig(**encoder), contenders, real)
+
+
+def real_batches(task: Task, size: int, data_root: Path) -> tuple[Batch, ...]:
+    """The first batches of a training run with seed 0."""
+    samples = task.splits(data_root)["train"]
+    batches = islice(StepBatches(len(samples), size, 0, 0, 0, 1), BATCHES)
+    return tuple(collate(task.shape, [samples[i] for i in batch]) for batch in batches)
 
 
 @dataclass(frozen=True)
@@ -116,6 +143,9 @@ class Step:
 def main(
     tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(ARENA),
     only: Annotated[list[str] | None, typer.Option(help="attentions, all by default")] = None,
+    real: Annotated[
+        Path | None, typer.Option(file_okay=False, help="folder of data: real batches of it")
+    ] = None,
     scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
     compiled: Annotated[bool, typer.Option(help="by torch.compile, but for our kernels")] = False,
     name: Annotated[str, typer.Option(help="of the table, in the name of its file")] = "arena",
@@ -123,14 +153,16 @@ def main(
 ) -> None:
     """Measures training steps of every attention on every task."""
     console = Console(width=132)
-    if unknown := [name for name in tasks.split(",") if name not in ARENA | PATH]:
-        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(ARENA | PATH)}")
+    if unknown := [name for name in tasks.split(",") if name not in KNOWN]:
+        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(KNOWN)}")
     output.mkdir(parents=True, exist_ok=True)  # an error comes before all is measured
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        cases = {task: case_of(task, real, scale) for task in tasks.split(",")}
+    except MissingData as error:
+        raise typer.BadParameter(str(error)) from error
     steps, failed = [], []
-    for task in tasks.split(","):
-        case = case_of(task)
-        case = replace(case, batch=max(1, case.batch // scale))
+    for task, case in cases.items():
         for contender in chosen(case.contenders, only):
             try:
                 steps.extend(measure(task, case, contender, compiled, device))
@@ -141,7 +173,8 @@ def main(
     record = environment(device) | {
         "memory": METHOD[device.type],
         "compiled": compiled,
-        "models": {task: asdict(case_of(task).model) for task in tasks.split(",")},
+        "real": real is not None,
+        "models": {task: asdict(case.model) for task, case in cases.items()},
         "steps": [asdict(step) for step in steps],
         "failed": failed,
         "geometric_mean_speedup": means(steps),
@@ -176,7 +209,7 @@ def measure(
     step()
     peak = peak_bytes(step, device)
     for clock in clocks:
-        timing = timed(step, clock)
+        timing, passes = timed(step, clock), max(len(case.real), 1)
         yield Step(
             task=task,
             attention=contender.attention,
@@ -185,9 +218,9 @@ def measure(
             batch=case.batch,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             clock=clock.value,
-            median_ms=timing.median_ms,
-            low_ms=timing.low_ms,
-            high_ms=timing.high_ms,
+            median_ms=timing.median_ms / passes,
+            low_ms=timing.low_ms / passes,
+            high_ms=timing.high_ms / passes,
             peak_bytes=peak,
         )
 
@@ -202,21 +235,29 @@ def timed(step: Callable[[], None], clock: Clock) -> Timing:
 
 
 def training_step(model: Classifier, case: Case, device: torch.device) -> Callable[[], None]:
-    """Forward, backward and optimizer on one random batch of sequences of full length."""
-    shape = case.shape
+    """Forward, backward and optimizer on each real batch, or on a random one of full length."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, capturable=device.type == "cuda")
-    size = (case.batch, shape.documents, shape.seq_len)
-    ids = torch.randint(1, shape.vocabulary, size).to(device)
-    labels = torch.randint(shape.classes, (case.batch,)).to(device)
+    batches = [
+        (tuple(part.to(device) for part in batch.inputs), batch.labels.to(device))
+        for batch in case.real or (random_batch(case),)
+    ]
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-            loss = cross_entropy(model(ids), labels)
-        loss.backward()
-        optimizer.step()
+        for inputs, labels in batches:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+                loss = cross_entropy(model(*inputs), labels)
+            loss.backward()
+            optimizer.step()
 
     return step
+
+
+def random_batch(case: Case) -> Batch:
+    """Random ids of full length, none of them 0."""
+    shape = case.shape
+    ids = torch.randint(1, shape.vocabulary, (case.batch, shape.documents, shape.seq_len))
+    return Batch(ids, None, torch.randint(shape.classes, (case.batch,)))
 
 
 def speedups(steps: list[Step]) -> dict[tuple[str, str], dict[str, float]]:

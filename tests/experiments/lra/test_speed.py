@@ -161,3 +161,30 @@ def test_what_cannot_run_is_recorded(tmp_path, monkeypatch):
     speed.main(tasks="image", only=["linear"], scale=256, name="none", output=tmp_path)
     record = read(tmp_path, "lra-none-*.json")
     assert record["failed"] == [["image", "linear", "no package"]]
+
+
+def test_real_batches_have_the_lengths_masks_and_dropout_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "BATCHES", 2)
+    case = speed.case_of("pathfinder", tmp_path, scale=128)
+    assert [batch.ids.shape for batch in case.real] == [(2, 1, 1024)] * 2
+    assert not torch.equal(case.real[0].ids, case.real[1].ids)
+    assert case.model.mask_black
+    assert case.model.attention_dropout == 0.1
+    seen = []
+
+    class Small(torch.nn.Linear):
+        def forward(self, ids):
+            seen.append(ids)
+            return super().forward(ids[:, 0].float())
+
+    speed.training_step(Small(1024, 2), case, torch.device("cpu"))()
+    assert [torch.equal(*pair) for pair in zip(seen, (b.ids for b in case.real), strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_data_that_are_missing_are_named_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("measured"))
+    with pytest.raises(typer.BadParameter, match=r"aclImdb.* is missing"):
+        speed.main(tasks="pathfinder,text", real=tmp_path, output=tmp_path)
