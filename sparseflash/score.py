@@ -2,9 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
-from torch import Size, Tensor
+from torch import (
+    Size,
+    Tensor,
+    autograd,
+    dtype,
+    enable_grad,
+    float32,
+    fx,
+    inference_mode,
+    int64,
+    ones_like,
+    ops,
+    zeros,
+    zeros_like,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +58,40 @@ class ScoreFunction:
         if _functions.setdefault(self.name, self) is not self:
             raise ValueError(f"name must be new, got {self.name!r}, which another function has")
 
+    @classmethod
+    def from_torch(
+        cls, name: str, function: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    ) -> "ScoreFunction":
+        """The score function of f alone, which is differentiated and, where Triton is installed,
+        translated to it.
+
+        Args:
+            name: One that no other function has.
+            function: (score, batch, head, query, key) -> f, in operations of torch on each pair by
+                itself: arithmetic, comparisons, torch.where, exponentials, powers, rounding. It is
+                called once for each dtype, with tensors of one number.
+
+        Raises:
+            TypeError: `name` is no text, or f is not one number for each pair.
+            ValueError: Another function has the name, f asks for the value of a tensor, or has an
+                operation that is not translated to Triton, which the message names.
+
+        Reference:
+            Dong et al., "Flex Attention", 2024 (score_mod).
+        """
+        if not callable(function):
+            raise TypeError(f"function must be a function, got {function!r}")
+        traced = _traced(name, function, float32)
+        if find_spec("triton") is None:
+            return cls(name, partial(_run, name, function))
+        from sparseflash.backends.triton_common.score_source import triton_function
+
+        try:
+            jitted = triton_function(name, traced.graph, partial(getattr, traced))
+        except ValueError as error:
+            raise ValueError(f"score function {name!r}: {error}") from error
+        return cls(name, partial(_run, name, function), jitted)
+
     def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
         """What `torch` makes of (score, batch, head, query, key).
 
@@ -67,6 +117,55 @@ class ScoreFunction:
                 f"score, {tuple(shape)}, got {tuple(slope.shape)}"
             )
         return result
+
+
+def _run(name: str, function: Callable, score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
+    """(f, df / dscore) of tensors, by the operations that were traced."""
+    changed, slope = _traced(name, function, score.dtype)(score, *pair)
+    return changed.expand(score.shape), slope
+
+
+# Of single numbers they change nothing, and they would of tensors.
+_COPIES = ("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy", "view")
+
+
+@lru_cache(maxsize=256)
+def _traced(name: str, function: Callable, score_dtype: dtype) -> fx.GraphModule:
+    """(f, df / dscore) of single numbers, as operations that serve tensors of any shape."""
+    from torch._decomp import core_aten_decompositions  # these take half a second
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def both(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
+        score = score.detach().requires_grad_()
+        changed = function(score, *pair)
+        if not isinstance(changed, Tensor):
+            raise TypeError(f"f must be a tensor, got {type(changed).__name__}")
+        if changed.dim():
+            raise TypeError(f"f must be one number for each pair, got {tuple(changed.shape)}")
+        if not changed.requires_grad:
+            return changed, zeros_like(score)
+        (slope,) = autograd.grad(changed, score, ones_like(changed))
+        return changed, slope
+
+    pair = [zeros((), dtype=int64, device="cpu") for _ in range(4)]
+    try:
+        with inference_mode(False), enable_grad():
+            score = zeros((), dtype=score_dtype, device="cpu")
+            simple: Any = core_aten_decompositions()
+            module = make_fx(both, simple)(score, *pair)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"score function {name!r} cannot be traced: {error}") from error
+    for node in module.graph.nodes:
+        operation, _, overload = str(node.target).removeprefix("aten.").partition(".")
+        if operation in _COPIES or operation == "copy_":
+            node.replace_all_uses_with(node.args[operation == "copy_"])
+            module.graph.erase_node(node)
+        elif operation.endswith("_"):  # in place: later nodes read its result
+            node.target = getattr(getattr(ops.aten, operation[:-1]), overload)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
 
 
 def _broadcasts(shape: Size, to: Size) -> bool:

@@ -86,7 +86,9 @@ def test_parameters_that_a_docstring_explains_exist(module, name):
     found = getattr(importlib.import_module(module), name)
     documented = [(name, found)]
     if inspect.isclass(found):
-        documented += [m for m in vars(found).items() if inspect.isroutine(m[1])]
+        documented += [
+            (n, getattr(found, n)) for n, m in vars(found).items() if inspect.isroutine(m)
+        ]
     for path, member in documented:
         own = not path.startswith("_") and (inspect.getdoc(member) or "")
         if own and (section := re.search(r"^Args:\n((?: {4}.*\n?|\n)*)", own, re.MULTILINE)):

@@ -17,7 +17,6 @@ import re
 import sys
 
 import torch
-import triton
 
 import sparseflash
 from experiments.instruments.tune import configured
@@ -50,12 +49,11 @@ KERNELS = {
 }
 
 
-@triton.jit
 def bent(score, batch, head, query, key):
-    return score + 0.1 * score * score, 1.0 + 0.2 * score
+    return score + torch.where((query - key) % 7 > 3, 0.1 * score**2, torch.exp2(-(head + 1)))
 
 
-BENT = ScoreFunction("bent", lambda score, *pair: (score, 1.0), bent)
+BENT = ScoreFunction.from_torch("bent", bent)
 
 
 def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **facts):

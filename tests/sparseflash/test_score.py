@@ -7,6 +7,7 @@ import triton.language as tl
 
 import masks
 import sparseflash
+from sparseflash import score as score_module
 from sparseflash.reference import standard_attention
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 
@@ -243,3 +244,81 @@ def test_results_of_another_shape_are_refused(name, function, message):
     query = torch.randn(1, 2, 40, 8)
     with pytest.raises(ValueError, match=message):
         sparseflash.attention(query, query, query, score=sparseflash.ScoreFunction(name, function))
+
+
+def bent_alone(score, batch, head, query, key):
+    near, slope = (query - key + batch) % 3 == 0, 1.0 / (1.0 + head)
+    return torch.where(near, score * slope + 0.1 * score**2, score)
+
+
+def with_many_operations(score, batch, head, query, key):
+    distance = (query - key).abs()
+    steep = torch.exp2(-(head + 1)) + torch.exp(-0.1 * distance)
+    capped = 3 * torch.tanh(score / 3) + torch.sigmoid(score).clamp(0.2, 0.9)
+    far = (distance // 4 > 3) | ~(key % 5 != (query - 40) % 5)
+    return torch.where(far, capped - steep * distance, torch.maximum(score, -score) + batch)
+
+
+def without_score(score, batch, head, query, key):
+    return torch.log2(1 + key) / (2 + head)
+
+
+ALONE = sparseflash.ScoreFunction.from_torch("bent alone", bent_alone)
+MANY = sparseflash.ScoreFunction.from_torch("many operations", with_many_operations)
+NO_SCORE = sparseflash.ScoreFunction.from_torch("no score", without_score)
+
+
+@pytest.mark.parametrize("score", [ALONE, MANY], ids=lambda score: score.name)
+def test_score_functions_of_torch_alone(backend, score):
+    check(backend, "causal", score=score, lengths=(20, 34))
+
+
+def test_a_function_of_the_pair_alone(backend):
+    tensors = [x.to(BACKENDS[backend]) for x in torch.randn(3, 1, 2, 20, 16).unbind()]
+    out = sparseflash.attention(*tensors, score=NO_SCORE, backend=backend)
+    expected, _ = standard_attention(*tensors, score=NO_SCORE)
+    torch.testing.assert_close(out, expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_derivative_is_that_of_autograd(dtype):
+    score = torch.randn(2, 3, 20, 30, dtype=dtype, requires_grad=True)
+    indices = [torch.arange(n) for n in score.shape]
+    sizes = [n.view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate(indices)]
+    functions = (bent_alone, with_many_operations, without_score)
+    for own, function in zip((ALONE, MANY, NO_SCORE), functions, strict=True):
+        f, slope = own.of_tensors(score, *sizes)
+        expected = function(score, *sizes).expand(score.shape)
+        torch.testing.assert_close(f, expected)
+        if expected.requires_grad:
+            (expected_slope,) = torch.autograd.grad(expected.sum(), score)
+            torch.testing.assert_close(slope.expand(score.shape), expected_slope)
+        else:
+            assert (slope == 0).all()
+
+
+def test_a_function_of_torch_in_inference_mode():
+    tensors = torch.randn(3, 1, 2, 20, 8).unbind()
+    expected = sparseflash.attention(*tensors, score=BENT)
+    fresh = sparseflash.ScoreFunction.from_torch("bent in inference mode", bent_alone)
+    with torch.inference_mode():
+        torch.testing.assert_close(sparseflash.attention(*tensors, score=fresh), expected)
+
+
+TABLE = torch.ones(3)
+REFUSED = {
+    "the operation erfinv is not translated": lambda s, *pair: torch.erfinv(s),
+    "cannot be traced": lambda s, *pair: s if s > 0 else -s,
+    "more than one number is not translated": lambda s, *pair: s + TABLE.sum(),
+    r"f must be one number for each pair, got \(3,\)": lambda s, *pair: s + TABLE,
+    "f must be a tensor, got float": lambda s, *pair: 1.0,
+    "function must be a function, got 3": 3,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_functions_that_cannot_be_translated_say_why(message):
+    error = TypeError if " got " in message else ValueError
+    with pytest.raises(error, match=message):
+        sparseflash.ScoreFunction.from_torch("refused", REFUSED[message])
+    assert "refused" not in score_module._functions
