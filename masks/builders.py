@@ -1,17 +1,12 @@
-"""How patterns become block masks: in proportion to their non-zero blocks, or, for a predicate of
-one's own, strip by strip.
-"""
+"""How patterns become block masks, in proportion to their non-zero blocks."""
 
-import functools
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from masks._core import block_set, convert, slicing
+from masks._core import block_set, slicing
 from masks._core.bit_tiles import deduplicate, pack, unique_codes, unpack
 from masks._core.grid import Grid
 from masks._core.intervals import (
@@ -27,11 +22,6 @@ from masks._core.intervals import (
 )
 from masks.block_mask import BlockMask
 
-# Pairs whose int64 distances stay in the cache of a CPU: functions of tokens run several times
-# faster on them than on a whole strip.
-CACHED_PAIRS = 1 << 18
-PAIRS_FOR_THREADS = 1 << 24  # fewer are read before threads have started
-SECONDS_UNTIL_BAR = 2.0
 BLOCKS_AT_ONCE = 1 << 22  # blocks of rows that are looked at together
 # More blocks than this share of a row: marking them in a row of bools takes less than a sort.
 DENSE_SHARE = 1 / 32
@@ -253,106 +243,3 @@ def place(grid: Grid, parts: Sequence[tuple[BlockMask, int, int]]) -> BlockMask:
     Masks of one head, in blocks of the grid's size, that share no pair; nothing else attends.
     """
     return BlockMask(slicing.place(grid, [(mask.block_set, q, k) for mask, q, k in parts]))
-
-
-def from_predicate(
-    grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
-) -> BlockMask:
-    """attends(q, k) on int64 token indices that broadcast, (n, 1) and (1, k_len).
-
-    Read strip by strip, on all cores of a CPU, with a progress bar when it takes long.
-    """
-    on_cpu = grid.device.type == "cpu"
-    k = torch.arange(grid.k_len, device=grid.device)[None]
-    at_once = max(1, CACHED_PAIRS // grid.k_len) if on_cpu else grid.q_len
-
-    def strip(_: int, rows: slice) -> Tensor:
-        q = torch.arange(rows.start, rows.stop, device=grid.device)[:, None]
-        shapes = [(len(part), grid.k_len) for part in q.split(at_once)]
-        parts = zip(q.split(at_once), shapes, strict=True)
-        return torch.cat([_evaluate(name, attends, part, k, shape) for part, shape in parts])
-
-    run = _in_threads if on_cpu and grid.q_len * grid.k_len > PAIRS_FOR_THREADS else map
-    read = functools.partial(_with_progress, f"reading {name}", run)
-    return BlockMask(convert.from_strips(grid, strip, run=read))
-
-
-def from_block_predicate(
-    grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
-) -> BlockMask:
-    """attends(i, j) on int64 block indices that broadcast, (nq, 1) and (1, nk)."""
-    j = torch.arange(grid.nk, device=grid.device)[None]
-    rows = torch.arange(grid.nq, device=grid.device)[:, None]
-    parts = []
-    for i in rows.split(max(1, BLOCKS_AT_ONCE // grid.nk)):
-        blocks = _evaluate(name, attends, i, j, (len(i), grid.nk))
-        parts.append(from_bool_matrix(blocks[None]).shift(int(i[0]) * grid.row_stride))
-    return from_runs(grid, concatenate(parts))
-
-
-def _in_threads(read: Callable, strips: list) -> Iterator:
-    """map, with a thread for each core; torch's own threads rest meanwhile."""
-    threads = torch.get_num_threads()
-
-    def start() -> None:
-        torch.set_num_threads(1)  # of this thread, and of threads begun while it runs
-
-    try:
-        with ThreadPoolExecutor(threads, initializer=start) as pool:
-            yield from pool.map(read, strips)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _with_progress(label: str, run: Callable, read: Callable, strips: list) -> Iterator:
-    """run(read, strips), with a bar on the terminal's standard error from SECONDS_UNTIL_BAR on."""
-    began, bar, task = time.monotonic(), None, None
-    try:
-        for done, result in enumerate(run(read, strips), 1):
-            if bar is None and time.monotonic() - began > SECONDS_UNTIL_BAR:
-                from rich.console import Console  # it takes 0.1 s to import
-                from rich.progress import Progress
-
-                bar = Progress(console=Console(stderr=True), transient=True)
-                task = bar.add_task(label, total=len(strips))
-                bar.start()
-            if bar is not None and task is not None:
-                bar.update(task, completed=done)
-            yield result
-    finally:
-        if bar is not None:
-            bar.stop()
-
-
-def _evaluate(name: str, attends: Callable, q: Tensor, k: Tensor, shape: tuple) -> Tensor:
-    """attends(q, k), checked and expanded to `shape`."""
-    before = _versions(q, k)
-    try:
-        answer = attends(q, k)
-    except RuntimeError as error:
-        if "ambiguous" not in str(error):
-            raise
-        raise ValueError(
-            f"pattern {name} must use & | ~ and torch.where, not and, or, not and if: {error}"
-        ) from error
-    if _versions(q, k) != before:
-        raise ValueError(f"pattern {name} must not change its arguments in place")
-    return _checked(name, answer, shape)
-
-
-def _versions(*tensors: Tensor) -> list[int]:
-    """How often each was changed in place; tensors of inference mode do not count it."""
-    return [t._version for t in tensors if not t.is_inference()]
-
-
-def _checked(name: str, answer, shape: tuple[int, int]) -> Tensor:
-    if not isinstance(answer, Tensor) or answer.dtype != torch.bool:
-        got = answer.dtype if isinstance(answer, Tensor) else type(answer).__name__
-        raise TypeError(f"pattern {name} must return a bool tensor, got {got}")
-    try:
-        return answer.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"pattern {name} must return a tensor that broadcasts to {shape}, got "
-            f"{tuple(answer.shape)}"
-        ) from None

@@ -14,7 +14,7 @@ from masks import block_mask
 from masks._core.grid import Grid
 from masks.arguments import to_python
 from masks.block_mask import BlockMask
-from masks.builders import from_block_predicate, from_predicate
+from masks.predicates import from_block_predicate, from_predicate
 from masks.registry import Handled
 
 P = ParamSpec("P")

@@ -1,6 +1,5 @@
 """What builders cost, and what they refuse."""
 
-import io
 import time
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import masks
-from masks import BlockMask, builders
+from masks import builders
 
 MILLION = 1 << 20
 
@@ -136,49 +135,3 @@ def test_larger_arguments_are_refused_by_name(make, named):
 def test_lengths_that_kernels_cannot_number_are_refused():
     with pytest.raises(ValueError, match="seq_len must be at most 2147483647 tokens"):
         masks.full()(2**31)
-
-
-def test_predicates_are_read_by_threads_strip_by_strip(monkeypatch):
-    monkeypatch.setattr(builders, "PAIRS_FOR_THREADS", 0)
-    monkeypatch.setattr("masks._core.convert.STRIP", 16 * 300)
-    threads = torch.get_num_threads()
-    mask = masks.pattern(lambda q, k: (q * k) % 7 < 3)(300, 16)
-    q, k = torch.arange(300)[:, None], torch.arange(300)
-    assert mask == BlockMask.from_dense((q * k) % 7 < 3, 16)
-    assert torch.get_num_threads() == threads
-
-
-def test_long_readings_show_a_bar_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    shown = Terminal()
-    monkeypatch.setattr("sys.stderr", shown)
-    monkeypatch.setattr("masks._core.convert.STRIP", 16 * 300)
-    mine = masks.pattern(lambda q, k: q >= k)
-    mine(300, 16)
-    assert shown.getvalue() == ""
-    monkeypatch.setattr(builders, "SECONDS_UNTIL_BAR", 0)
-    mine(300, 16)
-    assert "reading" in shown.getvalue()
-
-
-@pytest.mark.parametrize("attends", [lambda q, k: q >= k.add_(1), lambda q, k: q.mul_(2) > k])
-def test_predicates_that_change_their_arguments_are_refused(attends):
-    with pytest.raises(ValueError, match="must not change its arguments in place"):
-        masks.pattern(attends)(100, 16)
-
-
-@pytest.mark.parametrize("of", [masks.pattern, masks.block_pattern])
-def test_predicates_with_python_logic_are_told_what_to_use(of):
-    def mine(q, k):
-        return q > k and q < k + 3
-
-    with pytest.raises(ValueError, match=r"pattern mine must use & . ~ and torch[.]where"):
-        of(mine)(100, 16)
-
-
-def test_predicates_work_in_inference_mode():
-    with torch.inference_mode():
-        assert masks.pattern(lambda q, k: q >= k)(100, 16) == masks.causal()(100, 16)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
-from masks.builders import CACHED_PAIRS
+from masks.predicates import CACHED_PAIRS
 
 
 def dense(predicate, q_len, k_len):
