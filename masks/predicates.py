@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from masks._core import convert
+from masks._core.elementwise import ElementwiseFunction
 from masks._core.grid import Grid
 from masks._core.intervals import concatenate, from_bool_matrix
 from masks.block_mask import BlockMask
@@ -29,14 +30,22 @@ def from_predicate(
     Read strip by strip, on all cores of a CPU, with a progress bar when it takes long.
     """
     on_cpu = grid.device.type == "cpu"
+    q = torch.arange(grid.q_len, device=grid.device)[:, None]
     k = torch.arange(grid.k_len, device=grid.device)[None]
     at_once = max(1, CACHED_PAIRS // grid.k_len) if on_cpu else grid.q_len
+    recorded = ElementwiseFunction(attends)
+    _evaluate(name, recorded.record, q[:2], k, (min(grid.q_len, 2), grid.k_len))
+    is_elementwise = recorded.prepare(q, k)
+
+    def pairs(begin: int, end: int) -> Tensor:
+        shape = (end - begin, grid.k_len)
+        if is_elementwise:
+            return recorded.pairs(begin, end).expand(shape)
+        return _evaluate(name, attends, q[begin:end], k, shape)
 
     def strip(_: int, rows: slice) -> Tensor:
-        q = torch.arange(rows.start, rows.stop, device=grid.device)[:, None]
-        shapes = [(len(part), grid.k_len) for part in q.split(at_once)]
-        parts = zip(q.split(at_once), shapes, strict=True)
-        return torch.cat([_evaluate(name, attends, part, k, shape) for part, shape in parts])
+        begins = range(rows.start, rows.stop, at_once)
+        return torch.cat([pairs(begin, min(begin + at_once, rows.stop)) for begin in begins])
 
     run = _in_threads if on_cpu and grid.q_len * grid.k_len > PAIRS_FOR_THREADS else map
     read = functools.partial(_with_progress, f"reading {name}", run)

@@ -1,0 +1,119 @@
+"""Functions of (query, key) that are recorded, against the same functions of every pair."""
+
+import operator
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import masks
+from masks._core.elementwise import ElementwiseFunction
+
+TABLE = torch.arange(100) % 7
+SHORT = torch.arange(84) // 9  # for queries and keys, too short for their distances
+PLANE = (torch.arange(100)[:, None] * torch.arange(100)) % 5 < 2
+NUMBER = torch.tensor(3)
+
+ELEMENTWISE = {
+    "causal": lambda q, k: q >= k,
+    "near": lambda q, k: (q - k).abs() < 6,
+    "rings": lambda q, k: (k - q) % 9 < 2,
+    "shifted": lambda q, k: (q + 3 - (k - 2)) // 4 == 1,
+    "not shifted": lambda q, k: (3 - q) - k > -40,
+    "scaled": lambda q, k: torch.sub(q, k, alpha=2) > 3,
+    "scaled shift": lambda q, k: torch.add(q, 3, alpha=2) <= k,
+    "mixed": lambda q, k: ((q - k).abs() < 6) | (k % 10 < 3) & ~(q % 4 == 0),
+    "documents": lambda q, k: TABLE[q] == TABLE[k],
+    "causal documents": lambda q, k: (SHORT[q] == SHORT[k]) & (q >= k),
+    "pairs of a table": lambda q, k: PLANE[q, k],
+    "distances of a table": lambda q, k: TABLE[(q - k).abs()] > 3,
+    "product": lambda q, k: (q * k) % 7 < 3,
+    "query alone": lambda q, k: q % 3 == 0,
+    "key alone": lambda q, k: k > 4,
+    "where": lambda q, k: torch.where(q > k, q % 3 == 0, k % 5 == 1),
+    "where number": lambda q, k: torch.where(q > k, q, 7) % 2 == 0,
+    "number": lambda q, k: q - NUMBER > k,
+    "new number": lambda q, k: (q - k) > torch.tensor(2),
+    "float": lambda q, k: (q.float() / 3 - k / 3).abs() < 2,
+    "xor": lambda q, k: ((q ^ k) & 4) == 0,
+    "min": lambda q, k: torch.minimum(q, k) > 5,
+    "root": lambda q, k: (q - k).clamp(min=0).sqrt().floor() % 2 == 1,
+    "narrow": lambda q, k: (q.to(torch.int8) - k.to(torch.int8)) > 0,
+}
+OTHERS = {
+    "running sum": lambda q, k: (q - k).abs().cumsum(1) % 3 == 0,
+    "in place": lambda q, k: (q - k).abs_() < 3,
+    "row of keys": lambda q, k: (q >= k) & (TABLE[: k.shape[1]] > 2),
+    "masked keys": lambda q, k: (q >= k) & TABLE.index_select(0, k.flatten()).bool(),
+    "another tensor": lambda q, k: (torch.ones_like(k) * q > 3).expand(len(q), k.shape[1]),
+    "constant": lambda q, k: torch.ones(1, 1, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("lengths", [(50, 83), (83, 50), (1, 20), (20, 1), (64, 64)], ids=str)
+@pytest.mark.parametrize("name", ELEMENTWISE | OTHERS)
+def test_every_pair_is_that_of_the_function(name, lengths, monkeypatch):
+    monkeypatch.setattr("masks.predicates.CACHED_PAIRS", 400)
+    function = (ELEMENTWISE | OTHERS)[name]
+    q, k = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None]
+    expected = function(q, k).expand(lengths)
+    assert torch.equal(masks.pattern(function)(lengths, 16).to_dense(), expected)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE | OTHERS)
+def test_which_functions_are_replayed(name):
+    function = ElementwiseFunction((ELEMENTWISE | OTHERS)[name])
+    q, k = torch.arange(50)[:, None], torch.arange(83)[None]
+    function.record(q[:2], k)
+    assert function.prepare(q, k) == (name in ELEMENTWISE)
+
+
+def test_what_depends_on_the_distance_is_computed_once_for_each():
+    function = ElementwiseFunction(lambda q, k: ((q + 1 - k).abs() % 5 < 2) & (k % 3 == 0))
+    q, k = torch.arange(50)[:, None], torch.arange(83)[None]
+    function.record(q[:2], k)
+    assert function.prepare(q, k)
+    assert sorted(value.numel() for value in function.values.values()) == [83, 132]
+
+
+RULES = [operator.add, operator.sub, operator.mul, torch.minimum, operator.floordiv]
+SIGNS = [operator.lt, operator.le, operator.eq, operator.ne, operator.ge, operator.gt]
+
+
+def drawn(draw: random.Random, depth: int):
+    """A random function of (q, k) with integers."""
+    if depth == 0:
+        return draw.choice([lambda q, k: q, lambda q, k: k, lambda q, k: 4, lambda q, k: q - k])
+    rule, left, right = draw.choice(RULES), drawn(draw, depth - 1), drawn(draw, depth - 1)
+
+    def value(q, k):
+        a, b = left(q, k), right(q, k)
+        if rule is torch.minimum and not (torch.is_tensor(a) and torch.is_tensor(b)):
+            return a
+        return rule(a, 3 if rule is operator.floordiv else b)
+
+    return value
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_functions(seed):
+    draw = random.Random(seed)
+    left, right, other = (drawn(draw, draw.randrange(4)) for _ in range(3))
+    sign, join = draw.choice(SIGNS), draw.choice([operator.and_, operator.or_, operator.xor])
+
+    def function(q, k):
+        return join(sign(left(q, k) + 0 * q, right(q, k)), (other(q, k) + 0 * k) % 3 == 1)
+
+    q, k = torch.arange(45)[:, None], torch.arange(37)[None]
+    expected = function(q, k).expand(45, 37)
+    assert torch.equal(masks.pattern(function)((45, 37), 16).to_dense(), expected)
+
+
+def test_recording_imports_no_compiler():
+    code = (
+        "import masks, sys; masks.pattern(lambda q, k: q > k)(64, 16); print(sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch._dynamo.convert_frame" not in done.stdout
