@@ -2,6 +2,9 @@
 of the other contour, and nothing else changes.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from os import cpu_count
+
 import torch
 from torch import Tensor
 
@@ -22,9 +25,11 @@ def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dic
     model.eval()
     images = task.images("moved discs", count)
     different = right = 0
-    for start in range(0, count, BATCH):
-        indices = range(start, min(start + BATCH, count))
-        drawn = [images.draw(i, moved) for i in indices for moved in (False, True)]
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        pairs = [image for i in range(count) for image in ((i, False), (i, True))]
+        drawings = list(pool.map(lambda image: images.draw(*image), pairs))
+    for start in range(0, len(drawings), 2 * BATCH):
+        drawn = drawings[start : start + 2 * BATCH]
         samples = [Sample([drawing.image.reshape(-1)], drawing.label) for drawing in drawn]
         batch = collate(task.shape, samples)
         answers = _answers(model, batch.ids).view(-1, 2)

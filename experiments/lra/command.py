@@ -131,7 +131,8 @@ class ArenaCLI(LightningCLI):
             return {}
         # The trainer has taken the model off its device.
         classifier = self.model.classifier.to(self.trainer.strategy.root_device)
-        return moved_discs(classifier, task)
+        with self.trainer.precision_plugin.forward_context():  # as in the test
+            return moved_discs(classifier, task)
 
     def _callbacks(self, kind: type) -> list:
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
