@@ -1,11 +1,12 @@
 """What a context plan is compared with, on the same kernels: an all-gather and a ring."""
 
 from functools import cached_property
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed import _functional_collectives as collectives
 
 import sparseflash
 from masks import BlockMask, DynamicMask
@@ -52,6 +53,33 @@ def all_gather_attention(
     """
     if group is not None:
         packed = torch.stack([key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)], dim=1)
-        gathered = collectives.all_gather_tensor_autograd(packed, 0, group)
+        gathered = cast(Tensor, _Gathered.apply(packed, group))
         key, value = (x.permute(1, 2, 0, 3) for x in gathered.unbind(1))
     return sparseflash.attention(query, key, value, mask)
+
+
+class _Gathered(torch.autograd.Function):
+    """The shards of all ranks, one after another; backward, the sum over ranks of own rows."""
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, group: ProcessGroup):
+        ctx.group = group
+        return all_gather(shard, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad.contiguous(), ctx.group), None
+
+
+def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
+    """The shards of all ranks, one after another along the first dimension."""
+    gathered = shard.new_empty(group.size() * len(shard), *shard.shape[1:])
+    dist.all_gather_into_tensor(gathered, shard, group=group)
+    return gathered
+
+
+def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Own rows of the sum over ranks."""
+    own = tensor.new_empty(len(tensor) // group.size(), *tensor.shape[1:])
+    dist.reduce_scatter_tensor(own, tensor, group=group)
+    return own

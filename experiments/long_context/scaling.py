@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 import masks
 from experiments.cli import RESULTS, Output, Overwrite
 from experiments.instruments import Log, command
+from experiments.long_context import baselines
 from experiments.long_context.baselines import RingPlan, all_gather_attention, ring_plan
 from experiments.memory import peak_bytes
 from experiments.record import useful_flops
@@ -351,11 +352,17 @@ def _nothing_exchanged() -> Iterator[None]:
         def wait(self) -> Tensor:
             return self._received
 
-    def repeated(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        return torch.cat([tensor] * group.size(), dim)
+    def repeated(shard: Tensor, group: ProcessGroup) -> Tensor:
+        return shard.repeat(group.size(), *[1] * (shard.dim() - 1))
 
-    gather = "experiments.long_context.baselines.collectives.all_gather_tensor_autograd"
-    with mock.patch.object(attention, "Exchange", Silent), mock.patch(gather, repeated):
+    def own(tensor: Tensor, group: ProcessGroup) -> Tensor:
+        return tensor[: len(tensor) // group.size()]
+
+    with (
+        mock.patch.object(attention, "Exchange", Silent),
+        mock.patch.object(baselines, "all_gather", repeated),
+        mock.patch.object(baselines, "reduce_scatter", own),
+    ):
         yield
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from masks import BlockMask, DynamicMask
 from sparseflash.arguments import (
@@ -33,8 +34,15 @@ from sparseflash.arguments import (
 from sparseflash.dispatch.call import Call, Positions
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
+from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.plan import ContextPlan, Part, Round
-from sparseflash.distributed.transport import Exchange, Group, check_agreement, resolved
+from sparseflash.distributed.transport import (
+    Exchange,
+    Group,
+    check_agreement,
+    disagreement,
+    resolved,
+)
 from sparseflash.merge import merge_attention, with_sinks
 from sparseflash.options import AttentionOptions, OptionKeywords
 
@@ -105,7 +113,11 @@ def context_parallel_attention(
         key: (batch, kv_heads, tokens of this rank, head_dim).
         value: Like key.
         plan: Equal on all ranks.
-        group: The ranks, as a group or a mesh of one dimension; by default all processes.
+        group: The ranks, as a group or a mesh of one dimension; by default all processes. Of a
+            mesh of two dimensions, (sequence, heads), the plan is that of the first, and the ranks
+            of the second share the heads of its shards: each passes its part of the tokens,
+            plan.shard(...).tensor_split(ranks, dim), with all heads. Then heads must be multiples
+            of these ranks, the mask that of all heads, and dropout_p 0.
         mask: Blocks that the device selects for this rank's queries, out of plan.mask_of(rank); by
             default all. What is fetched remains what the plan says.
         key_lengths: Integers (batch,), as in sparseflash.attention: of the whole sequence.
@@ -135,6 +147,10 @@ def context_parallel_attention(
     """
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        shared = (mask, key_lengths, bias, sinks, check, options)
+        out, lse = _with_shared_heads(query, key, value, plan, group, *shared)
+        return (out, lse) if return_lse else out
     found = resolved(group, plan.ranks)
     arguments = (mask, key_lengths, bias, sinks, seed, options)
     if check is None:
@@ -156,6 +172,69 @@ def context_parallel_attention(
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def _with_shared_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: ContextPlan,
+    mesh: DeviceMesh,
+    mask: DynamicMask | None,
+    key_lengths: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    check: bool | None,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of own tokens and all heads, computed of more tokens and fewer heads."""
+    group, heads_group = mesh.get_group(0), mesh.get_group(1)
+    shard = len(plan.positions(resolved(group, plan.ranks).rank()))
+    sharing = HeadSharing.of(heads_group, shard)
+    if check is None:
+        check = ("agreed", heads_group) not in plan.cache
+    problem = _problem_of_shared_heads(sharing, (query, key, value), plan, mask, options)
+    if check:
+        # Along both dimensions of the mesh, so that what is wrong anywhere is known everywhere.
+        problem = disagreement(heads_group, {"plan": plan.digest}, problem)
+        check_agreement(group, {}, problem)
+        plan.cache["agreed", heads_group] = True
+    elif problem is not None:
+        raise ValueError(problem)
+    out, lse = context_parallel_attention(
+        *(sharing.by_heads(x) for x in (query, key, value)),
+        plan,
+        group=group,
+        mask=mask,
+        key_lengths=key_lengths,
+        bias=sharing.of_own_heads(bias),
+        sinks=sharing.of_own_heads(sinks),
+        return_lse=True,
+        check=check,
+        **cast(OptionKeywords, options),
+    )
+    return sharing.by_tokens(out), sharing.by_tokens(lse.unsqueeze(-1)).squeeze(-1)
+
+
+def _problem_of_shared_heads(
+    sharing: HeadSharing,
+    tensors: tuple[Tensor, ...],
+    plan: ContextPlan,
+    mask: DynamicMask | None,
+    options: Mapping[str, Any],
+) -> str | None:
+    """Why ranks cannot share the heads of a call."""
+    try:
+        checked_tensors(*tensors, None)
+        for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+            sharing.check(name, tensor)
+        if plan.mask.num_heads > 1 or (mask is not None and mask.num_heads > 1):
+            return "plan must be of one mask for all heads where ranks share the heads"
+        if AttentionOptions(**options).dropout_p > 0:
+            return "dropout_p must be 0 where ranks share the heads"
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,32 +72,39 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def check_agreement(
+def disagreement(
     group: ProcessGroup | None, facts: dict[str, Any], problem: str | None
-) -> None:
-    """Raises on every rank where ranks differ in a fact or one of them has a problem.
+) -> str | None:
+    """What is wrong on a rank of the group or differs between two; the same text on every rank.
 
     Raises:
-        ValueError: Names the ranks and what they have.
         RuntimeError: A rank did not answer.
     """
     if group is None:
-        return
+        return problem
     answers: list[Any] = [None] * group.size()
     with _explained("what they were called with"):
         dist.all_gather_object(answers, (facts, problem), group=group)
     problems = [f"rank {r}: {found}" for r, (_, found) in enumerate(answers) if found is not None]
     if problems:
-        raise ValueError("\n".join(["context_parallel_attention was refused on", *problems]))
-    for name, mine in facts.items():
-        differing = [
-            r for r, (other, _) in enumerate(answers) if other[name] != answers[0][0][name]
-        ]
-        if differing:
-            raise ValueError(
-                f"{name} must be equal on all ranks, got {answers[0][0][name]} on rank 0 and "
-                f"{answers[differing[0]][0][name]} on rank {differing[0]} (here {mine})"
-            )
+        return "\n".join(["context_parallel_attention was refused on", *problems])
+    for name, first in answers[0][0].items():
+        for rank, (other, _) in enumerate(answers):
+            if other[name] != first:
+                return (
+                    f"{name} must be equal on all ranks, got {first} on rank 0 and {other[name]} "
+                    f"on rank {rank}"
+                )
+    return None
+
+
+def check_agreement(
+    group: ProcessGroup | None, facts: dict[str, Any], problem: str | None
+) -> None:
+    """Raises ValueError on every rank where there is a disagreement."""
+    found = disagreement(group, facts, problem)
+    if found is not None:
+        raise ValueError(found)
 
 
 def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> Tensor:

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import masks
 import sparseflash
@@ -152,6 +153,49 @@ def selected(rank: int) -> dict[str, float]:
         pairs[f"scores {strategy}"] = (own_scores.grad, whole_scores.grad[:, :, rows])
         found |= {name: _difference(*pair) for name, pair in pairs.items()}
     return found
+
+
+def errors_with_shared_heads(rank: int, extras: dict[str, Any]) -> dict[str, float]:
+    """The differences to one process on 2 x 2 ranks, of which two share the heads of a shard."""
+    mesh, mask = init_device_mesh("cpu", (2, 2)), mask_of("window and sink")
+    plan = make_plan(mask, mesh.get_group(0), "zigzag", round_tokens=48)
+    *tensors, grad_out, grad_lse = inputs(torch.float64)
+    whole = [x.clone().requires_grad_() for x in tensors]
+    out, lse = sparseflash.attention(*whole, mask, return_lse=True, **extras)
+    torch.autograd.backward([out, lse], [grad_out, grad_lse])
+
+    def mine(x: Tensor) -> Tensor:
+        return plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2].contiguous()
+
+    own = [mine(x).requires_grad_() for x in tensors]
+    own_out, own_lse = context_parallel_attention(
+        *own, plan, group=mesh, return_lse=True, **extras
+    )
+    torch.autograd.backward([own_out, own_lse], [mine(grad_out), mine(grad_lse)])
+    found = {"out": (own_out, mine(out)), "lse": (own_lse, mine(lse))}
+    for name, shard, one in zip(("query", "key", "value"), own, whole, strict=True):
+        found[name] = (shard.grad, mine(one.grad))
+    return {name: _difference(*pair) for name, pair in found.items()}
+
+
+def refused_with_shared_heads(rank: int) -> list[str]:
+    """The errors of calls that heads x sequence does not take."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plan = make_plan(mask_of("causal"), 2, "contiguous")
+    of_heads = make_plan(mask_of("head masks"), 2, "contiguous")
+    own = [
+        plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2] for x in inputs(torch.float64)[:3]
+    ]
+    calls = [(own, plan, {"dropout_p": 0.1}), (own, of_heads, {})]
+    calls += [([x[:, :, 1:] for x in own] if rank == 1 else own, plan, {})]
+    calls += [([own[0], own[1][:, :1], own[2][:, :1]], plan, {})]
+    errors = []
+    for tensors, used, options in calls:
+        try:
+            context_parallel_attention(*tensors, used, group=mesh, check=True, **options)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
 
 
 def refused(rank: int, what: str) -> str:

@@ -27,6 +27,13 @@ def ranks(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    started = Ranks(4, tmp_path_factory.mktemp("ranks") / "meeting")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     started = Ranks(2, tmp_path_factory.mktemp("ranks") / "meeting")
     yield started
@@ -73,6 +80,22 @@ def test_single_precision_is_merged_within_rounding(two_ranks):
 
 def test_blocks_that_each_rank_selects(two_ranks):
     check_exact(two_ranks.run(cases.selected))
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, EXTRAS["bias"], EXTRAS["sinks"]], ids=["plain", "bias", "sinks"]
+)
+def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, extra):
+    check_exact(four_ranks.run(cases.errors_with_shared_heads, extra))
+
+
+def test_what_shared_heads_do_not_take_is_named(four_ranks):
+    for answers in four_ranks.run(cases.refused_with_shared_heads):
+        assert len(answers) == 4, answers
+        assert "dropout_p must be 0 where ranks share the heads" in answers[0]
+        assert "plan must be of one mask for all heads" in answers[1]
+        assert "rank 1: query must have 56 tokens in dim 2" in answers[2]
+        assert "key must have a multiple of 2 heads" in answers[3]
 
 
 @pytest.mark.parametrize("mask", ["causal", "random", "documents"])

@@ -1,0 +1,96 @@
+"""Heads over the ranks of a node, the sequence over the nodes.
+
+The ranks of one row of a mesh share the shard that a plan gives the row: each comes with a part of
+its tokens and all heads. An all-to-all gives each of them all tokens of the shard and a part of
+the heads, for the attention; another one takes the result back.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sparseflash.distributed.transport import Exchange
+
+
+@dataclass(frozen=True)
+class HeadSharing:
+    """The ranks that share the heads of one shard.
+
+    Attributes:
+        group: These ranks.
+        tokens: Of the shard, with how many each of them comes.
+    """
+
+    group: ProcessGroup
+    tokens: tuple[int, ...]
+
+    @staticmethod
+    def of(group: ProcessGroup, shard: int) -> "HeadSharing":
+        """The ranks of a group, which come with equal parts of `shard` tokens, the first ones with
+        one more where it is no multiple.
+        """
+        each, more = divmod(shard, group.size())
+        return HeadSharing(group, tuple(each + (rank < more) for rank in range(group.size())))
+
+    @property
+    def own(self) -> int:
+        """Tokens with which this rank comes."""
+        return self.tokens[self.group.rank()]
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raises ValueError where the heads cannot be shared or the tokens are not `own`."""
+        if tensor.shape[1] % len(self.tokens):
+            raise ValueError(
+                f"{name} must have a multiple of {len(self.tokens)} heads, as many ranks share "
+                f"them, got {tuple(tensor.shape)}"
+            )
+        if tensor.shape[2] != self.own:
+            raise ValueError(
+                f"{name} must have {self.own} tokens in dim 2, this rank's of a shard of "
+                f"{sum(self.tokens)}, got {tuple(tensor.shape)}"
+            )
+
+    def of_own_heads(self, tensor: Tensor | None) -> Tensor | None:
+        """The rows of a tensor (1 or heads, ...) that belong to the heads of this rank."""
+        if tensor is None or len(tensor) == 1 or len(tensor) % len(self.tokens):
+            return tensor
+        return tensor.tensor_split(len(self.tokens))[self.group.rank()]
+
+    def by_heads(self, tensor: Tensor) -> Tensor:
+        """(batch, heads, own tokens, dims) to (batch, own heads, all tokens, dims)."""
+        return cast(Tensor, _Swap.apply(tensor, self, True))
+
+    def by_tokens(self, tensor: Tensor) -> Tensor:
+        """The inverse of by_heads."""
+        return cast(Tensor, _Swap.apply(tensor, self, False))
+
+
+class _Swap(torch.autograd.Function):
+    """by_heads or by_tokens; each is the backward of the other."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, sharing: HeadSharing, by_heads: bool):
+        ctx.sharing, ctx.by_heads = sharing, by_heads
+        return _to_heads(tensor, sharing) if by_heads else _to_tokens(tensor, sharing)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Swap.apply(grad, ctx.sharing, not ctx.by_heads), None, None
+
+
+def _to_heads(tensor: Tensor, sharing: HeadSharing) -> Tensor:
+    ranks = len(sharing.tokens)
+    rows = tensor.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()
+    splits = ([sharing.own] * ranks, list(sharing.tokens))
+    return Exchange(sharing.group, rows, *splits, "heads").wait().permute(1, 2, 0, 3)
+
+
+def _to_tokens(tensor: Tensor, sharing: HeadSharing) -> Tensor:
+    ranks = len(sharing.tokens)
+    rows = tensor.permute(2, 0, 1, 3).contiguous()
+    splits = (list(sharing.tokens), [sharing.own] * ranks)
+    came = Exchange(sharing.group, rows, *splits, "heads").wait()
+    return came.unflatten(0, (ranks, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
