@@ -35,6 +35,7 @@ def checked_bias(bias: Tensor, query: Tensor, q_len: int, k_len: int) -> Tensor:
 
 
 def check_sinks(sinks: Tensor, query: Tensor) -> None:
+    """Raises TypeError or ValueError where sinks are not floating-point (1 or heads,)."""
     _check_of_heads("sinks", sinks, query, ())
 
 
@@ -66,6 +67,9 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises TypeError or ValueError, naming the tensor, where shapes, dtypes or devices are not
+    those of one call.
+    """
     if query.is_meta:
         raise ValueError("query, key and value must have data, got tensors on meta")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -97,6 +101,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
+    """Raises where key lengths are not integers (batch,) on the device of query or the CPU."""
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"key_lengths must be an int32 or int64 tensor, got "
@@ -128,6 +133,7 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
 
 
 def checked_mask(mask: AnyMask | None) -> AnyMask:
+    """The mask of a call, that of all pairs for None. Raises TypeError where it is no mask."""
     if mask is None:
         return FULL
     if not isinstance(mask, AnyMask):
@@ -149,6 +155,7 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
 
 
 def wants_gradient(tensor: Tensor | None) -> bool:
+    """Whether autograd will ask for the gradient of a tensor."""
     return tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
 
 

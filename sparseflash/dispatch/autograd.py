@@ -11,7 +11,13 @@ from sparseflash.dispatch.compile import compile_before_first_call
 def run(
     call: Call, query: Tensor, key: Tensor, value: Tensor, block_scores: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call, differentiable; block_scores get the gradient of the blocks."""
+    """(out, lse) of a call, differentiable.
+
+    Args:
+        call: Everything about it but the tensors.
+        query, key, value: Checked tensors.
+        block_scores: Those of a DynamicMask, if they get the gradient of its blocks.
+    """
     if not _is_differentiated(query, key, value, call.bias, block_scores):
         return call.forward(query, key, value)  # autograd would double the host time
     if not call.plan.cache and call.plan.backend.compiles:
@@ -50,8 +56,8 @@ class _BlockSparseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
             return (None,) * 6
-        *saved, key_lengths, bias = ctx.saved_tensors
-        saved, call = tuple(saved), Call(ctx.plan, key_lengths, ctx.seed, bias)
+        tensors = ctx.saved_tensors
+        saved, call = tensors[:5], Call(ctx.plan, tensors[5], ctx.seed, tensors[6])
         needs = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # the gradients may be differentiated once more
             grads = _Gradients.apply(call, needs, grad_out, grad_lse, *saved)

@@ -66,14 +66,19 @@ class Call:
 
     @property
     def spec(self) -> AttentionSpec:
+        """The facts of the call."""
         return self.plan.spec
 
     @property
     def table(self) -> LookupTable:
+        """The lookup table that its backend reads."""
         return self.plan.table
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse)"""
+        """(out, lse) of checked tensors: see Backend.forward."""
+        if self._runs_elsewhere():
+            with torch.cuda.device(self.plan.spec.device):
+                return self.forward(query, key, value)
         return self.plan.backend.forward(self, query, key, value)
 
     def backward(
@@ -85,8 +90,15 @@ class Call:
     ) -> tuple[Tensor | None, ...]:
         """The gradients of query, key, value, bias and block scores, None where `needs` says no.
 
-        saved: query, key, value, out, lse
+        Args:
+            grad_out: Gradient of out, None for zeros.
+            grad_lse: Gradient of lse, None for zeros.
+            saved: query, key, value, out and lse.
+            needs: Whether each of the gradients is wanted.
         """
+        if self._runs_elsewhere():
+            with torch.cuda.device(self.plan.spec.device):
+                return self.backward(grad_out, grad_lse, saved, needs)
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
         grads = self.plan.backend.backward(self, grad_out, grad_lse, saved, needs)
@@ -96,3 +108,8 @@ class Call:
             masks = (spec.mask_batch, spec.mask_heads // spec.mask_group)
             return *grads[:4], of_masks.sum_to_size(*masks, *of_masks.shape[2:])
         return grads
+
+    def _runs_elsewhere(self) -> bool:
+        """Whether the device of the call is not the one on which this thread launches kernels."""
+        device = self.plan.spec.device
+        return device.type == "cuda" and device.index != torch.cuda.current_device()

@@ -68,7 +68,17 @@ def traced_attention(
     seed: Tensor | None,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of checked arguments through the operator."""
+    """(out, lse) of checked arguments through the operator `sparseflash::attention`.
+
+    Args:
+        query, key, value: Checked tensors.
+        mask: The mask of the call; a graph holds its handle.
+        bias: As backends read it: see arguments.checked_bias.
+        block_scores: Those of a DynamicMask, if they get a gradient.
+        key_lengths: Checked key lengths.
+        seed: int64 () on the CPU, None without dropout.
+        options: Those of the call.
+    """
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
     rest = (bias, block_scores, blocks, handle, key_lengths, seed, *options.as_dict().values())
@@ -150,6 +160,7 @@ def _(*arguments):
 
 
 def save_for_backward(ctx, inputs, output):
+    """Saves the arguments and results of operators.attention by name: tensors with autograd."""
     bound = _bind(attention, inputs)
     bound["out"], bound["lse"] = output
     ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
@@ -160,6 +171,7 @@ def save_for_backward(ctx, inputs, output):
 
 
 def differentiate(ctx, grad_out, grad_lse, backward: Callable = attention_backward):
+    """The gradient of each argument of operators.attention, None where it has none."""
     needs = ctx.needs_input_grad
     if grad_out is None and grad_lse is None:
         return (None,) * len(needs)

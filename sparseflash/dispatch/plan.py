@@ -57,6 +57,12 @@ def find_plan(
     A DynamicMask is often new at every call. So what was selected is looked up in the cache of its
     support too, and only the table is its own.
 
+    Args:
+        query, key, value: Tensors as they came.
+        mask: The mask of the call.
+        options: Keywords of AttentionOptions.
+        facts: What else the call has.
+
     Raises:
         TypeError, ValueError: A tensor, an option or the mask is wrong; the message names it.
         BackendError: No backend can serve the call.

@@ -88,7 +88,14 @@ class AttentionSpec(AttentionOptions):
         options: AttentionOptions,
         facts: CallFacts | None = None,
     ) -> Self:
-        """The spec of checked arguments."""
+        """The spec of checked arguments.
+
+        Args:
+            query, key: Checked tensors; value has the shape of key.
+            mask: The mask of the call, at its lengths.
+            options: Those of the call.
+            facts: What else it has; nothing if None.
+        """
         facts = facts or CallFacts()
         depends = options.dropout_p > 0 or options.score is not None or facts.bias
         batch, heads, q_len, head_dim = query.shape

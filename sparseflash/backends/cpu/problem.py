@@ -66,9 +66,11 @@ class Problem:
         return here.view(-1, self._width, blocks.shape[2])
 
     def write_queries(self, blocks: Tensor, here: Tensor):
+        """Writes what belongs to the queries of the chunk into the blocks of all queries."""
         blocks.index_copy_(0, self._query_blocks, here.view(-1, *blocks.shape[1:]))
 
     def add_keys(self, blocks: Tensor, here: Tensor):
+        """Adds what belongs to the keys of the chunk to the blocks of all keys."""
         blocks.index_add_(0, self._key_blocks, here.view(-1, *blocks.shape[1:]))
 
     def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):

@@ -41,7 +41,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients; see sparseflash.backends.base."""
     _, backward_pass = _passes()
-    return *backward_pass.backward(call, grad_out, grad_lse, saved, needs[:3]), None, None
+    return backward_pass.backward(call, grad_out, grad_lse, saved, needs)
 
 
 @lru_cache(maxsize=1)

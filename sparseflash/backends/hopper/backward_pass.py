@@ -32,7 +32,6 @@ from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, TmaBox2D
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
-from sparseflash.backends.triton_common.launcher import on_device
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -46,35 +45,35 @@ def backward(
     grad_lse: Tensor | None,
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(grad_query, grad_key, grad_value) of one call; see sparseflash.backends.base."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
-    needs_query, needs_key, needs_value = needs
+    needs_query, needs_key, needs_value, *_ = needs
     spec, table, key_lengths = call.spec, call.table, call.key_lengths
-    query, grad_out, out = (launch.addressable(x) for x in (query, grad_out, out))
-    key, value = (launch.addressable(launch.zero_padding(x, key_lengths)) for x in (key, value))
+    query, grad_out, out = [launch.addressable(x) for x in (query, grad_out, out)]
+    key, value = [launch.addressable(launch.zero_padding(x, key_lengths)) for x in (key, value)]
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_query = grad_key = grad_value = None
-    with on_device(query.device):
-        lse_delta = empty_lse_delta(query, table.block_size[0])
-        tensors = (query, grad_out, key, value, lse_delta)
-        if all(needs) and uses_fused_backward(table, spec):
-            _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
-            return _fused(call, *tensors)
-        # dQ first: its kernel writes the LSE and delta that the kernel of dK and dV reads.
-        if needs_query:
-            grad_query = _dq(call, out, lse, grad_lse, *tensors)
-        else:
-            _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
-        if tile_width(spec.head_dim) <= MAX_DKDV_DIMS:
-            if needs_key or needs_value:
-                grad_key, grad_value = _dkdv(call, *tensors)
-        else:  # registers hold one of both accumulators, so S is computed in either launch
-            if needs_key:
-                grad_key, _ = _dkdv(call, *tensors, with_value=False)
-            if needs_value:
-                _, grad_value = _dkdv(call, *tensors, with_key=False)
-    return grad_query, grad_key if needs_key else None, grad_value if needs_value else None
+    lse_delta = empty_lse_delta(query, table.block_size[0])
+    tensors = (query, grad_out, key, value, lse_delta)
+    if all(needs[:3]) and uses_fused_backward(table, spec):
+        _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
+        return *_fused(call, *tensors), None, None
+    # dQ first: its kernel writes the LSE and delta that the kernel of dK and dV reads.
+    if needs_query:
+        grad_query = _dq(call, out, lse, grad_lse, *tensors)
+    else:
+        _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
+    if tile_width(spec.head_dim) <= MAX_DKDV_DIMS:
+        if needs_key or needs_value:
+            grad_key, grad_value = _dkdv(call, *tensors)
+    else:  # registers hold one of both accumulators, so S is computed in either launch
+        if needs_key:
+            grad_key, _ = _dkdv(call, *tensors, with_value=False)
+        if needs_value:
+            _, grad_value = _dkdv(call, *tensors, with_key=False)
+    grad_key, grad_value = (grad_key if needs_key else None, grad_value if needs_value else None)
+    return grad_query, grad_key, grad_value, None, None
 
 
 def empty_lse_delta(query: Tensor, block: int) -> Tensor:

@@ -7,7 +7,6 @@ from sparseflash.backends.hopper import launch
 from sparseflash.backends.hopper.configs import FORWARD_CONFIGS, tile_width
 from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.hopper.launch import WARPGROUP_TILE
-from sparseflash.backends.triton_common.launcher import on_device
 from sparseflash.dispatch.call import Call
 
 
@@ -24,6 +23,5 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     config = FORWARD_CONFIGS[block][tile_width(spec.head_dim)]
     tensors = (query, key, value, out, lse)
     access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None)
-    with on_device(query.device):
-        launch.launch_pass(forward_kernel, tensors, access, call, config)
+    launch.launch_pass(forward_kernel, tensors, access, call, config)
     return out, lse

@@ -60,6 +60,7 @@ class TmaBox2D(NamedTuple):
 
 
 WARPGROUP_TILE = TmaTile(WARPGROUP_M.value)
+INPUTS = 5  # at most so many tensors, with which each kernel begins, come from outside of a pass
 Access = TmaTile | TmaBox2D | None  # how a kernel reads a tensor: by TMA, or by its address
 
 
@@ -76,6 +77,14 @@ def launch_pass(
     Its parameters are `tensors`, each by its `access`; params.Table; key_lengths; the work
     counter; params.Sizes; scale_log2; params.Dropout; params.Scores; QHEADS_PER_KVHEAD, MASKED,
     BLOCK; the constants of `config`.
+
+    Args:
+        kernel: One of sparseflash.backends.hopper.kernels.
+        tensors: Its inputs and outputs in its order, None for what it does not read or write.
+        access: How it reads or writes each of them.
+        call: What the call has beside them.
+        config: Pipeline stages and occupancy.
+        by_key: Whether its work tiles are rows of keys.
     """
     plan, key_lengths, bias = call.plan, call.key_lengths, call.bias
     spec, table = plan.spec, plan.table
@@ -83,9 +92,10 @@ def launch_pass(
     work_counter = make_work_counter(rows, spec.device)
     seeds = (None, None) if spec.dropout_p == 0 else _seed_words(call.seed)
     bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
-    # Equal signatures share a packed launch; what differs between them is written into it.
-    strides = [None if x is None else x.stride() for x in tensors]
-    signature = (kernel.__name__, bias_stride, *strides)
+    # Equal signatures share a packed launch; what differs between them is written into it. From
+    # the strides of the inputs those of the other tensors follow.
+    strides = [x.stride() for x in tensors[:INPUTS]]
+    signature = (kernel.__name__, bias_stride, *strides, *[x is None for x in tensors[INPUTS:]])
     changing = (*tensors, key_lengths, work_counter, bias)
     values = (*[None if x is None else x.data_ptr() for x in changing], *seeds)
 

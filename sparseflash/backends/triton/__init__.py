@@ -122,10 +122,9 @@ def describe(
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.base."""
-    decode, passes, on_device = _modules()
+    decode, passes = _modules()
     run = decode.forward if call.spec.few_queries else passes.forward
-    with on_device(query.device):
-        return run(call, query, key, value)
+    return run(call, query, key, value)
 
 
 def backward(
@@ -136,15 +135,13 @@ def backward(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients; see sparseflash.backends.base."""
-    _, passes, on_device = _modules()
-    with on_device(grad_out.device):
-        return passes.backward(call, grad_out, grad_lse, saved, needs)
+    _, passes = _modules()
+    return passes.backward(call, grad_out, grad_lse, saved, needs)
 
 
 @lru_cache(maxsize=1)
 def _modules():
     """What imports Triton, imported once: in every call it would take time."""
     from sparseflash.backends.triton import decode, passes
-    from sparseflash.backends.triton_common.launcher import on_device
 
-    return decode, passes, on_device
+    return decode, passes

@@ -214,8 +214,14 @@ def launch_with_layout(
     others: tuple[Tensor | int | None, ...],
     constants: dict[str, Any],
 ) -> None:
-    """Launches a kernel without a table: its parameters are `tensors`, each with its strides;
-    `others`; and constants.
+    """Launches a kernel without a table.
+
+    Args:
+        kernel: One of sparseflash.backends.triton.kernels.
+        grid: Programs along three axes.
+        tensors: Its first parameters, each followed by its strides.
+        others: The parameters after them.
+        constants: Its constants, and options of the compiler.
     """
     strides, aligned = _strides_and_alignment(tensors)
     first = tensors[0]

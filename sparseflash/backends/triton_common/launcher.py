@@ -7,7 +7,6 @@ signature on, by rewriting the parameters of the launch before: see relaunch.py.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from functools import lru_cache
 from threading import local
@@ -147,16 +146,6 @@ def _enter_context() -> None:
         if torch.version.cuda and torch.cuda.is_initialized() and not current_context():
             torch.cuda.mem_get_info()
         _THREAD.entered = True
-
-
-_NO_CHANGE = nullcontext()
-
-
-def on_device(device: torch.device):
-    """Context in which kernels run on `device`."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return _NO_CHANGE
 
 
 @lru_cache(maxsize=64)
