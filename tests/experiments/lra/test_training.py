@@ -4,6 +4,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -429,6 +430,7 @@ def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatc
             log_dir=tmp_path,
             callback_metrics={"test/accuracy": 0.75},
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            precision_plugin=SimpleNamespace(forward_context=nullcontext),
         ),
     )
     with pytest.raises(SystemExit):
