@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import Annotated
+from functools import partial
+from typing import Annotated, cast
 from unittest import mock
 
 import torch
@@ -155,7 +156,8 @@ def main(
     device = _start()
     count, rank = dist.get_world_size(), dist.get_rank()
     sizes = [n for n in (2**i for i in range(12)) if n <= count]
-    groups = {n: dist.new_group(list(range(n))) for n in sizes}  # all ranks make all groups
+    # All ranks make all groups.
+    groups = {n: cast(ProcessGroup, dist.new_group(list(range(n)))) for n in sizes}
     chosen = {n: p for n, p in patterns(window).items() if not only or n in only.split(",")}
     log = None
     if rank == 0:
@@ -256,9 +258,9 @@ def _prepared(
         scores = _scores(setting, plan.mask.grid.nq)[rows]
         mask = support.select_topk(scores, k)
     if way is Way.GATHER:
-        return lambda *x: all_gather_attention(*x, mask, setting.group), own
+        return partial(all_gather_attention, mask=mask, group=setting.group), own
     selected = mask if isinstance(mask, DynamicMask) else None
-    return lambda *x: context_parallel_attention(*x, plan, group=setting.group, mask=selected), own
+    return partial(context_parallel_attention, plan=plan, group=setting.group, mask=selected), own
 
 
 def _scores(setting: Setting, blocks: int) -> Tensor:

@@ -158,10 +158,10 @@ def context_parallel_attention(
     try:
         prepared = _prepare(query, key, value, plan, found, *arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        if check:
+        if found is not None and check:
             check_agreement(found, {}, f"{type(error).__name__}: {error}")
         raise
-    if check:
+    if found is not None and check:
         check_agreement(found, prepared.facts(query, key), None)
         plan.cache["agreed", found] = True
     tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
@@ -189,7 +189,8 @@ def _with_shared_heads(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of own tokens and all heads, computed of more tokens and fewer heads."""
     group, heads_group = mesh.get_group(0), mesh.get_group(1)
-    shard = len(plan.positions(resolved(group, plan.ranks).rank()))
+    resolved(group, plan.ranks)
+    shard = len(plan.positions(group.rank()))
     sharing = HeadSharing.of(heads_group, shard)
     if check is None:
         check = ("agreed", heads_group) not in plan.cache
@@ -202,7 +203,9 @@ def _with_shared_heads(
     elif problem is not None:
         raise ValueError(problem)
     out, lse = context_parallel_attention(
-        *(sharing.by_heads(x) for x in (query, key, value)),
+        sharing.by_heads(query),
+        sharing.by_heads(key),
+        sharing.by_heads(value),
         plan,
         group=group,
         mask=mask,
@@ -218,15 +221,16 @@ def _with_shared_heads(
 
 def _problem_of_shared_heads(
     sharing: HeadSharing,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor],
     plan: ContextPlan,
     mask: DynamicMask | None,
     options: Mapping[str, Any],
 ) -> str | None:
     """Why ranks cannot share the heads of a call."""
     try:
-        checked_tensors(*tensors, None)
-        for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        query, key, value = tensors
+        checked_tensors(query, key, value, None)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
             sharing.check(name, tensor)
         if plan.mask.num_heads > 1 or (mask is not None and mask.num_heads > 1):
             return "plan must be of one mask for all heads where ranks share the heads"

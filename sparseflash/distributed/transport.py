@@ -72,16 +72,12 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def disagreement(
-    group: ProcessGroup | None, facts: dict[str, Any], problem: str | None
-) -> str | None:
+def disagreement(group: ProcessGroup, facts: dict[str, Any], problem: str | None) -> str | None:
     """What is wrong on a rank of the group or differs between two; the same text on every rank.
 
     Raises:
         RuntimeError: A rank did not answer.
     """
-    if group is None:
-        return problem
     answers: list[Any] = [None] * group.size()
     with _explained("what they were called with"):
         dist.all_gather_object(answers, (facts, problem), group=group)
