@@ -118,12 +118,16 @@ def test_other_heads_are_refused(mask):
     reason="needs compute capability 9.0",
 )
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_on_hopper(dynamic):
+@pytest.mark.parametrize("batched", [False, True])
+def test_on_hopper(batched, dynamic):
     shape = {"dtype": torch.float16, "device": "cuda", "kv_heads": 2}
     tensors = make_inputs(2, 8, 500, 700, 128, **shape)[:3]
     mask = LOCAL((500, 700), 128, "cuda")
     if dynamic:
-        mask = mask.select_topk(torch.rand(2, 4, 6, device="cuda"), 3)
+        batch = (2,) if batched else ()
+        mask = mask.select_topk(torch.rand(*batch, 2, 4, 6, device="cuda"), 3)
+    elif batched:
+        mask = masks.MaskBatch.with_keys(mask, torch.rand(2, 700, device="cuda") < 0.5)
 
     def attend(q, k, v):
         return sparseflash.attention(q, k, v, mask, return_lse=True, backend="hopper")
