@@ -66,6 +66,11 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether kernels may read the memory of a tensor, since no subclass holds it elsewhere."""
+    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises TypeError or ValueError, naming the tensor, where shapes, dtypes or devices are not
     those of one call.

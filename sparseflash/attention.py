@@ -123,7 +123,7 @@ def attention(
     query, key, value = autocast(query, key, value)
     mask = checked_mask(mask)
     block_scores = checked_block_scores(mask)
-    if is_traced(query) or not (query.numel() and key.numel()):
+    if is_traced(query, key, value) or not (query.numel() and key.numel()):
         plan, checked = None, AttentionOptions(**options)
         check_tensors(query, key, value)
     else:

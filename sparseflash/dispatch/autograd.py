@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sparseflash.arguments import is_plain
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.compile import compile_before_first_call
 
@@ -56,6 +57,7 @@ class _BlockSparseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
             return (None,) * 6
+        grad_out, grad_lse = _plain("out", grad_out), _plain("lse", grad_lse)
         tensors = ctx.saved_tensors
         saved, call = tensors[:5], Call(ctx.plan, tensors[5], ctx.seed, tensors[6])
         needs = ctx.needs_input_grad[:5]
@@ -68,6 +70,16 @@ class _BlockSparseAttention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         refuse_tangents(ctx, *tangents)
+
+
+def _plain(name: str, grad: Tensor | None) -> Tensor | None:
+    """The gradient as kernels read it: a subclass, such as what a collective sends, is copied."""
+    if grad is None or is_plain(grad):
+        return grad
+    copy = grad.clone()
+    if not is_plain(copy):
+        raise TypeError(f"the gradient of {name} must be a plain tensor, got {type(grad)}")
+    return copy
 
 
 # Function.apply without its support of torch.func, whose calls take the operators: see

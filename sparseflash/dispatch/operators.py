@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from masks import DynamicMask
 from masks.registry import find
-from sparseflash.arguments import AnyMask
+from sparseflash.arguments import AnyMask, is_plain
 from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import plan_call
@@ -47,14 +47,19 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "block_scores")
 _of_graphs: dict[str, AnyMask] = {}
 
 
-def is_traced(tensor: Tensor) -> bool:
-    """Whether anything besides autograd watches a call with this tensor."""
-    return (
+def is_traced(*tensors: Tensor) -> bool:
+    """Whether anything besides autograd watches a call with these tensors.
+
+    A tensor of another class may have no memory of its own, as what a collective has not sent
+    yet: its class is then asked for the operator, and passes on what it holds.
+    """
+    if (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
-        or type(tensor) not in (Tensor, torch.nn.Parameter)
-    )
+    ):
+        return True
+    return not all(map(is_plain, tensors))
 
 
 def traced_attention(

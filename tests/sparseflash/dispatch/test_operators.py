@@ -3,12 +3,14 @@
 import sys
 from functools import partial
 from shutil import which
+from typing import ClassVar
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -241,7 +243,7 @@ def test_vmap_does_not_draw_dropout():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_second_derivatives_are_refused(traced, monkeypatch):
-    monkeypatch.setattr(sys.modules["sparseflash.attention"], "is_traced", lambda tensor: traced)
+    monkeypatch.setattr(sys.modules["sparseflash.attention"], "is_traced", lambda *_: traced)
     tensors = inputs()
     out = sparseflash.attention(*tensors)
     grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
@@ -259,3 +261,53 @@ def test_the_reference_has_second_derivatives():
     tensors = [x[:1, :1, :6, :2].double() for x in inputs()]
     mask = masks.causal()(6, 16).to(DEVICE)
     assert torch.autograd.gradgradcheck(lambda *x: standard_attention(*x, mask)[0], tensors)
+
+
+class Pending(torch.Tensor):
+    """Has no memory of its own: every operator gets the tensor that it holds."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, held):
+        shape, options = held.shape, {"dtype": held.dtype, "device": held.device}
+        return torch.Tensor._make_wrapper_subclass(cls, shape, held.stride(), **options)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(str(function))
+        args, kwargs = tree_map_only(cls, lambda x: x.held, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_tensor_without_memory_is_asked_for_the_operator(place):
+    tensors = [x.detach() for x in inputs()]
+    expected = sparseflash.attention(*tensors, PATTERN)
+    pending = [Pending(x) if i == place else x for i, x in enumerate(tensors)]
+    Pending.seen.clear()
+    torch.testing.assert_close(sparseflash.attention(*pending, PATTERN), expected)
+    assert "sparseflash.attention.default" in Pending.seen
+
+
+def test_kernels_get_the_memory_of_a_gradient(monkeypatch):
+    tensors = inputs()
+    out = sparseflash.attention(*tensors, PATTERN)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, tensors, grad, retain_graph=True)
+    backend, got = out.grad_fn.plan.backend, []
+    real = backend.backward
+
+    def backward(call, grad_out, *rest):
+        got.append(type(grad_out))
+        return real(call, grad_out, *rest)
+
+    monkeypatch.setattr(backend, "backward", backward)
+    for found, right in zip(
+        torch.autograd.grad(out, tensors, Pending(grad)), expected, strict=True
+    ):
+        torch.testing.assert_close(found, right)
+    assert got == [torch.Tensor]
