@@ -83,7 +83,7 @@ class Pattern(Handled):
 
     def __invert__(self) -> "Pattern":
         recipe = Recipe("~", {"of": self})
-        build = _Operation(operator.invert, (self,))
+        build = _Operation(lambda mask: ~mask, (self,))
         return Pattern(f"~{self.name}", build, recipe, self.block_size)
 
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":

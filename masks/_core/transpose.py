@@ -42,9 +42,9 @@ def _transpose_runs(full: Runs, grid: Grid, num_masks: int) -> Runs:
     """
     if len(full.begin) > DENSE_SHARE * num_masks * grid.nq * grid.nk:
         matrix = full.to_bool(num_masks * grid.mask_stride).view(num_masks, grid.nq, -1)
-        columns = matrix[..., :-1].mT.flatten(0, 1)
-        step = len(columns) if full.begin.is_cuda else max(1, PART // grid.nq)
-        parts = [from_bool_matrix(part[None]) for part in columns.split(step)]
+        transposed = matrix[..., :-1].mT.flatten(0, 1)
+        step = len(transposed) if full.begin.is_cuda else max(1, PART // grid.nq)
+        parts = [from_bool_matrix(part[None]) for part in transposed.split(step)]
         moved = [p.shift(i * step * grid.T.row_stride) for i, p in enumerate(parts)]
         return concatenate(moved)
     # One more row in each mask lets runs end below the last row.
