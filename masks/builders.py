@@ -25,6 +25,7 @@ from masks.block_mask import BlockMask
 BLOCKS_AT_ONCE = 1 << 22  # blocks of rows that are looked at together
 # More blocks than this share of a row: marking them in a row of bools takes less than a sort.
 DENSE_SHARE = 1 / 32
+BYTES_OF_PARTIAL = 40  # that a partial block takes while its mask is assembled
 
 
 def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
@@ -81,9 +82,12 @@ def from_offsets(
     if step <= grid.bq + grid.bk:  # every block of the band holds a multiple
         q = torch.arange(grid.q_len, device=grid.device) + shift
         band = from_intervals(grid, q - reach, q + reach + 1).block_set
+        check_memory("dilated", BYTES_OF_PARTIAL * (band.full.size() + len(band.partial)))
         candidates = torch.cat([band.full.expand(), band.partial]).sort().values
     else:
-        candidates = _blocks_at(grid, step * _around(reach // step, grid) + shift)
+        distance = step * torch.arange(-(reach // step), reach // step + 1, device=grid.device)
+        check_memory("dilated", BYTES_OF_PARTIAL * grid.nq * len(distance))
+        candidates = _blocks_at(grid, distance + shift)
     side, farthest = min(grid.block_size), grid.nq * grid.bq
 
     def code(flat: Tensor) -> Tensor:
@@ -104,10 +108,6 @@ def from_offsets(
     )
     nothing = empty(grid.device)
     return BlockMask(block_set.assemble(grid, (0,), nothing, candidates, bit_tiles, tile))
-
-
-def _around(count: int, grid: Grid) -> Tensor:
-    return torch.arange(-count, count + 1, device=grid.device)
 
 
 def _blocks_at(grid: Grid, distance: Tensor) -> Tensor:
@@ -134,7 +134,9 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
     row_bits, row_kind, row_all = _block_bits(queries, grid.bq)
     column_bits, column_kind, column_all = _block_bits(keys, grid.bk)
     row_any, column_any = row_bits.any(1)[row_kind], column_bits.any(1)[column_kind]
-    check_memory("global_tokens", 4 * row_bits.numel() * len(column_bits) * grid.bk // 32)
+    nbytes = 4 * row_bits.numel() * len(column_bits) * grid.bk // 32
+    blocks = int(row_any.sum()) * grid.nk + grid.nq * int(column_any.sum())
+    check_memory("global_tokens", nbytes + BYTES_OF_PARTIAL * blocks)
 
     # Rows with a token meet every column, the others those with a token: filled in row by row, as
     # a sort of all blocks would cost more than everything else.

@@ -56,7 +56,16 @@ def test_costs_at_a_million_tokens(pattern, limit):
 
 
 @pytest.mark.parametrize(
-    "pattern", [masks.strided(2), masks.random(0.3), masks.random(0.6)], ids=repr
+    "pattern",
+    [
+        masks.strided(2),
+        masks.random(0.3),
+        masks.random(0.6),
+        masks.dilated(1 << 16, 2),
+        masks.dilated(1 << 11, 64),
+        masks.global_tokens(range(0, 1 << 17, 50)),
+    ],
+    ids=lambda pattern: pattern.name[:20],
 )
 def test_masks_larger_than_the_machine_are_refused(pattern, monkeypatch):
     monkeypatch.setattr(builders.os, "sysconf", lambda _: 2**14)
