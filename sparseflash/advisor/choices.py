@@ -227,26 +227,45 @@ def ordered_share(times: Sequence[tuple[float, float]], differ: float = 0.1) -> 
 
 
 def plot(choices: Sequence[Choice], path: str | Path) -> None:
-    """Writes a picture (PNG, SVG or PDF): what choices see, or waste, against predicted time."""
+    """Writes a picture (PNG, SVG or PDF): what choices see, or use, against predicted time.
+
+    Those on the Pareto front are named.
+    """
     from matplotlib.figure import Figure  # it takes long to import
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     sees = all(choice.connected is not None for choice in choices)
-    values = [c.connected if sees else c.useful for c in choices]
+    values = [(c.connected if sees else c.useful) or 0.0 for c in choices]
     times = [choice.predicted_ms for choice in choices]
-    axes.plot(times, values, "o", color="#0072b2", label="predicted")
+    axes.plot(times, values, "o", color="#0072b2", label="least time")
+    front = _pareto_front(times, values)
+    axes.plot(*zip(*front, strict=True), color="#0072b2", linewidth=0.8, label="Pareto front")
     measured = [(c.measured_ms, v) for c, v in zip(choices, values, strict=True) if c.measured_ms]
     if measured:
         axes.plot(*zip(*measured, strict=True), "s", color="#d55e00", label="measured")
+    alike = len({choice.block_size for choice in choices}) == 1
+    names: dict[tuple[float, float], list[str]] = {}
     for choice, time, value in zip(choices, times, values, strict=True):
-        name = f"{choice.pattern}, blocks of {choice.block_size}"
-        axes.annotate(name, (time, value), (4, 4), textcoords="offset points", fontsize=6)
+        name = choice.pattern if alike else f"{choice.pattern}, {choice.block_size}"
+        names.setdefault((time, value), []).append(name)
+    for i, point in enumerate(front):  # names of all would cover one another
+        text, offset = "\n".join(names[point]), (4, -12 if i % 2 else 6)
+        axes.annotate(text, point, offset, textcoords="offset points", fontsize=7)
     label = "share of pairs connected" if sees else "attended pairs over computed ones"
     axes.set(xlabel="time (ms)", ylabel=label)
     axes.margins(x=0.25, y=0.15)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _pareto_front(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
+    """The (time, value) that no other of as little time surpasses, in the order of time."""
+    front: list[tuple[float, float]] = []
+    for time, value in sorted(zip(times, values, strict=True), key=lambda p: (p[0], -p[1])):
+        if not front or value > front[-1][1]:
+            front.append((time, value))
+    return front
 
 
 def _choice(pattern: Pattern | str, mask: BlockMask, workload: Workload) -> Choice:

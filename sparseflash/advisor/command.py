@@ -115,7 +115,7 @@ def _finish(
         row = [choice.pattern, str(choice.block_size), f"{choice.density:.4g}"]
         row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}", measured]
         if choice.connected is not None:
-            error = f" ± {choice.connected_error:.2%}" if choice.connected_error else ""
-            row.append(f"{choice.connected:.2%}{error}")
+            error = f" ± {choice.connected_error:.1%}" if choice.connected_error else ""
+            row.append(f"{choice.connected:.1%}{error}")
         table.add_row(*row)
     Console().print(table if found else "no pattern sees far enough within the budget")

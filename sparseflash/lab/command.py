@@ -47,7 +47,7 @@ def profile_command(
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("profiling layers", total=None)
             found = profile(
-                loaded.to(device),
+                loaded.to(device),  # type: ignore
                 pattern,
                 inputs,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
