@@ -29,6 +29,7 @@ from torch import Tensor
 
 from masks import BlockMask
 from masks.lookup_table import BlockLists, LookupTable
+from sparseflash import l2_reuse
 from sparseflash.backends import hopper, triton
 from sparseflash.backends.hopper import configs as hopper_configs
 from sparseflash.backends.hopper import select as hopper_select
@@ -38,6 +39,7 @@ DIRECTIONS = ("forward", "backward")
 BACKENDS = {"hopper": hopper, "triton": triton}
 WARPGROUP_ROWS = 64  # of one product; its right operand comes from shared memory once for them
 LSE_BYTES = 4
+WAVES = 4  # of the simulation of L2, at least
 
 
 @dataclass(frozen=True)
@@ -321,11 +323,21 @@ PASSES = {
 
 
 class _Tile(NamedTuple):
-    """Tokens of a work tile's row, dims of a tile, and work tiles that run at a time."""
+    """How a kernel runs.
+
+    Args:
+        rows: Tokens of a work tile's row.
+        rows_per_block: Work tiles of a block row.
+        dims: Of a tile.
+        resident: Work tiles that run at a time.
+        heads_per_group: Heads whose work tiles are scheduled together.
+    """
 
     rows: int
+    rows_per_block: int
     dims: int
     resident: int
+    heads_per_group: int
 
 
 def attention(
@@ -348,8 +360,7 @@ def attention(
         FLOPs         2 B b d nnz for each product: 2 forward, 3 for dQ and 4 for dK and dV
         L2            resident tensors once, 2 nnz b d numbers streamed
         device memory resident tensors once, and of the streamed ones
-                      what is listed at all, once for each key head, where L2 holds it;
-                      else once for each wave of rows that run at a time, what these list
+                      what L2 does not hold any more when it is loaded again (l2_reuse)
         shared memory what is streamed is written once and read by every product of 64 rows
 
     The gradients are those with a fixed order of sums (`deterministic=True`).
@@ -402,7 +413,7 @@ def attention(
     block_size = BACKENDS[name].block_size_for(spec, mask)
     table = mask.table(block_size=block_size).for_groups(spec.mask_group)
     kernels = (
-        _kernel(each, table, spec, _tile(each, name, spec, block_size, chosen), chosen)
+        _kernel(each, table, spec, _tile(each, name, spec, table, chosen), chosen)
         for each in PASSES[direction]
     )
     return Cost(chosen, tuple(kernels))
@@ -424,11 +435,16 @@ def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:
 
 
 def _tile(
-    each: _Pass, backend: str, spec: AttentionSpec, block_size: tuple[int, int], device: Device
+    each: _Pass, backend: str, spec: AttentionSpec, table: LookupTable, device: Device
 ) -> _Tile:
-    """The tile that a backend chooses for a pass over blocks of `block_size`."""
+    """The tile that a backend chooses for a pass over the blocks of a table."""
+    block_size = table.block_size
+    rows, side = (table.by_key, block_size[1]) if each.by_key else (table.by_query, block_size[0])
+    num_bh = spec.batch * (spec.kv_heads if each.by_key else spec.heads)
     if backend == "hopper":
-        side, dims = block_size[0], hopper_configs.tile_width(spec.head_dim)
+        from sparseflash.backends.hopper.launch import heads_per_group_of
+
+        dims = hopper_configs.tile_width(spec.head_dim)
         by_pass = {
             "forward": hopper_configs.FORWARD_CONFIGS,
             "dq": hopper_configs.DQ_CONFIGS,
@@ -440,8 +456,10 @@ def _tile(
                 f"backend hopper has no {each.name} kernel for head_dim {spec.head_dim} in tiles "
                 f"of {side}"
             )
-        return _Tile(side, dims, config.ctas_per_sm * device.multiprocessors)
+        resident = config.ctas_per_sm * device.multiprocessors
+        return _Tile(side, 1, dims, resident, heads_per_group_of(spec, rows, num_bh))
     from sparseflash.backends.triton import configs
+    from sparseflash.backends.triton_common.constants import LONGEST_FIRST_IMBALANCE
 
     major, minor = device.capability
     facts = (10 * major + minor, device.shared_bytes, spec.dtype, spec.head_dim, block_size)
@@ -454,8 +472,10 @@ def _tile(
     programs = configs.programs_per_multiprocessor(
         device.shared_bytes, config, each.name, spec.dtype, spec.head_dim
     )
-    rows = config.bn if each.by_key else config.bm
-    return _Tile(rows, configs.padded_dims(spec.head_dim), programs * device.multiprocessors)
+    height = config.bn if each.by_key else config.bm
+    dims, resident = configs.padded_dims(spec.head_dim), programs * device.multiprocessors
+    together = num_bh if rows.imbalance > LONGEST_FIRST_IMBALANCE else 1
+    return _Tile(height, side // height, dims, resident, together)
 
 
 def _kernel(
@@ -467,7 +487,7 @@ def _kernel(
     row_len, column_len = (spec.k_len, spec.q_len) if each.by_key else (spec.q_len, spec.k_len)
     row_side, column_side = table.block_size[::-1] if each.by_key else table.block_size
     row_heads = spec.kv_heads if each.by_key else spec.heads
-    passes = math.ceil(row_side / tile.rows)  # over the blocks of a row
+    passes = tile.rows_per_block  # over the blocks of a row
     token = 2 * spec.head_dim * spec.dtype.itemsize + each.streamed_bytes
     # Query heads that read each of the masks.
     mask_of_head = table.head_to_mask[0].cpu().expand(spec.heads)
@@ -486,12 +506,7 @@ def _kernel(
     partial = float((readers * rows.row_ptr[..., 3].sum(1).cpu()).sum())
     read_table = passes * (4 * blocks + partial * (4 + bit_tile_bytes))
     table_bytes = min(read_table, 4 * _entries(rows) + table.bit_tiles.numel() * 4)
-    once = sum(
-        count * _once_bytes(rows, columns, mask, column_len, column_side, token, tile, device)
-        for mask, count in enumerate(readers.tolist())
-    )
-    if not each.by_key:  # heads of a group read the same keys, one soon after the other
-        once *= spec.kv_heads / spec.heads
+    once = _memory_reads(each, rows, mask_of_head, spec, tile, column_side * token, device)
 
     pairs = blocks * row_side * column_side
     right = each.products * row_side * column_side / WARPGROUP_ROWS
@@ -532,27 +547,41 @@ def _column_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:
     return tokens
 
 
-def _once_bytes(
+def _memory_reads(
+    each: _Pass,
     rows: BlockLists,
-    columns: BlockLists,
-    mask: int,
-    column_len: int,
-    side: int,
-    token: int,
+    mask_of_head: Tensor,
+    spec: AttentionSpec,
     tile: _Tile,
+    block_bytes: int,
     device: Device,
 ) -> float:
-    """Bytes that one head streams from device memory."""
-    tokens = _column_tokens(columns, column_len, side)
-    used = columns.row_ptr[mask][:, [1, 3]].sum(-1).cpu() > 0
-    every = int(tokens[used].sum()) * token
-    if every <= device.l2_bytes:
-        return every
-    row_ptr, total = rows.row_ptr[mask].cpu(), 0
-    for wave in row_ptr.split(tile.resident):
-        seen = torch.zeros(columns.num_rows, dtype=torch.bool)
-        for index, start in ((rows.full_index, 0), (rows.partial_index, 2)):
-            for begin, count in wave[:, start : start + 2].unique(dim=0).tolist():
-                seen[index[begin : begin + count].cpu().long()] = True
-        total += int(tokens[seen].sum()) * token
-    return total
+    """Bytes of streamed tensors that come from device memory: see l2_reuse.
+
+    A few waves of the first heads stand for all of them.
+    """
+    group, heads = spec.heads // spec.kv_heads, spec.heads
+    if each.by_key:  # a row of keys streams the queries of all heads of its group
+        block_bytes, heads, mask_of_head = (
+            block_bytes * group,
+            spec.kv_heads,
+            mask_of_head[::group],
+        )
+    together = tile.heads_per_group
+    tiles_of_group = rows.num_rows * tile.rows_per_block * together
+    simulated = together * math.ceil(WAVES * tile.resident / tiles_of_group)
+    if len(rows.row_ptr) > 1:
+        simulated = max(simulated, heads)
+    simulated = min(simulated, spec.batch * heads)
+    mask_of_simulated = mask_of_head.repeat(-(-simulated // heads))[:simulated]
+    streams = [head if each.by_key else head // group for head in range(simulated)]
+    waves = l2_reuse.waves_of(
+        *(rows, mask_of_simulated, streams, together, tile.rows_per_block, tile.resident)
+    )
+    row_bytes = each.resident * spec.head_dim * spec.dtype.itemsize + each.resident_bytes
+    found = l2_reuse.reads(
+        waves,
+        int(l2_reuse.USABLE_SHARE * device.l2_bytes / block_bytes),
+        tile.rows * row_bytes / block_bytes,
+    )
+    return found * block_bytes * spec.batch * heads / simulated

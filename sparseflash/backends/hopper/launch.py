@@ -232,13 +232,13 @@ def sizes_and_grid(
     """
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
-    heads_per_group = _heads_per_group(spec, rows, num_bh)
+    heads_per_group = heads_per_group_of(spec, rows, num_bh)
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.num_rows, num_work_tiles, heads_per_group)
     return sizes, (min(num_work_tiles, ctas_per_sm * multiprocessors(spec.device)), 1, 1)
 
 
-def _heads_per_group(spec: AttentionSpec, rows: BlockLists, num_bh: int) -> int:
+def heads_per_group_of(spec: AttentionSpec, rows: BlockLists, num_bh: int) -> int:
     """How many heads the scheduler takes together, longest rows first (LPT).
 
     Even rows: one, so that all CTAs share its keys and values in L2. Very uneven rows: all, for a
