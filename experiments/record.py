@@ -107,14 +107,15 @@ class Measurement:
 @dataclass
 class Record:
     """settings: what was asked for; roofline: see roofline.py; skipped: [implementation, pattern,
-    reason] of baselines; drift: the factor between two times of the first case, measured first and
-    last."""
+    reason] of baselines; gaps: see runner.measure_gaps; drift: the factor between two times of the
+    first case, measured first and last."""
 
     environment: dict
     settings: dict
     rows: list[Measurement] = field(default_factory=list)
     skipped: list[list[str]] = field(default_factory=list)
     roofline: dict[str, float] = field(default_factory=dict)
+    gaps: list[dict] = field(default_factory=list)
     seconds: float = 0.0
     drift: float | None = None
     complete: bool = False

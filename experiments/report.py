@@ -76,6 +76,8 @@ def show(record: Record, console: Console) -> None:
         console.print(_table([r for r in record.rows if r.group == group], record.rows))
     if found := crossovers(record.rows):
         console.print(_crossover_table(found))
+    if record.gaps:
+        _show_gaps(record.gaps, console)
     if record.roofline:
         roofline = ", ".join(f"{name} {limit:.4g}" for name, limit in record.roofline.items())
         console.print(f"Roofline in the same run: {roofline}", highlight=False)
@@ -88,6 +90,15 @@ def show(record: Record, console: Console) -> None:
         console.print(
             f"[yellow]{implementation} did not run on {pattern}:[/] {reason}", highlight=False
         )
+
+
+def _show_gaps(gaps: list[dict], console: Console) -> None:
+    from sparseflash.gap import Gap
+
+    for gap in gaps:
+        facts = {name: gap[name] for name in ("measured", "ideal", "parts")}
+        name = f"{gap['pattern']} at N = {gap['seq_len']:,}, {gap['direction']}"
+        console.print(f"{name}: {Gap(**facts)}", highlight=False)
 
 
 def _table(rows: list[Measurement], everything: list[Measurement]) -> Table:

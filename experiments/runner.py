@@ -1,8 +1,9 @@
 """Runs the cases of a suite into a record that an interrupted run can go on with."""
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,14 +16,15 @@ from experiments import memory
 from experiments.check import CheckError
 from experiments.cli import INTERRUPTED
 from experiments.environment import environment
-from experiments.measure import DTYPES, Case, measure
+from experiments.measure import DTYPES, Case, measure, random_problem
 from experiments.plots import draw
 from experiments.record import Record
 from experiments.report import load, show, wide_console
 from experiments.roofline import measure_roofline
 from experiments.settings import Method
-from sparseflash import BackendError
+from sparseflash import BackendError, explain
 
+GAP_DENSITY = 1 / 16
 Cases = Callable[[Callable[[str], None]], Iterator[Case]]
 
 
@@ -114,10 +116,43 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
                 record.seconds = time.perf_counter() - begin
                 record.save(path)
             progress.advance(task, len(case.implementations))
+        if method.device == "cuda":
+            record.gaps = measure_gaps(planned, method, log)
         log("the first case again")
         record.drift = measure_drift(record, first, method)
     record.complete = True
     record.save(path)
+
+
+def measure_gaps(cases: Sequence[Case], method: Method, log: Callable[[str], None]) -> list[dict]:
+    """Why masks take longer than their density of the full mask, at the longest sequences: for
+    each family of the suite speedup that whose density is nearest to GAP_DENSITY.
+    """
+    density = [case for case in cases if case.suite == "density" and case.family != "full"]
+    chosen: dict[str, Case] = {}
+    for case in sorted(density, key=lambda case: case.seq_len):
+        best = chosen.get(case.family)
+        if best is None or case.seq_len > best.seq_len or _distance(case) < _distance(best):
+            chosen[case.family] = case
+    found = []
+    for case in chosen.values():
+        log(f"why {case} is not faster")
+        (query, key, value), _ = random_problem(
+            case, DTYPES[method.dtype], torch.device(method.device), method.seed
+        )
+        explained = explain(query, key, value, case.problem.mask, measure=True)
+        gaps = {"forward": explained.forward_gap, "backward": explained.backward_gap}
+        facts = {"pattern": case.problem.label, "seq_len": case.seq_len}
+        found += [
+            facts | {"direction": direction} | asdict(gap)
+            for direction, gap in gaps.items()
+            if gap is not None
+        ]
+    return found
+
+
+def _distance(case: Case) -> float:
+    return abs(math.log(case.problem.density / GAP_DENSITY))
 
 
 def measure_drift(record: Record, first: Case, method: Method) -> float:

@@ -14,6 +14,7 @@ from experiments.cli import INTERRUPTED
 from experiments.measure import DTYPES, Case
 from experiments.pattern_families import Problem
 from experiments.record import Measurement, Record
+from experiments.report import show, wide_console
 from experiments.settings import Method
 from tests.helpers.records import FULL
 
@@ -161,3 +162,26 @@ def test_a_run_that_goes_on_measures_what_it_lacks_and_adds_its_seconds(go):
     assert [row.seq_len for row in record.rows] == [100, 100, 200, 200]
     assert record.skipped == [["sdpa", "local(20) at N = 200", "no kernel"]]
     assert record.seconds >= 1000
+
+
+def test_gaps_are_those_of_masks_near_a_sixteenth_at_the_longest_sequences(capsys):
+    def case(family, seq_len, tokens):
+        problem = Problem(f"{family}({tokens})", masks.local(tokens)(seq_len, 16))
+        return replace(CASE, family=family, problem=problem, seq_len=seq_len)
+
+    cases = [
+        *(case("local", 256, 1), case("local", 256, 60), case("local", 128, 4)),
+        *(case("other", 128, 4), case("full", 256, 256)),
+        replace(case("growing", 256, 4), suite="length"),
+    ]
+    found = runner.measure_gaps(cases, METHOD, lambda text: None)
+    assert [(gap["pattern"], gap["seq_len"], gap["direction"]) for gap in found] == [
+        (pattern, seq_len, direction)
+        for pattern, seq_len in (("local(1)", 256), ("other(4)", 128))
+        for direction in ("forward", "backward")
+    ]
+    record = Record(dict(HERE), asdict(METHOD), [FULL], gaps=json.loads(json.dumps(found)))
+    show(record, wide_console())
+    printed = capsys.readouterr().out
+    assert "local(1) at N = 256, forward:" in printed
+    assert "load imbalance" in printed
