@@ -1,9 +1,14 @@
-"""Attention layers of other packages, approximate ones: `pip install 'sparseflash[lra-peers]'`."""
+"""Approximate attention layers, with projections of their own.
+
+All but SMYRF are of other packages: `pip install 'sparseflash[lra-peers]'`.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
 
 from torch import Tensor, nn
+
+from experiments.lra.smyrf import CLUSTER, Smyrf
 
 LANDMARKS = 64
 PROJECTED = 256
@@ -74,6 +79,13 @@ def reformer(dim: int, heads: int, seq_len: int) -> Hashed:
     return Hashed(models.modeling_reformer.LSHSelfAttention(config), dim)
 
 
+def smyrf(dim: int, heads: int, seq_len: int) -> Smyrf:
+    """Daras et al. 2020. Raises ValueError for a seq_len that clusters do not fill."""
+    if seq_len % CLUSTER:
+        raise ValueError(f"smyrf needs a multiple of {CLUSTER} tokens, got {seq_len}")
+    return Smyrf(dim, heads)
+
+
 def _package(name: str):
     try:
         return import_module(name)
@@ -84,5 +96,6 @@ def _package(name: str):
 
 
 PACKAGED: dict[str, Callable[[int, int, int], nn.Module]] = {
-    function.__name__: function for function in (nystromformer, performer, linformer, reformer)
+    function.__name__: function
+    for function in (nystromformer, performer, linformer, reformer, smyrf)
 }

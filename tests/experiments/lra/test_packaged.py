@@ -12,6 +12,7 @@ MODULES = {
     "performer": "performer_pytorch",
     "linformer": "linformer",
     "reformer": "transformers",
+    "smyrf": "experiments.lra.smyrf",
 }
 
 
