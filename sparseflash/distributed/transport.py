@@ -94,9 +94,7 @@ def disagreement(group: ProcessGroup, facts: dict[str, Any], problem: str | None
     return None
 
 
-def check_agreement(
-    group: ProcessGroup | None, facts: dict[str, Any], problem: str | None
-) -> None:
+def check_agreement(group: ProcessGroup, facts: dict[str, Any], problem: str | None) -> None:
     """Raises ValueError on every rank where there is a disagreement."""
     found = disagreement(group, facts, problem)
     if found is not None:

@@ -1,0 +1,187 @@
+"""How long attention over many ranks would take, modelled from the plan alone.
+
+    python -m sparseflash.distributed.simulate "local((4095, 0))" --tokens 16M --ranks 8,64,512
+
+No GPU and no other process is needed. The model of one pass of one rank:
+
+    forward   max(own blocks, exchange) + fetched blocks
+    backward  fetched blocks + max(own blocks, exchange)
+    exchange  latency + max(bytes received, bytes sent) / bandwidth
+
+where blocks take their useful FLOPs at the rate of the machine, forward 4 d bq bk and backward 2.5
+times that. The slowest rank counts. `efficiency` is the time that evenly shared blocks alone would
+take over that of the model; where `exposed` is not 0, communication no longer hides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from masks import BlockMask
+from masks.parse import parse
+from sparseflash.distributed.assign import RANKS_AT_ONCE, STRATEGIES, Workload
+from sparseflash.distributed.plan import ContextPlan, make_plan
+
+BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
+_UNITS = {"K": 2**10, "M": 2**20}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank can do.
+
+    Attributes:
+        tflops: Useful TFLOP/s of attention kernels.
+        bandwidth: GB/s in which it receives, and as many in which it sends.
+        latency_us: Of an exchange.
+    """
+
+    tflops: float = 400.0
+    bandwidth: float = 200.0
+    latency_us: float = 50.0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sizes of the attention; elements of 2 bytes."""
+
+    heads: int = 16
+    kv_heads: int = 16
+    head_dim: int = 128
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Modelled milliseconds of the slowest rank.
+
+    Attributes:
+        ranks, strategy: Of the plan.
+        imbalance: Most blocks of a rank over the mean.
+        share: Bytes moved over those of an all-gather or a ring.
+        receive_mb: Most megabytes of keys and values that a rank receives in a forward pass.
+        forward_ms, total_ms: Forward; forward and backward.
+        exposed_ms: Of total_ms, what it takes longer than blocks alone would.
+        efficiency: Of total_ms, what evenly shared blocks alone would take.
+    """
+
+    ranks: int
+    strategy: str
+    imbalance: float
+    share: float
+    receive_mb: float
+    forward_ms: float
+    total_ms: float
+    exposed_ms: float
+    efficiency: float
+
+
+def predict(plan: ContextPlan, machine: Machine, attention: Attention) -> Prediction:
+    """The modelled time of attention by a plan, in one round."""
+    mask, costs = plan.mask, plan.costs
+    heads_of_mask = attention.heads / mask.num_heads
+    block_flops = 4 * attention.head_dim * mask.grid.bq * mask.grid.bk
+    forward_ms = attention.batch * heads_of_mask * block_flops / (machine.tflops * 1e9)
+    blocks = costs.blocks.double()
+    own = blocks * own_share(plan.workload, plan.owner, plan.ranks)
+    token_bytes = 4 * attention.batch * attention.kv_heads * attention.head_dim
+    moved = torch.maximum(costs.receive, costs.send).double() * token_bytes
+    exchange = moved / (machine.bandwidth * 1e6) + (moved > 0) * machine.latency_us / 1e3
+    forward = torch.maximum(own * forward_ms, exchange) + (blocks - own) * forward_ms
+    backward_ms = BACKWARD * forward_ms
+    backward = torch.maximum(own * backward_ms, exchange) + (blocks - own) * backward_ms
+    total = forward + backward
+    slowest = float(total.max())
+    alone = float(blocks.max()) * (forward_ms + backward_ms)
+    report = plan.report()
+    return Prediction(
+        ranks=plan.ranks,
+        strategy=plan.strategy,
+        imbalance=report.imbalance,
+        share=report.share,
+        receive_mb=float(costs.receive.max()) * token_bytes / 1e6,
+        forward_ms=float(forward.max()),
+        total_ms=slowest,
+        exposed_ms=slowest - alone,
+        efficiency=float(blocks.mean()) * (forward_ms + backward_ms) / max(slowest, 1e-12),
+    )
+
+
+def own_share(workload: Workload, owner: Tensor, ranks: int) -> Tensor:
+    """float64 (ranks,): of the blocks of each rank, those whose keys it owns."""
+    row, begin, end = workload.spans
+    rank, owner_of_column = owner[workload.rows[row]], owner[workload.columns]
+    total, own = torch.zeros(2, ranks, dtype=torch.int64).unbind()
+    total.index_add_(0, rank, end - begin)
+    for first in range(0, ranks, RANKS_AT_ONCE):
+        here = (rank >= first) & (rank < first + RANKS_AT_ONCE)
+        each = torch.arange(first, min(first + RANKS_AT_ONCE, ranks)).unsqueeze(1)
+        before = (owner_of_column == each).cumsum(1, dtype=torch.int32)
+        before = torch.nn.functional.pad(before, (1, 0))
+        inside = before[rank[here] - first, end[here]] - before[rank[here] - first, begin[here]]
+        own.index_add_(0, rank[here], inside.long())
+    return own / total.clamp(min=1)
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, in units of 1024 with K, of 1024 * 1024 with M."""
+    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].isalpha() else (text, 1)
+    return int(number) * unit
+
+
+def main(
+    pattern: Annotated[str, typer.Argument(help="As `python -m masks` reads it.")],
+    tokens: Annotated[str, typer.Option(help="Of the sequence, such as 1M.")] = "1M",
+    ranks: Annotated[str, typer.Option(help="Numbers, separated by commas.")] = "2,4,8,64",
+    strategy: Annotated[str, typer.Option(help="auto, a strategy, or all.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=16, max=256, help="Tokens.")] = 128,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 16,
+    head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
+    tflops: Annotated[float, typer.Option(help="Useful TFLOP/s of a rank.")] = 400.0,
+    bandwidth: Annotated[float, typer.Option(help="GB/s of a rank.")] = 200.0,
+    latency_us: Annotated[float, typer.Option(help="Of an exchange.")] = 50.0,
+) -> None:
+    """Models attention over many ranks, and says where communication stops hiding."""
+    try:
+        length, numbers = parse_tokens(tokens), [int(number) for number in ranks.split(",")]
+        mask = parse(pattern)(length, block_size)
+        machine = Machine(tflops, bandwidth, latency_us)
+        attention = Attention(heads, kv_heads, head_dim)
+        names = [*STRATEGIES] if strategy == "all" else [strategy]
+        found = [
+            predict(make_plan(mask, number, name), machine, attention)
+            for number in numbers
+            for name in names
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    _show(mask, found)
+
+
+def _show(mask: BlockMask, found: Sequence[Prediction]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{mask}, modelled", title_justify="left")
+    for name in ("ranks", "strategy", "imbalance", "moved", "received MB", "forward ms"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for name in ("both ms", "exposed ms", "efficiency"):
+        table.add_column(name, justify="right")
+    for each in found:
+        table.add_row(
+            *(f"{each.ranks}", each.strategy, f"{each.imbalance:.2f}", f"{each.share:.2%}"),
+            *(f"{each.receive_mb:.1f}", f"{each.forward_ms:.2f}", f"{each.total_ms:.2f}"),
+            *(f"{each.exposed_ms:.2f}", f"{each.efficiency:.3f}"),
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name="python -m sparseflash.distributed.simulate")
