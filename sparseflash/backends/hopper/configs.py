@@ -3,6 +3,7 @@
 Imports no Triton, so that a call can be judged where Triton is not installed.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -93,6 +94,7 @@ FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64
 
 
+@lru_cache(maxsize=256)
 def tile_width(head_dim: int) -> int:
     """Dims of a tile: 64, 128 or 256. What lies past head_dim is zero in shared memory alone."""
     return max(MIN_TILE_WIDTH, 1 << (head_dim - 1).bit_length())

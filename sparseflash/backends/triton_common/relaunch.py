@@ -96,7 +96,7 @@ class PackedLaunch:
         self._device = _active().get_current_device()
         self._launch = _driver().cuLaunchKernel
         self._lock = Lock()  # another thread may be about to launch it on tensors of its own
-        self._values = tuple([slot and slot.value for slot in slots])
+        self._values = tuple([None if slot is None else slot.value for slot in slots])
 
     def __call__(self, values: Values) -> bool:
         """Whether it was launched: not with launch hooks, or where the driver fails."""
@@ -115,10 +115,11 @@ class PackedLaunch:
     def _write(self, values: Values) -> bool:
         """Whether the driver took all that has changed."""
         try:
-            for slot, value in zip(self._slots, values, strict=True):
-                if slot is not None and value is not None and slot.value != value:
+            for slot, before, value in zip(self._slots, self._values, values, strict=True):
+                if value != before and slot is not None and value is not None:
                     slot.value = value
         except DriverError:
+            self._values = (None,) * len(values)  # which of them were written is not known
             return False
         self._values = values
         return True
