@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 
 import masks
 import sparseflash
@@ -48,3 +49,23 @@ def test_a_backward_pass_finds_its_kernels_compiled():
         "no gradients": (1, 0, 0),
         "first call": (0, 3, 0),
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_calls_after_a_warmup_compile_nothing(backend, monkeypatch):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("hopper cannot serve it")
+    compiled = []
+    hook = lambda **facts: compiled.append(facts["repr"])  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    options = {"backend": backend, "dropout_p": 0.1}
+    mask = masks.local(70)(300, block_size=128, device="cuda")
+    sparseflash.warmup(mask, heads=2, head_dim=72, dtype=torch.float16, **options)
+    assert len(compiled) >= 3 or backend == "hopper"  # whose tiles are those of 128 dims
+    compiled.clear()
+    facts = {"dtype": torch.float16, "device": "cuda", "requires_grad": True}
+    query, key, value = (torch.randn(1, 2, 300, 72, **facts) for _ in range(3))
+    out = sparseflash.attention(query, key, value, mask, **options)
+    out.backward(torch.ones_like(out))
+    assert compiled == []
