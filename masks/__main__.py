@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,15 @@ from masks.pattern import BUILTIN
 
 
 def _known_patterns() -> str:
-    """Every built-in pattern with its arguments, a paragraph each."""
-    calls = (f"{name}{inspect.signature(make)}" for name, make in sorted(BUILTIN.items()))
-    lines = (call.removesuffix(" -> masks.pattern.Pattern") for call in calls)
-    return "\n\n".join(["Patterns, joined by & | ^ - and ~:", *lines])
+    """Every built-in pattern with its arguments and their defaults, a paragraph each."""
+    calls = [f"{name}({', '.join(_arguments(make))})" for name, make in sorted(BUILTIN.items())]
+    return "\n\n".join(["Patterns, joined by & | ^ - and ~:", *calls])
+
+
+def _arguments(make: Callable) -> list[str]:
+    """Names, and defaults where there are any."""
+    given = inspect.signature(make).parameters.values()
+    return [str(argument.replace(annotation=argument.empty)) for argument in given]
 
 
 app = typer.Typer(cls=commands.DrawByDefault, epilog=_known_patterns(), add_completion=False)
