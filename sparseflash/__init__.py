@@ -12,6 +12,7 @@ from sparseflash.attention import attention
 from sparseflash.backends.base import BackendError
 from sparseflash.bias import alibi, relative_bias
 from sparseflash.block_mass import block_mass
+from sparseflash.compiled import clear_cache
 from sparseflash.explain import explain
 from sparseflash.merge import merge_attention
 from sparseflash.options import AttentionOptions
@@ -31,6 +32,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "block_mass",
+    "clear_cache",
     "explain",
     "merge_attention",
     "nn",

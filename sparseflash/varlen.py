@@ -1,6 +1,5 @@
 """Attention over sequences that are packed one after another."""
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, Unpack, overload
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from masks import BlockMask, DynamicMask, Pattern, documents
 from masks.parse import as_pattern
 from sparseflash.attention import attention
+from sparseflash.compiled import stores_masks
 from sparseflash.options import OptionKeywords
 
 
@@ -136,7 +136,7 @@ def _packed(
     return support.select(pattern.blocks, pattern.scores)
 
 
-@lru_cache(maxsize=32)
+@stores_masks(maxsize=32)
 def _documents(
     q_lengths: tuple[int, ...],
     k_lengths: tuple[int, ...],

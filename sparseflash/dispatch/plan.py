@@ -1,7 +1,6 @@
 """The plan of a call: looked up once in the cache of its mask, or built and stored there."""
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from masks.mask_batch import CompiledMask
 from sparseflash.arguments import AnyMask, check_tensors, lengths_in_range
 from sparseflash.backends.base import Backend
 from sparseflash.backends.select import select
+from sparseflash.compiled import stores_masks
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions
@@ -122,7 +122,7 @@ def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
     return mask
 
 
-@lru_cache(maxsize=128)
+@stores_masks(maxsize=128)
 def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
     """Patterns are equal by value, so a new one for every call is compiled once."""
     return pattern((q_len, k_len), device=device)

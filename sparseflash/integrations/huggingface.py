@@ -20,6 +20,7 @@ import masks
 from masks import BlockMask, Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
+from sparseflash.compiled import stores_masks
 from sparseflash.integrations.layers import Layers, layer_patterns
 from sparseflash.nn.decode_masks import decode_mask, shared_length
 
@@ -319,7 +320,7 @@ def _causal(pattern: Pattern) -> Pattern:
     return pattern & masks.causal().with_block_size(pattern.block_size)
 
 
-@lru_cache(maxsize=256)
+@stores_masks(maxsize=256)
 def _mask_of_span(pattern: Pattern, span: Span, device: torch.device) -> BlockMask:
     """The mask of a call, cut out of that of the whole sequence."""
     length = max(span.q_end, span.k_end)

@@ -1,10 +1,9 @@
 """Masks of decoding steps: a few rows of a pattern, cut out of one mask for many steps."""
 
-from functools import lru_cache
-
 import torch
 
 from masks import BlockMask, Pattern
+from sparseflash.compiled import stores_masks
 
 
 def shared_length(tokens: int) -> int:
@@ -12,7 +11,7 @@ def shared_length(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-@lru_cache(maxsize=256)
+@stores_masks(maxsize=256)
 def decode_mask(
     pattern: Pattern, length: int, begin: int, end: int, k_len: int, device: torch.device
 ) -> BlockMask:
@@ -22,7 +21,7 @@ def decode_mask(
     return _square(pattern, length, device).slice_queries(begin, end).crop(end - begin, k_len)
 
 
-@lru_cache(maxsize=32)
+@stores_masks(maxsize=32)
 def _square(pattern: Pattern, length: int, device: torch.device) -> BlockMask:
     """Made on the device and moved to the CPU: to slice it must not wait for the device."""
     return pattern(length, device=device).to("cpu")

@@ -1,0 +1,30 @@
+"""What patterns were compiled to: block masks with their tables, stored for later calls."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_caches: list[Any] = []
+
+
+def stores_masks(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """lru_cache for functions that compile patterns; clear_cache empties all of them."""
+
+    def decorate(build):
+        _caches.append(lru_cache(maxsize)(build))
+        return _caches[-1]
+
+    return decorate
+
+
+def clear_cache() -> None:
+    """Forgets every block mask that a pattern was compiled to, with its tables on all devices.
+
+    sparseflash keeps the masks of the last patterns that were called, 128 of them for `attention`;
+    long sequences and many element masks can make them large. The next call of a pattern compiles
+    it again. Masks that a caller or a CUDA graph holds stay.
+    """
+    for cache in _caches:
+        cache.cache_clear()
