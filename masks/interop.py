@@ -16,6 +16,7 @@ from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.convert import STRIP
 from masks._core.grid import Grid
 from masks._core.intervals import from_points
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask, stack
 from masks.builders import from_intervals
 from masks.pattern import Pattern
@@ -157,10 +158,12 @@ def to_cudnn_blocks(mask: BlockMask, batch: int = 1, heads: int | None = None) -
         heads: Query heads, by default those of the mask.
 
     Raises:
+        TypeError: `mask` is no BlockMask, or a number no integer.
         ValueError: The mask has partial blocks, blocks that are not square, or other heads.
     """
-    g = mask.grid
-    heads = mask.num_heads if heads is None else heads
+    _check_mask(mask)
+    g, batch = mask.grid, check_integer("batch", batch, least=1)
+    heads = mask.num_heads if heads is None else check_integer("heads", heads, least=1)
     if mask.partial_blocks:
         raise ValueError(f"mask must have no partial blocks, got {mask.partial_blocks}")
     if g.bq != g.bk:
@@ -203,7 +206,13 @@ def to_cudnn_intervals(mask: BlockMask, batch: int = 1) -> Tensor:
     Returns:
         int32 (heads, endpoints, batch * q_len), on the device of the mask. The number of endpoints
         is odd, the most that any query needs; where one needs fewer, its last one is repeated.
+
+    Raises:
+        TypeError: `mask` is no BlockMask, or `batch` no integer.
+        ValueError: `batch` is below 1.
     """
+    _check_mask(mask)
+    batch = check_integer("batch", batch, least=1)
     q_len, k_len = mask.seq_len
     rows = max(1, STRIP // k_len)
     strips = [
@@ -225,8 +234,12 @@ def from_cudnn_intervals(
         k_len: Keys, in tokens.
 
     Raises:
+        TypeError: `intervals` are no tensor of integers.
         ValueError: The shape is another.
     """
+    if not isinstance(intervals, Tensor) or intervals.dtype not in (torch.int32, torch.int64):
+        got = getattr(intervals, "dtype", type(intervals).__name__)
+        raise TypeError(f"intervals must be an int32 or int64 tensor, got {got}")
     if intervals.dim() != 3 or intervals.shape[1] % 2 == 0:
         raise ValueError(
             "intervals must be (heads, an odd number of endpoints, q_len), got "
@@ -246,8 +259,10 @@ def to_flashinfer(mask: BlockMask) -> FlashInferBlocks:
     """The block-sparse rows of a mask for FlashInfer.
 
     Raises:
+        TypeError: `mask` is no BlockMask.
         ValueError: The mask has several heads, or lengths that are not whole blocks.
     """
+    _check_mask(mask)
     g = mask.grid
     if g.q_len % g.bq or g.k_len % g.bk:
         raise ValueError(
@@ -352,6 +367,11 @@ def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Ten
         return ((word >> (k % g.bk % WORD_BITS)) & 1) != 0
 
     return mask_mod
+
+
+def _check_mask(mask: BlockMask) -> None:
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask must be a BlockMask, got {type(mask).__name__}")
 
 
 def _endpoints(dense: Tensor) -> Tensor:

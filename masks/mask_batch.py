@@ -63,9 +63,11 @@ class MaskBatch(OnGrid, Handled):
             keys: bool (batch, k_len), false at padding.
 
         Raises:
-            TypeError: `keys` is no bool tensor.
+            TypeError: `mask` is no BlockMask, or `keys` no bool tensor.
             ValueError: It has another shape.
         """
+        if not isinstance(mask, BlockMask):
+            raise TypeError(f"mask must be a BlockMask, got {type(mask).__name__}")
         if not isinstance(keys, Tensor) or keys.dtype != torch.bool:
             raise TypeError(
                 f"keys must be a bool tensor, got {getattr(keys, 'dtype', type(keys).__name__)}"

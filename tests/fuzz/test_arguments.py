@@ -14,7 +14,7 @@ import torch
 
 import masks
 import sparseflash
-from masks import BlockMask, DynamicMask
+from masks import BlockMask, DynamicMask, MaskBatch
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
 
 MEMORY = 2 * 2**30  # bytes that a case may take beside what the process has
@@ -150,6 +150,15 @@ MASKS = {
     "select": (MASK.select, {"blocks": SCORES > 0.5, "scores": SCORES}),
     "select_topk": (MASK.select_topk, {"scores": SCORES, "k": 2}),
     "stack": (masks.stack, {"masks": [MASK, MASK]}),
+    "from_masks": (MaskBatch.from_masks, {"masks": [MASK, MASK]}),
+    "with_keys": (MaskBatch.with_keys, {"mask": MASK, "keys": torch.ones(2, 40).bool()}),
+    "to_cudnn_blocks": (masks.interop.to_cudnn_blocks, {"mask": masks.full()(64, 16)}),
+    "to_cudnn_intervals": (masks.interop.to_cudnn_intervals, {"mask": MASK}),
+    "to_flashinfer": (masks.interop.to_flashinfer, {"mask": masks.full()(64, 16)}),
+    "from_cudnn_intervals": (
+        masks.interop.from_cudnn_intervals,
+        {"intervals": torch.ones(1, 3, 40).int(), "k_len": 40, "block_size": 16},
+    ),
     "parse": (masks.parse, {"text": "local(3) & causal()"}),
     "from_json": (masks.from_json, {"text": masks.to_json(masks.local(3))}),
 }
@@ -194,6 +203,8 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
             sparseflash.block_mass,
             {"query": query, "key": key, "mask": MASK, "scale": 0.5},
         ),
+        "unpad": (sparseflash.unpad, {"x": query[:, 0], "keep": torch.ones(2, 40).bool()}),
+        "pad": (sparseflash.pad, {"x": torch.randn(80, 2), "keep": torch.ones(2, 40).bool()}),
         "alibi": (sparseflash.alibi, {"slopes": torch.rand(2), "q_len": 4, "k_len": 5}),
         "relative_bias": (
             sparseflash.relative_bias,
