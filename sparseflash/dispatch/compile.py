@@ -12,7 +12,9 @@ from sparseflash.dispatch.call import Call
 _compiled = Cache()
 
 
-def compile_passes(calls: Iterable[tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[bool, ...]]]):
+def compile_passes(
+    calls: Iterable[tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[bool, ...]]],
+) -> None:
     """Compiles the kernels of some calls, of all passes at a time, and launches none.
 
     Args:

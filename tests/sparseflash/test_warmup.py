@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import triton
+from triton import knobs
 
 import masks
 import sparseflash
@@ -58,7 +58,7 @@ def test_calls_after_a_warmup_compile_nothing(backend, monkeypatch):
         pytest.skip("hopper cannot serve it")
     compiled = []
     hook = lambda **facts: compiled.append(facts["repr"])  # noqa: E731
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
     options = {"backend": backend, "dropout_p": 0.1}
     mask = masks.local(70)(300, block_size=128, device="cuda")
     sparseflash.warmup(mask, heads=2, head_dim=72, dtype=torch.float16, **options)

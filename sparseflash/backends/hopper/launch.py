@@ -94,7 +94,7 @@ def launch_pass(
     bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
     # Equal signatures share a packed launch; what differs between them is written into it. From
     # the strides of the inputs those of the other tensors follow.
-    strides = [x.stride() for x in tensors[:INPUTS]]
+    strides = [x.stride() for x in tensors[:INPUTS] if x is not None]
     signature = (kernel.__name__, bias_stride, *strides, *[x is None for x in tensors[INPUTS:]])
     changing = (*tensors, key_lengths, work_counter, bias)
     values = (*[None if x is None else x.data_ptr() for x in changing], *seeds)
