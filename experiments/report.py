@@ -96,7 +96,7 @@ def _show_gaps(gaps: list[dict], console: Console) -> None:
     from sparseflash.gap import Gap
 
     for gap in gaps:
-        facts = {name: gap[name] for name in ("measured", "ideal", "parts")}
+        facts = {name: gap[name] for name in ("measured", "ideal", "parts", "noise")}
         name = f"{gap['pattern']} at N = {gap['seq_len']:,}, {gap['direction']}"
         console.print(f"{name}: {Gap(**facts)}", highlight=False)
 

@@ -17,7 +17,7 @@ the ideal time add up to the measured one.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from masks import BlockMask
 
 ROUNDS = 7
+MIN_ROUNDS, BUDGET_SECONDS = 3, 2.0  # fewer rounds where they take longer than that
 BURST = 20  # calls in a row at most
 BURST_MS = 2.0
 # The device waits so many cycles, some 10 ms, while the host enqueues a burst.
@@ -54,11 +55,13 @@ class Gap:
         measured: Of the call.
         ideal: The density times the full mask.
         parts: Of the gap between both, by the names of CHANGES; some may be negative.
+        noise: Median deviation of the times from their medians: parts as small say nothing.
     """
 
     measured: float
     ideal: float
     parts: Mapping[str, float]
+    noise: float = 0.0
 
     @property
     def largest(self) -> str:
@@ -68,8 +71,9 @@ class Gap:
     def __str__(self) -> str:
         gap = self.measured - self.ideal
         parts = ", ".join(f"{name} {cost:+.3f}" for name, cost in self.parts.items())
-        line = f"{self.measured:.3f} ms, ideal {self.ideal:.3f}, gap {gap:+.3f}: {parts}"
-        if self.parts[self.largest] <= 0:
+        line = f"{self.measured:.3f} ms, ideal {self.ideal:.3f}, gap {gap:+.3f}: {parts}; noise "
+        line += f"{self.noise:.3f}"
+        if self.parts[self.largest] <= self.noise:
             return line
         share = self.parts[self.largest] / self.measured
         return f"{line}; most by {self.largest} ({share:.0%}): {CHANGES[self.largest]}"
@@ -102,7 +106,7 @@ def _windows(counts: Tensor, columns: int) -> Tensor:
 
 
 def split(
-    times: Mapping[str, float],
+    measured: Mapping[str, Sequence[float]],
     made: Mapping[str, BlockMask],
     tile_density: float,
     density: float,
@@ -111,12 +115,15 @@ def split(
     """The gap of a pass.
 
     Args:
-        times: Milliseconds of "called", "device", "full" and of each of `variants`.
+        measured: Milliseconds of "called", "device", "full" and of each of `variants`, in
+            several rounds.
         made: The variants.
         tile_density: Of the mask in the blocks that the backend reads.
         density: Of the mask in its own blocks.
         filled: Share of the waves of work tiles that is filled.
     """
+    times = {name: median(found) for name, found in measured.items()}
+    noise = max(median(abs(t - times[name]) for t in found) for name, found in measured.items())
     blocks, twice = made["equal"].nnz_blocks, made["twice"].nnz_blocks
     ideal, equal = times["full"] * density, times["equal"]
     of_blocks = equal
@@ -134,23 +141,26 @@ def split(
         "larger tiles": in_tiles - in_blocks,
         "remainder": in_blocks - ideal,
     }
-    return Gap(times["called"], ideal, parts)
+    return Gap(times["called"], ideal, parts, noise)
 
 
-def alternating(runs: Mapping[str, Run], device: torch.device) -> dict[str, float]:
-    """Median milliseconds of each, measured in alternation: "called" with the time of the host,
-    the others without it where the device can be kept waiting.
+def alternating(runs: Mapping[str, Run], device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each in several rounds, measured in alternation: "called" with the time of
+    the host, the others without it where the device can be kept waiting.
     """
     counts = {}
     for name, run in runs.items():
         run()
         counts[name] = max(1, min(BURST, int(BURST_MS / max(_burst(run, 1, device, False), 1e-3))))
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
+    end = time.perf_counter() + BUDGET_SECONDS
+    for turn in range(ROUNDS):
+        if turn >= MIN_ROUNDS and time.perf_counter() > end:
+            break
         for name, run in runs.items():
             hides_host = device.type == "cuda" and name != "called"
             found[name].append(_burst(run, counts[name], device, hides_host))
-    return {name: median(times) for name, times in found.items()}
+    return found
 
 
 def _burst(run: Run, count: int, device: torch.device, hides_host: bool) -> float:
