@@ -148,6 +148,7 @@ class Trained:
 
 
 ROOT, DISCS, PRIOR = "root operator only", "coordinates of the discs", "class prior"
+TURNED = "coordinates of the discs, turned and mirrored"
 MIXED = "local, causal and full heads"
 TRAINED = (
     Trained("ListOps, Nystromformer protocol, dense", "listops", "listops-flash", ROOT),
@@ -177,6 +178,18 @@ TRAINED = (
         "pathfinder32-published",
         "pathfinder32-butterfly",
         DISCS,
+    ),
+    Trained(
+        "the same, easier images, dense",
+        "pathfinder32-published-easier",
+        "pathfinder32-easier-flash",
+        TURNED,
+    ),
+    Trained(
+        "the same, easier images, sparse",
+        "pathfinder32-published-easier",
+        "pathfinder32-easier-butterfly",
+        TURNED,
     ),
     Trained(
         "**Pathfinder 32, labels alone, curriculum**",
@@ -213,7 +226,6 @@ PICTURES = (
     ("Pathfinder 64, traced", "pathfinder64"),
     ("Path-X, traced", "path-x"),
 )
-TURNED = "coordinates of the discs, turned and mirrored"
 FLOORS = {
     "root operator only": "root operator only",
     "root and one level": "root and 1 levels",
