@@ -15,6 +15,13 @@ def test_tables_are_those_of_the_records():
     assert page.written(page.README.read_text()) == page.README.read_text()
 
 
+def test_speed_ups_in_sentences():
+    means = page.means("arena")
+    sparse, dense = means["butterfly() of 64"], means["flash"]
+    assert f"are {sparse:.2f} times as fast as standard ones" in " ".join(PAGE)
+    assert f"and {sparse / dense:.2f} times as fast as those of dense flash" in " ".join(PAGE)
+
+
 def test_floors_in_sentences():
     recorded = page.recorded_floors()
     assert f"give {100 * recorded['film-pairs']['shared words']:.1f}." in " ".join(PAGE)
