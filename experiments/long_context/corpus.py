@@ -1,0 +1,77 @@
+"""Sequences whose tokens depend on others far away: a copy, a retrieval, or the bytes of a text.
+
+A sample depends on the seed and on its number alone, so a run that goes on reads what it would
+have read. Labels are those of the next token, IGNORED where nothing is asked.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+VOCABULARY = 256
+QUERY = VOCABULARY - 1  # the token before a key that is asked for
+SYMBOLS = VOCABULARY - 1
+ASKED = 8  # keys that a retrieval asks for
+EVERY = 16  # one of so many tokens of a retrieval starts a pair of key and value
+
+
+class Task(StrEnum):
+    """Copy: the second half of a sequence is the first. Retrieval: pairs of key and value, of
+    which some keys are asked for at the end. Text: bytes of a file."""
+
+    COPY, RETRIEVAL, TEXT = "copy", "retrieval", "text"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Samples of `length` tokens; `text` holds the bytes of a file, longer than a sample."""
+
+    task: Task
+    length: int
+    seed: int
+    text: Tensor | None = None
+
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels), int64 (length,) each."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        make = {Task.COPY: self._copy, Task.RETRIEVAL: self._retrieval, Task.TEXT: self._text}
+        tokens, asked = make[self.task](generator)
+        labels = tokens[1:].masked_fill(~asked[1:], IGNORED)
+        return tokens[:-1], labels
+
+    def _copy(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        half = self.length // 2 + 1
+        first = torch.randint(SYMBOLS, (half,), generator=generator)
+        tokens = torch.cat([first, first])[: self.length + 1]
+        return tokens, torch.arange(len(tokens)) >= half
+
+    def _retrieval(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(SYMBOLS, (self.length + 1,), generator=generator)
+        pairs = min((len(tokens) - 3 * ASKED) // EVERY, SYMBOLS)
+        keys = torch.randperm(SYMBOLS, generator=generator)[:pairs]
+        places = torch.arange(pairs) * EVERY
+        tokens[places], tokens[places + 1] = QUERY, keys
+        chosen = torch.randint(pairs, (ASKED,), generator=generator)
+        end = tokens[-3 * ASKED :].view(ASKED, 3)
+        end[:, 0], end[:, 1], end[:, 2] = QUERY, keys[chosen], tokens[places[chosen] + 2]
+        asked = torch.zeros(len(tokens), dtype=torch.bool)
+        asked[-3 * ASKED :].view(ASKED, 3)[:, 2] = True
+        return tokens, asked
+
+    def _text(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        assert self.text is not None, "a corpus of a text has one"
+        start = int(torch.randint(len(self.text) - self.length, (), generator=generator))
+        tokens = self.text[start : start + self.length + 1].long()
+        return tokens, torch.ones(len(tokens), dtype=torch.bool)
+
+
+def read_text(path: Path, length: int) -> Tensor:
+    """The bytes of a file, uint8. Raises ValueError where they are fewer than a sample needs."""
+    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    if len(text) <= length:
+        raise ValueError(f"text must have more than {length} bytes, {path} has {len(text)}")
+    return text
