@@ -208,7 +208,8 @@ def _gaps(
     gaps = []
     for direction, times in (("forward", forward), ("backward", backward)):
         filled = 1.0
-        if device is not None and backend.name in io_model.BACKENDS:
+        modelled = backend.name in io_model.BACKENDS and not spec.few_queries
+        if device is not None and modelled:
             facts = {"dtype": spec.dtype, "backend": backend.name, "device": device}
             cost = io_model.attention(mask, spec.head_dim, direction=direction, **sizes, **facts)
             filled = cost.filled_waves

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask
+from masks.arguments import check_integer
 from masks.lookup_table import BlockLists, LookupTable
 from sparseflash import l2_reuse
 from sparseflash.backends import hopper, triton
@@ -261,12 +262,13 @@ def standard_attention(
         A Cost with a kernel for each step. L2 keeps none of N x N numbers of all heads.
 
     Raises:
-        ValueError: The direction or the device is unknown.
+        TypeError, ValueError: A size is no positive integer, or the direction or the device is
+            unknown.
 
     Reference:
         Dao et al. 2022, Algorithms 0 and 3, Theorem 2.
     """
-    _check_direction(direction)
+    _check(direction, seq_len=seq_len, head_dim=head_dim, batch=batch, heads=heads)
     square, tall = batch * heads * seq_len**2, batch * heads * seq_len * head_dim
     product = 2 * square * head_dim
 
@@ -371,7 +373,7 @@ def attention(
         batch, heads: Of the queries.
         kv_heads: Heads of keys and values, by default `heads`.
         direction: "forward" or "backward".
-        dtype: Of the inputs.
+        dtype: Of the inputs. Rates are those of products of 16-bit numbers: others take longer.
         backend: "hopper", "triton", or "auto" for that which serves such a call on the device.
         device: Name of one of DEVICES, or a Device.
 
@@ -380,18 +382,27 @@ def attention(
 
     Raises:
         TypeError: The mask is no BlockMask.
-        ValueError: The direction, the backend or the device is unknown, or has no kernel for it.
+        ValueError: The direction, the backend or the device is unknown, or has no kernel for it; a
+            size is not positive; heads do not go together; there are as few queries as in a step
+            of decoding.
 
     Reference:
         Dao et al. 2022, Theorem 2, Theorem 5, Proposition 4; the order of loops is that of Dao
         2023, FlashAttention-2.
     """
-    _check_direction(direction)
+    kv_heads = heads if kv_heads is None else kv_heads
+    _check(direction, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads)
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"mask must be a BlockMask, a pattern compiled for a length, got {type(mask).__name__}"
         )
-    chosen, kv_heads = device_named(device), heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+    if mask.num_heads not in (1, heads, kv_heads):
+        raise ValueError(
+            f"mask must be of 1 head, heads or kv_heads ({heads}, {kv_heads}), got {mask}"
+        )
+    chosen = device_named(device)
     q_len, k_len = mask.seq_len
     spec = AttentionSpec(
         scale=1.0,
@@ -407,6 +418,11 @@ def attention(
         mask_heads=1 if mask.num_heads == 1 else heads,
         mask_group=1 if mask.num_heads == 1 else heads // mask.num_heads,
     )
+    if spec.few_queries:
+        raise ValueError(
+            f"mask must have more than {q_len} queries: decoding has a kernel of its own, which is"
+            " not modelled"
+        )
     name = _backend_for(spec, mask, chosen) if backend == "auto" else backend
     if name not in BACKENDS:
         raise ValueError(f"backend must be auto or one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -419,7 +435,9 @@ def attention(
     return Cost(chosen, tuple(kernels))
 
 
-def _check_direction(direction: str) -> None:
+def _check(direction: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        check_integer(name, size, least=1)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 

@@ -127,3 +127,34 @@ def test_bad_input_is_named():
         attention(masks.full(), D)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no forward kernel for head_dim 512 in tiles of 128"):
         attention(mask, 512, backend="hopper")
+    with pytest.raises(ValueError, match="heads must be at least 1"):
+        attention(mask, D, heads=0)
+    with pytest.raises(TypeError, match="seq_len"):
+        standard_attention(2.5, D)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="multiple of kv_heads, got 8 and 3"):
+        attention(mask, D, heads=8, kv_heads=3)
+    with pytest.raises(ValueError, match=r"1 head, heads or kv_heads \(8, 4\)"):
+        attention(masks.stack([masks.full(), masks.causal()])(256), D, heads=8, kv_heads=4)
+    with pytest.raises(ValueError, match="more than 1 queries"):
+        attention(masks.full()((1, 4096)), D)
+
+
+@pytest.mark.parametrize("direction", io_model.DIRECTIONS)
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("block", [16, 64, 256])
+@pytest.mark.parametrize("lengths", [(600, 600), (100, 1000), (1000, 100)])
+def test_every_shape_has_a_cost(direction, backend, block, lengths):
+    mask = masks.random(0.4, seed=2)(lengths, block_size=block)
+    for head_dim, heads, kv_heads in ((64, 4, 2), (128, 3, 1), (40, 1, 1)):
+        sizes = {"heads": heads, "kv_heads": kv_heads, "batch": 2}
+        cost = attention(mask, head_dim, direction=direction, backend=backend, **sizes)
+        assert 0 < cost.memory_bytes <= cost.l2_bytes
+        assert cost.flops > 0
+        assert 0 < cost.filled_waves <= 1
+
+
+def test_an_empty_mask_costs_what_is_written():
+    empty = masks.BlockMask.from_blocks(torch.zeros(4, 4, dtype=torch.bool), 128)
+    cost = attention(empty, D)
+    assert cost.flops == 0
+    assert cost.memory_bytes == pytest.approx(512 * (2 * D * E + 4), rel=0.01)
