@@ -53,32 +53,36 @@ class MaskBatch(OnGrid, Handled):
         return MaskBatch(stack([head for mask in masks for head in own[mask]]), len(masks))
 
     @staticmethod
-    def with_keys(mask: BlockMask, keys: Tensor) -> "MaskBatch":
+    def with_keys(mask: "BlockMask | MaskBatch", keys: Tensor) -> "MaskBatch":
         """The pairs of `mask` whose keys a batch element has: padding anywhere in a sequence.
 
         Waits for the device. Padding after all keys is cheaper as attention's key_lengths.
 
         Args:
-            mask: That of all batch elements.
+            mask: That of all batch elements, or those of each.
             keys: bool (batch, k_len), false at padding.
 
         Raises:
-            TypeError: `mask` is no BlockMask, or `keys` no bool tensor.
+            TypeError: `mask` is no block mask or batch of them, or `keys` no bool tensor.
             ValueError: It has another shape.
         """
-        if not isinstance(mask, BlockMask):
-            raise TypeError(f"mask must be a BlockMask, got {type(mask).__name__}")
+        if not isinstance(mask, BlockMask | MaskBatch):
+            raise TypeError(f"mask must be a BlockMask or a MaskBatch, got {type(mask).__name__}")
         if not isinstance(keys, Tensor) or keys.dtype != torch.bool:
             raise TypeError(
                 f"keys must be a bool tensor, got {getattr(keys, 'dtype', type(keys).__name__)}"
             )
         q_len, k_len = mask.seq_len
-        if keys.dim() != 2 or keys.shape[1] != k_len or not len(keys):
-            raise ValueError(f"keys must be (batch, {k_len}), got {tuple(keys.shape)}")
+        batch = mask.num_batches if isinstance(mask, MaskBatch) else max([1, *keys.shape[:1]])
+        if keys.shape != (batch, k_len):
+            raise ValueError(f"keys must be ({batch}, {k_len}), got {tuple(keys.shape)}")
         distinct, which = torch.unique(keys.to(mask.device), dim=0, return_inverse=True)
         no_query = torch.zeros(q_len, dtype=torch.bool, device=mask.device)
-        own = [mask & from_cross(mask.grid, no_query, row) for row in distinct]
-        return MaskBatch.from_masks([own[i] for i in which.tolist()])
+        having = [from_cross(mask.grid, no_query, row) for row in distinct]
+        masks = [mask] * batch if isinstance(mask, BlockMask) else list(mask)
+        pairs = list(zip(masks, which.tolist(), strict=True))
+        made = {(own, row): own & having[row] for own, row in dict.fromkeys(pairs)}
+        return MaskBatch.from_masks([made[pair] for pair in pairs])
 
     @property
     def grid(self) -> Grid:
@@ -94,6 +98,9 @@ class MaskBatch(OnGrid, Handled):
     def density(self) -> float:
         """s: non-zero blocks over all blocks."""
         return self.stacked.density
+
+    def __len__(self) -> int:
+        return self.num_batches
 
     def __getitem__(self, batch_index: int) -> BlockMask:
         """The mask of a batch element. Raises IndexError for one that there is not."""

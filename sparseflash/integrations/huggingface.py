@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import masks
-from masks import BlockMask, Pattern
+from masks import BlockMask, MaskBatch, Pattern
 from masks.parse import as_pattern
 from sparseflash.attention import attention
 from sparseflash.compiled import stores_masks
@@ -38,9 +38,9 @@ def register(
 
     What a model attends by its own mask (causal, sliding, padding) and by the pattern is attended.
 
-    Padding after all tokens costs nothing; other padding takes one call for each distinct row of
-    it in the batch. A mask of the model that is neither causal nor full (a sliding window, packed
-    sequences) is read pair by pair for every batch. Soft caps and attention sinks of a model
+    Padding after all tokens costs nothing; other padding makes masks of each batch element. A mask
+    of the model that is neither causal nor full (a sliding window, packed sequences) is read pair
+    by pair for every batch. Soft caps and attention sinks of a model
     count.
 
     Args:
@@ -144,15 +144,11 @@ class Span(NamedTuple):
         return self.kv_offset + self.kv_length
 
 
-@dataclass(frozen=True, eq=False)
-class BatchMask:
-    """The masks of a batch: masks[i] serves the batch indices members[i], with key_lengths[i] as
-    sparseflash.attention takes them.
-    """
+class BatchMask(NamedTuple):
+    """The mask of a batch, and its key_lengths as sparseflash.attention takes them."""
 
-    masks: list[Pattern | BlockMask]
-    members: list[Tensor]
-    key_lengths: list[Tensor | None]
+    mask: Pattern | BlockMask | MaskBatch
+    key_lengths: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,18 +208,18 @@ def _mask_of_batch(
     lengths, allowed = _padding(attention_mask, span)
     simple = mask_function in (causal_mask_function, bidirectional_mask_function)
     if simple and allowed is None and span.is_whole:
-        return _grouped([pattern] * batch_size, device, lengths)
-    own = _mask_of_span(pattern, span, device)
-    block_masks = [own] * batch_size
+        return BatchMask(pattern, lengths)
+    mask = own = _mask_of_span(pattern, span, device)
     if not simple:
         functions = (
             partial(mask_function, torch.tensor(i, device=device)) for i in range(batch_size)
         )
-        block_masks = [own & _of_pairs(own, span, function, device) for function in functions]
+        mask = MaskBatch.from_masks(
+            [own & _of_pairs(own, span, function, device) for function in functions]
+        )
     if allowed is not None:
-        rows = zip(block_masks, allowed, strict=True)
-        block_masks = [mask & _of_keys(mask, row) for mask, row in rows]
-    return _grouped(block_masks, device, lengths)
+        mask = MaskBatch.with_keys(mask, allowed)
+    return BatchMask(mask, lengths)
 
 
 def _attend(
@@ -264,16 +260,8 @@ def _attend(
     return rearrange(out, "b h n d -> b n h d").contiguous(), None
 
 
-def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, mask: BatchMask):
-    if len(mask.masks) == 1:
-        return call(query, key, value, mask.masks[0], key_lengths=mask.key_lengths[0])
-    parts = [
-        call(query[member], key[member], value[member], block_mask, key_lengths=lengths)
-        for block_mask, member, lengths in zip(
-            mask.masks, mask.members, mask.key_lengths, strict=True
-        )
-    ]
-    return torch.cat(parts)[torch.cat(mask.members).argsort()]
+def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, batch: BatchMask):
+    return call(query, key, value, batch.mask, key_lengths=batch.key_lengths)
 
 
 def _of_layer(each: tuple, module: nn.Module):
@@ -365,24 +353,3 @@ def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, 
     ):
         return lengths, None
     return None, allowed
-
-
-def _of_keys(like: BlockMask, allowed: Tensor) -> BlockMask:
-    """Every query attends the keys of `allowed`, bool (k_len,)."""
-    allowed = allowed.to(like.device)
-    pattern = masks.pattern(lambda q, k: allowed[k].expand(len(q), -1))
-    return pattern(like.seq_len, like.block_size, like.device)
-
-
-def _grouped(
-    block_masks: Sequence[Pattern | BlockMask], device: torch.device, key_lengths: Tensor | None
-) -> BatchMask:
-    """Equal masks of several batch elements as one; members are listed on `device`."""
-    members: dict[Pattern | BlockMask, list[int]] = {}
-    for element, mask in enumerate(block_masks):
-        members.setdefault(mask, []).append(element)
-    return BatchMask(
-        list(members),
-        [torch.tensor(m, device=device) for m in members.values()],
-        [None if key_lengths is None else key_lengths[m] for m in members.values()],
-    )

@@ -44,6 +44,10 @@ def test_keys_of_each_element(mask):
     expected = mask.to_dense().view(1, -1, *LENGTHS) & keys[:, None, None]
     assert torch.equal(batch.to_dense(), expected)
     assert batch.stacked.num_masks == 3 * mask.num_masks
+    again = MaskBatch.with_keys(batch, keys.flip(0))
+    assert torch.equal(again.to_dense(), expected & keys.flip(0)[:, None, None])
+    with pytest.raises(ValueError, match=r"keys must be \(4, 75\), got \(2, 75\)"):
+        MaskBatch.with_keys(batch, keys[:2])
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_keys_of_each_element(mask):
         (
             lambda: MaskBatch.with_keys(LOCAL, torch.ones(2, 50).bool()),
             ValueError,
-            r"keys must be \(batch, 75\), got \(2, 50\)",
+            r"keys must be \(2, 75\), got \(2, 50\)",
         ),
     ],
 )
