@@ -21,7 +21,6 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
-from sparseflash.dispatch.spec import CallFacts
 from sparseflash.merge import with_sinks, without_pairs
 from sparseflash.options import AttentionOptions, OptionKeywords
 
@@ -128,8 +127,8 @@ def attention(
         check_tensors(query, key, value)
     else:
         has = (key_lengths is not None, bias is not None)
-        wanted = (wants_gradient(bias), wants_gradient(block_scores))
-        plan = find_plan(query, key, value, mask, options, CallFacts(*has, *wanted))
+        facts = (*has, wants_gradient(bias), wants_gradient(block_scores), False)
+        plan = find_plan(query, key, value, mask, options, facts)
         checked = plan.spec
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)

@@ -50,7 +50,7 @@ def find_plan(
     value: Tensor,
     mask: AnyMask,
     options: Mapping[str, Any],
-    facts: CallFacts,
+    facts: tuple[bool, ...],
 ) -> Plan:
     """The plan of a call, built by the first call of its signature.
 
@@ -61,7 +61,8 @@ def find_plan(
         query, key, value: Tensors as they came.
         mask: The mask of the call.
         options: Keywords of AttentionOptions.
-        facts: What else the call has.
+        facts: What else the call has: CallFacts, or all of them in a plain tuple, which takes less
+            time to make.
 
     Raises:
         TypeError, ValueError: A tensor, an option or the mask is wrong; the message names it.
@@ -88,7 +89,9 @@ def find_plan(
     if shared not in selections:
         check_tensors(query, key, value)
         fitted = fitted_mask(mask, query, key)
-        spec = AttentionSpec.from_call(query, key, fitted, AttentionOptions(**options), facts)
+        spec = AttentionSpec.from_call(
+            query, key, fitted, AttentionOptions(**options), CallFacts(*facts)
+        )
         selections[shared] = spec, select(spec, fitted)
     spec, backend = selections[shared]
     plan = mask.cache[signature] = make_plan(spec, backend, mask)
