@@ -230,7 +230,7 @@ class _Study:
                 change = [torch.zeros(out.shape[1], dtype=torch.float64)]
                 for pattern in self.patterns:
                     difference = _attend(call, within(pattern, call.base))[0] - out
-                    change.append(_over_heads(grad.double() * difference.double()).cpu())
+                    change.append(_over_heads(_wide(grad) * _wide(difference)).cpu())
                 losses.append(torch.stack(change, dim=1))
             self.loss = torch.stack(losses)
 
@@ -258,13 +258,13 @@ class _Study:
         heads = out.shape[1]
         recalls = [torch.ones(heads, dtype=torch.float64)]
         errors = [torch.zeros(heads, dtype=torch.float64)]
-        norm = _over_heads(out.double().square())
+        norm = _over_heads(_wide(out).square())
         for pattern in self.patterns:
             sparse, sparse_lse = _attend(call, within(pattern, call.base))
             # Rounding of both LSEs may lead past 1.
             mass = (sparse_lse - lse).exp().nan_to_num(0.0).clamp(max=1)
             recalls.append(mass.double().mean((0, 2)).cpu())
-            difference = _over_heads((sparse.double() - out.double()).square())
+            difference = _over_heads((_wide(sparse) - _wide(out)).square())
             errors.append((difference / norm.clamp(min=1e-300)).sqrt().cpu())
         return torch.stack(recalls, dim=1), torch.stack(errors, dim=1)
 
@@ -295,5 +295,10 @@ def _attend(call: AttentionCall, mask: Pattern | BlockMask) -> tuple[Tensor, Ten
 
 
 def _over_heads(values: Tensor) -> Tensor:
-    """(batch, heads, tokens, head_dim) summed to (heads,)."""
-    return values.sum((0, 2, 3))
+    """(batch, heads, tokens, head_dim) summed to float64 (heads,)."""
+    return values.sum((0, 2, 3), dtype=torch.float64)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

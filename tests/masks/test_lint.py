@@ -65,13 +65,15 @@ def test_useless_pairs_name_the_block_size_that_helps():
     assert f"{computed / pairs:.1f} times" in found.cost
 
 
-def test_many_bit_tiles_are_counted_in_bytes():
-    dense = torch.rand(1024, 1024) < 0.7
-    assert rules(lint(BlockMask.from_dense(dense, 16))) == []
-    big = torch.rand(6144, 6144) < 0.7
-    (found,) = lint(BlockMask.from_dense(big, 256))
+def test_many_bit_tiles_are_counted_in_bytes(monkeypatch):
+    mask = BlockMask.from_dense(torch.rand(2048, 2048) < 0.7, 256)
+    assert lint(mask) == []
+    monkeypatch.setattr("masks.lint.LARGE_BIT_TILES", 64 * 256 * 256 // 8 - 1)
+    (found,) = lint(mask)
     assert found.rule == "many-bit-tiles"
-    assert "576 distinct bit tiles of 576 partial blocks take 4.5 MiB" in found.what
+    assert "64 distinct bit tiles of 64 partial blocks take 0.5 MiB" in found.what
+    monkeypatch.setattr("masks.lint.LARGE_BIT_TILES", 64 * 256 * 256 // 8)
+    assert lint(mask) == []
 
 
 def test_equal_heads_are_named_together():
