@@ -31,6 +31,7 @@ from experiments.cli import RESULTS, Baseline, Clock, Load, Output, Overwrite
 from experiments.record import OURS
 
 if TYPE_CHECKING:
+    from experiments.instruments import Log
     from masks import Pattern
     from sparseflash.io_model import Cost, Device
 
@@ -120,7 +121,9 @@ class Row:
 
 
 def main(
-    only: Annotated[Panel | None, typer.Option(help="One part of the figure.")] = None,
+    only: Annotated[
+        Panel | None, typer.Option(help="One part. Alone, scaling has a picture.")
+    ] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -147,17 +150,24 @@ def main(
     log = Log("io-complexity", kind, output, overwrite, model=asdict(device))
     skipped = {}
     if kind == "cuda":
-        rows = list(with_times(cases, rows))
+        for number, row in enumerate(with_times(cases, list(rows))):
+            rows[number] = row
+            save(log, rows, skipped, complete=False)
         rows, skipped = with_bytes(rows, only)
         show(f"{title}, and measured", rows)
-    exponents = [asdict(fit) for fit in fits(rows)]
-    log.facts["exponents"] = exponents
-    log.add("io-complexity", rows, skipped, complete=True)
+    log.facts["exponents"] = exponents = [asdict(fit) for fit in fits(rows)]
+    save(log, rows, skipped, complete=True)
     show_exponents(exponents)
     for reason in skipped.values():
         typer.echo(f"bytes are left out: {reason}")
     for path in (log.path, *draw(rows, log.facts["environment"], device.name, log.path)):
         typer.echo(f"wrote {path}")
+
+
+def save(log: "Log", rows: Sequence[Row], skipped: dict[str, str], complete: bool) -> None:
+    """Writes the rows as they are now, and why some are not complete."""
+    log.rows.clear()
+    log.add("io-complexity", rows, skipped, complete)
 
 
 def model_device(name: str, kind: str) -> "Device":
@@ -398,6 +408,8 @@ def show(title: str, rows: Sequence[Row]) -> None:
         "ms": lambda row: f"{row.predicted_ms:.3f}",
         "measured ": lambda row: _measured(row.measured_ms, row.time_deviation),
     }
+    if all(row.measured_ms is None for row in rows):
+        columns = {name: text for name, text in columns.items() if name.strip() != "measured"}
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("panel", "implementation", "mask", "pass"):
         table.add_column(name, no_wrap=True)

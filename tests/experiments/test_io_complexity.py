@@ -8,6 +8,7 @@ from typer import BadParameter
 from experiments import io_complexity
 from experiments.instruments import counters
 from sparseflash.io_model import DEVICES
+from tests.helpers.instruments import pretend_gpu
 
 
 def test_model_and_pictures_stand_alone_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -113,6 +114,21 @@ def test_says_why_bytes_are_left_out(monkeypatch):
 def test_unknown_device_lists_the_known_ones():
     with pytest.raises(BadParameter, match="A100, H100, H200, got 'V100'"):
         io_complexity.model_device("V100", "cpu")
+
+
+def test_what_was_measured_is_kept_when_a_run_breaks_off(tmp_path, monkeypatch):
+    def with_times(cases, predicted):
+        yield replace(predicted[0], measured_ms=1.5)
+        raise KeyboardInterrupt
+
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(io_complexity, "model_device", lambda *names: DEVICES["H200"])
+    monkeypatch.setattr(io_complexity, "with_times", with_times)
+    with pytest.raises(KeyboardInterrupt):
+        io_complexity.main(only=io_complexity.Panel.LEFT, output=tmp_path)
+    found = json.loads((tmp_path / "io-complexity-gpu.json").read_text())
+    assert [row["measured_ms"] for row in found["rows"]] == [1.5, None, None, None]
+    assert not found["complete"]
 
 
 @pytest.mark.gpu
