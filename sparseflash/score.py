@@ -36,7 +36,8 @@ class ScoreFunction:
             f has the shape of the scores. For the backend "cpu", and for the reference, which
             differentiates f by itself.
         triton: The same with the decorator triton.jit, of tiles: for the backends "triton" and
-            "hopper"; None if there is none.
+            "hopper"; None if there is none. "hopper" takes none that makes tiles of its own, by
+            tl.full, tl.zeros, tl.arange and the like.
 
     Raises:
         TypeError: `name` is no text, or `torch` no function.

@@ -1,5 +1,6 @@
 """Which calls the backend serves, in which tiles, and which calls "auto" gives to others."""
 
+import re
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -18,6 +19,8 @@ SMALL_TILE = (64, 64)  # likewise those on small ones
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257, 8)  # TMA needs strides of whole 16 bytes
 CAPABILITY = (9, 0)
+# Functions of Triton that make a tile out of no other, for which Gluon wants a layout.
+MAKES_TILES = re.compile(r"\b(arange|full|full_like|zeros|zeros_like)\(")
 
 
 def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
@@ -37,14 +40,25 @@ def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
             f"head_dim is {spec.head_dim}, needs a multiple of {HEAD_DIMS.step} "
             f"up to {HEAD_DIMS[-1]}"
         )
-    if spec.score is not None and named(spec.score).triton is None:
-        reasons.append(f"score is {spec.score!r}, which has no function for Triton")
+    reasons += _why_not_score(spec.score)
     if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(
             f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} up to a head_dim of "
             f"{max(configs.MIN_COVERAGE_RATIO_FOR_128)}, where the device chooses the blocks"
         )
     return reasons
+
+
+def _why_not_score(score: str | None) -> list[str]:
+    if score is None:
+        return []
+    function = named(score).triton
+    if function is None:
+        return [f"score is {score!r}, which has no function for Triton"]
+    made = MAKES_TILES.search(getattr(function, "src", ""))
+    if made is None:
+        return []
+    return [f"score is {score!r}, which calls {made[1]}: tiles that it makes have no layout here"]
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:

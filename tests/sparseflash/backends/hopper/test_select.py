@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import JITFunction
 
 import masks
 from sparseflash import backends
@@ -177,6 +179,16 @@ def test_serves_changes_of_scores_and_masks_of_each_batch_element(monkeypatch):
             select(replace(SPEC, bias=True, **{name: True}), MASK)
     with pytest.raises(BackendError, match="'for torch alone'"):
         select(replace(SPEC, score=for_torch), MASK)
+
+
+def with_a_tile_of_its_own(score, batch, head, query, key):
+    return score, tl.zeros_like(score) + 1.0
+
+
+def test_refuses_score_functions_that_make_tiles():
+    ScoreFunction("zeros", lambda score, *_: (score, 1.0), JITFunction(with_a_tile_of_its_own))
+    (reason,) = hopper.why_not(replace(SPEC, score="zeros"), MASK)
+    assert "'zeros', which calls zeros_like" in reason
 
 
 def test_refuses_other_architectures(monkeypatch):
