@@ -79,7 +79,7 @@ class MaskBatch(OnGrid, Handled):
         distinct, which = torch.unique(keys.to(mask.device), dim=0, return_inverse=True)
         no_query = torch.zeros(q_len, dtype=torch.bool, device=mask.device)
         having = [from_cross(mask.grid, no_query, row) for row in distinct]
-        masks = [mask] * batch if isinstance(mask, BlockMask) else list(mask)
+        masks = [mask] * batch if isinstance(mask, BlockMask) else [mask[b] for b in range(batch)]
         pairs = list(zip(masks, which.tolist(), strict=True))
         made = {(own, row): own & having[row] for own, row in dict.fromkeys(pairs)}
         return MaskBatch.from_masks([made[pair] for pair in pairs])
