@@ -8,7 +8,7 @@ from masks._core.grid import Grid
 from masks._core.intervals import PART, Runs, combine, concatenate, from_bool_matrix
 
 # More runs than this share of the blocks: the matrix of blocks is the smaller thing to transpose.
-DENSE_SHARE = 1 / 32
+DENSE_SHARE = 1 / 128
 
 
 def transpose(blocks: BlockSet) -> BlockSet:

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 import masks
 from masks import BlockMask, Pattern
 from masks.parse import as_pattern
+from sparseflash.arguments import check_key_lengths, lengths_in_range
 from sparseflash.attention import attention
 from sparseflash.dispatch.spec import FEW_QUERIES
 from sparseflash.nn.decode_masks import decode_mask, shared_length
@@ -188,9 +189,14 @@ class SparseAttention(nn.Module):
     ) -> Tensor:
         """Attention of the tokens from `begin` on, which are in the cache, to all of it."""
         if query.shape[2] <= FEW_QUERIES:
+            if key_lengths is None:
+                key_lengths = torch.full(
+                    (len(query),), cache.length, dtype=torch.int32, device="cpu"
+                )
+            else:
+                check_key_lengths(key_lengths, query)
+                key_lengths = lengths_in_range(key_lengths, cache.length, key_lengths.device)
             key, value = cache.first(_shared_keys(cache))
-            seen = torch.full((len(query),), cache.length, dtype=torch.int32, device="cpu")
-            key_lengths = seen if key_lengths is None else key_lengths.clamp(max=cache.length)
         mask = self.pattern
         if mask is not None:
             rows = (begin, cache.length, key.shape[2])

@@ -354,8 +354,9 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     module, cache = SparseAttention(EMBED, HEADS), KeyValueCache(1, HEADS, 8, EMBED // HEADS)
     first, second = torch.randn(1, 8, EMBED).split([5, 3], dim=1)
     module(first, cache=cache)
-    with pytest.raises(ValueError, match="key_lengths must be"):
-        module(second, cache=cache, key_lengths=torch.tensor([2, 2]))
+    for lengths in ([2, 2], [9], [-1]):
+        with pytest.raises(ValueError, match="key_lengths must be"):
+            module(second, cache=cache, key_lengths=torch.tensor(lengths))
     assert cache.length == 5
     expected = module(torch.cat([first, second], 1))[:, 5:]
     # Every query sees the whole cache: so do those of one call.
