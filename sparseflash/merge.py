@@ -40,6 +40,18 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     return out.to(outs[0].dtype), merged
 
 
+def merge_in_place(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Writes merge_attention((out, part_out), (lse, part_lse)) to out and lse, without gradients.
+
+    It reads and writes about half as much memory.
+    """
+    # Of two empty sets the difference is NaN: the query stays without a key.
+    gap = (part_lse - lse).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    total = out * torch.sigmoid(-gap).unsqueeze(-1)
+    out.copy_(total.addcmul_(part_out, torch.sigmoid(gap).unsqueeze(-1)))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention to one more key, of value 0 and with the score sinks[head].
 

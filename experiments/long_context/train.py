@@ -17,10 +17,11 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import typer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -168,7 +169,7 @@ class Training:
 
     def _save(self) -> None:
         name = f"step-{self.step}"
-        dcp.save(self._state(), checkpoint_id=self.folder / name)
+        save(self._state(), checkpoint_id=self.folder / name)
         dist.barrier()  # only a whole checkpoint is the last one
         if dist.get_rank() == 0:
             draft = self.folder / f".{LAST}"
@@ -182,7 +183,7 @@ class Training:
             return
         self.step = int(last.read_text())
         state = self._state()
-        dcp.load(state, checkpoint_id=self.folder / f"step-{self.step}")
+        load(state, checkpoint_id=self.folder / f"step-{self.step}")
         set_state_dict(
             self.model,
             self.optimizer,
@@ -236,7 +237,8 @@ def _start() -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return device
 
 

@@ -9,7 +9,7 @@ P = exp(S - LSE) and dS = P * (dP - rowsum(dO * O)) need nothing of another part
 fetched keys and values go back to their owners, which add them in the order of rounds and ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Unpack, cast, overload
@@ -43,7 +43,7 @@ from sparseflash.distributed.transport import (
     disagreement,
     resolved,
 )
-from sparseflash.merge import merge_attention, with_sinks
+from sparseflash.merge import merge_in_place, with_sinks
 from sparseflash.options import AttentionOptions, OptionKeywords
 
 
@@ -367,11 +367,18 @@ def _differentiated(*tensors: Tensor | None) -> bool:
     return any(wants_gradient(tensor) for tensor in tensors)
 
 
-def _pack(first: Tensor, second: Tensor, tokens: Tensor | None) -> Tensor:
-    """(tokens, 2, batch, heads, dims): chosen tokens of two (batch, heads, seq, dims)."""
-    if tokens is not None:
-        first, second = (x.index_select(2, tokens) for x in (first, second))
-    return torch.stack([first.permute(2, 0, 1, 3), second.permute(2, 0, 1, 3)], dim=1)
+def _pack(first: Tensor, second: Tensor, chosen: Sequence[Tensor | slice], total: int) -> Tensor:
+    """(total, 2, batch, heads, dims): chosen tokens of two (batch, heads, seq, dims), one choice
+    after another.
+    """
+    packed = first.new_empty(total, 2, first.shape[0], first.shape[1], first.shape[3])
+    begin = 0
+    for tokens in chosen:
+        for i, tensor in enumerate((first, second)):
+            here = tensor[:, :, tokens].permute(2, 0, 1, 3)
+            packed[begin : begin + len(here), i] = here
+        begin += len(here)
+    return packed
 
 
 def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -386,7 +393,7 @@ class _Fetch:
     def __init__(self, prepared: _Prepared, key: Tensor, value: Tensor, each: Round):
         self._order = each.order
         splits = (each.send_splits, each.receive_splits)
-        packed = _pack(key, value, each.send)
+        packed = _pack(key, value, each.send, sum(each.send_splits))
         self._exchange = Exchange(prepared.group, packed, *splits, "keys and values")
 
     def wait(self) -> Tensor:
@@ -408,10 +415,13 @@ class _Return:
     def add_to(self, *totals: Tensor | None) -> None:
         """Adds what came back, one rank after another: a token may have gone to several."""
         packed, splits = self._exchange.wait(), self._round.send_splits
-        parts = zip(packed.split(splits), self._round.send.split(splits), strict=True)
-        for part, tokens in parts:
+        for part, tokens in zip(packed.split(splits), self._round.send, strict=True):
             for total, grad in zip(totals, _unpack(part), strict=True):
-                if total is not None:
+                if total is None:
+                    continue
+                if isinstance(tokens, slice):
+                    total[:, :, tokens] += grad
+                else:
                     total.index_add_(2, tokens, grad.to(total.dtype))
 
 
@@ -457,10 +467,10 @@ def _attend_round(
     here = query[:, :, each.queries]
     key, value = _unpack(packed)
     call = prepared.call_of(each, here, key, value)
-    part_out, part_lse = call.forward(here, key, value)
-    outs = (out[:, :, each.queries], part_out.to(out.dtype))
-    merged = merge_attention(outs, (lse[:, :, each.queries], part_lse))
-    out[:, :, each.queries], lse[:, :, each.queries] = merged
+    merged = (out[:, :, each.queries], lse[:, :, each.queries])
+    merge_in_place(*merged, *call.forward(here, key, value))
+    if not isinstance(each.queries, slice):  # which gave views
+        out[:, :, each.queries], lse[:, :, each.queries] = merged
     return call
 
 
@@ -549,7 +559,7 @@ class _Backward:
         shape = (like.shape[0], like.shape[1], each.received, like.shape[3])
         both = (None, None) if grads is None else grads[1:3]
         key, value = (like.new_zeros(shape) if grad is None else grad for grad in both)
-        return [_Return(self._prepared, _pack(key, value, None), each)]
+        return [_Return(self._prepared, _pack(key, value, [slice(None)], each.received), each)]
 
     def _add_round(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
         if grads is None:

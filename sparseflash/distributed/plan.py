@@ -35,7 +35,8 @@ class Round:
     """One all-to-all of keys and values, and the attention to what it brings to one rank.
 
     Attributes:
-        send: int64 (sent,), the own tokens that go out, rank after rank.
+        send: the own tokens that go to each rank: int64 (tokens,), or a slice where they follow
+            one another.
         send_splits, receive_splits: how many tokens go to and come from each rank.
         order: int64 (received,), of the received tokens in the order of the sequence where each
             stands among those received, or None where they come in that order.
@@ -45,7 +46,7 @@ class Round:
         mask: these queries against the received keys; None where no query attends any.
     """
 
-    send: Tensor
+    send: tuple[Tensor | slice, ...]
     send_splits: list[int]
     receive_splits: list[int]
     order: Tensor | None
@@ -60,7 +61,8 @@ class Round:
         return sum(self.receive_splits)
 
     def to(self, device: torch.device) -> "Round":
-        return _moved(self, device)
+        send = tuple(x.to(device) if isinstance(x, Tensor) else x for x in self.send)
+        return replace(_moved(self, device), send=send)
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,7 +296,7 @@ class ContextPlan:
         arrived = torch.cumsum(tokens[columns], 0) - tokens[columns]
         in_order = bool((columns.diff() > 0).all())
         return Round(
-            send=torch.cat(sent),
+            send=tuple(map(_as_slice, sent)),
             send_splits=send_splits,
             receive_splits=splits.tolist(),
             order=None if in_order else _tokens_of(arrived[order], tokens[ascending]),
@@ -311,13 +313,9 @@ class ContextPlan:
             rows = mask.blocks_per_row().sum(0).nonzero().flatten()
         if not len(rows):
             return {"rows": rows, "queries": slice(0, 0), "mask": None}
-        side, first = mask.grid.bq, int(rows[0])
-        if len(rows) == int(rows[-1]) + 1 - first:
-            queries = slice(first * side, min((first + len(rows)) * side, mask.grid.q_len))
-        else:
-            queries = (rows.unsqueeze(1) * side + torch.arange(side)).flatten()
-            queries = queries[queries < mask.grid.q_len]
-        every = torch.arange(mask.grid.nk)
+        side, every = mask.grid.bq, torch.arange(mask.grid.nk)
+        queries = (rows.unsqueeze(1) * side + torch.arange(side)).flatten()
+        queries = _as_slice(queries[queries < mask.grid.q_len])
         return {"rows": rows, "queries": queries, "mask": mask.take_blocks(rows, every)}
 
 
@@ -416,6 +414,14 @@ def _moved(record, device: torch.device):
         record,
         **{k: v.to(device) for k, v in values.items() if isinstance(v, (Tensor, BlockMask))},
     )
+
+
+def _as_slice(tokens: Tensor) -> Tensor | slice:
+    """Ascending tokens, as a slice where they follow one another: views cost no copy."""
+    if not len(tokens):
+        return slice(0, 0)
+    first, last = int(tokens[0]), int(tokens[-1])
+    return slice(first, last + 1) if last + 1 - first == len(tokens) else tokens
 
 
 def _tokens_of(first: Tensor, count: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Merging attention over disjoint keys against attention over all of them."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import masks
 import sparseflash
 from masks import BlockMask
 from sparseflash import merge_attention
-from sparseflash.merge import with_sinks
+from sparseflash.merge import merge_in_place, with_sinks
 from sparseflash.reference import standard_attention
 from sparseflash.testing import check_attention, make_inputs
 
@@ -125,3 +127,16 @@ def test_sinks_of_minus_infinity_are_none():
     again = sparseflash.attention(*tensors, attends, sinks=sinks)
     (grad_sinks,) = torch.autograd.grad(again.sum(), sinks)
     assert torch.equal(grad_sinks, torch.zeros(2))
+
+
+def test_merging_in_place_is_merging():
+    outs, lses = torch.randn(2, 1, 3, 50, 8), torch.randn(2, 1, 3, 50) * 30
+    lses[0, :, :, :10], lses[1, :, :, 5:20] = -math.inf, -math.inf
+    outs = outs.masked_fill((lses == -math.inf).unsqueeze(-1), 0)
+    for dtype, within in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        parts = outs.to(dtype)
+        expected = merge_attention(list(parts), list(lses))
+        out, lse = parts[0].clone(), lses[0].clone()
+        merge_in_place(out, lse, parts[1], lses[1])
+        torch.testing.assert_close(out, expected[0], atol=within, rtol=within)
+        torch.testing.assert_close(lse, expected[1])

@@ -43,10 +43,10 @@ def test_parts_hold_every_pair_of_the_mask_once(drawn):
         found[:, own.unsqueeze(1), own] += part.mask.to_dense().view(-1, len(own), len(own))
         for each in part.rounds:
             if each.mask is not None:
-                keys = _tokens(each.columns, plan)
+                queries, keys = own[each.queries], _tokens(each.columns, plan)
                 assert each.received == len(keys)
-                pairs = each.mask.to_dense().view(-1, len(own), len(keys))
-                found[:, own.unsqueeze(1), keys] += pairs
+                pairs = each.mask.to_dense().view(-1, len(queries), len(keys))
+                found[:, queries.unsqueeze(1), keys] += pairs
     assert torch.equal(found, dense.long())
 
 
@@ -86,7 +86,7 @@ def test_what_one_rank_sends_another_receives(drawn):
             assert received.sum(1).max() <= plan.round_tokens
         moved += received
         sent_positions = [
-            plan.positions(rank)[each.send].split(each.send_splits)
+            [plan.positions(rank)[tokens] for tokens in each.send]
             for rank, each in enumerate(rounds)
         ]
         for rank, each in enumerate(rounds):
