@@ -203,6 +203,29 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel(driver, table):
     assert (driver.context, len(driver.launched)) == (3, 2)
 
 
+class Refusing:
+    """The place of a value that the driver may refuse."""
+
+    def __init__(self, refuses: bool):
+        self.__dict__.update(value=1, refuses=refuses)
+
+    def __setattr__(self, name, value):
+        if name == "value" and self.refuses:
+            raise relaunch.DriverError
+        self.__dict__[name] = value
+
+
+def test_all_values_are_written_after_one_was_refused(driver):
+    first, second = ctypes.c_uint64(1), Refusing(True)
+    compiled = launched(torch.zeros(8), 0).compiled
+    packed = relaunch.PackedLaunch(compiled, (1, 1, 1), [first], [first, second])
+    driver.sizes = [8]
+    assert not packed((2, 2))
+    second.refuses = False
+    assert packed((1, 1))
+    assert first.value == 1
+
+
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_launch_with_hooks_is_left_to_triton(driver, table, hook):
     tensors = torch.zeros(3, 8).unbind()
