@@ -147,7 +147,7 @@ class SparseAttention(nn.Module):
         Args:
             x: (batch, seq, embed_dim).
             memory: (batch, seq, embed_dim), whose keys and values are attended instead.
-            key_lengths: As in sparseflash.attention.
+            key_lengths: As in sparseflash.attention; with a cache up to its max_len.
             cache: x holds the tokens after those in the cache, and attends both. Their mask is
                 that of the pattern at the cache's max_len. The cache gets the tokens of x, unless
                 the call fails.
@@ -188,15 +188,15 @@ class SparseAttention(nn.Module):
         key_lengths: Tensor | None,
     ) -> Tensor:
         """Attention of the tokens from `begin` on, which are in the cache, to all of it."""
+        if key_lengths is not None:
+            check_key_lengths(key_lengths, query)
+            key_lengths = lengths_in_range(key_lengths, cache.max_len, key_lengths.device)
+            key_lengths = key_lengths.clamp(max=cache.length)
         if query.shape[2] <= FEW_QUERIES:
-            if key_lengths is None:
-                key_lengths = torch.full(
-                    (len(query),), cache.length, dtype=torch.int32, device="cpu"
-                )
-            else:
-                check_key_lengths(key_lengths, query)
-                key_lengths = lengths_in_range(key_lengths, cache.length, key_lengths.device)
             key, value = cache.first(_shared_keys(cache))
+            if key_lengths is None:
+                seen = torch.full((len(query),), cache.length, dtype=torch.int32, device="cpu")
+                key_lengths = seen
         mask = self.pattern
         if mask is not None:
             rows = (begin, cache.length, key.shape[2])
