@@ -108,7 +108,7 @@ def test_nothing_to_resume(tmp_path):
 
 
 def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
-    def wrong(attend, inputs, mask, what, backward):
+    def wrong(attend, inputs, mask, what, **options):
         if what.startswith("sparseflash on random"):
             raise CheckError(f"{what}, out: error 1")
 
@@ -120,7 +120,7 @@ def test_a_wrong_result_ends_the_run_and_is_named(tmp_path, monkeypatch):
 
 
 def test_a_baseline_that_cannot_run_is_reported(tmp_path, monkeypatch):
-    def refused(baseline, problem):
+    def refused(baseline, problem, extras):
         raise RuntimeError("no such kernel\nat all")
 
     monkeypatch.setattr(measurement, "attend_baseline", refused)
