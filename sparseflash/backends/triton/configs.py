@@ -214,7 +214,14 @@ def padded_dims(head_dim: int) -> int:
 def candidates(
     architecture: int, pass_name: str, dtype: torch.dtype, head_dim: int
 ) -> tuple[Config, ...]:
-    """Configurations of one pass ("forward", "dq", "ds_sums", "dkdv" or "decode"), best first."""
+    """Configurations of one pass, best first.
+
+    Args:
+        architecture: Compute capability times ten.
+        pass_name: "forward", "dq", "ds_sums", "dkdv" or "decode".
+        dtype: Of query, key and value.
+        head_dim: Dims of a head.
+    """
     bucket = ("dq" if pass_name == "ds_sums" else pass_name, _bucket(head_dim))
     if dtype == torch.float32:
         return FLOAT32[bucket] + SMALL_FLOAT32
@@ -272,7 +279,15 @@ def min_shared_memory(
     head_dim: int,
     block_size: tuple[int, int],
 ) -> int:
-    """Bytes of shared memory without which no configuration of a pass can run."""
+    """Bytes of shared memory without which no configuration of a pass can run.
+
+    Args:
+        pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
+        architecture: Compute capability times ten.
+        dtype: Of query, key and value.
+        head_dim: Dims of a head.
+        block_size: (bq, bk) of the table, in tokens.
+    """
     return min(
         shared_memory(config, pass_name, dtype, head_dim)
         for config in candidates(architecture, pass_name, dtype, head_dim)
@@ -368,7 +383,23 @@ def kernel_variant(
     tma: bool,
     packed_rows: int,
 ) -> KernelVariant:
-    """The configuration of one pass, with the compile-time constants that follow from it."""
+    """The configuration of one pass, with the compile-time constants that follow from it.
+
+    Args:
+        pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
+        device: On which it runs.
+        dtype: Of query, key and value.
+        head_dim: Dims of a head.
+        block_size: (bq, bk) of the table, in tokens.
+        dropout, softcap, bias: Whether the call has them.
+        score: Name of its score function, if it has one.
+        precision: Of float32 products.
+        tma: Whether TMA can read the tensors that the loop reads.
+        packed_rows: Rows that a tile of "decode" should hold: see choose.
+
+    Raises:
+        ValueError: No configuration fits the device.
+    """
     has_slopes = softcap or score is not None
     config = choose(pass_name, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
     if config is None:
