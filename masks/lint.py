@@ -10,6 +10,7 @@ from torch import Tensor
 from masks._core.grid import BLOCK_SIDES
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs, keys_per_query
+from masks.analysis.graph import listed
 from masks.block_mask import BlockMask
 from masks.pattern import Pattern
 
@@ -75,10 +76,7 @@ def lint(
     if unknown := set(ignore) - RULES.keys():
         raise ValueError(f"ignore must be of {[*RULES]}, got {sorted(unknown)}")
     single = isinstance(masks, BlockMask)
-    given = [masks] if single else list(masks)
-    for mask in given:
-        if not isinstance(mask, BlockMask):
-            raise TypeError(f"masks must be BlockMasks, got {type(mask).__name__}")
+    given = listed(masks)
     context = _Context(given, within, layers if single else layers or len(given))
     return [found for rule in RULES if rule not in ignore for found in RULES[rule](context)]
 

@@ -137,7 +137,6 @@ def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
     """The graph of the masks of consecutive layers, square and of one length.
 
     Raises:
-        TypeError: An entry is no BlockMask.
         ValueError: There is none, one is not square, or lengths differ.
     """
     _check(masks)
@@ -159,12 +158,18 @@ def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
     )
 
 
+def listed(masks: BlockMask | Sequence[BlockMask]) -> list[BlockMask]:
+    """One mask or several as a list. Raises TypeError for anything else."""
+    given = [masks] if isinstance(masks, BlockMask) else masks
+    if not isinstance(given, Sequence) or not all(isinstance(m, BlockMask) for m in given):
+        raise TypeError(f"masks must be a BlockMask or a list of them, got {masks!r}")
+    return list(given)
+
+
 def _check(masks: Sequence[BlockMask]) -> None:
     if not masks:
         raise ValueError("masks must be one for each layer, at least 1, got none")
     for mask in masks:
-        if not isinstance(mask, BlockMask):
-            raise TypeError(f"masks must be BlockMasks, got {type(mask).__name__}")
         if mask.seq_len != (mask.seq_len[0],) * 2 or mask.seq_len != masks[0].seq_len:
             raise ValueError(
                 "masks of layers must have as many keys as queries, and all the same, got "

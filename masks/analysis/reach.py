@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from masks.analysis.graph import TokenGraph, is_causal, token_graph
+from masks.analysis.graph import TokenGraph, is_causal, listed, token_graph
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
 
@@ -245,7 +245,7 @@ def _pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarr
 
 def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> list[BlockMask]:
     """The mask of each layer."""
-    given = [masks] if isinstance(masks, BlockMask) else list(masks)
+    given = listed(masks)
     if layers is None:
         layers = MAX_LAYERS if isinstance(masks, BlockMask) else len(given)
     layers = check_integer("layers", layers, least=1)

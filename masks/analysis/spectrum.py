@@ -33,6 +33,8 @@ def spectral_gap(mask: BlockMask) -> float | None:
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask must be a BlockMask, got {mask!r}")
     graph = token_graph([mask])
     if is_causal([mask]):
         return None

@@ -50,5 +50,3 @@ def test_layers_of_other_lengths_are_refused():
         token_graph([masks.full()(64, 64), masks.full()(128, 64)])
     with pytest.raises(ValueError, match="at least 1"):
         token_graph([])
-    with pytest.raises(TypeError, match="Pattern"):
-        token_graph([masks.full()])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 import masks
 from masks import BlockMask
-from masks.analysis import hops, pixel_reach, receptive_field
+from masks.analysis import hops, pixel_reach, receptive_field, spectral_gap
 
 
 def random_mask(tokens: int, size, heads: int, seed: int) -> BlockMask:
@@ -128,6 +128,13 @@ def test_reach_in_pixels_depends_on_their_order():
     assert tiled.share[0] == 144 / 1024
     assert tiled.share[-1] == 1
     assert tiled.radius[-1] == 17  # the farthest pixel
+
+
+@pytest.mark.parametrize("wrong", [masks.full(), [masks.full()], 3, torch.ones(3, 3)])
+@pytest.mark.parametrize("function", [receptive_field, spectral_gap])
+def test_anything_but_block_masks_is_refused(function, wrong):
+    with pytest.raises(TypeError, match="must be a BlockMask"):
+        function(wrong)
 
 
 @pytest.mark.parametrize(
