@@ -475,7 +475,8 @@ def _tile(
                 f"of {side}"
             )
         resident = config.ctas_per_sm * device.multiprocessors
-        return _Tile(side, 1, dims, resident, heads_per_group_of(spec, rows, num_bh))
+        group = heads_per_group_of(spec, rows, num_bh, config)
+        return _Tile(side, 1, dims, resident, group)
     from sparseflash.backends.triton import configs
     from sparseflash.backends.triton_common.constants import LONGEST_FIRST_IMBALANCE
 

@@ -12,10 +12,12 @@ class KernelConfig(NamedTuple):
 
     ctas_per_sm: CTAs that share a multiprocessor
     constants:   of the kernel: the stages of its pipelines
+    dq_bytes:    of one dim of the dQ of a token, to which the fused kernel adds in L2
     """
 
     ctas_per_sm: int
     constants: dict[str, int]
+    dq_bytes: int = 0
 
 
 # Configurations by block size and tile width (dims).
@@ -60,9 +62,9 @@ DKDV_CONFIGS = {
 }
 # By tile width, for blocks of 128; stages as for dK and dV.
 FUSED_CONFIGS = {
-    64: KernelConfig(1, {"STAGES": 4, "KEY_STAGES": 2}),
+    64: KernelConfig(1, {"STAGES": 4, "KEY_STAGES": 2}, dq_bytes=4),
     # One row of K and V: the exchange of dS and the buffers of dQ take 64 KiB.
-    128: KernelConfig(1, {"STAGES": 3, "KEY_STAGES": 1}),
+    128: KernelConfig(1, {"STAGES": 3, "KEY_STAGES": 1}, dq_bytes=4),
 }
 # By tile width: the most keys of one tile where work tiles are rows of queries.
 MAX_KV_TILE = {64: 128, 128: 128, 256: 64}

@@ -101,7 +101,7 @@ def launch_pass(
 
     def prepare_launch() -> Launch:
         heads = spec.kv_heads if by_key else spec.heads
-        sizes, grid = sizes_and_grid(spec, rows, heads, config.ctas_per_sm)
+        sizes, grid = sizes_and_grid(spec, rows, heads, config)
         mask_batch_stride = spec.mask_heads if spec.mask_batch > 1 else None
         bit_tiles = table.bit_tiles_by_key if by_key else table.bit_tiles
         arguments = (
@@ -225,20 +225,22 @@ def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
 
 
 def sizes_and_grid(
-    spec: AttentionSpec, rows: BlockLists, heads: int, ctas_per_sm: int
+    spec: AttentionSpec, rows: BlockLists, heads: int, config: KernelConfig
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
     """params.Sizes but its last one, and the grid of a persistent kernel: at most as many CTAs as
     run at a time.
     """
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
-    heads_per_group = heads_per_group_of(spec, rows, num_bh)
+    heads_per_group = heads_per_group_of(spec, rows, num_bh, config)
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.num_rows, num_work_tiles, heads_per_group)
-    return sizes, (min(num_work_tiles, ctas_per_sm * multiprocessors(spec.device)), 1, 1)
+    return sizes, (min(num_work_tiles, config.ctas_per_sm * multiprocessors(spec.device)), 1, 1)
 
 
-def heads_per_group_of(spec: AttentionSpec, rows: BlockLists, num_bh: int) -> int:
+def heads_per_group_of(
+    spec: AttentionSpec, rows: BlockLists, num_bh: int, config: KernelConfig
+) -> int:
     """How many heads the scheduler takes together, longest rows first (LPT).
 
     Even rows: one, so that all CTAs share its keys and values in L2. Very uneven rows: all, for a
@@ -250,6 +252,7 @@ def heads_per_group_of(spec: AttentionSpec, rows: BlockLists, num_bh: int) -> in
         return num_bh
     if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
         return 1
-    head_bytes = 2 * max(spec.q_len, spec.k_len) * spec.head_dim * spec.dtype.itemsize
+    dim_bytes = 2 * spec.dtype.itemsize + config.dq_bytes
+    head_bytes = max(spec.q_len, spec.k_len) * spec.head_dim * dim_bytes
     in_l2 = max(L2_OPERAND_BYTES // head_bytes, 1)
     return min(num_bh, 1 << in_l2.bit_length() - 1)

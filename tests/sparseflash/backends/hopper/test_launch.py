@@ -71,21 +71,32 @@ def test_uneven_rows_are_scheduled_dynamically_and_very_long_ones_first(
     table = pattern(1024, block_size=128).table()
     counter = launch.make_work_counter(table.by_query, SPEC.device)
     assert (counter is not None) == is_dynamic
-    sizes, grid = launch.sizes_and_grid(SPEC, table.by_query, SPEC.heads, 1)
+    sizes, grid = launch.sizes_and_grid(SPEC, table.by_query, SPEC.heads, KernelConfig(1, {}))
     assert sizes == (4, 1024, 1024, 1, 8, 3 * 4 * 8, heads_per_group)
     assert grid == (10, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "head_dim", "heads_per_group"),
-    [(1024, 64, 12), (16_384, 64, 8), (16_384, 128, 4), (65_536, 128, 1), (262_144, 128, 1)],
+    ("seq_len", "head_dim", "dq_bytes", "heads_per_group"),
+    [
+        (1024, 64, 0, 12),
+        (16_384, 64, 0, 8),
+        (16_384, 128, 0, 4),
+        (16_384, 128, 4, 2),
+        (65_536, 128, 0, 1),
+        (262_144, 128, 0, 1),
+    ],
 )
-def test_a_group_has_as_many_uneven_heads_as_l2_holds(seq_len, head_dim, heads_per_group):
+def test_a_group_has_as_many_uneven_heads_as_l2_holds(
+    seq_len, head_dim, dq_bytes, heads_per_group
+):
     spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=head_dim)
     rows = masks.causal()(seq_len).table().by_query
-    sizes, _ = launch.sizes_and_grid(spec, rows, SPEC.heads, 1)
+    config = KernelConfig(1, {}, dq_bytes)
+    sizes, _ = launch.sizes_and_grid(spec, rows, SPEC.heads, config)
     assert sizes[-1] == heads_per_group
-    assert sizes[-1] * 2 * seq_len * head_dim * 2 <= configs.L2_OPERAND_BYTES or sizes[-1] == 1
+    in_l2 = sizes[-1] * seq_len * head_dim * (4 + dq_bytes)
+    assert in_l2 <= configs.L2_OPERAND_BYTES or sizes[-1] == 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +105,8 @@ def test_a_group_has_as_many_uneven_heads_as_l2_holds(seq_len, head_dim, heads_p
 def test_ctas_share_a_multiprocessor(tokens, ctas_per_sm, grid):
     rows = masks.full()(tokens, block_size=64).table().by_query
     spec = replace(SPEC, q_len=tokens)
-    assert launch.sizes_and_grid(spec, rows, SPEC.heads, ctas_per_sm)[1] == (grid, 1, 1)
+    config = KernelConfig(ctas_per_sm, {})
+    assert launch.sizes_and_grid(spec, rows, SPEC.heads, config)[1] == (grid, 1, 1)
 
 
 @pytest.mark.parametrize(("ctas_per_sm", "registers"), [(2, 128), (3, 80), (4, 64)])
