@@ -141,3 +141,24 @@ def test_explain_splits_the_gap():
     assert sparseflash.explain(query, key, value).forward_gap is None
     dynamic = masks.DynamicMask.from_blocks(torch.ones(16, 16).bool(), 16)
     assert sparseflash.explain(query, key, value, dynamic, measure=True).forward_gap is None
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "pattern", "cause"),
+    [
+        ((1, 4, 1024, 128), masks.local(128), "launch and host"),
+        ((2, 16, 16_384, 128), masks.local(100), "partial blocks"),
+        ((1, 3, 16_384, 128), masks.strided(16), "tail of the grid"),
+        ((2, 16, 16_384, 128), masks.global_tokens(128) | masks.local(64), "load imbalance"),
+    ],
+)
+def test_causes_on_a_gpu(shape, pattern, cause):
+    query, key, value = torch.randn(3, *shape, dtype=torch.bfloat16, device="cuda").unbind()
+    found = sparseflash.explain(query, key, value, pattern, measure=True)
+    forward = found.forward_gap
+    assert forward.parts[cause] > forward.noise
+    assert sum(forward.parts.values()) == pytest.approx(forward.measured - forward.ideal)
+    # Both times include the host, which varies by more where the device hardly takes part.
+    assert forward.measured == pytest.approx(found.measured.forward, rel=0.05, abs=0.05)
