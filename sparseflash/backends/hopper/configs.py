@@ -94,6 +94,8 @@ MIN_FUSED_BLOCKS = 7
 # Widths of tiles by whether there is dropout, for which wider ones leave no registers.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64
+# Up to this head dim other kernels multiply tiles of half the width; not measured which is faster.
+MAX_NARROW_HEAD_DIM = 32
 
 
 @lru_cache(maxsize=256)

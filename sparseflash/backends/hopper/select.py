@@ -118,6 +118,11 @@ def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
             f"blocks of {spec.block_size} cover {coverage:.0%} of the {tile} tiles that they "
             f"touch, which pays from {least[side]:.0%} on"
         )
+    if spec.head_dim <= configs.MAX_NARROW_HEAD_DIM:
+        reasons.append(
+            f"head_dim is {spec.head_dim}, which leaves half or more of tiles of "
+            f"{configs.MIN_TILE_WIDTH} empty"
+        )
     if spec.few_queries:
         reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")
     return reasons

@@ -223,6 +223,13 @@ def test_the_blocks_that_count_for_one_kernel_are_those_of_a_row_of_keys():
     assert not uses_fused_backward(chosen_there, allowed)
 
 
+def test_auto_skips_narrow_heads():
+    (reason,) = hopper.auto_skip(replace(SPEC, head_dim=32), MASK)
+    assert "head_dim is 32" in reason
+    assert hopper.why_not(replace(SPEC, head_dim=32), MASK) == []
+    assert hopper.auto_skip(replace(SPEC, head_dim=40), MASK) == []
+
+
 def test_auto_skips_few_queries():
     wide = replace(SPEC, head_dim=128)
     (reason,) = hopper.auto_skip(replace(wide, q_len=16), MASK)
