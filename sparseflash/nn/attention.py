@@ -190,13 +190,13 @@ class SparseAttention(nn.Module):
         """Attention of the tokens from `begin` on, which are in the cache, to all of it."""
         if key_lengths is not None:
             check_key_lengths(key_lengths, query)
-            key_lengths = lengths_in_range(key_lengths, cache.max_len, key_lengths.device)
-            key_lengths = key_lengths.clamp(max=cache.length)
+            lengths_in_range(key_lengths, cache.max_len, key_lengths.device)
+            key_lengths = key_lengths.clamp(0, cache.length)
         if query.shape[2] <= FEW_QUERIES:
             key, value = cache.first(_shared_keys(cache))
             if key_lengths is None:
-                seen = torch.full((len(query),), cache.length, dtype=torch.int32, device="cpu")
-                key_lengths = seen
+                shape = query.shape[:1]
+                key_lengths = torch.full(shape, cache.length, dtype=torch.int32, device="cpu")
         mask = self.pattern
         if mask is not None:
             rows = (begin, cache.length, key.shape[2])
