@@ -9,9 +9,10 @@ paper. In exact arithmetic N queries and N keys of d dims take
     Algorithms 1 and 2, FlashAttention           3 N d + 2 N + T_c (3 N d + 4 N)
     Algorithm 4, its backward pass               7 N d + T_c (5 N d + 2 N)
     Algorithm 5, block-sparse FlashAttention     3 N d + 2 N + s T_c (3 N d + 4 N)
+    FlashAttention-2, tiles of queries outside   2 N d + N + s T_r 2 N d
 
-accesses, where T_c = N / B_c and B_c = ceil(M / 4d): Theorems 2 and 5 and Proposition 4 with their
-constants.
+accesses, where T_c = N / B_c, T_r = N / B_r and B_c = ceil(M / 4d): Theorems 2 and 5 and
+Proposition 4 with their constants.
 
 Reference:
     Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022.
@@ -211,6 +212,57 @@ def flash_forward(
             memory.write("m", new_max, rows)
             if after_block is not None:
                 after_block(j, i, memory)
+    return memory
+
+
+def flash_forward_by_query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Tiles,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | BlockMask | None = None,
+) -> SlowMemory:
+    """FlashAttention in the order of our kernels: a tile of queries keeps O, m and l in fast
+    memory until it has seen all keys.
+
+    Accesses: 2Nd + N for Q, O and LSE, and 2Nd of K and V for each of T_r = N / B_r tiles of
+    queries, s times that where blocks are skipped. io_model counts the same.
+
+    Args:
+        query, key, value, tiles, scale, mask: As in flash_forward.
+
+    Returns:
+        Slow memory with O and LSE.
+
+    Raises:
+        ValueError: As flash_forward does.
+
+    Reference:
+        Dao, "FlashAttention-2", 2023, Algorithm 1.
+    """
+    pairs, blocks = _checked_mask(mask, (len(query), len(key)), tiles)
+    empty = torch.empty(len(query), dtype=torch.float64)
+    memory = SlowMemory(Q=query, K=key, V=value, O=torch.empty_like(query), LSE=empty)
+    for i, rows in _tiles(len(query), tiles[0]):
+        query_tile = memory.read("Q", rows)
+        out, row_sum = torch.zeros_like(query_tile), torch.zeros(len(query_tile)).double()
+        row_max = torch.full_like(row_sum, -math.inf)
+        for j, columns in _tiles(len(key), tiles[1]):
+            if not blocks[i, j]:
+                continue
+            scores = _scores(
+                scale * query_tile @ memory.read("K", columns).T, pairs[rows, columns]
+            )
+            new_max = torch.maximum(row_max, scores.amax(-1))
+            p = torch.exp(scores - _finite(new_max)[:, None])
+            correction = torch.exp(row_max - _finite(new_max))
+            row_sum = correction * row_sum + p.sum(-1)
+            out = correction[:, None] * out + p @ memory.read("V", columns)
+            row_max = new_max
+        memory.write("O", out / _divisor(row_sum)[:, None], rows)
+        memory.write("LSE", row_max + row_sum.log(), rows)
     return memory
 
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import masks
+from sparseflash.io_model import attention
 from sparseflash.reference import standard_attention
 from sparseflash.testing import algorithms
 from sparseflash.testing.algorithms import (
     SlowMemory,
     flash_backward,
     flash_forward,
+    flash_forward_by_query,
     standard_backward,
     standard_forward,
     tile_sizes,
@@ -151,6 +153,32 @@ def test_accesses_are_those_of_proposition_4(pattern):
     assert forward.accesses == 3 * n * D + 2 * n + s * t_c * (3 * n * D + 4 * n)
     backward = flash_backward(query, key, value, forward, grad_out, (side, side), mask=mask)
     assert backward.accesses == 7 * n * D + s * t_c * (5 * n * D + 2 * n)
+
+
+@pytest.mark.parametrize(
+    ("mask", "tiles"),
+    [
+        (None, (7, 11)),
+        (masks.local(2)(48, block_size=16).to_dense().roll(20, 0), (4, 4)),
+        (MASKED(48, block_size=16), (16, 16)),
+    ],
+)
+def test_the_order_of_our_kernels_yields_the_same(inputs, mask, tiles):
+    query, key, value, _ = inputs
+    found = flash_forward_by_query(query, key, value, tiles, scale=SCALE, mask=mask)
+    out, lse, *_ = reference(*inputs, mask=mask)
+    same(found["O"], out)
+    same(found["LSE"], lse)
+
+
+def test_io_model_counts_what_the_algorithm_reads_and_writes():
+    """Numbers of two bytes; LSE and an entry of the table for each block have four."""
+    n, d, side = 1024, 16, 128
+    mask = masks.random(0.3, seed=4)(n, block_size=side)
+    inputs = torch.randn(3, n, d).unbind()
+    accesses = flash_forward_by_query(*inputs, (side, side), mask=mask).accesses
+    assert accesses == 2 * n * d + n + mask.density * (n // side) * 2 * n * d
+    assert attention(mask, d).l2_bytes == 2 * accesses + 2 * n + 4 * mask.nnz_blocks
 
 
 def test_lower_bound_is_met_where_fast_memory_holds_a_share_of_all_keys():
