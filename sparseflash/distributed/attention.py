@@ -28,6 +28,7 @@ from sparseflash.arguments import (
     checked_block_scores,
     checked_seed,
     checked_tensors,
+    is_plain,
     lengths_in_range,
     wants_gradient,
 )
@@ -327,6 +328,9 @@ def _prepare(
     options: Mapping[str, Any],
 ) -> _Prepared:
     """The call after all checks, but for those of the backend."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor) and not is_plain(tensor):
+            raise TypeError(f"{name} must be an ordinary tensor, got a {type(tensor).__name__}")
     query, key, value = checked_tensors(query, key, value, key_lengths)
     rank = 0 if group is None else group.rank()
     plan.check_length("query", query, rank, 2)

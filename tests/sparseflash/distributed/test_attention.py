@@ -8,6 +8,8 @@ import torch
 
 import masks
 import sparseflash
+from sparseflash import AttentionOptions, backends
+from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.distributed import context_parallel_attention, gather, make_plan
 from tests.helpers import context_parallel as cases
 from tests.helpers.ranks import Ranks
@@ -145,11 +147,28 @@ def test_one_rank_needs_no_group():
     assert torch.equal(gather(out.detach(), plan, 2), out)
 
 
+class Subclass(torch.Tensor):
+    """A tensor of which kernels cannot know where its memory is."""
+
+
+def test_dropout_of_a_part_is_refused_where_kernels_do_not_know_positions():
+    spec = AttentionSpec.from_call(
+        *torch.zeros(2, 1, 1, 64, 8).unbind(),
+        masks.full()(64, 64),
+        AttentionOptions(dropout_p=0.1),
+        CallFacts(positions=True),
+    )
+    knowing = [b.name for b in backends.BACKENDS if not spec.extras - b.extras]
+    assert knowing == ["cpu"]
+
+
 def test_wrong_arguments_are_named():
     plan, other = (make_plan(masks.causal()(100, 16), ranks, "contiguous") for ranks in (1, 2))
     tensors = torch.randn(3, 1, 2, 100, 8)
     with pytest.raises(TypeError, match="plan must be a ContextPlan, got BlockMask"):
         context_parallel_attention(*tensors, plan.mask)
+    with pytest.raises(TypeError, match="key must be an ordinary tensor, got a Subclass"):
+        context_parallel_attention(tensors[0], tensors[1].as_subclass(Subclass), tensors[2], plan)
     with pytest.raises(ValueError, match="group must have the 2 ranks of the plan, got 1"):
         context_parallel_attention(*tensors, other)
     with pytest.raises(ValueError, match="query must have the 100 tokens of rank 0 in dim 2"):
