@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PART = 1 << 18  # int64 numbers whose intermediate results stay in the cache of a CPU
+# Numbers that are computed on together. Fewer would stay in the caches of a CPU, but threads wait
+# for one another after every operation, which takes long where its cores are busy.
+PART = 1 << 21
 
 
 class Runs(NamedTuple):
@@ -67,8 +69,8 @@ class Runs(NamedTuple):
 def in_parts(rule: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """rule(*tensors) of an elementwise rule, part after part on a CPU.
 
-    Its intermediate results stay in the cache. For millions of numbers they are memory that the
-    system has to clear first otherwise, which takes several times as long as the arithmetic.
+    Its intermediate results are memory that is used again. Of all numbers at once they are memory
+    that the system has to clear first, which takes several times as long as the arithmetic.
     """
     if tensors[0].is_cuda or len(tensors[0]) <= PART:
         return rule(*tensors)
