@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, pad, relu
 
-from experiments.lra.attention import AttentionFunction, parse_attention
+from experiments.attention import AttentionFunction, parse_attention
 from experiments.lra.grid import order_of
-from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
+from experiments.packaged import PACKAGED
 from sparseflash.nn.rotary import rotate
 
 Expressions = str | list[str | list[str]]

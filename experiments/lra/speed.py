@@ -27,15 +27,15 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
 
+from experiments.attention import NAMED
 from experiments.environment import device_name, environment
 from experiments.files import write_json
 from experiments.lra import presets
-from experiments.lra.attention import NAMED
 from experiments.lra.batches import StepBatches
 from experiments.lra.model import Classifier, EncoderConfig
-from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Batch, MissingData, Shape, Task, collate
 from experiments.memory import METHOD, peak_bytes
+from experiments.packaged import PACKAGED
 from experiments.timing import Clock, Timing, time_call
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from experiments.lra.attention import NAMED, parse_attention
+from experiments.attention import NAMED, parse_attention
 from experiments.lra.grid import tile_order
 from experiments.lra.model import Classifier, Encoder, EncoderConfig, pooled_by
 from experiments.lra.tasks import Shape

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.attention import parse_attention
 from experiments.lra import curriculum, page, presets
-from experiments.lra.attention import parse_attention
 
 ROOT = Path(curriculum.__file__).parents[2]
 SCRIPTS = sorted((ROOT / "experiments/lra/runs").glob("*.sh"))

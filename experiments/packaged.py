@@ -8,7 +8,7 @@ from importlib import import_module
 
 from torch import Tensor, nn
 
-from experiments.lra.smyrf import CLUSTER, Smyrf
+from experiments.smyrf import CLUSTER, Smyrf
 
 LANDMARKS = 64
 PROJECTED = 256

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from experiments.lra import smyrf
-from experiments.lra.packaged import PACKAGED
+from experiments import smyrf
+from experiments.packaged import PACKAGED
 
 
 def inputs(tokens=64, dim=8):

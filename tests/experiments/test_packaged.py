@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from experiments.lra.model import Encoder, EncoderConfig
-from experiments.lra.packaged import PACKAGED
 from experiments.lra.tasks import Shape
+from experiments.packaged import PACKAGED
 
 MODULES = {
     "nystromformer": "nystrom_attention",
     "performer": "performer_pytorch",
     "linformer": "linformer",
     "reformer": "transformers",
-    "smyrf": "experiments.lra.smyrf",
+    "smyrf": "experiments.smyrf",
 }
 
 

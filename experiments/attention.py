@@ -14,7 +14,7 @@ from torch.nn.functional import dropout, elu, scaled_dot_product_attention
 
 import masks
 import sparseflash
-from experiments.lra.packaged import PACKAGED
+from experiments.packaged import PACKAGED
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
