@@ -193,7 +193,10 @@ def diff(
     with usage_errors():
         found = difference(*masks, names=(a, b))
     if output is not None:
-        output.write_bytes(found.pictures[output.suffix[1:]])
+        try:
+            output.write_bytes(found.pictures[output.suffix[1:]])
+        except OSError as error:
+            raise typer.BadParameter(f"--output: {error}") from error
     counts = {"both": found.both, "only_a": found.only_a, "only_b": found.only_b}
     if as_json:
         print(json.dumps(counts | {"figures": found.figures}))

@@ -232,16 +232,13 @@ def difference(a: BlockMask, b: BlockMask, names: tuple[str, str] = ("A", "B")) 
     Raises:
         ValueError: Their lengths, block sizes or heads differ.
     """
-    parts = {
-        f"{names[0]} and {names[1]}": a & b,
-        f"only {names[0]}": a - b,
-        f"only {names[1]}": b - a,
-    }
+    parts = a & b, a - b, b - a
+    labels = "both", f"only {names[0]}", f"only {names[1]}"
     figures = zip(plot.figures(a).items(), plot.figures(b).values(), strict=True)
     return Difference(
-        *map(attended_pairs, parts.values()),
+        *map(attended_pairs, parts),
         figures={name: (of_a, of_b) for (name, of_a), of_b in figures},
-        pictures=_pictures(_difference_picture(parts)),
+        pictures=_pictures(_difference_picture(parts, labels)),
     )
 
 
@@ -323,7 +320,7 @@ def _in_thousands(axis) -> None:
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _difference_picture(parts: dict[str, BlockMask]):
+def _difference_picture(parts: Sequence[BlockMask], labels: Sequence[str]):
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -331,11 +328,11 @@ def _difference_picture(parts: dict[str, BlockMask]):
     axes = figure.subplots()
     shares = [
         torch.stack([plot.cell_density(mask, CELLS, h) for h in range(mask.num_heads)]).mean(0)
-        for mask in parts.values()
+        for mask in parts
     ]
     colours = (GREY, BLUE, VERMILION)
-    _draw_cells(axes, next(iter(parts.values())), dict(zip(colours, shares, strict=True)))
-    patches = [Patch(color=c, label=name) for c, name in zip(colours, parts, strict=True)]
+    _draw_cells(axes, parts[0], dict(zip(colours, shares, strict=True)))
+    patches = [Patch(color=c, label=name) for c, name in zip(colours, labels, strict=True)]
     figure.legend(handles=patches, loc="outside upper left", fontsize="small", frameon=False)
     return figure
 

@@ -101,6 +101,7 @@ def test_diff_prints_pairs_and_draws(tmp_path):
         (("gallery", "--module", "nothing.py"), "nothing.py"),
         (("diff", "full", "ful"), "ful"),
         (("diff", "full", "causal", "--output", "x.pdf"), ".svg"),
+        (("diff", "full", "causal", "--output", "no/folder/x.png"), "--output"),
     ],
 )
 def test_bad_input_of_gallery_and_diff_is_named(arguments, named):

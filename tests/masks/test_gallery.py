@@ -145,6 +145,12 @@ def test_difference_counts_pairs_and_draws_them():
     assert picture.std() > 0
 
 
+def test_a_mask_and_itself_have_no_pairs_of_their_own():
+    mask = masks.causal()(64, 16)
+    found = difference(mask, mask, names=("causal", "causal"))
+    assert (found.both, found.only_a, found.only_b) == (64 * 65 // 2, 0, 0)
+
+
 def test_masks_of_other_lengths_have_no_difference():
     with pytest.raises(ValueError, match="must share lengths"):
         difference(masks.full()(64, 16), masks.full()(128, 16))
