@@ -160,8 +160,8 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
 
 
 def wants_gradient(tensor: Tensor | None) -> bool:
-    """Whether autograd will ask for the gradient of a tensor."""
-    return tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
+    """Whether autograd will ask for the gradient of a tensor; what is none is refused later."""
+    return torch.is_grad_enabled() and getattr(tensor, "requires_grad", False)
 
 
 def checked_seed(seed: int | None, dropout_p: float) -> Tensor | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from masks import Pattern
+from masks.arguments import check_integer
 from sparseflash.arguments import (
     AnyMask,
     checked_bias,
@@ -62,6 +63,12 @@ def warmup(
         TypeError, ValueError, BackendError: As `attention` raises for such a call; ValueError also
             where seq_len is missing.
     """
+    for name, number in (("heads", heads), ("head_dim", head_dim), ("batch", batch)):
+        check_integer(name, number, least=1)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} needs CUDA, which torch does not find here")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     calls = []
     for mask in map(checked_mask, masks or (None,)):
         lengths = seq_len if isinstance(mask, Pattern) else mask.seq_len

@@ -306,6 +306,7 @@ def test_without_a_pair_results_are_those_of_torch(sizes, traced):
         ({"seed": 2.0}, "seed must be an int"),
         ({"query": torch.zeros(1, 2, 16, 8, device="meta")}, "must have data"),
         ({"seed": 2**63, "dropout_p": 0.1}, "seed must be an int of 64 bits"),
+        ({"bias": 3}, "bias must be a floating-point tensor"),
         ({"bias": torch.zeros(1, 31).int()}, "bias must be a floating-point tensor"),
     ],
 )

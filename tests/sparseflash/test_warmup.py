@@ -21,11 +21,19 @@ SHAPE = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
         (None, {"seq_len": 64, "backend": "none"}, "backend must be"),
         (None, {"seq_len": 64, "dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
         (None, {"seq_len": 64, "bias": torch.zeros(3, 9)}, "bias must be of shape"),
+        (None, {"seq_len": 64, "heads": 0}, "heads must be at least 1, got 0"),
+        (None, {"seq_len": 64, "dtype": "bfloat16"}, "dtype must be a torch.dtype"),
     ],
 )
 def test_what_no_call_could_have_is_refused(mask, changed, message):
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.warmup(mask, **(SHAPE | changed))
+
+
+def test_a_machine_without_the_device_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device 'cuda' needs CUDA"):
+        sparseflash.warmup(heads=1, head_dim=8, seq_len=8)
 
 
 def test_a_call_finds_its_plan_in_the_mask():
