@@ -11,6 +11,7 @@ from masks import BlockMask, Pattern
 from masks._core.grid import BLOCK_SIDES
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs
+from masks.arguments import check_integer
 from masks.parse import as_pattern
 from sparseflash import io_model
 from sparseflash.attention import attention
@@ -36,7 +37,7 @@ class Workload:
         dtype: Of the tensors.
 
     Raises:
-        ValueError: The device is unknown.
+        TypeError, ValueError: A size is no number of 1 or more, or the device is unknown.
     """
 
     seq_len: int
@@ -49,6 +50,8 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
+        for name in ("seq_len", "head_dim", "batch", "heads"):
+            check_integer(name, getattr(self, name), least=1)
         io_model.device_named(self.device)
 
     def mask(self, pattern: Pattern | str, block_size: int) -> BlockMask:
@@ -143,8 +146,11 @@ def search(
         Choices, the least predicted time first; empty where no candidate will do.
 
     Raises:
+        TypeError: `patterns` is no list.
         ValueError: `connected` is outside (0, 1], or a pattern cannot be read.
     """
+    if isinstance(patterns, str):
+        raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
     if not 0 < connected <= 1:
         raise ValueError(f"connected must be above 0 and at most 1, got {connected}")
     texts = families(workload.seq_len, block_size) if patterns is None else patterns
@@ -255,6 +261,7 @@ def plot(choices: Sequence[Choice], path: str | Path) -> None:
     label = "share of pairs connected" if sees else "attended pairs over computed ones"
     axes.set(xlabel="time (ms)", ylabel=label)
     axes.margins(x=0.25, y=0.15)
+    axes.set_ylim(0, 1.1 * max(values) or 1.0)  # equal shares are not spread over the picture
     axes.legend()
     figure.savefig(path, dpi=150)
 

@@ -167,6 +167,8 @@ def profile(
         ValueError: There is no pattern or no layer, layers differ in heads, tokens or mask, or the
             model's attention cannot be hooked: the message names the module.
     """
+    if isinstance(patterns, str):
+        raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
     if not patterns:
         raise ValueError("patterns must be at least 1, got none")
     study = _Study(patterns, progress)

@@ -104,7 +104,7 @@ def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestio
         seq_len=profile.seq_len,
         by=by,
         budget=budget,
-        time_share=spent / (own * chosen.size),
+        time_share=float(spent / (own * chosen.size)),
         recall=float(recall.mean()),
     )
 

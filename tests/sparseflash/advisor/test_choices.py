@@ -112,8 +112,11 @@ def test_plots_are_pictures(tmp_path):
         (lambda: search(SMALL, layers=0), "layers"),
         (lambda: search(SMALL, layers=2, patterns=["locl(3)"]), "locl"),
         (lambda: block_sizes("local(3)", SMALL, sides=[48]), "block_size"),
+        (lambda: Workload(0), "seq_len must be at least 1"),
+        (lambda: Workload(1024.5), "seq_len must be an integer"),
+        (lambda: search(SMALL, layers=2, patterns="local(3)"), "patterns must be a list"),
     ],
 )
 def test_bad_input_is_named(call, named):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((TypeError, ValueError), match=named):
         call()

@@ -77,6 +77,8 @@ def test_layers_of_other_shapes_are_refused():
         lab.profile([*tensors(1), *tensors(1, tokens=64)], PATTERNS)
     with pytest.raises(ValueError, match="patterns"):
         lab.profile(tensors(1), [])
+    with pytest.raises(TypeError, match="patterns must be a list"):
+        lab.profile(tensors(1), "local(20)")
     with pytest.raises(ValueError, match="at least 1 layer"):
         lab.profile([], PATTERNS)
     with pytest.raises(ValueError, match="at least 1 layer"):
