@@ -35,7 +35,7 @@ def test_patterns_have_the_same_blocks_in_a_row_at_every_length():
 @pytest.mark.parametrize("kind", ["weak", "strong"])
 def test_a_run_on_two_processes(tmp_path, kind):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "-m", "experiments.long_context.scaling", kind]
+    command += ["--standalone", "-m", "experiments.long_context.scaling", kind]
     command += ["--tokens", "512", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
     command += ["--window", "256", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
