@@ -1,0 +1,1 @@
+"""A language model of bytes with dense or block-sparse causal attention."""

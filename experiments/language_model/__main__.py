@@ -1,0 +1,133 @@
+"""A language model of bytes, with dense or block-sparse causal attention.
+
+    python -m experiments.language_model data classic-books-markdown --output data/books
+    python -m experiments.language_model train 25m-16k --output runs/dense
+    python -m experiments.language_model train 25m-16k --output runs/sparse \\
+        --attention "local(512); butterfly() | global_tokens(128)"
+    python -m experiments.language_model sample runs/sparse --prompt "It was"
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.language_model.presets import PRESETS
+
+HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
+app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
+DATA = Path("data/books")
+Folder = Annotated[Path, typer.Option(file_okay=False, help="of the run")]
+
+
+@app.command()
+def data(
+    source: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of books")],
+    output: Annotated[Path, typer.Option(file_okay=False)] = DATA,
+) -> None:
+    """Builds bytes from the .md and .txt files of a folder: a file is a book."""
+    from experiments.language_model.books import build
+
+    try:
+        facts = build(source, output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    for split, size in facts["bytes"].items():
+        number = sum(book["split"] == split for book in facts["books"].values())
+        print(f"{split}: {number:,} books, {size:,} bytes, SHA-256 {facts['sha256'][split]}")
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Argument(help=f"size and context: {', '.join(PRESETS)}")],
+    output: Folder,
+    data: Annotated[Path, typer.Option(file_okay=False, help="that `data` built")] = DATA,
+    attention: Annotated[
+        list[str],
+        typer.Option(help="flash, sdpa, or patterns of heads with ; between; of layers in turn"),
+    ] = ["flash"],  # noqa: B006
+    positions: Annotated[str, typer.Option(help="rotary or learned")] = "rotary",
+    block_size: Annotated[int, typer.Option(min=16, max=256)] = 128,
+    dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.0,
+    steps: Annotated[int, typer.Option(min=1, help="of the whole run")] = 4000,
+    step_bytes: Annotated[int, typer.Option(min=1, help="bytes of a step")] = 2**17,
+    learning_rate: Annotated[float | None, typer.Option(help="that of the preset if none")] = None,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
+    precision: Annotated[str, typer.Option(help="as Lightning's: 32-true, ...")] = "bf16-mixed",
+    compiled: Annotated[bool, typer.Option("--compile", help="with torch.compile")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 500,
+    seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
+    ] = None,
+) -> None:
+    """Trains; the same command goes on where it was stopped."""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    if positions not in ("rotary", "learned"):
+        raise typer.BadParameter(f"--positions must be rotary or learned, got {positions!r}")
+    import torch
+
+    from experiments.language_model import training
+    from experiments.language_model.books import Books
+    from experiments.language_model.model import ModelConfig
+
+    torch.set_float32_matmul_precision("high")
+    chosen = PRESETS[preset]
+    sizes = (chosen.layers, chosen.dim, chosen.heads, chosen.context)
+    try:
+        books = Books.read(data)
+        settings = training.Settings(
+            ModelConfig(*sizes, tuple(attention), positions, block_size, dropout),
+            steps,
+            step_bytes,
+            learning_rate or chosen.learning_rate,
+            warmup_steps,
+            seed,
+            dict(books.sha256),
+            precision,
+            compiled,
+        )
+        result = training.train(settings, books, output, seconds, every, export_to, resume)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print(
+        f"step {result['trained']:,} of {steps:,}: {result['bits_per_byte']:.4f} bits per byte, "
+        f"{result['bytes_per_second']:,.0f} bytes/s"
+    )
+
+
+@app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of a run")],
+    prompt: str = "",
+    length: Annotated[int, typer.Option(min=1, help="most bytes")] = 500,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.8,
+    seed: int = 0,
+) -> None:
+    """Prints what a trained model writes after a prompt."""
+    from itertools import islice
+
+    import torch
+
+    from experiments.language_model.model import generate
+    from experiments.language_model.training import CHECKPOINT, load
+
+    try:
+        model = load(folder / CHECKPOINT).to("cuda" if torch.cuda.is_available() else "cpu")
+        sys.stdout.buffer.write(prompt.encode())
+        for byte in islice(generate(model, prompt.encode(), temperature, seed), length):
+            sys.stdout.buffer.write(bytes([byte]))
+            sys.stdout.buffer.flush()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,340 @@
+"""Training in parts that end at a time, go on exactly, and travel in pieces."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import count, pairwise
+from math import log
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, IterableDataset
+
+from experiments.environment import environment
+from experiments.files import write_json
+from experiments.language_model.books import BOUNDARY, Books
+from experiments.language_model.model import LanguageModel, ModelConfig
+from experiments.lra.callbacks import Deadline, Interruption, Last, StepBar
+from experiments.lra.curriculum import EVALUATION_SECONDS
+from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
+from experiments.lra.pieces import export, restore
+
+STRETCH = 65_536  # bytes that validation reads in a row, in sequences of the context
+STRETCHES = 64
+UNTIMED = 5  # first steps of a command, which compile
+RESULT = "result.json"
+CHECKPOINT = Path("checkpoints/last.ckpt")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides what a run computes.
+
+    Attributes:
+        model: See ModelConfig.
+        steps: Of the whole run.
+        step_bytes: Of a step, a multiple of the context.
+        learning_rate, warmup_steps: Of AdamW; the rate falls as a cosine after the warm-up.
+        seed: Of weights, of the sequences that are read, and of dropout.
+        data: SHA-256 of the splits.
+        precision, compiled: As in the command line.
+    """
+
+    model: ModelConfig
+    steps: int
+    step_bytes: int
+    learning_rate: float
+    warmup_steps: int
+    seed: int
+    data: dict[str, str]
+    precision: str = "bf16-mixed"
+    compiled: bool = False
+
+    def __post_init__(self):
+        if self.step_bytes < 1 or self.step_bytes % self.model.context:
+            raise ValueError(
+                f"step_bytes must be a multiple of the context of {self.model.context} bytes, "
+                f"got {self.step_bytes}"
+            )
+
+    def facts(self) -> dict:
+        """As JSON holds them."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+class Learner(L.LightningModule):
+    """A language model in training; validation counts bits per byte, also by position."""
+
+    def __init__(self, settings: Settings):
+        super().__init__()
+        self.settings = settings
+        self.model = LanguageModel(settings.model)
+        self.bounds = octaves(settings.model.context)
+        self.by_position: list[float] = []
+        if settings.compiled:
+            self.model.compile(dynamic=False)
+
+    def losses(self, tokens: Tensor) -> Tensor:
+        """Nats of each byte, (batch, context), given those before it in its sequence."""
+        tokens = tokens.long()
+        logits = self.model(pad(tokens[:, :-1], (1, 0), value=BOUNDARY))
+        return cross_entropy(logits.mT.float(), tokens, reduction="none")
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        # Exact resumption needs no saved random state.
+        torch.manual_seed(1_000_003 * self.settings.seed + self.trainer.global_step)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.losses(batch).mean()
+        self.log("train/bits_per_byte", loss / log(2), prog_bar=True)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.sums = torch.zeros(self.settings.model.context, device=self.device)
+        self.sequences = 0
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.sums += self.losses(batch).sum(0)
+        self.sequences += len(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        bits = self.sums.double().cpu() / (self.sequences * log(2))
+        self.by_position = [float(bits[a:b].mean()) for a, b in pairwise(self.bounds)]
+        self.log("validation/bits_per_byte", float(bits.mean()), prog_bar=True)
+
+    def configure_optimizers(self):
+        settings = self.settings
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+        rate = settings.learning_rate
+        optimizer = AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        config = OptimizerConfig(
+            learning_rate=rate, warmup_steps=settings.warmup_steps, schedule="cosine"
+        )
+        schedule = schedule_of(config, optimizer, settings.steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["settings"] = self.settings.facts()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        mine, its = self.settings.facts(), checkpoint["settings"]
+        if others := [name for name in mine if mine[name] != its.get(name)]:
+            told = ", ".join(f"{name} {its.get(name)!r}, not {mine[name]!r}" for name in others)
+            raise ValueError(f"the run that goes on has other settings: {told}")
+
+
+def octaves(context: int) -> list[int]:
+    """Bounds 0, 1, 2, 4, ... of positions, the last of which is the context."""
+    return [0, *(2**n for n in range((context - 1).bit_length())), context]
+
+
+class Sequences(IterableDataset):
+    """Batches of sequences at random places; a step's are a function of seed and step alone."""
+
+    def __init__(self, content: np.ndarray, settings: Settings, start: int):
+        self.content, self.settings, self.start = content, settings, start
+
+    def __iter__(self) -> Iterator[Tensor]:
+        context = self.settings.model.context
+        batch = self.settings.step_bytes // context
+        for step in count(self.start):
+            random = np.random.default_rng([self.settings.seed, step])
+            starts = random.integers(len(self.content) - context + 1, size=batch)
+            yield torch.from_numpy(np.stack([self.content[s : s + context] for s in starts]))
+
+
+class BookData(L.LightningDataModule):
+    """Sequences of the training split; stretches of the validation split, which are the same
+    bytes whatever the context is.
+
+    Raises:
+        ValueError: A split is shorter than a sequence.
+    """
+
+    def __init__(self, books: Books, settings: Settings):
+        super().__init__()
+        self.settings, self.splits = settings, books.splits
+        context = settings.model.context
+        for split, content in books.splits.items():
+            if len(content) < context:
+                raise ValueError(f"{split} must have {context} bytes or more, got {len(content)}")
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        sequences = Sequences(self.splits["train"], self.settings, self.trainer.global_step)
+        return DataLoader(sequences, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        context, content = self.settings.model.context, self.splits["validation"]
+        stretch = min(STRETCH, len(content)) // context * context
+        number = min(STRETCHES, len(content) // stretch)
+        starts = np.linspace(0, len(content) - stretch, number).astype(int)
+        parts = np.concatenate([content[start : start + stretch] for start in starts])
+        sequences = torch.from_numpy(parts.reshape(-1, context))
+        return DataLoader(sequences, batch_size=self.settings.step_bytes // context)  # pyright: ignore[reportArgumentType]
+
+
+class Curve(Callback):
+    """Keeps a point of every validation, and the seconds of the training between them."""
+
+    def __init__(self):
+        self.points: list[dict] = []
+        self.seconds, self.steps = 0.0, 0
+        self._since: tuple[float, int] | None = None
+        self._step = self._first = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since, self._step = None, trainer.global_step
+        self._first = trainer.global_step + UNTIMED
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
+        self._step = trainer.global_step
+        if self._step == self._first:
+            self._start()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, Learner)
+        bits = float(trainer.callback_metrics["validation/bits_per_byte"])
+        step = trainer.global_step
+        if not self.points or self.points[-1]["step"] != step:
+            by_position = pl_module.by_position
+            self.points.append({"step": step, "bits_per_byte": bits, "by_position": by_position})
+        if trainer.training and step >= self._first:
+            self._start()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        self._since = (now(), self._step)
+
+    def _stop(self) -> None:
+        if self._since is not None:
+            begin, step = self._since
+            self.seconds, self.steps = self.seconds + now() - begin, self.steps + self._step - step
+            self._since = None
+
+    def state_dict(self) -> dict:
+        running = self._since is not None
+        self._stop()
+        if running:
+            self._start()
+        return {"points": list(self.points), "seconds": self.seconds, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.points = list(state_dict["points"])
+        self.seconds, self.steps = state_dict["seconds"], state_dict["steps"]
+
+
+def now() -> float:
+    """Seconds on a clock, when the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def train(
+    settings: Settings,
+    books: Books,
+    output: Path,
+    seconds: float | None = None,
+    every: int = 500,
+    export_to: Path | None = None,
+    resume: Path | None = None,
+    progress: bool = True,
+) -> dict:
+    """Trains to the end of the run or of the time; goes on where the folder's run stands.
+
+    Args:
+        settings: Those that the run began with.
+        books: Data.
+        output: Folder of the run; gets result.json and checkpoints/last.ckpt.
+        seconds: After which the command ends, its validation included.
+        every: Steps from one validation and checkpoint to the next.
+        export_to: Folder for pieces of what the run goes on from.
+        resume: Folder of such pieces, read where `output` holds no run.
+        progress: Whether a bar is shown.
+
+    Returns:
+        What result.json holds.
+
+    Raises:
+        ValueError: The run that goes on has other settings, or cannot be read.
+    """
+    end = None if seconds is None else time.time() + seconds - EVALUATION_SECONDS
+    last = output / CHECKPOINT
+    if resume is not None and not last.exists():
+        restore(resume, output)
+    L.seed_everything(settings.seed, verbose=False)
+    learner, data, curve = Learner(settings), BookData(books, settings), Curve()
+    if last.exists():
+        learner.on_load_checkpoint(read_checkpoint(last))
+    bar = [StepBar(refresh_rate=20)] if progress else []
+    trainer = L.Trainer(
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        precision=settings.precision,  # pyright: ignore[reportArgumentType]
+        max_steps=settings.steps,
+        gradient_clip_val=1.0,
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        inference_mode=False,  # or compiled passes would be compiled once more for it
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=progress,
+        enable_model_summary=False,
+        default_root_dir=output,
+        callbacks=[*bar, curve, Last(every), Deadline(end), Interruption()],
+    )
+    try:
+        resumed = str(last) if last.exists() else None
+        trainer.fit(learner, datamodule=data, ckpt_path=resumed, weights_only=True)
+    finally:
+        if export_to is not None and last.exists():
+            export({str(CHECKPOINT): last.read_bytes()}, export_to)
+    trainer.validate(learner, datamodule=data, verbose=False)
+    result = settings.facts() | {
+        "parameters": sum(p.numel() for p in learner.parameters()),
+        "trained": trainer.global_step,
+        "ended": trainer.global_step >= settings.steps,
+        "bits_per_byte": curve.points[-1]["bits_per_byte"],
+        "bytes_per_second": curve.steps and curve.steps * settings.step_bytes / curve.seconds,
+        "positions": learner.bounds,
+        "curve": curve.points,
+        "environment": environment(trainer.strategy.root_device),
+    }
+    write_json(output / RESULT, result)
+    return result
+
+
+def load(path: Path) -> LanguageModel:
+    """The model of a checkpoint, in evaluation mode.
+
+    Raises:
+        ValueError: The file is no checkpoint of a language model.
+    """
+    checkpoint = read_checkpoint(path)
+    try:
+        facts = checkpoint["settings"]["model"]
+        weights = {name.removeprefix("model."): w for name, w in checkpoint["state_dict"].items()}
+    except KeyError as error:
+        raise ValueError(f"{path} is no checkpoint of a language model: no {error}") from error
+    model = LanguageModel(ModelConfig(**facts | {"attention": tuple(facts["attention"])}))
+    model.load_state_dict(weights)
+    return model.eval()

@@ -1,0 +1,185 @@
+import subprocess
+import sys
+from dataclasses import replace
+from math import log
+from time import time
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments.language_model import training
+from experiments.language_model.__main__ import app
+from experiments.language_model.books import Books
+from experiments.language_model.model import ModelConfig
+from experiments.language_model.training import (
+    CHECKPOINT,
+    BookData,
+    Learner,
+    Sequences,
+    Settings,
+    load,
+    octaves,
+    train,
+)
+from tests.experiments.language_model.test_books import write_books
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*is deprecated"),
+]
+TINY = ModelConfig(2, 32, 2, context=64, attention=("local(16)",), block_size=16, dropout=0.1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def books_of():
+    """The alphabet over and over: every byte but the first of a sequence can be known."""
+    content = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz" * 40, np.uint8)
+    return Books({"train": content, "validation": content}, {"train": "t", "validation": "v"})
+
+
+def settings_of(**options):
+    common = {"steps": 12, "step_bytes": 256, "learning_rate": 1e-2, "warmup_steps": 2, "seed": 0}
+    return Settings(**{"model": TINY, "data": {}, "precision": "32-true"} | common | options)
+
+
+def run(folder, settings, **options):
+    return train(settings, books_of(), folder, progress=False, **{"every": 4} | options)
+
+
+def weights_of(folder):
+    return load(folder / CHECKPOINT).state_dict()
+
+
+def test_a_run_learns_and_says_what_it_did(tmp_path):
+    result = run(tmp_path, settings_of(steps=60, model=replace(TINY, dropout=0.0)), every=20)
+    curve = [point["bits_per_byte"] for point in result["curve"]]
+    assert [point["step"] for point in result["curve"]] == [20, 40, 60]
+    assert curve[-1] == result["bits_per_byte"] < 1.0 < curve[0]
+    by_position = result["curve"][-1]["by_position"]
+    assert by_position[0] > 3  # nothing comes before it: log2(26) = 4.7 at best
+    assert by_position[-1] < 0.5
+    assert result["bytes_per_second"] > 0
+    assert result["ended"]
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path, monkeypatch, pieces):
+    whole, parts, other = tmp_path / "whole", tmp_path / "parts", tmp_path / "other"
+    expected = run(whole, settings_of())
+    monkeypatch.setattr(training.Deadline, "__init__", stops_at(6))
+    first = run(parts, settings_of(), export_to=tmp_path / "pieces")
+    monkeypatch.undo()
+    assert (first["trained"], first["ended"]) == (6, False)
+    folder, options = (other, {"resume": tmp_path / "pieces"}) if pieces else (parts, {})
+    result = run(folder, settings_of(), **options)
+    assert result["curve"] == expected["curve"]
+    wanted = weights_of(whole)
+    assert all(torch.equal(w, wanted[name]) for name, w in weights_of(folder).items())
+
+
+def stops_at(step):
+    """Deadline.__init__ whose time is over at this step."""
+
+    def init(self, at=None, every=10):
+        self.at, self.every = 0.0, step
+
+    return init
+
+
+def test_time_ends_a_run(tmp_path):
+    begin = time()
+    result = run(tmp_path, settings_of(steps=100_000), seconds=training.EVALUATION_SECONDS + 1)
+    assert 0 < result["trained"] < 100_000
+    assert (result["trained"] % 10, time() - begin < 15) == (0, True)
+    assert (tmp_path / CHECKPOINT).exists()
+
+
+def test_other_settings_do_not_go_on(tmp_path):
+    run(tmp_path, settings_of(steps=2))
+    with pytest.raises(ValueError, match="other settings: seed 0, not 1"):
+        run(tmp_path, settings_of(steps=2, seed=1))
+
+
+def test_steps_read_different_sequences_and_the_same_again():
+    content = np.arange(10_000, dtype=np.uint8)
+    first, second = (next(iter(Sequences(content, settings_of(), step))) for step in (0, 1))
+    later = iter(Sequences(content, settings_of(), 0))
+    next(later)
+    assert torch.equal(next(later), second)
+    assert not torch.equal(first, second)
+    assert first.shape == (4, 64)
+
+
+def test_every_context_is_validated_on_the_same_bytes():
+    content = np.random.default_rng(0).integers(1, 256, 200_000).astype(np.uint8)
+    books = Books({"train": content, "validation": content}, {})
+    read = []
+    for context in (64, 1024):
+        settings = settings_of(model=replace(TINY, context=context), step_bytes=4096)
+        read.append(torch.cat(list(BookData(books, settings).val_dataloader())).flatten())
+    assert len(read[0]) == 3 * 65_536
+    assert torch.equal(read[0], read[1])
+
+
+def test_bits_per_byte_are_those_of_the_logits():
+    torch.manual_seed(0)
+    learner = Learner(settings_of()).eval()
+    batch = torch.randint(1, 256, (2, 64), dtype=torch.uint8)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    losses = learner.losses(batch).detach()
+    logits = learner.model(torch.cat([torch.zeros(2, 1, dtype=torch.long), batch[:, :-1]], 1))
+    wanted = -logits.detach().log_softmax(-1).gather(-1, batch.long()[..., None])[..., 0]
+    torch.testing.assert_close(losses, wanted)
+    data = torch.utils.data.DataLoader(batch, batch_size=1)
+    (found,) = trainer.validate(learner, data, verbose=False)
+    bits = wanted / log(2)
+    assert found["validation/bits_per_byte"] == pytest.approx(float(bits.mean()), rel=1e-5)
+    assert learner.by_position[3] == pytest.approx(float(bits[:, 4:8].mean()), rel=1e-5)
+
+
+def test_octaves():
+    assert octaves(1024) == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert octaves(96) == [0, 1, 2, 4, 8, 16, 32, 64, 96]
+
+
+def test_commands(tmp_path):
+    write_books(tmp_path / "source")
+    invoke = CliRunner().invoke
+    built, folder = str(tmp_path / "built"), str(tmp_path / "run")
+    assert "SHA-256" in invoke(app, ["data", str(tmp_path / "source"), "--output", built]).output
+    given = ["train", "tiny-1k", "--output", folder, "--data", built, "--steps", "2"]
+    small = ["--step-bytes", "1024", "--precision", "32-true", "--attention", "local(64)"]
+    assert "step 2 of 2" in invoke(app, [*given, *small]).output
+    sampled = invoke(app, ["sample", folder, "--prompt", "It was", "--length", "4"])
+    assert sampled.stdout_bytes.startswith(b"It was")
+    assert len(sampled.stdout_bytes) == len(b"It was" + b"1234" + b"\n")
+    for wrong, message in (
+        (["train", "small", "--output", folder], "unknown preset"),
+        ([*given, "--step-bytes", "1000"], "multiple of the context"),
+        ([*given, "--attention", "nothing"], "nothing"),
+        ([*given, "--data", folder], "no books that were built"),
+        (["sample", str(tmp_path)], "cannot be read as a checkpoint"),
+    ):
+        result = invoke(app, wrong)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_help_is_answered_without_the_imports_of_training():
+    code = (
+        "import sys; from experiments.language_model.__main__ import app;"
+        "app(['--help'], standalone_mode=False);"
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
