@@ -27,7 +27,7 @@ from sparseflash.distributed.assign import RANKS_AT_ONCE, STRATEGIES, Workload
 from sparseflash.distributed.plan import ContextPlan, make_plan
 
 BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
-_UNITS = {"K": 2**10, "M": 2**20}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,21 @@ class Machine:
         tflops: Useful TFLOP/s of attention kernels.
         bandwidth: GB/s in which it receives, and as many in which it sends.
         latency_us: Of an exchange.
+
+    Raises:
+        ValueError: A rate is not above 0, or the latency is below it.
     """
 
     tflops: float = 400.0
     bandwidth: float = 200.0
     latency_us: float = 50.0
+
+    def __post_init__(self) -> None:
+        for name in ("tflops", "bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.latency_us >= 0:
+            raise ValueError(f"latency_us must be at least 0, got {self.latency_us}")
 
 
 @dataclass(frozen=True)
@@ -129,8 +139,10 @@ def own_share(workload: Workload, owner: Tensor, ranks: int) -> Tensor:
 
 def parse_tokens(text: str) -> int:
     """A number of tokens, in units of 1024 with K, of 1024 * 1024 with M."""
-    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].isalpha() else (text, 1)
-    return int(number) * unit
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or unit not in _UNITS:
+        raise ValueError(f"tokens must be a number, with K or M or without, got {text!r}")
+    return int(number) * _UNITS[unit]
 
 
 def main(
@@ -148,17 +160,19 @@ def main(
 ) -> None:
     """Models attention over many ranks, and says where communication stops hiding."""
     try:
-        length, numbers = parse_tokens(tokens), [int(number) for number in ranks.split(",")]
+        length, each = parse_tokens(tokens), ranks.split(",")
+        if not all(number.isdecimal() for number in each):
+            raise ValueError(f"ranks must be numbers, separated by commas, got {ranks!r}")
         mask = parse(pattern)(length, block_size)
         machine = Machine(tflops, bandwidth, latency_us)
         attention = Attention(heads, kv_heads, head_dim)
         names = [*STRATEGIES] if strategy == "all" else [strategy]
         found = [
-            predict(make_plan(mask, number, name), machine, attention)
-            for number in numbers
+            predict(make_plan(mask, int(number), name), machine, attention)
+            for number in each
             for name in names
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     _show(mask, found)
 

@@ -73,5 +73,13 @@ def test_command_shows_every_strategy_and_names_what_is_wrong():
     )
     assert done.exit_code == 0, done.output
     assert all(name in done.output for name in ("contiguous", "zigzag", "balanced chunks"))
-    for wrong in (["nonsense"], ["causal()", "--tokens", "1X"], ["causal()", "--ranks", "0"]):
-        assert run(app, wrong).exit_code == 2
+    for named, *wrong in (
+        ("nonsense", "nonsense"),
+        ("tokens must", "causal()", "--tokens", "1X"),
+        ("ranks must", "causal()", "--ranks", "0"),
+        ("ranks must", "causal()", "--ranks", "2,a"),
+        ("bandwidth", "causal()", "--bandwidth", "0"),
+    ):
+        done = run(app, wrong)
+        assert done.exit_code == 2
+        assert named in done.output
