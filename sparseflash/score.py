@@ -141,6 +141,8 @@ def _traced(name: str, function: Callable, score_dtype: dtype) -> fx.GraphModule
         changed = function(score, *pair)
         if not isinstance(changed, Tensor):
             raise TypeError(f"f must be a tensor, got {type(changed).__name__}")
+        if not changed.is_floating_point():
+            raise TypeError(f"f must be of a floating-point dtype, got {changed.dtype}")
         if changed.dim():
             raise TypeError(f"f must be one number for each pair, got {tuple(changed.shape)}")
         if not changed.requires_grad:
@@ -154,9 +156,13 @@ def _traced(name: str, function: Callable, score_dtype: dtype) -> fx.GraphModule
             score = zeros((), dtype=score_dtype, device="cpu")
             simple: Any = core_aten_decompositions()
             module = make_fx(both, simple)(score, *pair)
-    except (RuntimeError, TypeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"score function {name!r} cannot be traced: {error}") from error
+    except TypeError as error:
+        raise TypeError(f"score function {name!r} cannot be traced: {error}") from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"score function {name!r} cannot be traced. It may neither branch on its arguments "
+            f"(torch.where chooses) nor index tensors with them: {error}"
+        ) from error
     for node in module.graph.nodes:
         operation, _, overload = str(node.target).removeprefix("aten.").partition(".")
         if operation in _COPIES or operation == "copy_":
