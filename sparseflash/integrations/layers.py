@@ -36,7 +36,9 @@ def layer_patterns(
         of_layers = [_of_heads(own, allowed) for own in pattern]
     else:
         got = len(pattern) if isinstance(pattern, Sequence) else type(pattern).__name__
-        raise ValueError(f"pattern must be one, or {num_layers} for the layers, got {got}")
+        raise ValueError(
+            f"pattern must be one for all layers or a list of {num_layers}, one each, got {got}"
+        )
     if heads is not None:
         chosen = _chosen("heads", heads, num_heads)
         of_layers = [_in_heads(own, chosen, num_heads) for own in of_layers]
@@ -61,7 +63,9 @@ def _of_heads(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Pattern:
     if not isinstance(pattern, Sequence) or len(pattern) not in allowed:
         got = len(pattern) if isinstance(pattern, Sequence) else type(pattern).__name__
         names = " or ".join(map(str, allowed))
-        raise ValueError(f"pattern of a layer must be one, or {names} for its heads, got {got}")
+        raise ValueError(
+            f"pattern of a layer must be one for all heads or a list of {names}, got {got}"
+        )
     sizes = {own.block_size for own in (_of_heads(p, []) for p in pattern if p is not None)}
     everything = masks.full() if len(sizes) != 1 else masks.full().with_block_size(*sizes)
     of_heads = [everything if own is None else _of_heads(own, []) for own in pattern]

@@ -350,9 +350,9 @@ def test_a_profile_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "options", "message"),
     [
-        (["local(3)"], {}, "pattern must be one, or 2 for the layers, got 1"),
-        (3, {}, "pattern must be one, or 2 for the layers, got int"),
-        (["local(3)", ["full()"] * 3], {}, "must be one, or 2 or 4 for its heads, got 3"),
+        (["local(3)"], {}, "or a list of 2, one each, got 1"),
+        (3, {}, "or a list of 2, one each, got int"),
+        (["local(3)", ["full()"] * 3], {}, "or a list of 2 or 4, got 3"),
         ({"layers": [{"head": []}]}, {}, "got no 'heads'"),
         (LOCAL, {"layers": [2]}, r"layers must be a list of -2 to 1, got \[2\]"),
         (PER_HEAD, {"heads": [1]}, "heads must be None where the pattern is one for each head"),
