@@ -13,8 +13,10 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import sparseflash
+from experiments.attention import AttentionFunction, attended, linear, sdpa, standard
 from experiments.check import DROPOUT_SEED, Attend, Extras
 from experiments.cli import Baseline
+from experiments.packaged import without_projections
 from experiments.pattern_families import Problem
 from experiments.record import ANY_ORDER
 from masks import BlockMask
@@ -22,7 +24,15 @@ from masks.interop import to_block_lists, to_cudnn_blocks, to_cudnn_intervals, t
 
 RECOMPILE_LIMIT = 64
 NO_EXTRAS = Extras()
-WITH_DROPOUT = (Baseline.SDPA, Baseline.FLASH, Baseline.CUDNN, Baseline.STANDARD)
+WITH_DROPOUT = (
+    Baseline.SDPA,
+    Baseline.FLASH,
+    Baseline.CUDNN,
+    Baseline.STANDARD,
+    Baseline.LINFORMER,
+    Baseline.REFORMER,
+)
+STANDARD_PARTS = ("product", "mask", "softmax", "dropout", "product with V")
 # What libraries raise, besides RuntimeError, for a problem that they do not take.
 REFUSALS = (AssertionError, ImportError, TypeError, ValueError)
 
@@ -50,7 +60,9 @@ def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EX
     """The baseline on this mask. Raises ValueError for a dense baseline and a sparse mask, and
     BaselineError for extras that it has not, or not on this mask.
     """
-    if extras.key_lengths is not None:
+    padded = extras.key_lengths is not None
+    by_mask = baseline in (Baseline.SDPA, Baseline.STANDARD) and problem.dense == "full"
+    if padded and not (by_mask or baseline.approximate):
         raise BaselineError(f"{baseline} is measured without padding")
     if extras.dropout_p > 0 and baseline not in WITH_DROPOUT:
         raise BaselineError(f"{baseline} has no dropout")
@@ -62,6 +74,10 @@ def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EX
     if problem.dense is None:
         raise ValueError(f"{baseline} computes full and causal masks only")
     causal = problem.dense == "causal"
+    if baseline.approximate:
+        return attend_approximate(baseline, causal, extras)
+    if padded:
+        return attend_padded({"sdpa": sdpa, "standard": standard}[baseline], extras)
     if baseline is Baseline.STANDARD:
         return attend_standard(causal, extras.dropout_p)
     return attend_sdpa(baseline, causal, extras.dropout_p)
@@ -93,11 +109,65 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
 
 def attend_standard(causal: bool, dropout_p: float = 0.0) -> Attend:
     def attend(query, key, value):
-        scores = query * query.shape[-1] ** -0.5 @ key.mT  # scaled while it is N x d
-        if causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        return dropout(scores.softmax(-1), dropout_p) @ value
+        result = query
+        for part in standard_parts(query, key, value, causal, dropout_p).values():
+            result = part(result)
+        return result
+
+    return attend
+
+
+def standard_parts(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout_p: float
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """STANDARD_PARTS in their order, each a function of the result of the one before; the first
+    takes anything.
+    """
+
+    def mask(scores):
+        if not causal:
+            return scores
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(hidden, -torch.inf)
+
+    parts = (
+        lambda _: query * query.shape[-1] ** -0.5 @ key.mT,  # scaled while it is N x d
+        mask,
+        lambda scores: scores.softmax(-1),
+        lambda weights: dropout(weights, dropout_p),
+        lambda weights: weights @ value,
+    )
+    return dict(zip(STANDARD_PARTS, parts, strict=True))
+
+
+def attend_padded(attention: AttentionFunction, extras: Extras) -> Attend:
+    """A function of `experiments.attention` with key lengths."""
+    lengths = extras.key_lengths
+    return lambda query, key, value: attention(
+        query, key, value, lengths if lengths is None else lengths.to(key.device), extras.dropout_p
+    )
+
+
+def attend_approximate(baseline: Baseline, causal: bool, extras: Extras) -> Attend:
+    """Attention that approximates the full mask; a layer of a package without its projections.
+
+    Raises BaselineError for the causal mask, and, when it is called, where its package is not
+    installed or does not take the problem.
+    """
+    if causal:
+        raise BaselineError(f"{baseline} is measured on full masks only")
+    if baseline is Baseline.LINEAR:
+        return attend_padded(linear, extras)
+    layers = {}
+
+    def attend(query, key, value):
+        lengths, inside = extras.key_lengths, None
+        if lengths is not None:
+            inside = attended(lengths.to(key.device), key)[:, 0, 0]
+        with refusals(baseline):
+            if query.shape not in layers:
+                layers[query.shape] = without_projections(baseline, query, extras.dropout_p)
+            return layers[query.shape](query, key, value, inside)
 
     return attend
 

@@ -3,10 +3,12 @@
     python -m experiments.bench speedup
     python -m experiments.bench dense sparse
 
-`speedup` measures patterns over densities, and a few patterns over lengths, on any device. The
-other suites measure fixed problems on a GPU, beside the roofline of the device: a matrix product
-and a copy in the same run. Every result is checked against float64 before it is timed. A suite
-prints tables and writes a JSON file, with the environment of the run, and pictures.
+`speedup` measures patterns over densities, and a few patterns over lengths, on any device;
+`landscape` every implementation over lengths, approximations too, each up to its limit of memory
+or time, and the parts of standard attention. The other suites measure fixed problems on a GPU,
+beside the roofline of the device: a matrix product and a copy in the same run. Every result but an
+approximation is checked against float64 before it is timed. A suite prints tables and writes a
+JSON file, with the environment of the run, and pictures.
 `docs/benchmark-columns.md` explains the columns.
 """
 
@@ -42,10 +44,13 @@ from experiments.settings import (
     Method,
     defaults,
     density_method,
+    landscape_method,
 )
 
 app = typer.Typer(add_completion=False)
-PANEL = "Of the suite speedup alone"
+PANEL = "Of the suite speedup; some of landscape too, with other defaults"
+ANYWHERE = (Suite.SPEEDUP, Suite.LANDSCAPE)  # suites that run on a CPU too
+OF_LANDSCAPE = ("patterns", "growth", "batch", "heads", "head_dim", "block_size")
 
 
 def option(text: str, setting: str, **keywords):
@@ -64,7 +69,8 @@ def listed(value: object) -> str:
 @app.command()
 def main(
     suites: Annotated[
-        list[Suite] | None, typer.Argument(help="All but speedup by default.", show_default=False)
+        list[Suite] | None,
+        typer.Argument(help="By default those of a GPU alone.", show_default=False),
     ] = None,
     device: Annotated[
         Device, typer.Option(help="auto takes the GPU where there is one.")
@@ -172,15 +178,16 @@ def main(
         head_dim=head_dim,
         block_size=block_size and int(block_size),
     )
-    chosen = suites or [suite for suite in Suite if suite is not Suite.SPEEDUP]
-    if chosen != [Suite.SPEEDUP] and (quick or density):
-        names = ", ".join(f"--{name}".replace("_", "-") for name in ["quick"] * quick + [*density])
-        raise typer.BadParameter(f"{names}: options of the suite speedup alone")
+    chosen = suites or [suite for suite in Suite if suite not in ANYWHERE]
+    refuse(["quick"] * quick + [*density], chosen)
     ours = parse_backends(backends)
     density |= given(ours=ours, baselines=baselines, growth_heads=heads)
     for suite in chosen:
         if suite is Suite.SPEEDUP:
             settings = density_method(kind, quick, method | density | fixed)
+        elif suite is Suite.LANDSCAPE:
+            own = {name: density[name] for name in OF_LANDSCAPE if name in density}
+            settings = landscape_method(kind, method | own | fixed)
         else:
             needs_cuda()
             settings = Method(**METHOD_DEFAULTS[kind] | method | fixed)
@@ -189,7 +196,17 @@ def main(
         name += "-dropout" * (dropout > 0) + "-padding" * (padding > 0)
         path = output_file(output, name, kind, overwrite)
         cases = partial(planned, suite, settings, ours, baselines)
-        carry_out(cases, settings, path, resume, roofline=suite is not Suite.SPEEDUP)
+        carry_out(cases, settings, path, resume, roofline=suite not in ANYWHERE)
+
+
+def refuse(options: list[str], suites: list[Suite]) -> None:
+    """Raises typer.BadParameter for options of the suite speedup that another one has not."""
+    for suite in suites:
+        known = OF_LANDSCAPE if suite is Suite.LANDSCAPE else ()
+        alien = [f"--{name}".replace("_", "-") for name in options if name not in known]
+        if suite is not Suite.SPEEDUP and alien:
+            names = ", ".join(alien)
+            raise typer.BadParameter(f"{names}: options of the suite speedup, not of {suite}")
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -219,6 +236,8 @@ def validate(method: Method) -> None:
 
     for name in method.baselines if isinstance(method, DensityMethod) else ():
         devices = Baseline(name).devices
+        if Baseline(name).approximate:
+            raise typer.BadParameter(f"--baselines {name}: of the suite landscape alone")
         if method.device not in devices:
             raise typer.BadParameter(f"--baselines {name} runs on {', '.join(devices)} only")
     if (method.clock == Clock.CPU) != (method.device == "cpu"):

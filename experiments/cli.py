@@ -28,6 +28,7 @@ class Suite(StrEnum):
     DECODE = "decode"
     LRA = "lra"
     MEMORY = "memory"
+    LANDSCAPE = "landscape"
 
 
 class Baseline(StrEnum):
@@ -41,11 +42,24 @@ class Baseline(StrEnum):
     CUDNN_BSA = "cudnn-bsa"  # cuDNN's block-sparse attention, where cudnn-frontend is installed
     CUDNN_FLEX = "cudnn-flex"  # cuDNN's attention of masks as intervals, likewise
     STANDARD = "standard"  # materialised scores
+    LINEAR = "linear"  # from here on approximate: see `experiments.attention` and `packaged`
+    LINFORMER = "linformer"
+    PERFORMER = "performer"
+    NYSTROMFORMER = "nystromformer"
+    REFORMER = "reformer"
+    SMYRF = "smyrf"
+
+    @property
+    def approximate(self) -> bool:
+        """Whether its results are others than those of attention."""
+        names = ("LINEAR", "LINFORMER", "PERFORMER", "NYSTROMFORMER", "REFORMER", "SMYRF")
+        return self.name in names
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The types of device that it runs on."""
-        return ("cpu", "cuda") if self in (Baseline.SDPA, Baseline.STANDARD) else ("cuda",)
+        anywhere = self.approximate or self in (Baseline.SDPA, Baseline.STANDARD)
+        return ("cpu", "cuda") if anywhere else ("cuda",)
 
 
 class Device(StrEnum):

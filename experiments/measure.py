@@ -6,9 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from experiments import memory
-from experiments.baselines import NO_EXTRAS, attend_baseline, attend_sparseflash
+from experiments.baselines import (
+    NO_EXTRAS,
+    STANDARD_PARTS,
+    BaselineError,
+    attend_baseline,
+    attend_sparseflash,
+    standard_parts,
+)
 from experiments.check import Attend, Extras, check
 from experiments.cli import Baseline, Clock, Load
 from experiments.pattern_families import Problem
@@ -17,6 +25,7 @@ from experiments.settings import Method
 from experiments.timing import Prepare, Sample, prepared, time_rested, time_sustained
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+QKV = ("dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,8 @@ class Case:
         batch, heads, seq_len, head_dim, block_size: the size; lengths in tokens.
         implementations: names of baselines, and ours as "sparseflash" or "sparseflash:backend".
         q_len, kv_heads: of a case that is decoded, which has no backward pass.
+        dropout_p: of the case alone, in place of the method's.
+        backward: whether it has a backward pass.
     """
 
     suite: str
@@ -43,6 +54,8 @@ class Case:
     implementations: tuple[str, ...]
     q_len: int | None = None
     kv_heads: int | None = None
+    dropout_p: float | None = None
+    backward: bool = True
 
     @property
     def group(self) -> tuple:
@@ -50,9 +63,15 @@ class Case:
         size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
         return self.suite, *size, self.q_len, self.kv_heads
 
+    @property
+    def line(self) -> tuple[str, str]:
+        """What it shares with the same problem at other lengths."""
+        return self.suite, self.family
+
     def directions(self, method: Method) -> list[str]:
         """The passes to measure."""
-        return [d for d in method.directions if d == "forward" or self.q_len is None]
+        backward = self.backward and self.q_len is None
+        return [d for d in method.directions if d == "forward" or backward]
 
     def key_value_bytes(self, itemsize: int) -> int | None:
         """Of the keys and values in non-zero blocks; None where it is not decoded."""
@@ -75,10 +94,11 @@ class Case:
         A capture cannot copy lengths to the device, and a call from Python would wait for it.
         """
         lengths = self.lengths(method)
+        dropout_p = method.dropout_p if self.dropout_p is None else self.dropout_p
         if lengths is None:
-            return Extras(method.dropout_p)
+            return Extras(dropout_p)
         device = method.device if method.clock == Clock.GRAPH else "cpu"
-        return Extras(method.dropout_p, torch.tensor(lengths, device=device))
+        return Extras(dropout_p, torch.tensor(lengths, device=device))
 
     def density(self, method: Method) -> float:
         """s of the blocks that hold keys of their batch element."""
@@ -163,6 +183,8 @@ def checked(
     A baseline whose backward pass serves fewer problems than its forward pass is measured in that.
     """
     extras = case.extras(method)
+    if part := not is_ours(name) and name.partition(":")[2]:
+        return {"forward": part_of_standard(part, case, extras.dropout_p, inputs)}
     attend = checked_attend = make_attend(name, case.problem, extras)
     if not is_ours(name):  # it draws what it drops by a generator of its own
         checked_attend, extras = make_attend(name, case.problem), Extras()
@@ -170,7 +192,10 @@ def checked(
     what, mask = f"{name} on {case}", case.problem.mask
     facts = (checked_attend, inputs, mask, what)
     try:
-        check(*facts, backward="backward" in directions, extras=extras)
+        if not is_ours(name) and Baseline(name).approximate:
+            check_finite(attend, inputs, grad_out)
+        else:
+            check(*facts, backward="backward" in directions, extras=extras)
     except NotImplementedError as error:
         if is_ours(name) or "forward" not in directions:
             raise
@@ -258,6 +283,38 @@ def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: i
     return [t.requires_grad_() for t in inputs], grad_out
 
 
+def check_finite(attend: Attend, inputs, grad_out) -> None:
+    """Raises BaselineError unless the output and the gradients are finite numbers: an
+    approximation has no exact result to be compared with.
+    """
+    out = attend(*inputs)
+    if out.shape != inputs[0].shape:
+        raise BaselineError(f"its output is {tuple(out.shape)}, not {tuple(inputs[0].shape)}")
+    results = {"out": out, **dict(zip(QKV, gradients(out, inputs, grad_out), strict=True))}
+    for name, result in results.items():
+        if not result.isfinite().all():
+            raise BaselineError(f"{name} is not finite")
+
+
+def part_of_standard(part: str, case: Case, dropout_p: float, inputs) -> Prepare:
+    """One of STANDARD_PARTS, given the result of the ones before it; without gradients."""
+
+    def prepare():
+        query, key, value = inputs
+        causal = case.problem.dense == "causal"
+        steps, result = standard_parts(query, key, value, causal, dropout_p), query
+        with torch.no_grad():
+            for name in STANDARD_PARTS[: STANDARD_PARTS.index(part)]:
+                result = steps[name](result)
+        return torch.no_grad()(lambda: steps[part](result))
+
+    return prepare
+
+
+def gradients(out: Tensor, inputs, grad_out: Tensor):
+    return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+
+
 def forward_pass(attend: Attend, inputs):
     return lambda: lambda: attend(*inputs)
 
@@ -265,6 +322,6 @@ def forward_pass(attend: Attend, inputs):
 def backward_pass(attend: Attend, inputs, grad_out):
     def prepare():
         out = attend(*inputs)
-        return lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+        return lambda: gradients(out, inputs, grad_out)
 
     return prepare

@@ -6,9 +6,10 @@ All but SMYRF are of other packages: `pip install 'sparseflash[lra-peers]'`.
 from collections.abc import Callable
 from importlib import import_module
 
+import torch
 from torch import Tensor, nn
 
-from experiments.smyrf import CLUSTER, Smyrf
+from experiments.smyrf import CLUSTER, Smyrf, clustered_attention
 
 LANDMARKS = 64
 PROJECTED = 256
@@ -99,3 +100,58 @@ PACKAGED: dict[str, Callable[[int, int, int], nn.Module]] = {
     function.__name__: function
     for function in (nystromformer, performer, linformer, reformer, smyrf)
 }
+
+
+class Third(nn.Module):
+    """x (..., 3 dim) -> its first, second or third dim, in place of a projection."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(3, -1)[self.index]
+
+
+# What stands in for the projections of the packages, by the names that they have there; Reformer's
+# keys are its queries.
+STAND_INS = {
+    **dict.fromkeys(("to_q", "query_key"), Third(0)),
+    "to_k": Third(1),
+    **dict.fromkeys(("to_v", "value"), Third(2)),
+    **dict.fromkeys(("to_qkv", "to_out", "out"), nn.Identity()),
+}
+
+
+def without_projections(
+    name: str, query: Tensor, dropout_p: float
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """One of PACKAGED as attention alone, its weights frozen.
+
+    Args:
+        name: of the layer.
+        query: (batch, heads, seq_len, head_dim), for which the layer is made.
+        dropout_p: with which it drops probabilities; of those that do.
+
+    Returns:
+        A function (query, key, value, inside) -> out; inside is bool (batch, seq_len) or None. The
+        tensors (batch, heads, seq_len, head_dim) are copied into the layout of the packages.
+    """
+    if name == "smyrf":
+        return clustered_attention
+    heads, seq_len, head_dim = query.shape[1:]
+    layer = PACKAGED[name](heads * head_dim, heads, seq_len)
+    for parent in tuple(layer.modules()):
+        for child in STAND_INS.keys() & dict(parent.named_children()).keys():
+            setattr(parent, child, STAND_INS[child])
+        if isinstance(own := getattr(parent, "dropout", None), float):
+            vars(parent)["dropout"] = dropout_p
+        elif isinstance(own, nn.Dropout):
+            own.p = dropout_p
+    layer = layer.to(query.device, query.dtype).requires_grad_(False)
+
+    def attend(query, key, value, inside):
+        tokens = torch.cat([t.transpose(1, 2).flatten(2) for t in (query, key, value)], -1)
+        return layer(tokens, inside).unflatten(-1, (heads, head_dim)).transpose(1, 2)
+
+    return attend

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -13,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from experiments.record import Measurement, Record
+from experiments.cli import Baseline
+from experiments.record import Line, Measurement, Record, is_ours, lines
 
 # Okabe and Ito's colours, which people who see colours differently can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
@@ -48,11 +50,12 @@ ROOFLINE = {
     "TB/s": ("copy_terabytes_per_second", "a copy"),
 }
 LENGTH_SWEEPS = ("length", "memory")
+OWN_PICTURES = ("landscape", "parts")
 
 
 def draw(record: Record, stem: Path) -> list[Path]:
     """Writes the pictures that the rows allow: stem-speedup-N.png, -time.png, -memory.png, and
-    bars of a suite."""
+    bars of a suite; landscape and parts as .svg too."""
     density = [r for r in record.rows if r.suite == "density"]
     length = [r for r in record.rows if r.suite in LENGTH_SWEEPS]
     figures = {
@@ -64,7 +67,11 @@ def draw(record: Record, stem: Path) -> list[Path]:
         figures["memory"] = _against_length(
             length, lambda r: r.peak_bytes / 2**20, "Peak memory", "MiB beyond the inputs"
         )
-    for suite in {r.suite for r in record.rows} - {"density", *LENGTH_SWEEPS}:
+    if found := lines(record.rows):
+        figures["landscape"] = _landscape(found, record)
+    if parts := [r for r in record.rows if r.suite == "parts"]:
+        figures["parts"] = _parts(parts)
+    for suite in {r.suite for r in record.rows} - {"density", *LENGTH_SWEEPS, *OWN_PICTURES}:
         figures[suite] = _bars([r for r in record.rows if r.suite == suite], record)
     paths = []
     for name, figure in figures.items():
@@ -73,6 +80,9 @@ def draw(record: Record, stem: Path) -> list[Path]:
         )
         paths.append(stem.with_name(f"{stem.name}-{name}.png"))
         figure.savefig(paths[-1], dpi=150)
+        if name in OWN_PICTURES:
+            paths.append(paths[-1].with_suffix(".svg"))
+            figure.savefig(paths[-1])
         plt.close(figure)
     return paths
 
@@ -159,17 +169,76 @@ def _against_length(
         for (implementation, family), points in _lines(here).items():
             line = sorted((r.seq_len, value(r)) for r in points)
             ax.plot(*zip(*line, strict=True), **_look(implementation, family, families))
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.xaxis.set_major_locator(FixedLocator(sorted({r.seq_len for r in rows})))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}K"))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.set_xlabel("sequence length N (tokens)")
+        _length_axis(ax, sorted({r.seq_len for r in rows}))
     next(iter(axes.values())).set_ylabel(unit)
     panels.suptitle(f"{title} against sequence length\n{_size(rows[0])}", fontsize=10)
     _legend(panels, rows, families)
     return panels
+
+
+def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
+    """Time and memory over lengths: ours solid, exact ones dashed, approximations dotted."""
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5.6))
+    for i, ((implementation, family), line) in enumerate(found.items()):
+        approximate = implementation in {b.value for b in Baseline if b.approximate}
+        known = NAMES.get(implementation, implementation)
+        look: dict[str, Any] = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "linestyle": "-" if is_ours(implementation) else ":" if approximate else "--",
+            "markerfacecolor": None if i < len(COLOURS) else "white",
+            "markersize": 4.5,
+            "linewidth": 2 if is_ours(implementation) else 1.3,
+            "label": f"{known} (approximate)" if approximate else f"{known}, {family}",
+        }
+        lengths = sorted(line)
+        axes[0].plot(lengths, [line[n][0] for n in lengths], **look)
+        axes[1].plot(lengths, [line[n][1] / 2**20 for n in lengths], **look)
+    ticks = sorted({n for line in found.values() for n in line})
+    for ax, unit in zip(axes, ("milliseconds", "peak MiB beyond the inputs"), strict=True):
+        _length_axis(ax, ticks)
+        ax.set_ylabel(unit)
+        ax.grid(color="#DDDDDD", linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    first = next(r for r in record.rows if r.suite == "landscape")
+    asked = (("dropout", "dropout_p"), ("key padding", "padding"))
+    extras = "".join(f", {name} {p:g}" for name, k in asked if (p := record.settings.get(k)))
+    passes = dict.fromkeys(r.direction for r in record.rows if r.suite == "landscape")
+    title = f"{' and '.join(passes)} over lengths\n{_size(first)}{extras}"
+    figure.suptitle(title, fontsize=10)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="center right", fontsize=8, frameon=False
+    )
+    figure.tight_layout(rect=(0, 0.03, 0.8, 1))
+    return figure
+
+
+def _parts(rows: list[Measurement]) -> Figure:
+    """Forward times: parts of standard attention on one another, beside ours."""
+    problems = list(dict.fromkeys((r.batch, r.heads, r.seq_len) for r in rows))
+    figure, axes = plt.subplots(1, len(problems), figsize=(3.6 * len(problems), 4.6), sharey=True)
+    for ax, problem in zip(np.atleast_1d(axes), problems, strict=True):
+        here = {
+            r.implementation: r.median_ms for r in rows if (r.batch, r.heads, r.seq_len) == problem
+        }
+        height = 0.0
+        for i, (name, ms) in enumerate(here.items()):
+            if is_ours(name):
+                ax.bar(name, ms, color=COLOURS[0])
+            elif part := name.partition(":")[2]:
+                ax.bar("standard, its parts", ms, bottom=height, color=COLOURS[i % len(COLOURS)])
+                label = f"{part}, {ms:.3g}"
+                ax.annotate(label, (1.45, height + ms / 2), fontsize=7, va="center")
+                height += ms
+        ax.set_xlim(-0.6, 2.6)
+        ours = next((ms for name, ms in here.items() if is_ours(name)), None)
+        ratio = f"\nparts over ours: {height / ours:.2f}" if ours and height else ""
+        ax.set_title("batch {}, {} heads, N {:,}".format(*problem) + ratio, fontsize=9)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.tick_params(axis="x", labelsize=7)
+    np.atleast_1d(axes)[0].set_ylabel("milliseconds, forward")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    return figure
 
 
 def _panels(rows: list[Measurement]) -> tuple[Figure, dict[str, Axes]]:
@@ -225,6 +294,19 @@ def _level(ax: Axes, height: float, implementation: str) -> None:
     }
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     ax.annotate(label, (1, height), (-3, -3 if below else 3), **place, **look)
+
+
+def _length_axis(ax: Axes, lengths: list[int]) -> None:
+    """Lengths and values in log-log."""
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.xaxis.set_major_locator(FixedLocator(lengths))
+    ax.xaxis.set_major_formatter(
+        FuncFormatter(lambda n, _: f"{n:g}" if n < 1024 else f"{n / 1024:g}K")
+    )
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("sequence length N (tokens)")
 
 
 def _density_axis(ax: Axes) -> None:

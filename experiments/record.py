@@ -219,6 +219,49 @@ def _crossovers_of(
     }
 
 
+Line = dict[int, tuple[float, int]]  # by length: milliseconds of all passes, peak bytes
+
+
+def lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], Line]:
+    """Of each implementation and family of the suite landscape, ours first.
+
+    A length at which only one of the passes was measured is left out.
+    """
+    own = sorted((r for r in rows if r.suite == "landscape"), key=_not_ours)
+    passes = len({row.direction for row in own})
+    found: dict[tuple[str, str], dict[int, list[Measurement]]] = {}
+    for row in own:
+        line = found.setdefault((row.implementation, row.family), {})
+        line.setdefault(row.seq_len, []).append(row)
+    return {
+        name: {
+            n: (sum(r.median_ms for r in of), max(r.peak_bytes for r in of))
+            for n, of in line.items()
+            if len(of) == passes
+        }
+        for name, line in found.items()
+        if any(len(of) == passes for of in line.values())
+    }
+
+
+def _not_ours(row: Measurement) -> bool:
+    return not is_ours(row.implementation)
+
+
+def crossing_length(line: Line, other: Line) -> float | None:
+    """The length from which `line` takes at most the time of `other` up to the longest that both
+    have, on straight lines in log-log between lengths; None where it is slower there.
+    """
+    ratios = {n: math.log(line[n][0] / other[n][0]) for n in sorted(line.keys() & other.keys())}
+    found = None
+    for (low, before), (high, after) in pairwise(ratios.items()):
+        if before > 0 >= after:
+            found = low * (high / low) ** (before / (before - after))
+    if not ratios or list(ratios.values())[-1] > 0:
+        return None
+    return min(ratios) if found is None else found
+
+
 def crossover(times: dict[float, float], dense_ms: float) -> float | None:
     """The largest density up to which times[density] <= dense_ms, on straight lines in log-log
     between densities.

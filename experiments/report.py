@@ -16,7 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import RESULTS, Output, Overwrite, output_folder
-from experiments.record import Measurement, Record, crossovers, is_ours, relative
+from experiments.record import (
+    Line,
+    Measurement,
+    Record,
+    crossing_length,
+    crossovers,
+    is_ours,
+    lines,
+    relative,
+)
 
 DRIFT_LIMIT = 1.15
 NOISE = 0.03  # part of a time that two runs of the same code may differ by
@@ -26,6 +35,7 @@ COLUMNS = (
     "pattern", "density", "blocks/row", "implementation", "ms", "±%", "useful", "speed-up",
     "ideal", "retention", "peak MiB"
 )  # fmt: skip
+OWN_TABLES = ("landscape", "parts")
 SUSTAINED = ("sustained\nms", "sustained\nuseful")  # columns of a record that has them
 
 
@@ -72,7 +82,8 @@ def load(path: Path) -> Record:
 
 def show(record: Record, console: Console) -> None:
     """Prints a table for every length and pass, the crossovers, and the baselines left out."""
-    for group in dict.fromkeys(r.group for r in record.rows):
+    _show_landscape(record.rows, console)
+    for group in dict.fromkeys(r.group for r in record.rows if r.suite not in OWN_TABLES):
         console.print(_table([r for r in record.rows if r.group == group], record.rows))
     if found := crossovers(record.rows):
         console.print(_crossover_table(found))
@@ -90,6 +101,72 @@ def show(record: Record, console: Console) -> None:
         console.print(
             f"[yellow]{implementation} did not run on {pattern}:[/] {reason}", highlight=False
         )
+
+
+def _show_landscape(rows: list[Measurement], console: Console) -> None:
+    """Time and memory over lengths, crossings with ours, and parts of standard attention."""
+    found = lines(rows)
+    if found:
+        passes = {row.direction: None for row in rows if row.suite == "landscape"}
+        console.print(_lengths_table(found, " and ".join(passes)))
+        console.print(_crossing_table(found))
+    for group in dict.fromkeys(r.group for r in rows if r.suite == "parts"):
+        console.print(_parts_table([r for r in rows if r.group == group]))
+
+
+def _label(implementation: str, family: str) -> str:
+    return implementation if family == "full" else f"{implementation} {family}"
+
+
+def _lengths_table(found: dict[tuple[str, str], Line], passes: str) -> Table:
+    lengths = sorted({n for line in found.values() for n in line})
+    table = plain_table(f"{passes}: ms, and below it peak MiB, at N tokens")
+    table.add_column("implementation")
+    for n in lengths:
+        table.add_column(f"{n:,}", justify="right")
+    for name, line in found.items():
+        pairs = (line.get(n) for n in lengths)
+        cells = ("" if p is None else f"{p[0]:.4g}\n{p[1] / 2**20:.4g}" for p in pairs)
+        table.add_row(_label(*name), *cells)
+    return table
+
+
+def _crossing_table(found: dict[tuple[str, str], Line]) -> Table:
+    ours = [name for name in found if is_ours(name[0])]
+    table = plain_table("Faster at the longest length of both, and from which on")
+    table.add_column("implementation")
+    table.add_column("longest", justify="right")
+    for name in ours:
+        table.add_column(_label(*name), justify="right")
+    for name, line in found.items():
+        cells = ("" if name == own else _crossing(found[own], line) for own in ours)
+        table.add_row(_label(*name), f"{max(line):,}", *cells)
+    return table
+
+
+def _crossing(ours: Line, other: Line) -> str:
+    """Who is faster at the longest length of both, and from where on."""
+    if (length := crossing_length(ours, other)) is not None:
+        return f"ours, {length:,.0f}"
+    length = crossing_length(other, ours)
+    return "" if length is None else f"other, {length:,.0f}"
+
+
+def _parts_table(rows: list[Measurement]) -> Table:
+    """Forward times of the parts of standard attention, and how many times ours is faster."""
+    first, times = rows[0], {row.implementation: row.median_ms for row in rows}
+    parts = {name: ms for name, ms in times.items() if name.startswith("standard:")}
+    times |= {"all parts": sum(parts.values())} if parts else {}
+    ours = next((ms for name, ms in times.items() if is_ours(name)), None)
+    table = plain_table(
+        f"{first.direction}, {first.family}, dropout, N = {first.seq_len:,}, "
+        f"batch {first.batch}, {first.size}"
+    )
+    for column in ("what", "ms", "over ours"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for name, ms in times.items():
+        table.add_row(name, f"{ms:.4g}", _optional(ours and ms / ours, "{:.2f}"))
+    return table
 
 
 def _show_gaps(gaps: list[dict], console: Console) -> None:

@@ -93,6 +93,7 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
     torch.manual_seed(method.seed)
     begin = time.perf_counter() - record.seconds
     record.skipped.clear()
+    failed = set()
     known = {(r.implementation, r.family, r.pattern, r.group[:-1]) for r in record.rows}
     with progress_bar(console) as progress:
         task = progress.add_task("compiling masks", total=None)
@@ -109,8 +110,14 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
         for case in planned:
             known_of_case = case.family, case.problem.label, case.group
             lacking = [c for c in case.implementations if (c, *known_of_case) not in known]
+            if method.limit_ms is not None:
+                at_length = (name for name in lacking if (case.line, name) not in failed)
+                slow = too_slow(case, record, method.limit_ms)
+                lacking = [name for name in at_length if name not in slow]
+                record.skipped += [[name, str(case), reason] for name, reason in slow.items()]
             if lacking:
                 rows, reasons = measure(case, lacking, method, log)
+                failed |= {(case.line, name) for name in reasons}
                 record.rows += rows
                 record.skipped += [[c, str(case), reason] for c, reason in reasons.items()]
                 record.seconds = time.perf_counter() - begin
@@ -122,6 +129,19 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
         record.drift = measure_drift(record, first, method)
     record.complete = True
     record.save(path)
+
+
+def too_slow(case: Case, record: Record, limit_ms: float) -> dict[str, str]:
+    """What a shorter case took too long for, each with the reason; of a case, and its kind."""
+    return {
+        row.implementation: f"{row.direction} took {row.median_ms / 1e3:.3g} s at N = "
+        f"{row.seq_len}, over the limit of {limit_ms / 1e3:g} s"
+        for row in record.rows
+        if (row.suite, row.family) == case.line
+        and row.implementation in case.implementations
+        and row.seq_len < case.seq_len
+        and row.median_ms > limit_ms
+    }
 
 
 def measure_gaps(cases: Sequence[Case], method: Method, log: Callable[[str], None]) -> list[dict]:

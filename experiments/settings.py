@@ -20,6 +20,8 @@ class Method:
         seed: of the random inputs.
         dropout_p: with which dropout zeroes probabilities.
         padding: the share of its keys that the shortest sequence of a batch lacks at its end.
+        limit_ms: an implementation that takes longer in a pass, or cannot run, is not measured on
+            longer sequences; None where that does not count.
     """
 
     device: str
@@ -31,6 +33,28 @@ class Method:
     seed: int
     dropout_p: float = field(default=0.0, kw_only=True)
     padding: float = field(default=0.0, kw_only=True)
+    limit_ms: float | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class LandscapeMethod(Method):
+    """The suite "landscape": all implementations over lengths; parts of standard attention.
+
+    Attributes:
+        growth: tokens of a sequence.
+        batch, heads, head_dim: of `growth`.
+        block_size: tokens.
+        patterns: expressions, of ours.
+        parts: (batch, heads, tokens) of each problem of parts.
+    """
+
+    growth: tuple[int, ...]
+    batch: int
+    heads: int
+    head_dim: int
+    block_size: int
+    patterns: tuple[str, ...]
+    parts: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,19 @@ DENSITY_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "dense_limit": (8192, 65536),
     "standard_limit": (4096, 16384),
 }
+LANDSCAPE_PATTERNS = ("butterfly()", "local(256)", "bigbird(3, 1, 1)")
+# name: (on a CPU, on a GPU)
+LANDSCAPE_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "growth": (tuple(2**n for n in range(7, 13)), tuple(2**n for n in range(7, 17))),
+    "batch": (1, 16),
+    "heads": (4, 8),
+    "head_dim": (64, 64),
+    "block_size": (64, 128),
+    "patterns": (LANDSCAPE_PATTERNS, LANDSCAPE_PATTERNS),
+    # GPT-2's context, and the heads of its small and its medium model.
+    "parts": (((1, 12, 1024), (1, 16, 1024)), ((64, 12, 1024), (64, 16, 1024))),
+    "limit_ms": (1000.0, 1000.0),
+}
 # The instance of a family whose blocks grow about as its length does.
 GROWING = {"butterfly": "butterfly()", "local": "local(256)"}
 QUICK: dict[str, Any] = {
@@ -106,6 +143,12 @@ def defaults(device: str) -> dict[str, Any]:
     """Every default of a type of device."""
     density = {name: of[device == "cuda"] for name, of in DENSITY_DEFAULTS.items()}
     return METHOD_DEFAULTS[device] | density
+
+
+def landscape_method(device: str, given: dict[str, Any]) -> LandscapeMethod:
+    """The settings of the suite "landscape": those given, or the defaults of a type of device."""
+    own = {name: of[device == "cuda"] for name, of in LANDSCAPE_DEFAULTS.items()}
+    return LandscapeMethod(**METHOD_DEFAULTS[device] | own | given)
 
 
 def density_method(device: str, quick: bool, given: dict[str, Any]) -> DensityMethod:

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 import masks
+from experiments.baselines import STANDARD_PARTS
 from experiments.cli import Baseline, Suite
 from experiments.measure import Case
 from experiments.pattern_families import CAUSAL, FULL, Problem, Single, Size, parse_family
 from experiments.record import is_ours
-from experiments.settings import DensityMethod, Method
+from experiments.settings import DensityMethod, LandscapeMethod, Method
 from masks import Pattern
 
 TOKENS = 32_768
@@ -43,6 +44,7 @@ SPARSE_BASELINES = {
 LONGEST_MATERIALISED = 4096
 GROWTH = (1024, 4096, 16_384, 65_536, 262_144)
 LONGEST_DENSE = 65_536
+PARTS_DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,30 @@ def length_cases(method: DensityMethod) -> Iterator[Case]:
                 yield shape.of("length", name, problem, method.block_size, implementations)
 
 
+def landscape_cases(method: LandscapeMethod, ours: tuple[str, ...]) -> Iterator[Case]:
+    """Every implementation of full masks, and ours of patterns, over lengths; and the parts of
+    standard attention beside ours.
+    """
+    device = torch.device(method.device)
+    known = (Baseline.STANDARD, Baseline.SDPA, Baseline.FLASH4, Baseline.FLEX)
+    exact = tuple(name for name in known if method.device in name.devices)
+    approximate = tuple(name for name in Baseline if name.approximate)
+    for seq_len in method.growth:
+        size = Size(seq_len, method.block_size, device)
+        shape = Shape(method.batch, method.heads, seq_len, method.head_dim)
+        names = {"full": (*ours, *exact, *approximate)} | dict.fromkeys(method.patterns, ours)
+        for name, implementations in names.items():
+            for problem in parse_family(name).choose(size, ())[0]:
+                yield shape.of("landscape", name, problem, method.block_size, implementations)
+    parts = tuple(f"{Baseline.STANDARD}:{part}" for part in STANDARD_PARTS)
+    for batch, heads, seq_len in method.parts if method.padding == 0 else ():
+        shape = Shape(batch, heads, seq_len, method.head_dim)
+        (problem,), _ = CAUSAL.choose(Size(seq_len, method.block_size, device), ())
+        names = (*ours, Baseline.STANDARD, *parts)
+        case = shape.of("parts", "causal", problem, method.block_size, names)
+        yield replace(case, dropout_p=PARTS_DROPOUT, backward=False)
+
+
 SUITES: dict[Suite, Callable[[tuple[str, ...]], Iterator[Case]]] = {
     Suite.DENSE: dense,
     Suite.SPARSE: sparse,
@@ -225,7 +251,8 @@ def planned(
 
     Args:
         suite: its name.
-        method: how it is measured; a `DensityMethod` of the suite "speedup".
+        method: how it is measured; a `DensityMethod` of the suite "speedup", a
+            `LandscapeMethod` of "landscape".
         ours: names of our implementations.
         baselines: names of others; None for those of the suite.
         log: called with what has to be left out.
@@ -234,7 +261,9 @@ def planned(
         yield from density_cases(method, log)
         yield from length_cases(method)
         return
-    for case in SUITES[suite](ours):
+    landscape = isinstance(method, LandscapeMethod)
+    for case in landscape_cases(method, ours) if landscape else SUITES[suite](ours):
         names = case.implementations
-        chosen = (n for n in names if is_ours(n) or baselines is None or n in baselines)
-        yield replace(case, implementations=tuple(chosen))
+        known = (n for n in names if baselines is None or n.partition(":")[0] in baselines)
+        chosen = (*filter(is_ours, names), *(n for n in known if not is_ours(n)))
+        yield replace(case, implementations=chosen)

@@ -1,0 +1,190 @@
+"""The suite landscape: limits, crossings, approximations without projections, parts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn.functional import scaled_dot_product_attention
+from typer.testing import CliRunner
+
+import masks
+from experiments import runner, settings
+from experiments.baselines import STANDARD_PARTS, BaselineError, attend_baseline, attend_standard
+from experiments.bench import app
+from experiments.check import Extras
+from experiments.cli import Baseline
+from experiments.measure import Case, check_finite, measure, part_of_standard
+from experiments.packaged import without_projections
+from experiments.pattern_families import Problem
+from experiments.record import Measurement, Record, crossing_length, lines
+from experiments.settings import Method
+from tests.helpers.records import FULL
+
+METHOD = Method("cpu", "fp32", ("forward", "backward"), "cpu", "rested", 1.0, 0, limit_ms=100.0)
+MODULES = {
+    "nystromformer": "nystrom_attention",
+    "performer": "performer_pytorch",
+    "linformer": "linformer",
+    "reformer": "transformers",
+}
+PEERS = [Baseline(name) for name in MODULES]
+
+
+def row(implementation: str, seq_len: int, direction: str, ms: float, **more: Any) -> Measurement:
+    facts = {"suite": "landscape", "family": "full"} | more
+    return replace(
+        FULL,
+        implementation=implementation,
+        seq_len=seq_len,
+        direction=direction,
+        median_ms=ms,
+        peak_bytes=seq_len,
+        **facts,
+    )
+
+
+def full_case(seq_len: int, *names: str, family: str = "full") -> Case:
+    mask = masks.full()(seq_len, block_size=32)
+    problem = Problem(family, mask, "full" if family == "full" else None)
+    return Case("landscape", family, problem, 1, 2, seq_len, 16, 32, names)
+
+
+@pytest.fixture
+def inputs():
+    return [torch.randn(2, 2, 128, 16, requires_grad=True) for _ in range(3)]
+
+
+def test_the_suite_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setitem(settings.LANDSCAPE_DEFAULTS, "parts", (((1, 2, 64),), ()))
+    arguments = "landscape --device cpu --growth 64,128 --heads 2 --head-dim 16 --budget-ms 1"
+    call = [*arguments.split(), "--patterns", "local(16)", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0, result.output
+    record = Record.load(tmp_path / "bench-landscape-cpu.json")
+    found = lines(record.rows)
+    measured = {"standard", "sdpa", "linear", "smyrf"}
+    ours = ("sparseflash", "full"), ("sparseflash", "local(16)")
+    assert {*ours, *((name, "full") for name in measured)} <= found.keys()
+    assert tuple(found)[:2] == ours
+    assert all(line.keys() == {64, 128} for line in found.values())
+    left_out = {implementation for implementation, *_ in record.skipped}
+    assert {name for name, _ in found} | left_out >= {b.value for b in Baseline if b.approximate}
+    parts = [r.implementation for r in record.rows if r.suite == "parts"]
+    assert parts == ["sparseflash", "standard", *(f"standard:{part}" for part in STANDARD_PARTS)]
+    pictures = {path.suffix for path in tmp_path.glob("*-landscape.*")}
+    assert pictures == {path.suffix for path in tmp_path.glob("*-parts.*")} == {".png", ".svg"}
+    assert "peak MiB, at N tokens" in result.output
+    assert "all parts" in result.output
+    again = CliRunner().invoke(app, [*call, "--resume"])
+    assert again.exit_code == 0, again.output
+    assert Record.load(tmp_path / "bench-landscape-cpu.json").rows == record.rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["landscape", "--densities", "1/2"], "--densities: options of the suite speedup, not of"),
+        (["speedup", "--baselines", "smyrf"], "--baselines smyrf: of the suite landscape alone"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments, message):
+    result = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_each_ends_where_it_fails_or_takes_too_long(tmp_path, monkeypatch):
+    asked = []
+
+    def fake(case, names, method, log=print):
+        asked.append((case.seq_len, *names))
+        kept = [name for name in names if name != "standard"]
+        ms = {"sdpa": 101.0}
+        rows = [row(n, case.seq_len, d, ms.get(n, 1.0)) for n in kept for d in method.directions]
+        failed = {"standard": "out of memory"} if "standard" in names else {}
+        return rows, failed
+
+    monkeypatch.setattr(runner, "measure", fake)
+    names = ("sparseflash", "standard", "sdpa")
+    cases = [full_case(n, *names) for n in (32, 64, 128)]
+    record = Record({"device": "cpu"}, {})
+    runner.run(lambda log: iter(cases), METHOD, record, tmp_path / "r.json", Console(quiet=True))
+    assert asked[1:-1] == [(32, *names), (64, "sparseflash"), (128, "sparseflash")]
+    reasons = [(name, where, "limit of 0.1 s" in why) for name, where, why in record.skipped]
+    assert reasons[:2] == [("standard", "full at N = 32", False), ("sdpa", "full at N = 64", True)]
+    asked.clear()
+    record = Record({"device": "cpu"}, {})
+    method = replace(METHOD, limit_ms=None)
+    runner.run(lambda log: iter(cases), method, record, tmp_path / "r.json", Console(quiet=True))
+    assert asked[1:-1] == [(n, *names) for n in (32, 64, 128)]
+
+
+def test_crossings_lie_between_lengths():
+    other = dict.fromkeys((128, 256, 512), (8.0, 0))
+    line = {128: (32.0, 0), 256: (16.0, 0), 512: (4.0, 0), 1024: (1.0, 0)}
+    assert crossing_length(line, other) == pytest.approx(256 * 2**0.5)
+    assert crossing_length(other, line) is None
+    assert crossing_length(other, other) == 128
+    assert crossing_length(line, {2048: (1.0, 0)}) is None
+
+
+def test_times_of_both_passes_are_added_and_half_measured_lengths_left_out():
+    rows = [row("flex", 64, "forward", 1.0), row("flex", 64, "backward", 2.0)]
+    rows += [row("flex", 128, "forward", 1.0), row("flex", 64, "forward", 9.0, suite="lra")]
+    assert lines(rows) == {("flex", "full"): {64: (3.0, 64)}}
+
+
+def test_parts_of_standard_attention_give_its_result(inputs):
+    case = replace(full_case(128, "standard"), problem=Problem("", masks.causal()(128), "causal"))
+    expected = scaled_dot_product_attention(*inputs, is_causal=True)
+    last = part_of_standard(STANDARD_PARTS[-1], case, 0.0, inputs)()()
+    torch.testing.assert_close(last, expected)
+    torch.testing.assert_close(attend_standard(True)(*inputs), expected)
+    weights = part_of_standard("softmax", case, 0.0, inputs)()()
+    torch.testing.assert_close(weights @ inputs[2], expected)
+    assert isinstance(last, torch.Tensor)
+    assert not last.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp")
+@pytest.mark.parametrize("name", PEERS)
+def test_layers_without_projections_are_linear_in_the_values(name, inputs):
+    pytest.importorskip(MODULES[name], reason="an optional extra, lra-peers")
+    query, key, value = inputs
+    attend = without_projections(name, query, 0.0)
+    outs = []
+    for factor in (1, 2):
+        torch.manual_seed(0)  # of Reformer's hashes
+        outs.append(attend(query, key, factor * value, None))
+    assert outs[0].shape == query.shape
+    torch.testing.assert_close(2 * outs[0], outs[1], rtol=1e-3, atol=1e-4)
+    check_finite(lambda *t: attend(*t, None), inputs, torch.randn_like(query))
+
+
+def test_smyrf_of_one_cluster_is_attention_without_the_padding():
+    inputs = [torch.randn(2, 2, 32, 16) for _ in range(3)]
+    problem = Problem("", masks.full()(32), "full")
+    attend = attend_baseline(Baseline.SMYRF, problem, Extras(0.0, torch.tensor([32, 20])))
+    keys = torch.arange(32) < torch.tensor([32, 20])[:, None, None, None]
+    torch.testing.assert_close(attend(*inputs), scaled_dot_product_attention(*inputs, keys))
+
+
+@pytest.mark.parametrize("name", ["standard", "sdpa"])
+def test_dense_baselines_leave_padded_keys_out(name, inputs):
+    problem = Problem("", masks.full()(128), "full")
+    lengths = torch.tensor([128, 50])
+    out = attend_baseline(Baseline(name), problem, Extras(0.0, lengths))(*inputs)
+    keys = torch.arange(128) < lengths[:, None, None, None]
+    torch.testing.assert_close(out, scaled_dot_product_attention(*inputs, keys))
+
+
+def test_an_approximation_that_is_not_finite_is_left_out_with_its_reason(monkeypatch):
+    monkeypatch.setattr("experiments.baselines.linear", lambda q, k, v, *rest: (q + k + v) / 0)
+    rows, reasons = measure(full_case(64, "linear"), ["linear"], METHOD)
+    assert rows == []
+    assert reasons == {"linear": "out is not finite"}
+    with pytest.raises(BaselineError, match="smyrf is measured on full masks only"):
+        attend_baseline(Baseline.SMYRF, Problem("", masks.causal()(64), "causal"))
