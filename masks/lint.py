@@ -73,6 +73,8 @@ def lint(
         TypeError: An argument has another type.
         ValueError: `ignore` names no rule, or lengths of masks differ.
     """
+    if within is not None and not isinstance(within, Pattern):
+        raise TypeError(f"within must be a Pattern or None, got {within!r}")
     if unknown := set(ignore) - RULES.keys():
         raise ValueError(f"ignore must be of {[*RULES]}, got {sorted(unknown)}")
     single = isinstance(masks, BlockMask)

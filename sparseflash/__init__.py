@@ -49,6 +49,7 @@ _ON_DEMAND = {
     "diffusers": ("sparseflash.integrations.diffusers", None),
     "distributed": ("sparseflash.distributed", None),
     "huggingface": ("sparseflash.integrations.huggingface", None),
+    "io_model": ("sparseflash.io_model", None),
     "lab": ("sparseflash.lab", None),
     "reference": ("sparseflash.reference", None),
     "sparsify": ("sparseflash.integrations.huggingface", "sparsify"),

@@ -14,7 +14,7 @@ from sparseflash.testing.selfcheck import selfcheck
 # Each needs about a gigabyte, on a GPU as well.
 PROCESSES = max(1, min(16, (os.cpu_count() or 1) - 2))
 
-app = typer.Typer(help="Exact block-sparse attention.", no_args_is_help=True)
+app = typer.Typer(help="Exact block-sparse attention.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()

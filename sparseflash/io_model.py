@@ -381,7 +381,7 @@ def attention(
         A Cost with one kernel forward and two backward.
 
     Raises:
-        TypeError: The mask is no BlockMask.
+        TypeError: The mask is no BlockMask, or the dtype none of torch.
         ValueError: The direction, the backend or the device is unknown, or has no kernel for it; a
             size is not positive; heads do not go together; there are as few queries as in a step
             of decoding.
@@ -391,6 +391,8 @@ def attention(
         2023, FlashAttention-2.
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     _check(direction, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads)
     if not isinstance(mask, BlockMask):
         raise TypeError(

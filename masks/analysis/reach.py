@@ -247,7 +247,7 @@ def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> lis
     """The mask of each layer."""
     given = listed(masks)
     if layers is None:
-        layers = MAX_LAYERS if isinstance(masks, BlockMask) else len(given)
+        layers = MAX_LAYERS if isinstance(masks, BlockMask) else max(1, len(given))
     layers = check_integer("layers", layers, least=1)
     return [given[layer % len(given)] for layer in range(layers)] if given else []
 

@@ -55,9 +55,12 @@ def register(
         backend: As in sparseflash.attention.
 
     Raises:
+        TypeError: `name` is no string.
         ValueError: `name` contains "flash". Calls raise it for a position bias, which is not a
             function of the distance alone there.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {name!r}")
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", got {name!r}')
     patterns = None
@@ -100,6 +103,8 @@ def sparsify(
         TypeError, ValueError: The patterns do not fit the layers and heads of the model, or none
             is given and none recorded. Nothing is changed.
     """
+    if not hasattr(model, "set_attn_implementation"):
+        raise TypeError(f"model must be one of transformers, got {type(model).__name__}")
     config = model.config.get_text_config()
     if pattern is None:
         patterns = _recorded(config)

@@ -179,13 +179,13 @@ def flash_forward(
         Slow memory with O, l (row sums) and m (row maxima).
 
     Raises:
-        ValueError: The mask is of another length, or a BlockMask has other blocks or several
-            heads.
+        ValueError: Shapes do not fit, the mask is of another length, or a BlockMask has other
+            blocks or several heads.
 
     Reference:
         Algorithms 1, 2 and 5.
     """
-    pairs, blocks = _checked_mask(mask, (len(query), len(key)), tiles)
+    pairs, blocks = _checked_mask(mask, query, key, value, tiles)
     memory = SlowMemory(Q=query, K=key, V=value)
     memory.write("O", torch.zeros_like(memory["Q"]))
     memory.write("l", torch.zeros(len(query), dtype=torch.float64))
@@ -242,7 +242,7 @@ def flash_forward_by_query(
     Reference:
         Dao, "FlashAttention-2", 2023, Algorithm 1.
     """
-    pairs, blocks = _checked_mask(mask, (len(query), len(key)), tiles)
+    pairs, blocks = _checked_mask(mask, query, key, value, tiles)
     empty = torch.empty(len(query), dtype=torch.float64)
     memory = SlowMemory(Q=query, K=key, V=value, O=torch.empty_like(query), LSE=empty)
     for i, rows in _tiles(len(query), tiles[0]):
@@ -300,7 +300,7 @@ def flash_backward(
     Reference:
         Algorithm 4; with a BlockMask, its block-sparse form.
     """
-    pairs, blocks = _checked_mask(mask, (len(query), len(key)), tiles)
+    pairs, blocks = _checked_mask(mask, query, key, value, tiles)
     saved = {name: forward[name] for name in ("O", "l", "m")}
     memory = SlowMemory(Q=query, K=key, V=value, dO=grad_out, **saved)
     for name in "QKV":
@@ -356,9 +356,15 @@ def _kept(rows: slice, columns: slice, dropout_p: float, seed: int) -> Tensor:
 
 
 def _checked_mask(
-    mask: Tensor | BlockMask | None, lengths: tuple[int, int], tiles: Tiles
+    mask: Tensor | BlockMask | None, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """bool (q_len, k_len), and bool (T_r, T_c): the pairs, and the tiles that are not skipped."""
+    if query.dim() != 2 or key.shape != value.shape or query.shape[1:] != key.shape[1:]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(
+            f"query must be (q_len, head_dim), key and value (k_len, head_dim), got {shapes}"
+        )
+    lengths = (len(query), len(key))
     blocks = torch.ones([-(-n // side) for n, side in zip(lengths, tiles, strict=True)]).bool()
     if mask is None:
         return torch.ones(lengths, dtype=torch.bool), blocks

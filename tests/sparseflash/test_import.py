@@ -29,7 +29,7 @@ def test_what_takes_long_to_import_is_imported_when_it_is_used():
 
 
 def test_what_is_imported_on_demand_is_found():
-    names = (*sparseflash.__all__, "reference", "testing")
+    names = (*sparseflash.__all__, "io_model", "reference", "testing")
     assert {*names, "huggingface"} <= set(dir(sparseflash))
     assert all(hasattr(sparseflash, name) for name in names)
     with pytest.raises(AttributeError, match="no attribute 'atention'"):

@@ -125,6 +125,8 @@ def test_bad_input_is_named():
         attention(mask, D, backend="cpu")
     with pytest.raises(TypeError, match="compiled for a length, got Pattern"):
         attention(masks.full(), D)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"torch\.dtype, got 'half'"):
+        attention(mask, D, dtype="half")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no forward kernel for head_dim 512 in tiles of 128"):
         attention(mask, 512, backend="hopper")
     with pytest.raises(ValueError, match="heads must be at least 1"):

@@ -142,7 +142,7 @@ def test_anything_but_block_masks_is_refused(function, wrong):
     [
         (lambda mask: receptive_field(mask, 0), "layers"),
         (lambda mask: receptive_field(mask, samples=1), "samples"),
-        (lambda mask: receptive_field([]), "at least 1"),
+        (lambda mask: receptive_field([]), "masks must be one for each layer, at least 1"),
         (lambda mask: hops(mask, [64]), "tokens"),
         (lambda mask: hops(mask, []), "tokens"),
         (lambda mask: pixel_reach(mask, (8, 9)), "64 pixels"),

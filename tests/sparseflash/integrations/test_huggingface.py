@@ -369,6 +369,13 @@ def test_patterns_that_do_not_fit_a_model_change_nothing(pattern, options, messa
     assert getattr(model.config, "sparse_pattern", None) is None
 
 
+def test_what_is_no_model_and_no_name_is_refused():
+    with pytest.raises(TypeError, match="model must be one of transformers, got Linear"):
+        sparseflash.sparsify(torch.nn.Linear(2, 2), LOCAL)
+    with pytest.raises(TypeError, match="name must be a string, got 3"):
+        huggingface.register(LOCAL, name=3)
+
+
 def test_a_module_that_does_not_say_its_layer_is_refused():
     attend = partial(huggingface._attend, (LOCAL, WIDE), "auto", torch.nn.Module())
     with pytest.raises(ValueError, match="Module must have a layer_idx below 2"):
