@@ -18,7 +18,7 @@ from experiments.cli import INTERRUPTED
 from experiments.environment import environment
 from experiments.measure import DTYPES, Case, measure, random_problem
 from experiments.plots import draw
-from experiments.record import Record
+from experiments.record import Measurement, Record
 from experiments.report import load, show, wide_console
 from experiments.roofline import measure_roofline
 from experiments.settings import Method
@@ -93,7 +93,7 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
     torch.manual_seed(method.seed)
     begin = time.perf_counter() - record.seconds
     record.skipped.clear()
-    failed = set()
+    ended = set()
     known = {(r.implementation, r.family, r.pattern, r.group[:-1]) for r in record.rows}
     with progress_bar(console) as progress:
         task = progress.add_task("compiling masks", total=None)
@@ -110,14 +110,16 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
         for case in planned:
             known_of_case = case.family, case.problem.label, case.group
             lacking = [c for c in case.implementations if (c, *known_of_case) not in known]
+            alone = method.limit_ms is not None
             if method.limit_ms is not None:
-                at_length = (name for name in lacking if (case.line, name) not in failed)
                 slow = too_slow(case, record, method.limit_ms)
-                lacking = [name for name in at_length if name not in slow]
-                record.skipped += [[name, str(case), reason] for name, reason in slow.items()]
-            if lacking:
-                rows, reasons = measure(case, lacking, method, log)
-                failed |= {(case.line, name) for name in reasons}
+                new = {n: slow[n] for n in lacking if n in slow and (case.line, n) not in ended}
+                record.skipped += [[name, str(case), reason] for name, reason in new.items()]
+                ended |= {(case.line, name) for name in slow}
+                lacking = [name for name in lacking if (case.line, name) not in ended]
+            for names in ([name] for name in lacking) if alone else [lacking] * bool(lacking):
+                rows, reasons = measure_within_memory(case, names, method, log)
+                ended |= {(case.line, name) for name in reasons}
                 record.rows += rows
                 record.skipped += [[c, str(case), reason] for c, reason in reasons.items()]
                 record.seconds = time.perf_counter() - begin
@@ -131,8 +133,20 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
     record.save(path)
 
 
+def measure_within_memory(
+    case: Case, names: Sequence[str], method: Method, log: Callable[[str], None]
+) -> tuple[list[Measurement], dict[str, str]]:
+    """`measure`; where implementations end by themselves, ours end too where memory does."""
+    try:
+        return measure(case, names, method, log)
+    except torch.OutOfMemoryError as error:
+        if method.limit_ms is None:
+            raise
+        return [], dict.fromkeys(names, str(error).splitlines()[0])
+
+
 def too_slow(case: Case, record: Record, limit_ms: float) -> dict[str, str]:
-    """What a shorter case took too long for, each with the reason; of a case, and its kind."""
+    """Implementations that took longer than the limit on a shorter case, with the reason."""
     return {
         row.implementation: f"{row.direction} took {row.median_ms / 1e3:.3g} s at N = "
         f"{row.seq_len}, over the limit of {limit_ms / 1e3:g} s"

@@ -111,14 +111,26 @@ def test_each_ends_where_it_fails_or_takes_too_long(tmp_path, monkeypatch):
     cases = [full_case(n, *names) for n in (32, 64, 128)]
     record = Record({"device": "cpu"}, {})
     runner.run(lambda log: iter(cases), METHOD, record, tmp_path / "r.json", Console(quiet=True))
-    assert asked[1:-1] == [(32, *names), (64, "sparseflash"), (128, "sparseflash")]
+    alone = [(32, name) for name in names]
+    assert asked[1:-1] == [*alone, (64, "sparseflash"), (128, "sparseflash")]
     reasons = [(name, where, "limit of 0.1 s" in why) for name, where, why in record.skipped]
-    assert reasons[:2] == [("standard", "full at N = 32", False), ("sdpa", "full at N = 64", True)]
+    assert reasons == [("standard", "full at N = 32", False), ("sdpa", "full at N = 64", True)]
     asked.clear()
     record = Record({"device": "cpu"}, {})
     method = replace(METHOD, limit_ms=None)
     runner.run(lambda log: iter(cases), method, record, tmp_path / "r.json", Console(quiet=True))
     assert asked[1:-1] == [(n, *names) for n in (32, 64, 128)]
+
+
+def test_ours_ends_where_memory_does(monkeypatch):
+    def fake(*arguments):
+        raise torch.OutOfMemoryError("out of memory\nand more")
+
+    monkeypatch.setattr(runner, "measure", fake)
+    call = full_case(32, "sparseflash"), ["sparseflash"], METHOD, print
+    assert runner.measure_within_memory(*call) == ([], {"sparseflash": "out of memory"})
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.measure_within_memory(*call[:2], replace(METHOD, limit_ms=None), print)
 
 
 def test_crossings_lie_between_lengths():
