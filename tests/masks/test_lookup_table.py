@@ -47,16 +47,17 @@ def test_parts_make_the_same_mask_and_table(name, seq_len, monkeypatch):
     pattern = (PATTERNS | scattered)[name]
     whole = pattern(seq_len, 16)
     table = whole.table()
-    modules = [m for m in sys.modules.values() if hasattr(m, "PART") and m.__name__[:5] == "masks"]
+    ours = [module for name, module in sys.modules.items() if name.startswith("masks.")]
+    modules = [module for module in ours if hasattr(module, "PART")]
     assert len(modules) > 3
     for module in modules:
         monkeypatch.setattr(module, "PART", 5)
     parts = pattern(seq_len, 16)
     assert parts == whole
     for rows in ("by_query", "by_key"):
-        ours, expected = getattr(parts.table(), rows), getattr(table, rows)
-        for field in fields(ours):
-            a, b = getattr(ours, field.name), getattr(expected, field.name)
+        found, expected = getattr(parts.table(), rows), getattr(table, rows)
+        for field in fields(found):
+            a, b = getattr(found, field.name), getattr(expected, field.name)
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, field.name
 
 
