@@ -5,6 +5,7 @@
     python -m experiments.language_model train 25m-16k --output runs/sparse \\
         --attention "local(512); butterfly() | global_tokens(128)"
     python -m experiments.language_model sample runs/sparse --prompt "It was"
+    python -m experiments.language_model record contexts runs/dense runs/sparse
 """
 
 import sys
@@ -13,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from experiments.cli import RESULTS, Output, Overwrite, output_folder
 from experiments.language_model.presets import PRESETS
 
 HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
@@ -127,6 +129,29 @@ def sample(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     print()
+
+
+@app.command()
+def record(
+    name: Annotated[str, typer.Argument(help="of the record")],
+    runs: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="folders")],
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+) -> None:
+    """Gathers runs into a record with a picture; the first is what the others are compared to."""
+    import json
+
+    from rich.console import Console
+
+    from experiments.language_model.results import gather, table_of
+
+    try:
+        paths = gather(name, runs, output_folder(output, overwrite))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    console.print(table_of(json.loads(paths[0].read_text())))
+    print(f"wrote {paths[0]} and {paths[1]}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""Trained runs gathered into one record, its picture and its table."""
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter
+from rich.table import Table
+
+from experiments.files import write_json
+from experiments.language_model.training import RESULT
+from experiments.plots import COLOURS, MARKERS
+
+
+def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
+    """Writes language-model-NAME-DEVICE.json and a picture of it.
+
+    Args:
+        name: Of the record.
+        folders: Of the runs, whose names label them.
+        output: Folder of both files.
+
+    Returns:
+        Their paths.
+
+    Raises:
+        ValueError: A folder holds no result, two have one name, or data or device are not one.
+    """
+    record = record_of(name, folders)
+    machine = re.sub(r"\W+", "-", record["device"].lower())
+    path = output / f"language-model-{name}-{machine}.json"
+    write_json(path, record)
+    return path, draw(path)
+
+
+def record_of(name: str, folders: list[Path]) -> dict:
+    """What is written; see `gather`."""
+    runs = {}
+    for folder in folders:
+        path = folder / RESULT
+        if not path.exists():
+            raise ValueError(f"{folder} holds no {RESULT}: no run of it came to an end")
+        if folder.name in runs:
+            raise ValueError(f"runs of a record must have names of their own, got {folder.name!r}")
+        runs[folder.name] = json.loads(path.read_text())
+    for what, found in {
+        "data": {str(run["data"]) for run in runs.values()},
+        "device": {run["environment"]["device"] for run in runs.values()},
+    }.items():
+        if len(found) > 1:
+            raise ValueError(f"runs of a record must have one {what}, got {sorted(found)}")
+    first = next(iter(runs.values()))
+    device, data = first["environment"]["device"], first["data"]
+    return {"name": name, "device": device, "data": data, "runs": runs}
+
+
+def draw(record: Path) -> Path:
+    """Draws bits per byte against bytes that were read, and against the position of a byte in
+    its sequence at the end of each run; returns the path of the picture."""
+    facts = json.loads(record.read_text())
+    figure, (curve, position) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    for number, (label, run) in enumerate(facts["runs"].items()):
+        place = number % len(COLOURS)
+        look = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 3}
+        read = [point["step"] * run["step_bytes"] for point in run["curve"]]
+        bits = [point["bits_per_byte"] for point in run["curve"]]
+        told = f"{label}: {run['bits_per_byte']:.4f}, {run['bytes_per_second']:,.0f} bytes/s"
+        curve.plot(read, bits, label=told, **look)
+        position.plot(run["positions"][1:], run["curve"][-1]["by_position"], **look)
+    curve.set(xlabel="bytes read in training", ylabel="validation bits per byte")
+    curve.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1e6:g}M"))
+    position.set_xscale("log", base=2)
+    position.set(xlabel="position in the sequence, up to", ylabel="validation bits per byte")
+    # The first bytes of a sequence are hard for all; what the context is worth comes later.
+    late = [
+        bits
+        for run in facts["runs"].values()
+        for end, bits in zip(run["positions"][1:], run["curve"][-1]["by_position"], strict=True)
+        if end >= 16
+    ]
+    if late:
+        position.set_ylim(0.98 * min(late), 1.02 * max(late))
+    for ax in (curve, position):
+        ax.grid(color="#DDDDDD", linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{facts['name']}, {facts['device']}", fontsize=10)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
+    path = record.with_suffix(".png")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def table_of(record: dict) -> Table:
+    """The runs, and how they compare with the first."""
+    columns = ("run", "parameters", "context", "steps", "bits per byte", "of the first")
+    table = Table(*columns, "bytes/s", "of the first", title=record["name"])
+    first = next(iter(record["runs"].values()))
+    for label, run in record["runs"].items():
+        loss, speed = (run[name] for name in ("bits_per_byte", "bytes_per_second"))
+        table.add_row(
+            label,
+            f"{run['parameters']:,}",
+            f"{run['model']['context']:,}",
+            f"{run['trained']:,} of {run['steps']:,}",
+            f"{loss:.4f}",
+            f"{100 * (loss / first['bits_per_byte'] - 1):+.2f} %",
+            f"{speed:,.0f}",
+            f"{speed / first['bytes_per_second']:.2f}" if first["bytes_per_second"] else "",
+        )
+    return table

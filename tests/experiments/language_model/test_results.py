@@ -1,0 +1,50 @@
+import json
+
+import pytest
+
+from experiments.files import write_json
+from experiments.language_model.results import gather, table_of
+
+
+def write_run(folder, bits=2.0, speed=1e6, data="a", context=1024):
+    run = {
+        "model": {"context": context},
+        "steps": 20,
+        "trained": 20,
+        "step_bytes": 4096,
+        "parameters": 1000,
+        "data": {"train": data},
+        "bits_per_byte": bits,
+        "bytes_per_second": speed,
+        "positions": [0, 1, 32, context],
+        "curve": [
+            {"step": 10, "bits_per_byte": 3.0, "by_position": [5.0, 3.0, 2.9]},
+            {"step": 20, "bits_per_byte": bits, "by_position": [5.0, 2.5, bits]},
+        ],
+        "environment": {"device": "NVIDIA H200"},
+    }
+    write_json(folder / "result.json", run)
+    return folder
+
+
+def test_a_record_holds_its_runs_and_a_picture(tmp_path):
+    runs = [write_run(tmp_path / "dense"), write_run(tmp_path / "sparse", 2.02, 3e6)]
+    path, picture = gather("pays", runs, tmp_path / "results")
+    assert path.name == "language-model-pays-nvidia-h200.json"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    record = json.loads(path.read_text())
+    assert list(record["runs"]) == ["dense", "sparse"]
+    table = table_of(record)
+    assert list(table.columns[5].cells) == ["+0.00 %", "+1.00 %"]
+    assert list(table.columns[7].cells) == ["1.00", "3.00"]
+
+
+def test_runs_that_do_not_compare(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", data="b")
+    with pytest.raises(ValueError, match="must have one data"):
+        gather("x", [one, other], tmp_path)
+    with pytest.raises(ValueError, match="names of their own, got 'one'"):
+        gather("x", [one, one], tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty holds no result\.json"):
+        gather("x", [tmp_path / "empty"], tmp_path)
