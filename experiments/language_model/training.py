@@ -12,6 +12,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.optim import AdamW
@@ -21,7 +22,7 @@ from experiments.environment import environment
 from experiments.files import write_json
 from experiments.language_model.books import BOUNDARY, Books
 from experiments.language_model.model import LanguageModel, ModelConfig
-from experiments.lra.callbacks import Deadline, Interruption, Last, StepBar
+from experiments.lra.callbacks import Deadline, Interruption, StepBar, save_last
 from experiments.lra.curriculum import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
 from experiments.lra.pieces import export, restore
@@ -187,7 +188,7 @@ class BookData(L.LightningDataModule):
 
 
 class Curve(Callback):
-    """Keeps a point of every validation, and the seconds of the training between them."""
+    """Keeps a point of every validation, each in a checkpoint, and the seconds of training."""
 
     def __init__(self):
         self.points: list[dict] = []
@@ -211,11 +212,12 @@ class Curve(Callback):
         assert isinstance(pl_module, Learner)
         bits = float(trainer.callback_metrics["validation/bits_per_byte"])
         step = trainer.global_step
-        if not self.points or self.points[-1]["step"] != step:
-            by_position = pl_module.by_position
-            self.points.append({"step": step, "bits_per_byte": bits, "by_position": by_position})
-        if trainer.training and step >= self._first:
-            self._start()
+        point = {"step": step, "bits_per_byte": bits, "by_position": pl_module.by_position}
+        self.points.append(point)
+        if trainer.state.fn == TrainerFn.FITTING:
+            if step >= self._first:
+                self._start()
+            save_last(trainer)  # with this point: a run that goes on validates at its next one
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
@@ -300,7 +302,7 @@ def train(
         enable_progress_bar=progress,
         enable_model_summary=False,
         default_root_dir=output,
-        callbacks=[*bar, curve, Last(every), Deadline(end), Interruption()],
+        callbacks=[*bar, curve, Deadline(end), Interruption()],
     )
     try:
         resumed = str(last) if last.exists() else None
@@ -308,7 +310,8 @@ def train(
     finally:
         if export_to is not None and last.exists():
             export({str(CHECKPOINT): last.read_bytes()}, export_to)
-    trainer.validate(learner, datamodule=data, verbose=False)
+    if not curve.points or curve.points[-1]["step"] != trainer.global_step:
+        trainer.validate(learner, datamodule=data, verbose=False)
     result = settings.facts() | {
         "parameters": sum(p.numel() for p in learner.parameters()),
         "trained": trainer.global_step,

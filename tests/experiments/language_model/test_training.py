@@ -69,21 +69,23 @@ def test_a_run_learns_and_says_what_it_did(tmp_path):
     by_position = result["curve"][-1]["by_position"]
     assert by_position[0] > 3  # nothing comes before it: log2(26) = 4.7 at best
     assert by_position[-1] < 0.5
-    assert result["bytes_per_second"] > 0
+    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)["callbacks"]["Curve"]
+    assert (state["steps"], result["bytes_per_second"] > 0) == (60 - training.UNTIMED, True)
     assert result["ended"]
 
 
-@pytest.mark.parametrize("pieces", [False, True])
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path, monkeypatch, pieces):
+@pytest.mark.parametrize(("stop", "pieces"), [(6, False), (4, False), (6, True)])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path, monkeypatch, stop, pieces):
     whole, parts, other = tmp_path / "whole", tmp_path / "parts", tmp_path / "other"
     expected = run(whole, settings_of())
-    monkeypatch.setattr(training.Deadline, "__init__", stops_at(6))
+    monkeypatch.setattr(training.Deadline, "__init__", stops_at(stop))
     first = run(parts, settings_of(), export_to=tmp_path / "pieces")
     monkeypatch.undo()
-    assert (first["trained"], first["ended"]) == (6, False)
+    assert (first["trained"], first["ended"]) == (stop, False)
     folder, options = (other, {"resume": tmp_path / "pieces"}) if pieces else (parts, {})
     result = run(folder, settings_of(), **options)
-    assert result["curve"] == expected["curve"]
+    # A run is also validated where its time ends.
+    assert [point for point in result["curve"] if point["step"] != 6] == expected["curve"]
     wanted = weights_of(whole)
     assert all(torch.equal(w, wanted[name]) for name, w in weights_of(folder).items())
 
@@ -95,6 +97,22 @@ def stops_at(step):
         self.at, self.every = 0.0, step
 
     return init
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    expected = run(tmp_path / "whole", settings_of())
+    step = Learner.training_step
+
+    def killed(self, batch, batch_idx):
+        if self.trainer.global_step == 5:
+            raise SystemExit
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Learner, "training_step", killed)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "parts", settings_of())
+    monkeypatch.undo()
+    assert run(tmp_path / "parts", settings_of())["curve"] == expected["curve"]
 
 
 def test_time_ends_a_run(tmp_path):
