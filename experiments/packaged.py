@@ -110,7 +110,8 @@ class Third(nn.Module):
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.chunk(3, -1)[self.index]
+        dim = x.shape[-1] // 3
+        return x.narrow(-1, self.index * dim, dim)  # Performer writes into it, unlike into a chunk
 
 
 # What stands in for the projections of the packages, by the names that they have there; Reformer's
@@ -137,10 +138,10 @@ def without_projections(
         A function (query, key, value, inside) -> out; inside is bool (batch, seq_len) or None. The
         tensors (batch, heads, seq_len, head_dim) are copied into the layout of the packages.
     """
-    if name == "smyrf":
-        return clustered_attention
     heads, seq_len, head_dim = query.shape[1:]
     layer = PACKAGED[name](heads * head_dim, heads, seq_len)
+    if isinstance(layer, Smyrf):
+        return clustered_attention
     for parent in tuple(layer.modules()):
         for child in STAND_INS.keys() & dict(parent.named_children()).keys():
             setattr(parent, child, STAND_INS[child])

@@ -174,6 +174,20 @@ def test_layers_without_projections_are_linear_in_the_values(name, inputs):
     assert outs[0].shape == query.shape
     torch.testing.assert_close(2 * outs[0], outs[1], rtol=1e-3, atol=1e-4)
     check_finite(lambda *t: attend(*t, None), inputs, torch.randn_like(query))
+    inside = torch.arange(128) < torch.tensor([128, 70])[:, None]
+    outs = []
+    for masked in (0.0, 9.0):
+        torch.manual_seed(0)
+        filled = torch.where(inside[:, None, :, None], value, masked)
+        outs.append(attend(query, key, filled, inside)[1, :, :70])
+    torch.testing.assert_close(*outs)
+    check_finite(lambda *t: attend(*t, inside), inputs, torch.randn_like(query))
+
+
+def test_lengths_that_an_approximation_cannot_take_are_named(inputs):
+    problem = Problem("", masks.full()(100), "full")
+    with pytest.raises(BaselineError, match="smyrf needs a multiple of 32 tokens, got 100"):
+        attend_baseline(Baseline.SMYRF, problem)(*(t[:, :, :100] for t in inputs))
 
 
 def test_smyrf_of_one_cluster_is_attention_without_the_padding():
