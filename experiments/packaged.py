@@ -153,6 +153,10 @@ def without_projections(
 
     def attend(query, key, value, inside):
         tokens = torch.cat([t.transpose(1, 2).flatten(2) for t in (query, key, value)], -1)
-        return layer(tokens, inside).unflatten(-1, (heads, head_dim)).transpose(1, 2)
+        lower = query.dtype != torch.float32
+        # Nystromformer mixes in constants of float32, which autocast alone allows.
+        with torch.autocast(query.device.type, query.dtype, enabled=lower, cache_enabled=False):
+            out = layer(tokens, inside).to(query.dtype)
+        return out.unflatten(-1, (heads, head_dim)).transpose(1, 2)
 
     return attend

@@ -184,6 +184,18 @@ def test_layers_without_projections_are_linear_in_the_values(name, inputs):
     check_finite(lambda *t: attend(*t, inside), inputs, torch.randn_like(query))
 
 
+@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp")
+@pytest.mark.parametrize("name", [b for b in Baseline if b.approximate])
+@pytest.mark.parametrize("padding", [0.0, 0.3])
+def test_approximations_run_in_bfloat16(name, padding):
+    pytest.importorskip(MODULES.get(name, "torch"), reason="an optional extra, lra-peers")
+    method = replace(METHOD, dtype="bf16", padding=padding)
+    rows, reasons = measure(full_case(128, name), [name], method)
+    assert reasons == {}
+    assert [row.direction for row in rows] == ["forward", "backward"]
+
+
 def test_lengths_that_an_approximation_cannot_take_are_named(inputs):
     problem = Problem("", masks.full()(100), "full")
     with pytest.raises(BaselineError, match="smyrf needs a multiple of 32 tokens, got 100"):
