@@ -25,7 +25,7 @@ from experiments.language_model.model import LanguageModel, ModelConfig
 from experiments.lra.callbacks import Deadline, Interruption, StepBar, save_last
 from experiments.lra.curriculum import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
-from experiments.lra.pieces import export, restore
+from experiments.pieces import export, restore
 
 STRETCH = 65_536  # bytes that validation reads in a row, in sequences of the context
 STRETCHES = 64

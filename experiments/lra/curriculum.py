@@ -20,8 +20,8 @@ import torch
 import typer
 
 from experiments.files import write_json
-from experiments.lra.pieces import export, restore
 from experiments.lra.tasks.snakes import DIFFICULTIES
+from experiments.pieces import export, restore
 
 EVALUATION_SECONDS = 40.0
 PROGRESS, RESULT = "progress.json", "curriculum.json"

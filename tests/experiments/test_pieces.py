@@ -1,6 +1,6 @@
 import pytest
 
-from experiments.lra.pieces import export, restore
+from experiments.pieces import export, restore
 
 FILES = {"a": b"x" * 5000, "b/c": bytes(range(256)) * 40}
 
