@@ -141,16 +141,14 @@ def record(
     """Gathers runs into a record with a picture; the first is what the others are compared to."""
     import json
 
-    from rich.console import Console
-
     from experiments.language_model.results import gather, table_of
+    from experiments.report import wide_console
 
     try:
         paths = gather(name, runs, output_folder(output, overwrite))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console()
-    console.print(table_of(json.loads(paths[0].read_text())))
+    wide_console().print(table_of(json.loads(paths[0].read_text())))
     print(f"wrote {paths[0]} and {paths[1]}")
 
 

@@ -86,7 +86,8 @@ class Learner(L.LightningModule):
         """Nats of each byte, (batch, context), given those before it in its sequence."""
         tokens = tokens.long()
         logits = self.model(pad(tokens[:, :-1], (1, 0), value=BOUNDARY))
-        return cross_entropy(logits.mT.float(), tokens, reduction="none")
+        flat = logits.flatten(0, 1).float()
+        return cross_entropy(flat, tokens.flatten(), reduction="none").view_as(tokens)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         # Exact resumption needs no saved random state.
