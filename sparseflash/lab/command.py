@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -14,14 +14,20 @@ from sparseflash.lab.suggestion import suggest
 
 
 def profile_command(
-    model: Annotated[Path, typer.Argument(file_okay=False, help="folder of a causal model")],
-    text: Annotated[Path, typer.Option(dir_okay=False, help="file that the model reads")],
+    model: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="folder of a causal model")
+    ],
+    text: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="file that the model reads")
+    ],
     pattern: Annotated[list[str], typer.Option(help="a candidate; repeatable")],
     tokens: Annotated[int, typer.Option(min=16, help="of the text, from its beginning")] = 4096,
     budget: Annotated[
         float | None, typer.Option(help="share of the time of all pairs, to suggest patterns for")
     ] = None,
-    by: Annotated[str, typer.Option(help="what is minimised: recall, error or loss")] = "recall",
+    by: Annotated[
+        Literal["recall", "error", "loss"], typer.Option(help="of what heads lose least")
+    ] = "recall",
     loss: Annotated[bool, typer.Option(help="Also the change of the loss, with memory.")] = False,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="JSON of the suggestion to write")
@@ -36,13 +42,17 @@ def profile_command(
 
     if output is not None and budget is None:
         raise typer.BadParameter("--output needs --budget")
+    if budget is not None and not 0 < budget <= 1:
+        raise typer.BadParameter(f"--budget must be above 0 and at most 1, got {budget}")
+    if by == "loss" and not loss:
+        raise typer.BadParameter("--by loss needs --loss")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :tokens].to(device)
         if ids.shape[1] < tokens:
-            raise ValueError(f"--text must have {tokens} tokens, got {ids.shape[1]}")
+            raise ValueError(f"--text must have {tokens} tokens (--tokens), got {ids.shape[1]}")
         inputs = {"input_ids": ids, "use_cache": False} | ({"labels": ids} if loss else {})
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("profiling layers", total=None)
@@ -52,9 +62,11 @@ def profile_command(
                 inputs,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-        suggestion = None if budget is None else suggest(found, budget, by=by)
         if plot is not None:
             found.plot(plot)
+        if not as_json:
+            print(found)  # first: a budget that no pattern keeps loses nothing of it
+        suggestion = None if budget is None else suggest(found, budget, by=by)
         if suggestion is not None and output is not None:
             suggestion.save(output)
     except (OSError, TypeError, ValueError) as error:
@@ -63,7 +75,6 @@ def profile_command(
     if as_json:
         print(json.dumps({"profile": found.to_dict(), "suggestion": chosen}))
         return
-    print(found)
     if suggestion is not None:
         print(f"\nwithin {budget:g} of the time: recall {suggestion.recall:.4f}")
         for layer, heads in enumerate(suggestion.layers):

@@ -55,12 +55,21 @@ def test_command_prints_a_table(model):
     assert "layer 1: 2 x causal()" in result.output
 
 
+def test_a_budget_that_no_pattern_keeps_loses_no_profile(model):
+    result = invoke(model, "--budget", 1e-9)
+    assert result.exit_code == 2
+    assert "density" in result.stdout
+    assert "budget must be at least" in " ".join(result.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (("--tokens", 200), "200 tokens"),
         (("--pattern", "locl(3)"), "locl"),
-        (("--budget", 2), "budget"),
+        (("--budget", 2), "--budget must be above 0"),
+        (("--budget", 1, "--by", "loss"), "--by loss needs --loss"),
+        (("--by", "speed"), "'recall', 'error', 'loss'"),
         (("--output", "x.json"), "--budget"),
     ],
 )
