@@ -16,6 +16,7 @@ from sparseflash.attention import attention
 from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
 
 SECONDS = 0.2  # of measurement for each pattern
+TURNS = 3  # among which it is shared
 
 Progress = Callable[[int, int], None]
 
@@ -273,13 +274,19 @@ class _Study:
     def _measure(self, call: AttentionCall) -> None:
         from torch.utils.benchmark import Timer  # takes long to import
 
+        timers, threads = [], torch.get_num_threads()
         for pattern in [call.base, *(within(p, call.base) for p in self.patterns)]:
             mask = pattern(call.query.shape[2], device=call.query.device)
             self.density.append(mask.density)
             run = partial(_attend, call, mask)
-            with torch.no_grad():
-                timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-                self.times.append(timer.blocked_autorange(min_run_time=SECONDS).median * 1e3)
+            timers.append(Timer("run()", globals={"run": run}, num_threads=threads))
+        # In turns: what slows the machine for a while slows every pattern.
+        with torch.no_grad():
+            turns = [
+                [timer.blocked_autorange(min_run_time=SECONDS / TURNS).median for timer in timers]
+                for _ in range(TURNS)
+            ]
+        self.times += (torch.tensor(turns).double().median(0).values * 1e3).tolist()
 
     def _check(self, call: AttentionCall, first: AttentionCall) -> None:
         facts, of_first = (
