@@ -280,7 +280,7 @@ class _Study:
             self.density.append(mask.density)
             run = partial(_attend, call, mask)
             timers.append(Timer("run()", globals={"run": run}, num_threads=threads))
-        # In turns: what slows the machine for a while slows every pattern.
+        # Alternately: what slows the machine for a while slows every pattern.
         with torch.no_grad():
             turns = [
                 [timer.blocked_autorange(min_run_time=SECONDS / TURNS).median for timer in timers]
