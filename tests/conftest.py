@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.records)
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("slow_interpreted") and not HAS_GPU and "triton" in item.name:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("interpret") and HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))
 

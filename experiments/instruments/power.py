@@ -133,7 +133,7 @@ def measure(case: "Case", seconds: float) -> tuple[list[Row], dict[str, str]]:
     rows = []
     for name in case.implementations:
         with skips.catch(name):
-            for direction, prepare in checked(name, case, method, *problem).items():
+            for direction, prepare in checked(name, case, method, *problem, skips).items():
                 with prepared(prepare, Clock.GRAPH) as sample:
                     rows.append(row_of(case, name, direction, sample, seconds))
     return rows, skips.reasons

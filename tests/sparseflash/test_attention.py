@@ -88,6 +88,7 @@ def test_dtypes_and_head_dims(backend, dtype, head_dim):
     check(backend, PATTERNS["local"], (70, 70), dtype=dtype, head_dim=head_dim)
 
 
+@pytest.mark.slow_interpreted
 @pytest.mark.parametrize("block_size", [32, 64, (16, 64), (64, 16)])
 def test_block_sizes(backend, block_size):
     check(backend, PATTERNS["causal"], (100, 130), block_size=block_size)
@@ -110,6 +111,7 @@ def test_padded_keys(backend, name):
     check(backend, PATTERNS[name], (50, 70), key_lengths=[70, 32])
 
 
+@pytest.mark.slow_interpreted
 @pytest.mark.parametrize("name", ["full", "local"])
 def test_dropout(backend, name):
     check(backend, PATTERNS[name], (70, 50), heads=4, kv_heads=2, dropout_p=0.4, seed=-12345678901)
@@ -332,6 +334,7 @@ def test_an_impossible_call_lists_every_reason():
         sparseflash.attention(query, query, query, backend="triton")
 
 
+@pytest.mark.slow_interpreted
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_masks_of_batch_elements(backend, heads):
     device = BACKENDS[backend]

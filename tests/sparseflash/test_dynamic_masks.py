@@ -46,6 +46,7 @@ def gated(query, key, value, mask, gates, options):
     return weights @ value / total, total.squeeze(-1).log()
 
 
+@pytest.mark.slow_interpreted
 @pytest.mark.parametrize("leading", [(BATCH, HEADS), (BATCH, 1), (HEADS,), ()])
 def test_masks_of_batch_elements_and_heads(backend, leading):
     device = BACKENDS[backend]
@@ -86,6 +87,7 @@ def test_scores_get_the_gradient_of_gates_of_one(backend, extras, leading):
     assert result.count_nonzero() > 0
 
 
+@pytest.mark.slow_interpreted
 def test_dropout_takes_part_in_the_gradient_of_blocks(backend):
     """The mean of dS over a row of blocks is 0 with any dropout, and blocks differ."""
     device = BACKENDS[backend]
@@ -103,6 +105,7 @@ def test_dropout_takes_part_in_the_gradient_of_blocks(backend):
     assert (dropped - kept).abs().max() > 0.1
 
 
+@pytest.mark.slow_interpreted
 def test_only_scores_that_want_a_gradient_get_one(backend):
     device = BACKENDS[backend]
     tensors = [x.requires_grad_() for x in inputs(device)[:3]]
@@ -112,6 +115,7 @@ def test_only_scores_that_want_a_gradient_get_one(backend):
     assert scores.grad is None
 
 
+@pytest.mark.slow_interpreted
 def test_checkpointed(backend):
     device = BACKENDS[backend]
     *tensors, grad_out = inputs(device)

@@ -48,6 +48,7 @@ def test_the_reference_gives_each_group_the_mask_of_its_key_head():
         assert torch.equal(result, wanted)
 
 
+@pytest.mark.slow_interpreted
 def test_scores_of_a_dynamic_mask_get_the_sum_over_their_group(backend):
     device = BACKENDS[backend]
     *tensors, grad_out = inputs(device)

@@ -206,6 +206,9 @@ def test_a_thread_without_a_context_gets_that_of_the_kernel(driver, table):
 class Refusing:
     """The place of a value that the driver may refuse."""
 
+    value: int
+    refuses: bool
+
     def __init__(self, refuses: bool):
         self.__dict__.update(value=1, refuses=refuses)
 
