@@ -11,9 +11,7 @@ bounds = torch.tensor([0, *lengths]).cumsum(0).int()
 
 # As in FlashAttention's varlen interface: (tokens of all documents, heads, head dim).
 query, key, value = torch.randn(3, total, heads, dim).requires_grad_().unbind()
-out = sparseflash.attention_varlen(
-    query, key, value, bounds, bounds, pattern="local(64) & causal()"
-)
+out = sparseflash.attention_varlen(query, key, value, bounds, bounds, mask="local(64) & causal()")
 out.sum().backward()
 
 # The same as a pattern, in the usual layout.

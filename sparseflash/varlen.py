@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern, documents
-from masks.parse import as_pattern
+from masks.parse import parse
 from sparseflash.attention import attention
 from sparseflash.compiled import stores_masks
 from sparseflash.options import OptionKeywords
@@ -21,7 +21,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | BlockMask | DynamicMask | str | None = None,
+    mask: Pattern | BlockMask | DynamicMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -35,7 +35,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | BlockMask | DynamicMask | str | None = None,
+    mask: Pattern | BlockMask | DynamicMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -48,7 +48,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    pattern: Pattern | BlockMask | DynamicMask | str | None = None,
+    mask: Pattern | BlockMask | DynamicMask | str | None = None,
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
@@ -68,7 +68,7 @@ def attention_varlen(
             queries cu_seqlens_q[n] to cu_seqlens_q[n + 1]. It is read on the host: a tensor on
             the GPU is waited for.
         cu_seqlens_k: Likewise of the keys.
-        pattern: Which pairs of a document attend: at its own lengths a Pattern, its text as
+        mask: Which pairs of a document attend: at its own lengths a Pattern, its text as
             masks.parse reads it, or None for all of them; or a BlockMask or DynamicMask of the
             packed lengths (total_q, total_k), of which the pairs within documents attend.
         sinks, seed, return_lse: As in sparseflash.attention.
@@ -88,8 +88,7 @@ def attention_varlen(
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             got = getattr(tensor, "shape", type(tensor).__name__)
             raise ValueError(f"{name} must be a tensor (total, heads, head_dim), got {got}")
-    if pattern is not None and not isinstance(pattern, BlockMask | DynamicMask):
-        pattern = as_pattern(pattern)
+    mask = _checked(mask)
     q_lengths = _lengths("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     k_lengths = _lengths("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     if len(q_lengths) != len(k_lengths):
@@ -100,14 +99,14 @@ def attention_varlen(
     query, key, value = (
         rearrange(x, "total heads dim -> 1 heads total dim") for x in (query, key, value)
     )
-    mask = None
+    packed = None
     if query.numel() and key.numel():
-        mask = _packed(q_lengths, k_lengths, pattern, query.device)
+        packed = _packed(q_lengths, k_lengths, mask, query.device)
     out, lse = attention(
         query,
         key,
         value,
-        mask,
+        packed,
         sinks=sinks,
         seed=seed,
         return_lse=True,
@@ -117,23 +116,36 @@ def attention_varlen(
     return (out, lse.squeeze(0)) if return_lse else out
 
 
+def _checked(
+    mask: Pattern | BlockMask | DynamicMask | str | None,
+) -> Pattern | BlockMask | DynamicMask | None:
+    if isinstance(mask, str):
+        return parse(mask)
+    if mask is None or isinstance(mask, Pattern | BlockMask | DynamicMask):
+        return mask
+    raise TypeError(
+        "mask must be a Pattern, its text, a BlockMask, a DynamicMask or None, got "
+        f"{type(mask).__name__}"
+    )
+
+
 def _packed(
     q_lengths: tuple[int, ...],
     k_lengths: tuple[int, ...],
-    pattern: Pattern | BlockMask | DynamicMask | None,
+    mask: Pattern | BlockMask | DynamicMask | None,
     device: torch.device,
 ) -> BlockMask | DynamicMask:
     """The mask of all documents, on `device` where it is made of a pattern."""
-    if pattern is None or isinstance(pattern, Pattern):
-        return _documents(q_lengths, k_lengths, pattern, device)
-    if pattern.seq_len != (sum(q_lengths), sum(k_lengths)):
+    if mask is None or isinstance(mask, Pattern):
+        return _documents(q_lengths, k_lengths, mask, device)
+    if mask.seq_len != (sum(q_lengths), sum(k_lengths)):
         raise ValueError(
-            f"pattern must have seq_len {(sum(q_lengths), sum(k_lengths))}, got {pattern.seq_len}"
+            f"mask must have seq_len {(sum(q_lengths), sum(k_lengths))}, got {mask.seq_len}"
         )
-    if isinstance(pattern, BlockMask):
-        return _within_documents(q_lengths, k_lengths, pattern)
-    support = _within_documents(q_lengths, k_lengths, pattern.support)
-    return support.select(pattern.blocks, pattern.scores)
+    if isinstance(mask, BlockMask):
+        return _within_documents(q_lengths, k_lengths, mask)
+    support = _within_documents(q_lengths, k_lengths, mask.support)
+    return support.select(mask.blocks, mask.scores)
 
 
 @stores_masks(maxsize=32)
@@ -171,8 +183,11 @@ def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         ends, on the device of x.
 
     Raises:
-        TypeError, ValueError: `keep` has another dtype or shape.
+        TypeError, ValueError: `x` is no such tensor, or `keep` has another dtype or shape.
     """
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a tensor (batch, seq, ...), got {got}")
     _check_keep(keep, x.shape[:2])
     bounds = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
     return x[keep.to(x.device)], bounds.to(x.device, torch.int32)
@@ -189,8 +204,12 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
         (batch, seq, ...).
 
     Raises:
-        TypeError, ValueError: `keep` has another dtype, or the tokens are more or fewer.
+        TypeError, ValueError: `x` is no tensor, `keep` has another dtype, or the tokens are more
+            or fewer.
     """
+    if not isinstance(x, Tensor) or x.dim() < 1:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a tensor (total, ...), got {got}")
     _check_keep(keep, keep.shape if isinstance(keep, Tensor) else ())
     keep = keep.to(x.device)
     if int(keep.sum()) != len(x):

@@ -193,7 +193,7 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "attention_varlen": (
             sparseflash.attention_varlen,
             dict(zip(("query", "key", "value"), (packed,) * 3, strict=True))
-            | {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "pattern": masks.causal()},
+            | {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "mask": masks.causal()},
         ),
         "merge_attention": (
             sparseflash.merge_attention,

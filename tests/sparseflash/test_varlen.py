@@ -118,8 +118,9 @@ def test_a_document_without_keys_and_one_without_queries():
     ("change", "message"),
     [
         ({"query": torch.zeros(1, 2, 8, 4)}, "query must be a tensor"),
-        ({"pattern": masks.causal()(9)}, r"pattern must have seq_len \(8, 8\), got \(9, 9\)"),
-        ({"pattern": ["causal()"]}, "pattern must be a Pattern or its text, got list"),
+        ({"mask": masks.causal()(9)}, r"mask must have seq_len \(8, 8\), got \(9, 9\)"),
+        ({"mask": ["causal()"]}, "mask must be a Pattern, its text, .* or None, got list"),
+        ({"mask": "causl()"}, "pattern 'causl\\(\\)' cannot be read"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_q": torch.tensor([1, 3, 8])}, "cu_seqlens_q must ascend from 0 to 8"),
@@ -176,6 +177,21 @@ def test_padding_is_left_out_and_put_back():
             "keep must be true in 3 places, got 4",
         ),
         (lambda x: sparseflash.pad(x, None), TypeError, "keep must be a bool tensor, got None"),
+        (
+            lambda x: sparseflash.unpad([1], torch.ones(1, 1).bool()),
+            ValueError,
+            r"x must be a tensor \(batch, seq, ...\), got list",
+        ),
+        (
+            lambda x: sparseflash.unpad(x[0, 0], torch.ones(4, 1).bool()),
+            ValueError,
+            r"x must be .*, got \(4,\)",
+        ),
+        (
+            lambda x: sparseflash.pad([1], torch.ones(1, 1).bool()),
+            ValueError,
+            r"x must be a tensor \(total, ...\), got list",
+        ),
     ],
 )
 def test_padding_of_other_shapes_is_refused(call, error, message):
