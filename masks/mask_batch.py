@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from masks._core.grid import Grid, OnGrid, canonical_device
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask, DynamicMask, stack
 from masks.builders import from_cross
 from masks.lookup_table import LookupTable
@@ -103,7 +104,13 @@ class MaskBatch(OnGrid, Handled):
         return self.num_batches
 
     def __getitem__(self, batch_index: int) -> BlockMask:
-        """The mask of a batch element. Raises IndexError for one that there is not."""
+        """The mask of a batch element.
+
+        Raises:
+            TypeError: `batch_index` is no integer.
+            IndexError: There is no such batch element.
+        """
+        batch_index = check_integer("batch_index", batch_index)
         if not -self.num_batches <= batch_index < self.num_batches:
             raise IndexError(f"index must be one of {self.num_batches} masks, got {batch_index}")
         first = batch_index % self.num_batches * self.num_heads

@@ -42,7 +42,7 @@ class AttentionOptions:
         backend: "auto", or the name of a backend, which then never falls back.
 
     Raises:
-        TypeError: An option is of another type; the message names it.
+        TypeError: An option is unknown or of another type; the message names it.
         ValueError: An option is out of range; the message names it and what is allowed.
     """
 
@@ -53,6 +53,12 @@ class AttentionOptions:
     precision: str = "ieee"
     deterministic: bool = True
     backend: str = "auto"
+
+    def __new__(cls, **options: Any) -> "AttentionOptions":
+        if unknown := options.keys() - cls.__dataclass_fields__.keys():
+            known = ", ".join(cls.__dataclass_fields__)
+            raise TypeError(f"options must be some of {known}, got {', '.join(sorted(unknown))}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():

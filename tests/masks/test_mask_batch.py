@@ -72,6 +72,11 @@ def test_keys_of_each_element(mask):
             ValueError,
             r"keys must be \(2, 75\), got \(2, 50\)",
         ),
+        (
+            lambda: MaskBatch.from_masks([LOCAL] * 2)[0:2],
+            TypeError,
+            r"batch_index must be an integer, got slice\(0, 2",
+        ),
     ],
 )
 def test_what_makes_no_batch_is_refused(make, error, message):
