@@ -4,10 +4,12 @@ Nothing here imports torch before it is needed, so that `--help` is quick.
 """
 
 import re
+import shutil
 from collections.abc import Callable
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -247,3 +249,22 @@ def slug(device: str) -> str:
     import torch
 
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+
+
+class Building:
+    """A folder that takes its name when it is complete; what was there before is never touched."""
+
+    def __init__(self, root: Path, name: str):
+        self.target = root / name
+        if self.target.exists():
+            raise typer.BadParameter(f"{self.target} exists: move it away first")
+        root.mkdir(parents=True, exist_ok=True)
+        self.temporary = TemporaryDirectory(prefix=".unfinished-", dir=root)
+
+    def __enter__(self) -> Path:
+        return Path(self.temporary.name) / self.target.name
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        with self.temporary:
+            if kind is None:
+                shutil.move(Path(self.temporary.name) / self.target.name, self.target)

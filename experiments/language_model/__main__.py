@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import RESULTS, Output, Overwrite, output_folder
+from experiments.cli import RESULTS, Building, Output, Overwrite, output_folder
 from experiments.language_model.presets import PRESETS
 
 HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
@@ -27,17 +27,24 @@ Folder = Annotated[Path, typer.Option(file_okay=False, help="of the run")]
 def data(
     source: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of books")],
     output: Annotated[Path, typer.Option(file_okay=False)] = DATA,
+    most_bytes: Annotated[
+        int | None, typer.Option(min=1, help="whole authors, those of most books first")
+    ] = None,
 ) -> None:
-    """Builds bytes from the .md and .txt files of a folder: a file is a book."""
+    """Builds bytes from the .md and .txt files of a folder: a file is a book, its folder names
+    the author. Books that stand in longer ones are left out; books.json has them all."""
     from experiments.language_model.books import build
 
-    try:
-        facts = build(source, output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    with Building(output.parent, output.name) as draft:
+        try:
+            facts = build(source, draft, most_bytes)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
     for split, size in facts["bytes"].items():
         number = sum(book["split"] == split for book in facts["books"].values())
         print(f"{split}: {number:,} books, {size:,} bytes, SHA-256 {facts['sha256'][split]}")
+    for path, share in facts["left_out"].items():
+        print(f"left out, for {100 * share:.0f} % of it stands in longer books: {path}")
 
 
 @app.command()

@@ -11,7 +11,6 @@ Everything is checked against the hash of the published data before it takes its
 import hashlib
 import json
 import pickle
-import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,8 @@ import typer
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+
+from experiments.cli import Building
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Root = Annotated[Path, typer.Option(file_okay=False, help="where the loaders read")]
@@ -131,25 +132,6 @@ def film_pairs(data_root: Root = DATA) -> None:
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     Console().print(f"wrote {folder}")
-
-
-class Building:
-    """A folder that takes its name when it is complete; what was there before is never touched."""
-
-    def __init__(self, data_root: Path, name: str):
-        self.target = data_root / name
-        if self.target.exists():
-            raise typer.BadParameter(f"{self.target} exists: move it away first")
-        data_root.mkdir(parents=True, exist_ok=True)
-        self.temporary = TemporaryDirectory(prefix=".unfinished-", dir=data_root)
-
-    def __enter__(self) -> Path:
-        return Path(self.temporary.name) / self.target.name
-
-    def __exit__(self, kind: type | None, *_) -> None:
-        with self.temporary:
-            if kind is None:
-                shutil.move(Path(self.temporary.name) / self.target.name, self.target)
 
 
 def imdb_hash(folder: Path) -> str:
