@@ -109,7 +109,7 @@ def backward(
                 problem.to_segments(x[:, part])
                 for x in (q_here, grad_o_here, lse_here, delta_here)
             )
-            weights, slopes = problem.scores(part, q_part, k_here, slopes=True)
+            weights, derivative = problem.scores(part, q_part, k_here, with_derivative=True)
             weights.sub_(lse_part).exp2_()
             if needs_value:
                 grad_v_here.baddbmm_(_drop(weights, keep_mask).mT, grad_o_part)
@@ -122,8 +122,8 @@ def backward(
                     )
                 if needs_blocks:
                     problem.add_block_sums(grad_blocks, grad_scores, part)
-                if slopes is not None:
-                    grad_scores.mul_(slopes)
+                if derivative is not None:
+                    grad_scores.mul_(derivative)
                 if needs_query:
                     products = torch.bmm(grad_scores, k_here)
                     grad_q_here[:, part] = problem.sum_of_segments(products)

@@ -122,33 +122,33 @@ class Problem:
         return torch.baddbmm(result, a, b, beta=0, alpha=alpha, out=result)
 
     def scores(
-        self, part: slice, query: Tensor, key: Tensor, slopes: bool = False
+        self, part: slice, query: Tensor, key: Tensor, with_derivative: bool = False
     ) -> tuple[Tensor, Tensor | float | None]:
-        """(scores, slopes), both (problems * segments, part, width).
+        """(scores, derivative), both (problems * segments, part, width).
 
-        scores = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked; slopes, if
-        asked for and not 1, are the derivatives of score and softcap.
+        scores = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked. The
+        derivative is that of score and softcap, None if it is 1 or not asked for.
         query: those of `part`, for every segment
         """
         cap = self._spec.softcap
         factor = self._spec.scale * (1 / cap if cap else LOG2E)
-        scores, slope = self.product("scores", query, key.mT, factor), None
+        scores, derivative = self.product("scores", query, key.mT, factor), None
         if cap:
             # 1 - tanh^2, but without the cancellation where the cap is reached.
-            slope = scores.cosh().pow_(-2) if slopes else None
+            derivative = scores.cosh().pow_(-2) if with_derivative else None
             scores.tanh_().mul_(cap * LOG2E)
         if self._spec.score is not None:
             function = named(self._spec.score)
-            changed, derivative = function.of_tensors(scores / LOG2E, *self._pairs(part))
+            changed, of_score = function.of_tensors(scores / LOG2E, *self._pairs(part))
             scores.copy_(changed).mul_(LOG2E)
-            slope = derivative if slope is None else slope * derivative
+            derivative = of_score if derivative is None else derivative * of_score
         if self._bias is not None:
             scores.add_(self._bias.flatten()[self.places(self._bias, part)], alpha=LOG2E)
         if self._tile_mask is not None:
             self._add_tile_mask(scores, self._tile_mask, part)
         if self._padding_mask is not None:
             scores.add_(self._padding_mask)
-        return scores, slope
+        return scores, derivative
 
     def places(self, bias: Tensor, part: slice) -> Tensor:
         """Where in the flattened bias each pair's is: int64, in the shape of scores."""

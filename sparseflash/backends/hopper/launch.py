@@ -75,8 +75,8 @@ def launch_pass(
     """Launches a persistent kernel over the rows of queries of a table, or over those of keys.
 
     Its parameters are `tensors`, each by its `access`; params.Table; key_lengths; the work
-    counter; params.Sizes; scale_log2; params.Dropout; params.Scores; QHEADS_PER_KVHEAD, MASKED,
-    BLOCK; the constants of `config`.
+    counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams; QHEADS_PER_KVHEAD,
+    MASKED, BLOCK; the constants of `config`.
 
     Args:
         kernel: One of sparseflash.backends.hopper.kernels.

@@ -400,14 +400,14 @@ def kernel_variant(
     Raises:
         ValueError: No configuration fits the device.
     """
-    has_slopes = softcap or score is not None
+    has_derivative = softcap or score is not None
     config = choose(pass_name, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
     if config is None:
         raise ValueError(f"no configuration of {pass_name} fits {device}: why_not says so before")
-    if has_slopes and pass_name == "dkdv":
+    if has_derivative and pass_name == "dkdv":
         # S and its derivative are in registers at the same time: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
-    if dropout or has_slopes:
+    if dropout or has_derivative:
         config = with_more_warps(config, pass_name, head_dim)
     if bias and (pass_name != "decode" or config.bm > 16):
         # A bias for every pair of a tile takes registers, and a pipeline would store them in

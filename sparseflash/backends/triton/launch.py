@@ -176,7 +176,7 @@ def launch_pass(
         table = call.table
         rows = table.by_key if prepared.by_key else table.by_query
         sizes, every_tile = _sizes_and_grid(call.spec, rows, prepared)
-        scale2, cap, threshold, keep_scale = prepared.scalars
+        scale_log2, softcap, threshold, keep_scale = prepared.scalars
         arguments = (
             *_interleaved(tensors.values(), prepared.strides),
             *[prepared.tile and descriptor_of(x, prepared.tile) for x in streamed],
@@ -184,7 +184,7 @@ def launch_pass(
             *table_arguments(rows, table.bit_tiles, table),
             *(key_lengths, bias, bias_stride),
             *sizes,
-            *(scale2, cap, call.seed, threshold, keep_scale),
+            *(scale_log2, softcap, call.seed, threshold, keep_scale),
         )
         missing = tuple([x is None for x in (*others, key_lengths)])
         variant = (prepared.variant, missing)

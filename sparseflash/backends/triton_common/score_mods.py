@@ -15,14 +15,14 @@ class ScoreMods(NamedTuple):
     """What becomes of the products Q K^T; its constants are some only while it is passed as an
     argument: an assignment would make them run-time values.
 
-    scale2: scale * log2(e); cap: of the soft cap, if SOFTCAP
+    scale_log2: scale * log2(e); softcap: of the soft cap, if SOFTCAP
     biases: pointer to the biases of the head, or None
     batch, head: those of the tile, head one or a column of them
     SCORE: the score function, or None
     """
 
-    scale2: tl.tensor
-    cap: tl.tensor
+    scale_log2: tl.tensor
+    softcap: tl.tensor
     biases: tl.tensor
     batch: tl.tensor
     head: tl.tensor
@@ -69,18 +69,18 @@ def apply_score_mod(
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
     queries = tl.expand_dims(tokens, 1 - QUERY_AXIS)
     keys = tl.expand_dims(keys, QUERY_AXIS)
-    slopes = 1.0
+    derivative = 1.0
     if mods.SOFTCAP:
-        capped, slopes = TANH(products * (mods.scale2 * LN2 / mods.cap))
-        scores = capped * (mods.cap * LOG2E)
+        capped, derivative = TANH(products * (mods.scale_log2 * LN2 / mods.softcap))
+        scores = capped * (mods.softcap * LOG2E)
     else:
-        scores = products * mods.scale2
+        scores = products * mods.scale_log2
     if mods.SCORE is not None:
-        scores, slope = mods.SCORE(scores * LN2, mods.batch, mods.head, queries, keys)
+        scores, score_derivative = mods.SCORE(scores * LN2, mods.batch, mods.head, queries, keys)
         scores *= LOG2E
-        slopes *= slope
+        derivative *= score_derivative
     if mods.biases is not None:
         distance = keys - queries + (mods.q_len - 1)
         inside = (distance >= 0) & (distance < mods.q_len + mods.k_len - 1)
         scores += tl.load(mods.biases + distance, mask=inside, other=0.0) * LOG2E
-    return scores, slopes
+    return scores, derivative

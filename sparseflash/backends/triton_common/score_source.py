@@ -73,7 +73,7 @@ class UntranslatableError(ValueError):
 
 
 def triton_function(name: str, graph: fx.Graph, constants: Callable[[str], Any]) -> Any:
-    """The jit function of a traced function, (score, batch, head, query, key) -> (f, slope).
+    """The jit function of a traced function, (score, batch, head, query, key) -> (f, derivative).
 
     Args:
         name: Of the score function.
@@ -113,9 +113,9 @@ def triton_source(graph: fx.Graph, constants: Callable[[str], Any]) -> str:
             lines.append(f"{names[node]} = {_expression(node, names)}")
             of_score |= {node} if of_score.intersection(node.all_input_nodes) else set()
         elif node.op == "output":
-            function, slope = node.args[0]
+            function, derivative = node.args[0]
             tile = "" if function in of_score else " + score * 0.0"
-            lines.append(f"return {names[function]}{tile}, {names[slope]}")
+            lines.append(f"return {names[function]}{tile}, {names[derivative]}")
     body = "".join(f"    {line}\n" for line in lines)
     return f"def score_function({', '.join(ARGUMENTS)}):\n{body}"
 

@@ -19,23 +19,23 @@ SIGN = gl.constexpr(-(2**31))
 
 
 @gluon.jit
-def dropout_keep_words(drop, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
+def dropout_keep_words(dropout, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
     """Words with a 1 for every pair that dropout keeps, two or four tensors [64] like those of
     masking.bit_tile_words: of 64 queries from `query` on and TILE_N keys from `key` on.
     """
-    SHARES: gl.constexpr = row_share_layout()
+    SHARE_LAYOUT: gl.constexpr = row_share_layout()
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     QUADS: gl.constexpr = TILE_N // (4 * THREADS_PER_ROW)  # of each thread
     PER_WORD: gl.constexpr = 8 // QUADS  # threads that share a word
-    threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, SHARES)).to(gl.int32)
-    queries = query + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, SHARES))
+    threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, SHARE_LAYOUT)).to(gl.int32)
+    queries = query + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, SHARE_LAYOUT))
     queries = gl.expand_dims(queries.to(gl.int32), 1)
     quads = gl.expand_dims(key // 4 + threads * QUADS, 0)
-    bits = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.int32, SHARES)
+    bits = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.int32, SHARE_LAYOUT)
     for i in gl.static_range(QUADS):
-        words = philox(drop, (quads + i).to(gl.int32), queries, bh.to(gl.int32))
+        words = philox(dropout, (quads + i).to(gl.int32), queries, bh.to(gl.int32))
         for k in gl.static_range(4):
-            keep = (words[k] ^ SIGN) >= drop.threshold
+            keep = (words[k] ^ SIGN) >= dropout.threshold
             bits = bits | (keep.to(gl.int32) << (4 * i + k))
     threads = gl.expand_dims(threads, 0)
     bits = bits << (threads % PER_WORD * (4 * QUADS))
@@ -72,9 +72,9 @@ def transposed_element_mask(words, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def philox(drop, c0, c1, c2):
+def philox(dropout, c0, c1, c2):
     """Four words for each counter (c0, c1, c2, 0); see sparseflash.dropout.philox."""
-    k0, k1, c3 = drop.seed_low, drop.seed_high, c2 * 0
+    k0, k1, c3 = dropout.seed_low, dropout.seed_high, c2 * 0
     for _ in gl.static_range(ROUNDS):
         high0, high1 = gl.umulhi(c0, MULTIPLIER_0), gl.umulhi(c2, MULTIPLIER_1)
         low0, low1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1

@@ -56,29 +56,29 @@ class Dropout(NamedTuple):
     keep_scale: gl.tensor
 
 
-class Scores(NamedTuple):
+class ScoreParams(NamedTuple):
     """What changes S beside its scale, each None where the call has none: see scores.py.
 
-    cap:         of the soft cap
+    softcap:     c of c tanh(S / c)
     bias:        a number for each distance of key and query
     bias_stride: from one head to the next, 0 where all share one
     """
 
-    cap: gl.tensor
+    softcap: gl.tensor
     bias: gl.tensor
     bias_stride: gl.tensor
 
 
 @gluon.constexpr_function
-def changes_scores(cap, bias, function):
+def changes_scores(softcap, bias, function):
     """Whether S is more than the scaled product."""
-    return bias is not None or cap is not None or function is not None
+    return bias is not None or softcap is not None or function is not None
 
 
 @gluon.constexpr_function
-def has_slopes(cap, function):
-    """Whether the derivative of S is more than its scale."""
-    return cap is not None or function is not None
+def has_derivative(softcap, function):
+    """Whether the derivative of S is more than its scale, so that dS takes it as a factor."""
+    return softcap is not None or function is not None
 
 
 class Params(NamedTuple):
@@ -92,7 +92,8 @@ class Params(NamedTuple):
     work_counter: atomic counter of the dynamic tile scheduler, or None
     work_queue:   the pipeline through which the producer publishes work tiles
     scale_log2:   scale * log2(e)
-    score_function, changes_scores, has_slopes: None, False, False where S is the scaled product
+    score_function, changes_scores, has_derivative: None, False, False where S is the scaled
+        product
     """
 
     block: gl.constexpr
@@ -103,10 +104,10 @@ class Params(NamedTuple):
     work_queue: Pipeline
     scale_log2: gl.tensor
     dropout: Dropout
-    scores: Scores
+    score_params: ScoreParams
     score_function: gl.constexpr
     changes_scores: gl.constexpr
-    has_slopes: gl.constexpr
+    has_derivative: gl.constexpr
 
 
 class Constants(NamedTuple):

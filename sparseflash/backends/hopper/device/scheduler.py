@@ -81,11 +81,11 @@ def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
     # The last group may have fewer heads.
     group = gl.minimum(sizes.heads_per_group, sizes.num_work_tiles // sizes.num_rows - first_bh)
     bh = first_bh + work_id % tiles_per_group % group
-    rank = work_id % tiles_per_group // group
+    position = work_id % tiles_per_group // group
     batch = bh // heads
     head = bh % heads
     mask = mask_of_head(params, batch, head * QHEADS_PER_WORK_TILE)
-    return batch, head, gl.load(table.schedule + mask * sizes.num_rows + rank)
+    return batch, head, gl.load(table.schedule + mask * sizes.num_rows + position)
 
 
 @gluon.jit

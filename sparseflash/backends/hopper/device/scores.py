@@ -37,10 +37,10 @@ def modified_scores(products, params, bh, query_start, key_start, LAYOUT: gl.con
         queries, keys = query_start + columns, key_start + rows
     return apply_score_mod(
         products, queries, keys,
-        ScoreMods(params.scale_log2, params.scores.cap,
-                  bias_of_head(params.scores.bias, params.scores.bias_stride, head), batch, head,
-                  params.sizes.q_len, params.sizes.k_len, params.scores.cap is not None,
-                  params.score_function),
+        ScoreMods(params.scale_log2, params.score_params.softcap,
+                  bias_of_head(params.score_params.bias, params.score_params.bias_stride, head),
+                  batch, head, params.sizes.q_len, params.sizes.k_len,
+                  params.score_params.softcap is not None, params.score_function),
         TRANSPOSED, tanh_by_element,
     )  # fmt: skip
 

@@ -38,11 +38,11 @@ from sparseflash.backends.hopper.device.params import (
     Constants,
     Dropout,
     Params,
-    Scores,
+    ScoreParams,
     Sizes,
     Table,
     changes_scores,
-    has_slopes,
+    has_derivative,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -79,7 +79,7 @@ def backward_dkdv_kernel(
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
-    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
@@ -99,14 +99,14 @@ def backward_dkdv_kernel(
         gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout
     )
     work_queue = make_work_queue(WARPGROUPS)
-    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize_warps(
         queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
         (query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers),
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
-               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
-               has_slopes(cap, SCORE)),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
+               ScoreParams(softcap, bias, bias_stride), SCORE,
+               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 
@@ -356,15 +356,15 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     # Products complete in the order of issue: S^T is the last one, but where dK is computed alone.
     scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
     if params.changes_scores:
-        scores, slopes = modified_scores(
+        scores, derivative = modified_scores(
             scores, params, bh, query_start, key_start, const.S_LAYOUT, True
         )
     p = gl.exp2(scores * exponent_scale(params) - gl.expand_dims(lse_log2, 0))
     if PARTIAL:
         p = gl.where(element_mask(words, WARPGROUP_M, const.S_LAYOUT), p, 0.0)
     p_of_ds = p
-    if params.has_slopes:
-        p_of_ds = p * slopes
+    if params.has_derivative:
+        p_of_ds = p * derivative
     if WITH_VALUES:
         p_dropped = p
         if params.dropout.threshold is not None:

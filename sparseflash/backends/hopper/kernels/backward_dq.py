@@ -42,11 +42,11 @@ from sparseflash.backends.hopper.device.params import (
     Constants,
     Dropout,
     Params,
-    Scores,
+    ScoreParams,
     Sizes,
     Table,
     changes_scores,
-    has_slopes,
+    has_derivative,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -92,7 +92,7 @@ def backward_dq_kernel(
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
-    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -110,14 +110,14 @@ def backward_dq_kernel(
         make_named_barrier_pipeline(values, STAGES, STAGES, WARPGROUPS),
     )
     work_queue = make_work_queue(WARPGROUPS)
-    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     lse_tensors = LseTensors(lse, grad_lse, lse_delta)
     fence_async_shared()
     specialize_warps(
         queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
-               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
-               has_slopes(cap, SCORE)),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
+               ScoreParams(softcap, bias, bias_stride), SCORE,
+               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES,
     )  # fmt: skip
 
@@ -305,12 +305,12 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
     # dP may still run while P is computed.
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if params.changes_scores:
-        scores, slopes = modified_scores(
+        scores, derivative = modified_scores(
             scores, params, bh, query_start, key_start, const.S_LAYOUT, False
         )
     p = gl.exp2(scores * exponent_scale(params) - gl.expand_dims(lse_log2, 1))
-    if params.has_slopes:
-        p = p * slopes  # dS alone reads it, which takes them as a factor
+    if params.has_derivative:
+        p = p * derivative  # dS alone reads it, which takes them as a factor
     if PARTIAL:
         p = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))

@@ -48,11 +48,11 @@ from sparseflash.backends.hopper.device.params import (
     NEG_INF,
     Dropout,
     Params,
-    Scores,
+    ScoreParams,
     Sizes,
     Table,
     changes_scores,
-    has_slopes,
+    has_derivative,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -120,7 +120,7 @@ def backward_fused_kernel(
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
-    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
@@ -148,14 +148,14 @@ def backward_fused_kernel(
         pipelines.lse_delta_buffers,
     )
     work_queue = make_work_queue(2)
-    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize_warps(
         queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
         pipelines, loaded,
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
-               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
-               has_slopes(cap, SCORE)),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
+               ScoreParams(softcap, bias, bias_stride), SCORE,
+               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 

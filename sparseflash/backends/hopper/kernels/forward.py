@@ -63,11 +63,11 @@ from sparseflash.backends.hopper.device.params import (
     Constants,
     Dropout,
     Params,
-    Scores,
+    ScoreParams,
     Sizes,
     Table,
     changes_scores,
-    has_slopes,
+    has_derivative,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -110,7 +110,7 @@ def forward_kernel(
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
-    scale_log2, seed_low, seed_high, threshold, keep_scale, cap, bias, bias_stride,
+    scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
@@ -127,14 +127,14 @@ def forward_kernel(
         values, STAGES, STAGES, WARPGROUPS, LOAD_WAIT_WARPS
     )
     work_queue = make_work_queue(WARPGROUPS + LOAD_WAIT_WARPS)
-    drop = Dropout(seed_low, seed_high, threshold, keep_scale)
+    dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     # Threads initialised the mbarriers; TMA signals them through the async proxy.
     fence_async_shared()
     specialize_warps(
         queries, keys, values, outs, lse, (query_pipeline, key_pipeline, value_pipeline),
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, drop,
-               Scores(cap, bias, bias_stride), SCORE, changes_scores(cap, bias, SCORE),
-               has_slopes(cap, SCORE)),
+        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
+               ScoreParams(softcap, bias, bias_stride), SCORE,
+               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,
     )  # fmt: skip
 
@@ -457,16 +457,16 @@ def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
     With dropout one thread has all of it: ptxas of CUDA 13 would run short of registers, and wait
     for every product.
     """
-    SHARES: gl.constexpr = row_share_layout()
+    SHARE_LAYOUT: gl.constexpr = row_share_layout()
     TILE_N: gl.constexpr = p.shape[1]
     sums = p.reshape([WARPGROUP_M, TILE_N // (2 * THREADS_PER_ROW), THREADS_PER_ROW, 2])
     sums = gl.sum(gl.sum(sums, axis=3), axis=1)  # [64, 4]
-    sums = gl.convert_layout(sums, SHARES, assert_trivial=True)
+    sums = gl.convert_layout(sums, SHARE_LAYOUT, assert_trivial=True)
     if DROPOUT:
-        threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, SHARES))
+        threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, SHARE_LAYOUT))
         threads = gl.expand_dims(threads, 0)
         sums = gl.where(threads == 0, gl.expand_dims(gl.sum(sums, axis=1), 1), 0.0)
-    return rescale_rows(row_sum, correction, SHARES) + sums
+    return rescale_rows(row_sum, correction, SHARE_LAYOUT) + sums
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ def decode_kernel(
     key_lengths, bias, bias_head,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
-    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, HEADS_PER_TILE: tl.constexpr, DROPOUT: tl.constexpr,
     SOFTCAP: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
@@ -83,7 +83,8 @@ def decode_kernel(
             row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+                                 SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, bh[:, None], DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip

@@ -36,7 +36,7 @@ def key_value_gradient_kernel(
     key_lengths, bias, bias_head,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
-    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
@@ -85,20 +85,20 @@ def key_value_gradient_kernel(
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
         grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
         biases = score_mods.bias_of_head(bias, bias_head, head)
-        lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
+        lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         for LIST in tl.static_range(2):
             dk, dv = add_key_value_gradients(
-                dk, dv, k, v, lse2_row, delta_row, start, table, lists[LIST],
+                dk, dv, k, v, lse_log2_row, delta_row, start, table, lists[LIST],
                 tensors.Stream(queries, query_descriptor, batch, head),
                 tensors.Stream(grad_outs, grad_out_descriptor, batch, head),
-                score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP,
-                                     SCORE),
+                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+                                     SOFTCAP, SCORE),
                 scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
                 shape, LIST == 0, PRECISION, MASK_STAGES,
             )  # fmt: skip
 
     valid = start + tl.arange(0, BN)[:, None] < length
-    dk = tl.where(valid, dk * (scale2 * LN2), 0.0)
+    dk = tl.where(valid, dk * (scale_log2 * LN2), 0.0)
     dv = tl.where(valid, (dv * keep_scale) if DROPOUT else dv, 0.0)
     strides = (grad_key_batch, grad_key_head, grad_key_token, grad_key_dim)
     grad_keys = tensors.one_head(grad_key, strides, batch, kv_head, ALIGN, INDEX)
@@ -110,7 +110,7 @@ def key_value_gradient_kernel(
 
 @triton.jit
 def add_key_value_gradients(
-    dk, dv, k, v, lse2_row, delta_row, key_start, table, block_list,
+    dk, dv, k, v, lse_log2_row, delta_row, key_start, table, block_list,
     queries, grad_outs, mods, dropout, shape,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -129,10 +129,10 @@ def add_key_value_gradients(
         q = tensors.stream_rows(
             queries, query_start, mods.q_len, shape, shape.BM, PARTIAL, False
         )  # (BM, DIMS)
-        lse2 = tl.load(lse2_row + tokens)  # (BM)
+        lse_log2 = tl.load(lse_log2_row + tokens)  # (BM)
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BN, BM)
-        s, slopes = score_mods.apply_score_mod(products, tokens, key_tokens, mods, True)
-        s -= lse2[None, :]
+        s, derivative = score_mods.apply_score_mod(products, tokens, key_tokens, mods, True)
+        s -= lse_log2[None, :]
         if PARTIAL:
             mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, True)
             s = tl.where(mask, s, float("-inf"))
@@ -151,7 +151,7 @@ def add_key_value_gradients(
         delta = tl.load(delta_row + tokens)  # (BM)
         ds = p * (dp - delta[None, :])
         if mods.SOFTCAP or mods.SCORE is not None:
-            ds *= slopes
+            ds *= derivative
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # (BN, DIMS)
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_Q, shape.BM)
         block = tl.load(index + entry)

@@ -32,7 +32,7 @@ def query_gradient_kernel(
     key_lengths, bias, bias_head,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
-    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
@@ -68,7 +68,7 @@ def query_gradient_kernel(
     q = tensors.load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
     do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
     strides = (grad_lse_batch, grad_lse_head, grad_lse_token)
-    lse2, delta = compute_lse_delta(
+    lse_log2, delta = compute_lse_delta(
         do, outs, grad_lse, strides, lse, lse_delta, batch, head, heads, start, q_len, shape
     )
     strides = (key_batch, key_head, key_token, key_dim)
@@ -81,23 +81,24 @@ def query_gradient_kernel(
     dq = tl.zeros([BM, DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         dq = add_query_gradient(
-            dq, q, do, lse2, delta, tokens, table, lists[LIST], length,
+            dq, q, do, lse_log2, delta, tokens, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+                                 SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, batch * heads + head, DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip
 
     strides = (grad_query_batch, grad_query_head, grad_query_token, grad_query_dim)
     grad_queries = tensors.one_head(grad_query, strides, batch, head, ALIGN, INDEX)
-    tensors.store_rows(grad_queries, dq * (scale2 * LN2), start, q_len, HEAD_DIM)
+    tensors.store_rows(grad_queries, dq * (scale_log2 * LN2), start, q_len, HEAD_DIM)
 
 
 @triton.jit
 def add_query_gradient(
-    dq, q, do, lse2, delta, tokens, table, block_list, limit, keys, values, mods, dropout, shape,
-    PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, do, lse_log2, delta, tokens, table, block_list, limit, keys, values, mods, dropout,
+    shape, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq + dS K over the blocks of a list; PARTIAL and CLIPPED as in forward.attend."""
@@ -107,12 +108,12 @@ def add_query_gradient(
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
-        ds, slopes, k = score_gradients(
-            q, do, lse2, delta, tokens, table, bit_tile, key_start, limit,
+        ds, derivative, k = score_gradients(
+            q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
             keys, values, mods, dropout, shape, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
         if mods.SOFTCAP or mods.SCORE is not None:
-            ds *= slopes
+            ds *= derivative
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # (BM, DIMS)
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
@@ -123,7 +124,7 @@ def add_query_gradient(
 
 @triton.jit
 def score_gradients(
-    q, do, lse2, delta, tokens, table, bit_tile, key_start, limit,
+    q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
     keys, values, mods, dropout, shape,
     PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -132,8 +133,8 @@ def score_gradients(
     k = tensors.stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
     key_tokens = key_start + tl.arange(0, shape.BN)
-    s, slopes = score_mods.apply_score_mod(products, tokens, key_tokens, mods, False)
-    s -= lse2[:, None]
+    s, derivative = score_mods.apply_score_mod(products, tokens, key_tokens, mods, False)
+    s -= lse_log2[:, None]
     if PARTIAL:
         mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, False)
         s = tl.where(mask, s, float("-inf"))
@@ -147,4 +148,4 @@ def score_gradients(
     if dropout.DROPOUT:
         keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, False)
         dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
-    return p * (dp - delta[:, None]), slopes, k
+    return p * (dp - delta[:, None]), derivative, k

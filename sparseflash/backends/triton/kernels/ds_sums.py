@@ -32,7 +32,7 @@ def ds_sums_kernel(
     key_lengths, bias, bias_head,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
-    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
@@ -75,9 +75,9 @@ def ds_sums_kernel(
         q = tensors.load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
         do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
         bh = batch * heads + head
-        lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
+        lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         tokens = start + tl.arange(0, BM)
-        lse2, delta = tl.load(lse2_row + tokens), tl.load(delta_row + tokens)  # (BM)
+        lse_log2, delta = tl.load(lse_log2_row + tokens), tl.load(delta_row + tokens)  # (BM)
         strides = (key_batch, key_head, key_token, key_dim)
         keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
         strides = (value_batch, value_head, value_token, value_dim)
@@ -88,11 +88,11 @@ def ds_sums_kernel(
             tile_sums = by_tile + (bh.to(tl.int64) * num_rows * TILES_PER_BLOCK + tile) * columns
         for LIST in tl.static_range(3 if LENGTHS else 2):
             add_ds_sums(
-                distances, tile_sums, q, do, lse2, delta, start, table, lists[LIST], length,
+                distances, tile_sums, q, do, lse_log2, delta, start, table, lists[LIST], length,
                 tensors.Stream(keys, key_descriptor, batch, kv_head),
                 tensors.Stream(values, value_descriptor, batch, kv_head),
-                score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP,
-                                     SCORE),
+                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+                                     SOFTCAP, SCORE),
                 scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
                 shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
             )  # fmt: skip
@@ -100,7 +100,7 @@ def ds_sums_kernel(
 
 @triton.jit
 def add_ds_sums(
-    distances, tile_sums, q, do, lse2, delta, query_start, table, block_list, limit,
+    distances, tile_sums, q, do, lse_log2, delta, query_start, table, block_list, limit,
     keys, values, mods, dropout, shape,
     PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
     MASK_STAGES: tl.constexpr,
@@ -114,7 +114,7 @@ def add_ds_sums(
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
         ds, _, _ = score_gradients(
-            q, do, lse2, delta, tokens, table, bit_tile, key_start, limit,
+            q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
             keys, values, mods, dropout, shape, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
         if tile_sums is not None:

@@ -34,7 +34,7 @@ def forward_kernel(
     key_lengths, bias, bias_head,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
-    scale2, cap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
@@ -80,7 +80,8 @@ def forward_kernel(
             row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale2, cap, biases, batch, head, q_len, k_len, SOFTCAP, SCORE),
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+                                 SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
             shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
         )  # fmt: skip
@@ -130,9 +131,9 @@ def attend(
             p = tl.exp2(s - shift[:, None])
         else:
             # One fused multiply-add a pair: the scale is not applied to S by itself.
-            new_max = tl.maximum(row_max, tl.max(s, 1) * mods.scale2)
+            new_max = tl.maximum(row_max, tl.max(s, 1) * mods.scale_log2)
             shift = new_max
-            p = tl.exp2(s * mods.scale2 - shift[:, None])
+            p = tl.exp2(s * mods.scale_log2 - shift[:, None])
         correction = tl.exp2(row_max - shift)
         row_max = new_max
         row_sum = row_sum * correction + tl.sum(p, 1)

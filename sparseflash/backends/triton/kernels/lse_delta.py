@@ -52,23 +52,23 @@ def compute_lse_delta(
     in_sequence = tokens < q_len
     bh = (batch * heads + head).to(tl.int64)
     found = tl.load(lse + bh * q_len + tokens, mask=in_sequence, other=float("-inf"))
-    lse2 = found * LOG2E
-    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
+    lse_log2 = found * LOG2E
+    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
     o = tensors.load_rows(outs, start, q_len, shape, shape.BM, True)  # (BM, DIMS)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse is not None:
         batch_stride, head_stride, token_stride = grad_lse_strides
         row = grad_lse + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
         delta -= tl.load(row + tokens.to(tl.int64) * token_stride, mask=in_sequence, other=0.0)
-    lse2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, shape.BLOCK_Q)
-    tl.store(lse2_row + tokens, lse2)
+    lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, shape.BLOCK_Q)
+    tl.store(lse_log2_row + tokens, lse_log2)
     tl.store(delta_row + tokens, delta)
-    return lse2, delta
+    return lse_log2, delta
 
 
 @triton.jit
 def lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q: tl.constexpr):
     """Pointers to log2(e) * LSE and to delta of one bh."""
     padded = tl.cdiv(q_len, BLOCK_Q) * BLOCK_Q
-    lse2_row = lse_delta + bh.to(tl.int64) * 2 * padded
-    return lse2_row, lse2_row + padded
+    lse_log2_row = lse_delta + bh.to(tl.int64) * 2 * padded
+    return lse_log2_row, lse_log2_row + padded

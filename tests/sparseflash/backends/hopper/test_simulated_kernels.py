@@ -174,11 +174,11 @@ def test_the_kernel_of_dq_writes_the_lse_and_delta_that_their_own_kernel_writes(
             written_lse_delta(padded_len, x, call, grad_out, grad_lse, saved)
             for x in (True, False)
         )
-    lse2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
+    lse_log2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
     delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
     expected = torch.zeros(2, 2, 2, padded_len)
-    expected[..., :300] = torch.stack([lse2, -delta], dim=2)
-    assert lse2.isinf().sum() == 2 * 2 * 140
+    expected[..., :300] = torch.stack([lse_log2, -delta], dim=2)
+    assert lse_log2.isinf().sum() == 2 * 2 * 140
     torch.testing.assert_close(written.view_as(expected), expected)
     assert torch.equal(by_their_own, written)
 
