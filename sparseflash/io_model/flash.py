@@ -1,293 +1,25 @@
-"""What attention costs: products, exponentials, bytes of each level of memory, the least time.
-
-For one head of N queries and keys of d dims, in numbers (not bytes):
-
-- standard attention (Algorithm 0 and its backward pass) writes and reads S and P, N x N each:
-  Theta(N d + N^2) accesses of slow memory (Theorem 2);
-- FlashAttention keeps a tile of B queries in fast memory and reads all keys and values once for
-  each of N / B tiles: N / B * 2 N d = Theta(N^2 d^2 / M) accesses, for B d = Theta(M) numbers fit
-  into fast memory (Theorem 2); Proposition 3 says that no exact algorithm does better for all M;
-- block-sparse FlashAttention reads those of non-zero blocks: Theta(N d + N^2 d^2 s / M)
-  (Proposition 4), and its backward pass as many (Theorem 5).
-
-Here the tiles are those that the backends choose, and blocks are counted in the lookup table that
-their kernels read. On a GPU there are two slow memories. Every tile comes through L2: that is the
-count of the theorems, `l2_bytes`. What L2 still holds from another tile is not read from device
-memory again: `memory_bytes`.
-
-Reference:
-    Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, sections 3.1 to 3.3, appendices B to D.
-"""
+"""The cost of FlashAttention under a mask, in the tiles that the backends choose."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from masks import BlockMask
-from masks.arguments import check_integer
 from masks.lookup_table import BlockLists, LookupTable
-from sparseflash import l2_reuse
 from sparseflash.backends import hopper, triton
 from sparseflash.backends.hopper import configs as hopper_configs
 from sparseflash.backends.hopper import select as hopper_select
 from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.io_model import l2_reuse
+from sparseflash.io_model.cost import Cost, KernelCost, check_case
+from sparseflash.io_model.device import Device, device_named
 
-DIRECTIONS = ("forward", "backward")
 BACKENDS = {"hopper": hopper, "triton": triton}
 WARPGROUP_ROWS = 64  # of one product; its right operand comes from shared memory once for them
 LSE_BYTES = 4
 WAVES = 4  # of the simulation of L2, at least
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a device can do at most.
-
-    Args:
-        name: Of the device.
-        capability: Compute capability.
-        multiprocessors: How many there are.
-        clock: Cycles a second.
-        matrix_flops: FLOP/s of products of 16-bit numbers.
-        memory_bandwidth: Bytes a second of device memory.
-        l2_bytes: Capacity of L2.
-        l2_bytes_per_cycle: That L2 delivers.
-        shared_bytes: Of shared memory that one program may take.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    clock: float
-    matrix_flops: float
-    memory_bandwidth: float
-    l2_bytes: int
-    l2_bytes_per_cycle: int
-    shared_bytes: int
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """What is done in a second of each thing that a kernel needs.
-
-        A multiprocessor computes 16 exponentials and reads or writes 128 bytes of shared memory
-        in a cycle (CUDA C++ Programming Guide, throughput of native arithmetic instructions, and
-        shared memory).
-        """
-        per_cycle = self.multiprocessors * self.clock
-        return {
-            "products": self.matrix_flops,
-            "exponentials": 16 * per_cycle,
-            "shared memory": 128 * per_cycle,
-            "L2": self.l2_bytes_per_cycle * self.clock,
-            "memory": self.memory_bandwidth,
-        }
-
-    def with_roofline(self, roofline: Mapping[str, float]) -> "Device":
-        """The device with the rates that `experiments.roofline` measured."""
-        return replace(
-            self,
-            matrix_flops=roofline["matrix_product_tflops"] * 1e12,
-            memory_bandwidth=roofline["copy_terabytes_per_second"] * 1e12,
-        )
-
-
-# NVIDIA's A100 and H100 Tensor Core GPU architecture papers (of SXM modules) and the data sheet
-# of H200. L2 of H100: 6144 bytes a cycle by the hardware counters of an H200, `lts__throughput`.
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("A100", (8, 0), 108, 1.41e9, 312e12, 2.039e12, 40 << 20, 5120, 163 << 10),
-        Device("H100", (9, 0), 132, 1.83e9, 989.4e12, 3.35e12, 50 << 20, 6144, 227 << 10),
-        Device("H200", (9, 0), 132, 1.83e9, 989.4e12, 4.8e12, 50 << 20, 6144, 227 << 10),
-    )
-}
-
-
-def device_named(device: str | Device) -> Device:
-    """A device, by its name in DEVICES or as it is.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
-    if isinstance(device, Device):
-        return device
-    if device not in DEVICES:
-        raise ValueError(f"device must be a Device or one of {', '.join(DEVICES)}, got {device!r}")
-    return DEVICES[device]
-
-
-def device_like(device: torch.device) -> Device | None:
-    """The device of DEVICES that a GPU is, with as many multiprocessors as it has; None for any
-    other.
-    """
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    named = next((known for name, known in DEVICES.items() if name in properties.name), None)
-    return named and replace(named, multiprocessors=properties.multi_processor_count)
-
-
-class KernelCost(NamedTuple):
-    """What one kernel does, of all heads.
-
-    Args:
-        name: Of the kernel.
-        flops: Of its products.
-        exponentials: One for each pair that it computes.
-        memory_bytes: Read from and written to device memory where L2 keeps what it can.
-        l2_bytes: The same where every tile is loaded anew: what goes through L2.
-        shared_bytes: Written to and read from shared memory by loads and products.
-        waves: Its work tiles over those that run at a time; 0 for kernels that are not ours.
-    """
-
-    name: str
-    flops: float
-    exponentials: float
-    memory_bytes: float
-    l2_bytes: float
-    shared_bytes: float
-    waves: float = 0.0
-
-    def seconds(self, device: Device) -> dict[str, float]:
-        """The time that each part of the device takes at least."""
-        needs = (
-            *(self.flops, self.exponentials, self.shared_bytes),
-            *(self.l2_bytes, self.memory_bytes),
-        )
-        return {
-            part: need / rate
-            for (part, rate), need in zip(device.rates.items(), needs, strict=True)
-        }
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The kernels of a pass, one after the other, on a device."""
-
-    device: Device
-    kernels: tuple[KernelCost, ...]
-
-    @property
-    def flops(self) -> float:
-        """Of all products."""
-        return sum(kernel.flops for kernel in self.kernels)
-
-    @property
-    def memory_bytes(self) -> float:
-        """Of device memory, where L2 keeps what it can."""
-        return sum(kernel.memory_bytes for kernel in self.kernels)
-
-    @property
-    def l2_bytes(self) -> float:
-        """Of tiles that are loaded and stored, without reuse in L2."""
-        return sum(kernel.l2_bytes for kernel in self.kernels)
-
-    @property
-    def shared_bytes(self) -> float:
-        """Of shared memory."""
-        return sum(kernel.shared_bytes for kernel in self.kernels)
-
-    @property
-    def arithmetic_intensity(self) -> float:
-        """FLOPs for each byte of device memory."""
-        return self.flops / self.memory_bytes
-
-    @property
-    def seconds(self) -> float:
-        """The least time: of each kernel that of the part of the device that it keeps longest."""
-        return sum(max(kernel.seconds(self.device).values()) for kernel in self.kernels)
-
-    @property
-    def bound_by(self) -> str:
-        """The part of the device that sets most of the least time."""
-        total: dict[str, float] = {}
-        for kernel in self.kernels:
-            part, seconds = max(kernel.seconds(self.device).items(), key=lambda entry: entry[1])
-            total[part] = total.get(part, 0.0) + seconds
-        return max(total, key=lambda part: total[part])
-
-    @property
-    def filled_waves(self) -> float:
-        """Share of the waves of work tiles that are filled where all take as long."""
-        filled = sum(k.flops * k.waves / max(math.ceil(k.waves), 1) for k in self.kernels)
-        return filled / self.flops if filled else 1.0
-
-    def __str__(self) -> str:
-        device_memory, l2, shared = (
-            f"{count / 1e9:,.3f} GB"
-            for count in (self.memory_bytes, self.l2_bytes, self.shared_bytes)
-        )
-        lines = [
-            f"{self.flops / 1e9:,.1f} GFLOP, {device_memory} of device memory, {l2} through L2, "
-            f"{shared} of shared memory, {self.arithmetic_intensity:,.0f} FLOP/B",
-            f"at least {self.seconds * 1e3:.3f} ms on {self.device.name}, by its {self.bound_by}",
-        ]
-        for kernel in self.kernels:
-            times = kernel.seconds(self.device)
-            parts = (f"{part} {seconds * 1e3:.3f}" for part, seconds in times.items())
-            lines.append(f"  {kernel.name}, ms: {', '.join(parts)}")
-        return "\n".join(lines)
-
-
-def standard_attention(
-    seq_len: int,
-    head_dim: int,
-    *,
-    batch: int = 1,
-    heads: int = 1,
-    direction: str = "forward",
-    itemsize: int = 2,
-    device: str | Device = "H200",
-) -> Cost:
-    """The cost of attention that materialises its scores.
-
-    Forward (Algorithm 0):  S = Q K^T;  P = softmax(S);  O = P V
-        accesses  2Nd + N^2,  2 N^2,  N^2 + 2Nd          = 4Nd + 4 N^2
-    Backward (Algorithm 3):  dV = P^T dO;  dP = dO V^T;  dS;  dQ = dS K;  dK = dS^T Q
-        accesses  N^2 + 2Nd,  N^2 + 2Nd,  3 N^2,  N^2 + 2Nd,  N^2 + 2Nd  = 8Nd + 7 N^2
-
-    Args:
-        seq_len: N, in tokens.
-        head_dim: d.
-        batch, heads: Each of both alike.
-        direction: "forward" or "backward".
-        itemsize: Bytes of a number.
-        device: Name of one of DEVICES, or a Device.
-
-    Returns:
-        A Cost with a kernel for each step. L2 keeps none of N x N numbers of all heads.
-
-    Raises:
-        TypeError, ValueError: A size is no positive integer, or the direction or the device is
-            unknown.
-
-    Reference:
-        Dao et al. 2022, Algorithms 0 and 3, Theorem 2.
-    """
-    _check(direction, seq_len=seq_len, head_dim=head_dim, batch=batch, heads=heads)
-    square, tall = batch * heads * seq_len**2, batch * heads * seq_len * head_dim
-    product = 2 * square * head_dim
-
-    def multiply(name: str) -> KernelCost:
-        accesses = (square + 2 * tall) * itemsize
-        return KernelCost(name, product, 0, accesses, accesses, 0)
-
-    def elementwise(name: str, squares: int, exponentials: float) -> KernelCost:
-        accesses = squares * square * itemsize
-        return KernelCost(name, 0, exponentials, accesses, accesses, 0)
-
-    if direction == "forward":
-        kernels = (multiply("scores"), elementwise("softmax", 2, square), multiply("values"))
-    else:
-        kernels = (
-            *(multiply("dV"), multiply("dP"), elementwise("dS", 3, 0)),
-            *(multiply("dQ"), multiply("dK")),
-        )
-    return Cost(device_named(device), kernels)
 
 
 class _Pass(NamedTuple):
@@ -393,7 +125,7 @@ def attention(
     kv_heads = heads if kv_heads is None else kv_heads
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-    _check(direction, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads)
+    check_case(direction, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads)
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"mask must be a BlockMask, a pattern compiled for a length, got {type(mask).__name__}"
@@ -435,13 +167,6 @@ def attention(
         for each in PASSES[direction]
     )
     return Cost(chosen, tuple(kernels))
-
-
-def _check(direction: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        check_integer(name, size, least=1)
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
 
 def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 import masks
-from sparseflash.l2_reuse import RandomReplacement, listed_blocks, reads, waves_of
+from sparseflash.io_model.l2_reuse import RandomReplacement, listed_blocks, reads, waves_of
 
 
 def test_what_fits_is_read_once():

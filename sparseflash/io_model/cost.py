@@ -1,0 +1,120 @@
+"""What kernels do, and the least time that a device takes for it."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from masks.arguments import check_integer
+from sparseflash.io_model.device import Device
+
+DIRECTIONS = ("forward", "backward")
+
+
+class KernelCost(NamedTuple):
+    """What one kernel does, of all heads.
+
+    Args:
+        name: Of the kernel.
+        flops: Of its products.
+        exponentials: One for each pair that it computes.
+        memory_bytes: Read from and written to device memory where L2 keeps what it can.
+        l2_bytes: The same where every tile is loaded anew: what goes through L2.
+        shared_bytes: Written to and read from shared memory by loads and products.
+        waves: Its work tiles over those that run at a time; 0 for kernels that are not ours.
+    """
+
+    name: str
+    flops: float
+    exponentials: float
+    memory_bytes: float
+    l2_bytes: float
+    shared_bytes: float
+    waves: float = 0.0
+
+    def seconds(self, device: Device) -> dict[str, float]:
+        """The time that each part of the device takes at least."""
+        needs = (
+            *(self.flops, self.exponentials, self.shared_bytes),
+            *(self.l2_bytes, self.memory_bytes),
+        )
+        return {
+            part: need / rate
+            for (part, rate), need in zip(device.rates.items(), needs, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The kernels of a pass, one after the other, on a device."""
+
+    device: Device
+    kernels: tuple[KernelCost, ...]
+
+    @property
+    def flops(self) -> float:
+        """Of all products."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of device memory, where L2 keeps what it can."""
+        return sum(kernel.memory_bytes for kernel in self.kernels)
+
+    @property
+    def l2_bytes(self) -> float:
+        """Of tiles that are loaded and stored, without reuse in L2."""
+        return sum(kernel.l2_bytes for kernel in self.kernels)
+
+    @property
+    def shared_bytes(self) -> float:
+        """Of shared memory."""
+        return sum(kernel.shared_bytes for kernel in self.kernels)
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOPs for each byte of device memory."""
+        return self.flops / self.memory_bytes
+
+    @property
+    def seconds(self) -> float:
+        """The least time: of each kernel that of the part of the device that it keeps longest."""
+        return sum(max(kernel.seconds(self.device).values()) for kernel in self.kernels)
+
+    @property
+    def bound_by(self) -> str:
+        """The part of the device that sets most of the least time."""
+        total: dict[str, float] = {}
+        for kernel in self.kernels:
+            part, seconds = max(kernel.seconds(self.device).items(), key=lambda entry: entry[1])
+            total[part] = total.get(part, 0.0) + seconds
+        return max(total, key=lambda part: total[part])
+
+    @property
+    def filled_waves(self) -> float:
+        """Share of the waves of work tiles that are filled where all take as long."""
+        filled = sum(k.flops * k.waves / max(math.ceil(k.waves), 1) for k in self.kernels)
+        return filled / self.flops if filled else 1.0
+
+    def __str__(self) -> str:
+        device_memory, l2, shared = (
+            f"{count / 1e9:,.3f} GB"
+            for count in (self.memory_bytes, self.l2_bytes, self.shared_bytes)
+        )
+        lines = [
+            f"{self.flops / 1e9:,.1f} GFLOP, {device_memory} of device memory, {l2} through L2, "
+            f"{shared} of shared memory, {self.arithmetic_intensity:,.0f} FLOP/B",
+            f"at least {self.seconds * 1e3:.3f} ms on {self.device.name}, by its {self.bound_by}",
+        ]
+        for kernel in self.kernels:
+            times = kernel.seconds(self.device)
+            parts = (f"{part} {seconds * 1e3:.3f}" for part, seconds in times.items())
+            lines.append(f"  {kernel.name}, ms: {', '.join(parts)}")
+        return "\n".join(lines)
+
+
+def check_case(direction: str, **sizes: int) -> None:
+    """Raises where a size is no positive integer, or the direction is unknown."""
+    for name, size in sizes.items():
+        check_integer(name, size, least=1)
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")

@@ -1,0 +1,94 @@
+"""What devices can do at most."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do at most.
+
+    Args:
+        name: Of the device.
+        capability: Compute capability.
+        multiprocessors: How many there are.
+        clock: Cycles a second.
+        matrix_flops: FLOP/s of products of 16-bit numbers.
+        memory_bandwidth: Bytes a second of device memory.
+        l2_bytes: Capacity of L2.
+        l2_bytes_per_cycle: That L2 delivers.
+        shared_bytes: Of shared memory that one program may take.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    clock: float
+    matrix_flops: float
+    memory_bandwidth: float
+    l2_bytes: int
+    l2_bytes_per_cycle: int
+    shared_bytes: int
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """What is done in a second of each thing that a kernel needs.
+
+        A multiprocessor computes 16 exponentials and reads or writes 128 bytes of shared memory
+        in a cycle (CUDA C++ Programming Guide, throughput of native arithmetic instructions, and
+        shared memory).
+        """
+        per_cycle = self.multiprocessors * self.clock
+        return {
+            "products": self.matrix_flops,
+            "exponentials": 16 * per_cycle,
+            "shared memory": 128 * per_cycle,
+            "L2": self.l2_bytes_per_cycle * self.clock,
+            "memory": self.memory_bandwidth,
+        }
+
+    def with_roofline(self, roofline: Mapping[str, float]) -> "Device":
+        """The device with the rates that `experiments.roofline` measured."""
+        return replace(
+            self,
+            matrix_flops=roofline["matrix_product_tflops"] * 1e12,
+            memory_bandwidth=roofline["copy_terabytes_per_second"] * 1e12,
+        )
+
+
+# NVIDIA's A100 and H100 Tensor Core GPU architecture papers (of SXM modules) and the data sheet
+# of H200. L2 of H100: 6144 bytes a cycle by the hardware counters of an H200, `lts__throughput`.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100", (8, 0), 108, 1.41e9, 312e12, 2.039e12, 40 << 20, 5120, 163 << 10),
+        Device("H100", (9, 0), 132, 1.83e9, 989.4e12, 3.35e12, 50 << 20, 6144, 227 << 10),
+        Device("H200", (9, 0), 132, 1.83e9, 989.4e12, 4.8e12, 50 << 20, 6144, 227 << 10),
+    )
+}
+
+
+def device_named(device: str | Device) -> Device:
+    """A device, by its name in DEVICES or as it is.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if isinstance(device, Device):
+        return device
+    if device not in DEVICES:
+        raise ValueError(f"device must be a Device or one of {', '.join(DEVICES)}, got {device!r}")
+    return DEVICES[device]
+
+
+def device_like(device: torch.device) -> Device | None:
+    """The device of DEVICES that a GPU is, with as many multiprocessors as it has; None for any
+    other.
+    """
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    named = next((known for name, known in DEVICES.items() if name in properties.name), None)
+    return named and replace(named, multiprocessors=properties.multi_processor_count)
