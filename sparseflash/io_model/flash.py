@@ -22,7 +22,7 @@ LSE_BYTES = 4
 WAVES = 4  # of the simulation of L2, at least
 
 
-class _Pass(NamedTuple):
+class _Kernel(NamedTuple):
     """One kernel of FlashAttention.
 
     Args:
@@ -47,30 +47,30 @@ class _Pass(NamedTuple):
 # forward: Q, O; LSE. S = Q K^T, O = P V.
 # dq: Q, O, dO, dQ; LSE read, LSE and delta written. S, dP = dO V^T, dQ = dS K.
 # dkdv: K, V, dK, dV; LSE and delta with every query. S, dP, dV = P^T dO, dK = dS^T Q.
-PASSES = {
-    "forward": (_Pass("forward", False, 2, 0, 2, LSE_BYTES, 0),),
+KERNELS = {
+    "forward": (_Kernel("forward", False, 2, 0, 2, LSE_BYTES, 0),),
     "backward": (
-        _Pass("dq", False, 3, 2, 4, 3 * LSE_BYTES, 0),
-        _Pass("dkdv", True, 4, 2, 4, 0, 2 * LSE_BYTES),
+        _Kernel("dq", False, 3, 2, 4, 3 * LSE_BYTES, 0),
+        _Kernel("dkdv", True, 4, 2, 4, 0, 2 * LSE_BYTES),
     ),
 }
 
 
-class _Tile(NamedTuple):
+class _WorkTiles(NamedTuple):
     """How a kernel runs.
 
     Args:
         rows: Tokens of a work tile's row.
         rows_per_block: Work tiles of a block row.
         dims: Of a tile.
-        resident: Work tiles that run at a time.
+        per_wave: Work tiles that run at a time.
         heads_per_group: Heads whose work tiles are scheduled together.
     """
 
     rows: int
     rows_per_block: int
     dims: int
-    resident: int
+    per_wave: int
     heads_per_group: int
 
 
@@ -163,8 +163,8 @@ def attention(
     block_size = BACKENDS[name].block_size_for(spec, mask)
     table = mask.table(block_size=block_size).for_groups(spec.mask_group)
     kernels = (
-        _kernel(each, table, spec, _tile(each, name, spec, table, chosen), chosen)
-        for each in PASSES[direction]
+        _cost_of(kernel, table, spec, _work_tiles(kernel, name, spec, table, chosen), chosen)
+        for kernel in KERNELS[direction]
     )
     return Cost(chosen, tuple(kernels))
 
@@ -179,62 +179,85 @@ def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:
     return "hopper" if served and not hopper.auto_skip(spec, mask) else "triton"
 
 
-def _tile(
-    each: _Pass, backend: str, spec: AttentionSpec, table: LookupTable, device: Device
-) -> _Tile:
-    """The tile that a backend chooses for a pass over the blocks of a table."""
-    block_size = table.block_size
-    rows, side = (table.by_key, block_size[1]) if each.by_key else (table.by_query, block_size[0])
-    num_bh = spec.batch * (spec.kv_heads if each.by_key else spec.heads)
-    if backend == "hopper":
-        from sparseflash.backends.hopper.launch import heads_per_group_of
+def _work_tiles(
+    kernel: _Kernel, backend: str, spec: AttentionSpec, table: LookupTable, device: Device
+) -> _WorkTiles:
+    """Those of a kernel of a backend over the blocks of a table."""
+    rows = table.by_key if kernel.by_key else table.by_query
+    num_bh = spec.batch * (spec.kv_heads if kernel.by_key else spec.heads)
+    of_backend = _hopper_work_tiles if backend == "hopper" else _triton_work_tiles
+    return of_backend(kernel, spec, rows, table.block_size, num_bh, device)
 
-        dims = hopper_configs.tile_width(spec.head_dim)
-        by_pass = {
-            "forward": hopper_configs.FORWARD_CONFIGS,
-            "dq": hopper_configs.DQ_CONFIGS,
-            "dkdv": hopper_configs.DKDV_CONFIGS,
-        }
-        config = by_pass[each.name].get(side, {}).get(dims)
-        if config is None:
-            raise ValueError(
-                f"backend hopper has no {each.name} kernel for head_dim {spec.head_dim} in tiles "
-                f"of {side}"
-            )
-        resident = config.ctas_per_sm * device.multiprocessors
-        group = heads_per_group_of(spec, rows, num_bh, config)
-        return _Tile(side, 1, dims, resident, group)
+
+def _hopper_work_tiles(
+    kernel: _Kernel,
+    spec: AttentionSpec,
+    rows: BlockLists,
+    block_size: tuple[int, int],
+    num_bh: int,
+    device: Device,
+) -> _WorkTiles:
+    from sparseflash.backends.hopper.launch import heads_per_group_of
+
+    side, dims = block_size[kernel.by_key], hopper_configs.tile_width(spec.head_dim)
+    configs = {
+        "forward": hopper_configs.FORWARD_CONFIGS,
+        "dq": hopper_configs.DQ_CONFIGS,
+        "dkdv": hopper_configs.DKDV_CONFIGS,
+    }
+    config = configs[kernel.name].get(side, {}).get(dims)
+    if config is None:
+        raise ValueError(
+            f"backend hopper has no {kernel.name} kernel for head_dim {spec.head_dim} in tiles "
+            f"of {side}"
+        )
+    per_wave = config.ctas_per_sm * device.multiprocessors
+    return _WorkTiles(side, 1, dims, per_wave, heads_per_group_of(spec, rows, num_bh, config))
+
+
+def _triton_work_tiles(
+    kernel: _Kernel,
+    spec: AttentionSpec,
+    rows: BlockLists,
+    block_size: tuple[int, int],
+    num_bh: int,
+    device: Device,
+) -> _WorkTiles:
     from sparseflash.backends.triton import configs
     from sparseflash.backends.triton_common.constants import LONGEST_FIRST_IMBALANCE
 
     major, minor = device.capability
     facts = (10 * major + minor, device.shared_bytes, spec.dtype, spec.head_dim, block_size)
-    config = configs.choose(each.name, *facts, device.capability >= (9, 0))
+    config = configs.choose(kernel.name, *facts, device.capability >= (9, 0))
     if config is None:
         raise ValueError(
-            f"backend triton has no {each.name} kernel for head_dim {spec.head_dim} in blocks of "
-            f"{block_size} on {device.name}"
+            f"backend triton has no {kernel.name} kernel for head_dim {spec.head_dim} in blocks "
+            f"of {block_size} on {device.name}"
         )
     programs = configs.programs_per_multiprocessor(
-        device.shared_bytes, config, each.name, spec.dtype, spec.head_dim
+        device.shared_bytes, config, kernel.name, spec.dtype, spec.head_dim
     )
-    height = config.bn if each.by_key else config.bm
-    dims, resident = configs.padded_dims(spec.head_dim), programs * device.multiprocessors
-    together = num_bh if rows.imbalance > LONGEST_FIRST_IMBALANCE else 1
-    return _Tile(height, side // height, dims, resident, together)
+    height = config.bn if kernel.by_key else config.bm
+    return _WorkTiles(
+        rows=height,
+        rows_per_block=block_size[kernel.by_key] // height,
+        dims=configs.padded_dims(spec.head_dim),
+        per_wave=programs * device.multiprocessors,
+        heads_per_group=num_bh if rows.imbalance > LONGEST_FIRST_IMBALANCE else 1,
+    )
 
 
-def _kernel(
-    each: _Pass, table: LookupTable, spec: AttentionSpec, tile: _Tile, device: Device
+def _cost_of(
+    kernel: _Kernel, table: LookupTable, spec: AttentionSpec, work: _WorkTiles, device: Device
 ) -> KernelCost:
     rows, columns = (
-        (table.by_key, table.by_query) if each.by_key else (table.by_query, table.by_key)
+        (table.by_key, table.by_query) if kernel.by_key else (table.by_query, table.by_key)
     )
-    row_len, column_len = (spec.k_len, spec.q_len) if each.by_key else (spec.q_len, spec.k_len)
-    row_side, column_side = table.block_size[::-1] if each.by_key else table.block_size
-    row_heads = spec.kv_heads if each.by_key else spec.heads
-    passes = tile.rows_per_block  # over the blocks of a row
-    token = 2 * spec.head_dim * spec.dtype.itemsize + each.streamed_bytes
+    row_len, column_len = (spec.k_len, spec.q_len) if kernel.by_key else (spec.q_len, spec.k_len)
+    row_side, column_side = table.block_size[::-1] if kernel.by_key else table.block_size
+    row_heads = spec.kv_heads if kernel.by_key else spec.heads
+    passes = work.rows_per_block  # over the blocks of a row
+    token = 2 * spec.head_dim * spec.dtype.itemsize + kernel.streamed_bytes
     # Query heads that read each of the masks.
     mask_of_head = table.head_to_mask[0].cpu().expand(spec.heads)
     readers = torch.bincount(mask_of_head, minlength=len(rows.row_ptr)) * spec.batch
@@ -244,7 +267,7 @@ def _kernel(
         spec.batch
         * row_heads
         * row_len
-        * (each.resident * spec.head_dim * spec.dtype.itemsize + each.resident_bytes)
+        * (kernel.resident * spec.head_dim * spec.dtype.itemsize + kernel.resident_bytes)
     )
     streamed = float((readers * tokens).sum()) * passes * token
     blocks = float((readers * listed).sum())
@@ -252,21 +275,21 @@ def _kernel(
     partial = float((readers * rows.row_ptr[..., 3].sum(1).cpu()).sum())
     read_table = passes * (4 * blocks + partial * (4 + bit_tile_bytes))
     table_bytes = min(read_table, 4 * _entries(rows) + table.bit_tiles.numel() * 4)
-    once = _memory_reads(each, rows, mask_of_head, spec, tile, column_side * token, device)
+    once = _memory_reads(kernel, rows, mask_of_head, spec, work, column_side * token, device)
 
     pairs = blocks * row_side * column_side
-    right = each.products * row_side * column_side / WARPGROUP_ROWS
-    left = each.left_in_shared * row_side
-    operand = blocks * tile.dims * spec.dtype.itemsize
+    right = kernel.products * row_side * column_side / WARPGROUP_ROWS
+    left = kernel.left_in_shared * row_side
+    operand = blocks * work.dims * spec.dtype.itemsize
     loads = 2 * passes * column_side
     return KernelCost(
-        name=each.name,
-        flops=2.0 * each.products * pairs * tile.dims,
+        name=kernel.name,
+        flops=2.0 * kernel.products * pairs * work.dims,
         exponentials=pairs,
         memory_bytes=resident + min(once, streamed) + table_bytes,
         l2_bytes=resident + streamed + read_table,
         shared_bytes=operand * (loads + right + left),
-        waves=spec.batch * row_heads * rows.num_rows * passes / tile.resident,
+        waves=spec.batch * row_heads * rows.num_rows * passes / work.per_wave,
     )
 
 
@@ -294,11 +317,11 @@ def _column_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:
 
 
 def _memory_reads(
-    each: _Pass,
+    kernel: _Kernel,
     rows: BlockLists,
     mask_of_head: Tensor,
     spec: AttentionSpec,
-    tile: _Tile,
+    work: _WorkTiles,
     block_bytes: int,
     device: Device,
 ) -> float:
@@ -307,27 +330,27 @@ def _memory_reads(
     A few waves of the first heads stand for all of them.
     """
     group, heads = spec.heads // spec.kv_heads, spec.heads
-    if each.by_key:  # a row of keys streams the queries of all heads of its group
+    if kernel.by_key:  # a row of keys streams the queries of all heads of its group
         block_bytes, heads, mask_of_head = (
             block_bytes * group,
             spec.kv_heads,
             mask_of_head[::group],
         )
-    together = tile.heads_per_group
-    tiles_of_group = rows.num_rows * tile.rows_per_block * together
-    simulated = together * math.ceil(WAVES * tile.resident / tiles_of_group)
+    heads_per_group = work.heads_per_group
+    tiles_of_group = rows.num_rows * work.rows_per_block * heads_per_group
+    simulated = heads_per_group * math.ceil(WAVES * work.per_wave / tiles_of_group)
     if len(rows.row_ptr) > 1:
         simulated = max(simulated, heads)
     simulated = min(simulated, spec.batch * heads)
     mask_of_simulated = mask_of_head.repeat(-(-simulated // heads))[:simulated]
-    streams = [head if each.by_key else head // group for head in range(simulated)]
+    streams = [head if kernel.by_key else head // group for head in range(simulated)]
     waves = l2_reuse.waves_of(
-        *(rows, mask_of_simulated, streams, together, tile.rows_per_block, tile.resident)
+        *(rows, mask_of_simulated, streams, heads_per_group, work.rows_per_block, work.per_wave)
     )
-    row_bytes = each.resident * spec.head_dim * spec.dtype.itemsize + each.resident_bytes
+    row_bytes = kernel.resident * spec.head_dim * spec.dtype.itemsize + kernel.resident_bytes
     found = l2_reuse.reads(
         waves,
         int(l2_reuse.USABLE_SHARE * device.l2_bytes / block_bytes),
-        tile.rows * row_bytes / block_bytes,
+        work.rows * row_bytes / block_bytes,
     )
     return found * block_bytes * spec.batch * heads / simulated

@@ -81,7 +81,7 @@ def waves_of(
     stream_of_head: list[int],
     heads_per_group: int,
     rows_per_block: int,
-    resident: int,
+    per_wave: int,
 ) -> Iterable[np.ndarray]:
     """The waves of the first heads.
 
@@ -91,7 +91,7 @@ def waves_of(
         stream_of_head: Of each head, which streamed tensors it reads: heads of a group the same.
         heads_per_group: Heads whose work tiles are scheduled together, row after row.
         rows_per_block: Work tiles of a block row.
-        resident: Work tiles that run at a time.
+        per_wave: Work tiles that run at a time.
     """
     masks, schedule = mask_of_head.tolist(), rows.schedule.tolist()
     lists = {mask: listed_blocks(rows, mask) for mask in set(masks)}
@@ -105,8 +105,8 @@ def waves_of(
     columns = 1 + max(
         (int(row.max(initial=0)) for listed in lists.values() for row in listed), default=0
     )
-    for begin in range(0, len(order), resident):
-        tiles = order[begin : begin + resident]
+    for begin in range(0, len(order), per_wave):
+        tiles = order[begin : begin + per_wave]
         loads = [lists[masks[head]][row] + stream_of_head[head] * columns for head, row in tiles]
         wave = np.full((len(tiles), max(map(len, loads))), -1, dtype=np.int64)
         for tile, blocks in zip(wave, loads, strict=True):

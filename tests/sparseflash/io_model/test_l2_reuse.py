@@ -39,11 +39,11 @@ def test_waves_are_work_tiles_in_the_order_of_the_schedule():
         [3, 0, 1, 2],
     ]
     both = torch.zeros(2, dtype=torch.long)
-    alone = list(waves_of(rows, both, [0, 1], 1, 1, resident=3))
+    alone = list(waves_of(rows, both, [0, 1], 1, 1, per_wave=3))
     assert [len(wave) for wave in alone] == [3, 3, 2]
     assert alone[0].tolist() == [[3, 0, 1, 2], [2, 0, 1, -1], [1, 0, -1, -1]]
     assert alone[2][-1].tolist() == [4, -1]  # row 0 of the other head, whose blocks begin at 4
-    together = list(waves_of(rows, both, [0, 1], 2, 1, resident=3))
+    together = list(waves_of(rows, both, [0, 1], 2, 1, per_wave=3))
     assert together[0].tolist()[1] == [7, 4, 5, 6]
-    shared = list(waves_of(rows, both, [0, 0], 2, 2, resident=8))
+    shared = list(waves_of(rows, both, [0, 0], 2, 2, per_wave=8))
     assert [row.tolist() for row in shared[0][:4]] == [[3, 0, 1, 2]] * 4
