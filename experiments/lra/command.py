@@ -101,26 +101,33 @@ class ArenaCLI(LightningCLI):
 
     def after_fit(self) -> None:
         self.trained(self)
-        # No label was learned in pre-training: there is nothing to test.
-        if self.test and not self.model.pre_trains:
+        if not self.test and not self.stuck:
+            return
+        if self.model.pre_trains:  # no label was learned: there is nothing to test
+            self._write(self._result(self._run()))
+        else:
             self._test()
 
     def _test(self) -> None:
         checkpoint = self.trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "") or None
-        steps = self.trainer.global_step
         # Testing reads the best checkpoint, which knows no more than the run did when it was made.
-        run = {
-            "stuck": self.stuck,
-            "steps": steps,
-            "tested_step": read_checkpoint(Path(best))["global_step"] if best else steps,
-            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
-        }
+        run = self._run()
+        run["tested_step"] = read_checkpoint(Path(best))["global_step"] if best else run["steps"]
         if not run["stuck"]:
             self.trainer.test(
                 self.model, datamodule=self.datamodule, ckpt_path=best, weights_only=True
             )
         self._report(run)
+
+    def _run(self) -> dict:
+        """What there is to say of a training."""
+        return {
+            "stuck": self.stuck,
+            "ended": self.ended,
+            "steps": self.trainer.global_step,
+            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
+        }
 
     def after_test(self) -> None:
         self._report({"stuck": False, "steps": self.trainer.global_step})
@@ -138,14 +145,17 @@ class ArenaCLI(LightningCLI):
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _report(self, run: dict) -> None:
-        path = folder_of(self.trainer) / "result.json"
         if not self.trainer.is_global_zero:
             return
         result = self._result(run)
-        write_json(path, result)  # so that a run that is killed from here on has been tested
+        self._write(result)  # so that a run that is killed from here on has been tested
         result["moved discs"] = self._moved_discs(run)
-        write_json(path, result)
+        self._write(result)
         show(result)
+
+    def _write(self, result: dict) -> None:
+        if self.trainer.is_global_zero:
+            write_json(folder_of(self.trainer) / "result.json", result)
 
     def _result(self, run: dict) -> dict:
         task = self.datamodule.task

@@ -9,25 +9,21 @@ its best weights. The same command goes on where it was stopped, by `--seconds`,
 `--export` and `--resume` carry a run to another machine in files of less than 15 MB.
 """
 
-import io
 import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from experiments.files import write_json
+from experiments.lra.exported import EVALUATION_SECONDS, compact
 from experiments.lra.tasks.snakes import DIFFICULTIES
 from experiments.pieces import export, restore
 
-EVALUATION_SECONDS = 40.0
 PROGRESS, RESULT = "progress.json", "curriculum.json"
 STAGE_SEED = 10_000  # from the seed of one stage to that of the next
-# Of a checkpoint from which nothing goes on: the best one is tested and started from only.
-RESUMPTION_ONLY = ("optimizer_states", "lr_schedulers", "current_model_state", "averaging_state")
 
 
 @dataclass(frozen=True)
@@ -255,16 +251,6 @@ class Run:
         for path in (*best, *filter(Path.exists, last)):
             files[str(path.relative_to(self.output))] = compact(path, path in last)
         return files
-
-
-def compact(path: Path, resumable: bool) -> bytes:
-    """A checkpoint without what nothing reads: of one that is not resumed, all but its weights."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    if not resumable:
-        checkpoint = {k: v for k, v in checkpoint.items() if k not in RESUMPTION_ONLY}
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    return buffer.getvalue()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,21 @@
 
     python -m experiments.lra.seeds --seeds 3 -- --preset nystromformer/listops --data.workers 4
 
-What follows `--` goes to `python -m experiments.lra fit`. Every run has a process and a folder of
-its own; runs.json in the folder above holds all results, how many runs were stuck, and the mean.
+What follows `--` goes to `python -m experiments.lra fit`; in it `{seed}` is the number of the
+seed, as in `--model.init_from 'runs/before/seed{seed}/checkpoints/best.ckpt'`. Every run has a
+process and a folder of its own, seed<n>; runs.json in the folder above holds all results, how many
+runs were stuck, and the mean. The same command goes on where it was stopped, by `--seconds`,
+Ctrl-C or a kill. Its exit status is 1 while runs have not come to their end, 2 when one failed.
+`--export` and `--import` carry them to another machine in files of less than 15 MB.
 """
 
 import json
+import shlex
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated
@@ -17,53 +25,146 @@ import typer
 from rich.console import Console
 
 from experiments.files import write_json
+from experiments.lra.exported import EVALUATION_SECONDS, contents
+from experiments.pieces import export, restore
 
 # Restarts take seeds far from those asked for.
 RESTART = 1000
+RESULT = "result.json"
 
 
 def main(
     arguments: Annotated[list[str], typer.Argument(help="of python -m experiments.lra fit")],
     seeds: Annotated[int, typer.Option(help="how many, from 0", min=1)] = 3,
+    first: Annotated[int, typer.Option(help="the first of them, if another", min=0)] = 0,
     restarts: Annotated[int, typer.Option(help="for each seed, at most", min=0)] = 3,
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
+    at_once: Annotated[int, typer.Option(help="runs side by side on one device", min=1)] = 1,
+    seconds: Annotated[
+        float | None, typer.Option(help="after which runs end, their test included", min=1)
+    ] = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
+    ] = None,
 ) -> None:
     """Trains with several seeds and reports mean, deviation and stuck runs."""
-    results = []
-    for seed in range(seeds):
-        results += until_unstuck(seed, restarts, output, arguments)
+    if resume is not None and not any(output.glob("seed*")):
+        try:
+            restore(resume, output)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    end = None if seconds is None else time.time() + seconds
+    runs = Runs(output, arguments, end)
+    try:
+        with ThreadPoolExecutor(at_once) as pool:
+            found = pool.map(lambda seed: runs.until_unstuck(seed, restarts), _range(first, seeds))
+            results = [result for of_seed in found for result in of_seed]
+    except subprocess.CalledProcessError as error:  # which has said why itself
+        Console(stderr=True).print(f"a run failed: {shlex.join(error.cmd)}", highlight=False)
+        raise typer.Exit(2) from error
+    finally:
+        if export_to is not None:
+            export(runs.files(), export_to)
     summary = summary_of(results)
     write_json(output / "runs.json", summary | {"runs": results})
     Console().print(summary)
+    if any(not result["ended"] and not result["stuck"] for result in results):
+        Console().print("the time is up: the same command goes on")
+        raise typer.Exit(1)
 
 
-def until_unstuck(seed: int, restarts: int, output: Path, arguments: list[str]) -> list[dict]:
-    """The results of a seed and of its restarts; all but the last are stuck."""
-    results = []
-    for attempt in range(restarts + 1):
-        results.append(train(seed + RESTART * attempt, output, arguments))
-        if not results[-1]["stuck"]:
-            break
-    return results
+def _range(first: int, count: int) -> range:
+    return range(first, first + count)
 
 
-def train(seed: int, output: Path, arguments: list[str]) -> dict:
-    """The result of one run. Raises CalledProcessError when it fails."""
-    folder = output / f"seed{seed}"
-    command = [sys.executable, "-m", "experiments.lra", "fit", *arguments]
-    command += ["--seed_everything", str(seed), "--trainer.default_root_dir", str(folder)]
-    subprocess.run(command, check=True)
-    newest = max(folder.rglob("result.json"), key=lambda path: path.stat().st_mtime)
-    return json.loads(newest.read_text())
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a command.
+
+    Attributes:
+        output: The folder of their folders.
+        arguments: Of `python -m experiments.lra fit`.
+        end: Of the time, seconds after 1970, or None.
+    """
+
+    output: Path
+    arguments: list[str]
+    end: float | None = None
+
+    def until_unstuck(self, seed: int, restarts: int) -> list[dict]:
+        """The results of a seed and of its restarts; all but the last are stuck."""
+        results = []
+        for attempt in range(restarts + 1):
+            results.append(self.train(seed, seed + RESTART * attempt))
+            if not results[-1]["stuck"]:
+                break
+        return results
+
+    def train(self, number: int, seed: int) -> dict:
+        """The result of one run, which is made or goes on unless it has ended.
+
+        Args:
+            number: What `{seed}` stands for.
+            seed: Of the run, another one where it is a restart.
+
+        Raises:
+            CalledProcessError: When it fails.
+        """
+        folder = self.output / f"seed{seed}"
+        result = self._result(folder)
+        if result["ended"] or result["stuck"] or self._is_over():
+            return result
+        given = [argument.replace("{seed}", str(number)) for argument in self.arguments]
+        subprocess.run([*FIT, *given, *self._options(seed)], check=True)
+        return self._result(folder)
+
+    def _options(self, seed: int) -> list[str]:
+        """Options of Lightning by which a run lies in its folder, goes on there and ends."""
+        values: dict[str, object] = {"seed_everything": seed}
+        last = self.output / f"seed{seed}" / "checkpoints" / "last.ckpt"
+        if last.exists():
+            values["ckpt_path"] = last
+        else:
+            logger = {"save_dir": self.output, "name": "", "version": f"seed{seed}"}
+            values["trainer.logger"] = "TensorBoardLogger"
+            values |= {f"trainer.logger.{name}": value for name, value in logger.items()}
+        if self.end is not None:
+            values["deadline.at"] = self.end - EVALUATION_SECONDS
+        return [f"--{name}={value}" for name, value in values.items()]
+
+    def _is_over(self) -> bool:
+        return self.end is not None and time.time() >= self.end - EVALUATION_SECONDS
+
+    def _result(self, folder: Path) -> dict:
+        """What a run has told so far."""
+        path = folder / RESULT
+        told = json.loads(path.read_text()) if path.exists() else {}
+        return {"ended": False, "stuck": False} | told
+
+    def files(self) -> dict[str, bytes]:
+        """What another machine needs to go on with them all."""
+        found: dict[str, bytes] = {}
+        for folder in sorted(self.output.glob("seed*")):
+            result = self._result(folder)
+            found |= contents(folder, self.output, not result["ended"] and not result["stuck"])
+        return found
+
+
+FIT = (sys.executable, "-m", "experiments.lra", "fit")
 
 
 def summary_of(results: list[dict]) -> dict:
-    accuracies = [result["test/accuracy"] for result in results if not result["stuck"]]
+    """Mean and deviation of the accuracies that were tested; pre-training has none."""
+    tested = [result for result in results if not result["stuck"]]
+    accuracies = [result["test/accuracy"] for result in tested if "test/accuracy" in result]
     return {
         "accuracy": fmean(accuracies) if accuracies else None,
         "deviation": stdev(accuracies) if len(accuracies) > 1 else None,
         "finished": len(accuracies),
-        "stuck": len(results) - len(accuracies),
+        "stuck": len(results) - len(tested),
     }
 
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 python -m experiments.lra.curriculum --output runs/path-256-curriculum/seed0 --seconds "${SECONDS_A_RUN:-3600}" \
   --stage easy:0.5:0.75:4000 --stage hard:0.5:2:30000 -- --preset curriculum/path-256 \
-  --model.init_from "$(find runs/path-x-curriculum/seed0/1-hard-0.5 -name best.ckpt)" \
+  --model.init_from "runs/path-x-curriculum/seed0/1-hard-0.5/checkpoints/best.ckpt" \
   --model.optimizer.learning_rate 2e-4 --model.optimizer.warmup_steps 200 \
   --data.task.init_args.sizes '[160000,1024,4096]' --data.workers 14 "$@"
 python -m experiments.lra.results path-256-labels runs/path-256-curriculum

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The curriculum with traced contours: Pathfinder-32, Path-64, Path-X, each from the best weights of the one before; the
-# two larger on three devices, whose processes share a batch.
+# two larger on three devices, whose processes share a batch. Further arguments go to every run.
 set -euo pipefail
 # Images with half of the distractors of the release, and without a preferred direction, as on the day of these runs.
 images=(--data.task.init_args.distractors described --data.task.init_args.directions any)
-start=()
+start=() further=("$@")
 fit() {
   python -m experiments.lra.seeds --seeds 1 --output "runs/$1-traced" -- --preset "curriculum/$1" "${start[@]}" "${images[@]}" \
-    --data.task.init_args.traced true --model.objective.traces 1 "${@:2}"
-  start=(--model.init_from "$(find "runs/$1-traced" -name best.ckpt)")
+    --data.task.init_args.traced true --model.objective.traces 1 "${@:2}" "${further[@]}"
+  start=(--model.init_from "runs/$1-traced/seed0/checkpoints/best.ckpt")
 }
 three=(--trainer.devices 3 --trainer.strategy ddp --model.optimizer.warmup_steps 300 --data.workers 15)
 # The ink of larger images is a smaller part of them. Splits are multiples of the batch: one size to compile. The clock

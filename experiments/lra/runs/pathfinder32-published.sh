@@ -5,8 +5,8 @@
 set -euo pipefail
 fit() {  # folder, attention, rules of the images
   python -m experiments.lra.seeds --seeds "${SEEDS:-3}" --output "runs/$1" -- --preset nystromformer/pathfinder \
-    --data.task.class_path Pathfinder --data.task.init_args.source stored "${@:3}" \
-    --model.encoder.attention "$2" --model.encoder.block_size 64 --data.workers 4
+    --data.task.class_path Pathfinder --data.task.init_args.source stored \
+    --model.encoder.attention "$2" --model.encoder.block_size 64 --data.workers 4 "${@:3}"
 }
 easier=(--data.task.init_args.distractors described --data.task.init_args.directions any)
 for attention in flash 'butterfly()'; do

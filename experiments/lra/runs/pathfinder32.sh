@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Pathfinder-32 with block-sparse attention: tiles with traced contours, with labels alone, and raster order.
+# Further arguments go to every run.
 set -euo pipefail
 # Images with half of the distractors of the release, and without a preferred direction, as on the day of these runs.
 images=(--data.task.init_args.distractors described --data.task.init_args.directions any)
 traced=(--data.task.init_args.traced true --model.objective.traces 1 --model.objective.ink 4)
+further=("$@")
 rate=(--model.optimizer.learning_rate 1e-3 --model.optimizer.warmup_steps 500)
 fit() {
   python -m experiments.lra.seeds --seeds 1 --output "runs/pathfinder32-$1" -- \
-    --preset curriculum/pathfinder32 "${images[@]}" "${@:2}"
+    --preset curriculum/pathfinder32 "${images[@]}" "${@:2}" "${further[@]}"
 }
 fit traced "${traced[@]}" "${rate[@]}" --trainer.max_steps 6600
 fit labels "${rate[@]}" --model.optimizer.learning_rate 5e-4 --data.batch_size 128 --trainer.max_steps 6000

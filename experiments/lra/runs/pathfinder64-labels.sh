@@ -4,7 +4,7 @@ set -euo pipefail
 for seed in ${SEEDS:-0 1 2}; do
   python -m experiments.lra.curriculum --output "runs/pathfinder64-curriculum/seed$seed" --seed "$seed" --seconds "${SECONDS_A_RUN:-418}" \
     --stage easy:0.5:0.85:1500 --stage intermediate:0.5:0.85:2500 --stage hard:0.5:2:12000 -- \
-    --preset curriculum/pathfinder64 --model.init_from "$(find runs/pathfinder32-curriculum/seed1/3-hard-0.5 -name best.ckpt)" \
+    --preset curriculum/pathfinder64 --model.init_from "runs/pathfinder32-curriculum/seed1/3-hard-0.5/checkpoints/best.ckpt" \
     --model.optimizer.learning_rate 3e-4 --model.optimizer.warmup_steps 200 \
     --data.task.init_args.sizes '[160000,2048,8192]' --data.workers 16 "$@"
 done

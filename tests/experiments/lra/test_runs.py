@@ -16,14 +16,10 @@ SCRIPTS = sorted((ROOT / "experiments/lra/runs").glob("*.sh"))
 
 
 def called(script: Path, folder: Path, *arguments: str) -> list[list[str]]:
-    """What a script gives to python, where every checkpoint is found."""
-    log = folder / "log"
-    for name, body in {
-        "python": f"printf '%q ' \"$@\" >>{log}; echo >>{log}",
-        "find": "echo best.ckpt",
-    }.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
+    """What a script gives to python."""
+    log, python = folder / "log", folder / "python"
+    python.write_text(f"#!/bin/bash\nprintf '%q ' \"$@\" >>{log}; echo >>{log}\n")
+    python.chmod(0o755)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     subprocess.run(["bash", script, *arguments], check=True, env=environment)
     return [shlex.split(line) for line in log.read_text().splitlines()]
@@ -67,8 +63,44 @@ def test_rows_of_the_page_are_groups_of_the_scripts(tmp_path):
     assert {(row.record, row.group) for row in page.TRAINED} <= groups
 
 
-def test_further_arguments_reach_every_run(tmp_path):
-    (script,) = (path for path in SCRIPTS if path.stem == "text")
-    *runs, _ = called(script, tmp_path, "--trainer.max_steps", "2")
-    assert len(runs) == 2
-    assert all(run[-2:] == ["--trainer.max_steps", "2"] for run in runs)
+TRAINING = ("experiments.lra.seeds", "experiments.lra.curriculum")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_further_arguments_reach_every_run(script, tmp_path):
+    commands = called(script, tmp_path, "--data.workers", "0")
+    runs = [command for command in commands if command[1] in TRAINING]
+    assert runs or script.stem == "measurements"
+    # Options of a script's own may come after them, but not this one.
+    for run in runs:
+        assert [value for option, value in pairwise(run) if option == "--data.workers"][-1] == "0"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_weights_are_those_of_a_run_before(script, tmp_path):
+    """Of this script or of another: a folder of a seed or of a stage."""
+    folders = {f"runs/{name}" for name in trained_folders(tmp_path / "all")}
+    for command in called(script, tmp_path):
+        for option, value in pairwise(command):
+            if option == "--model.init_from":
+                folder, file = value.split("/checkpoints/")
+                assert file == "best.ckpt"
+                assert folder in folders
+
+
+def trained_folders(folder: Path) -> set[str]:
+    """The folders that runs of all scripts have, below `runs`."""
+    found = set()
+    for number, script in enumerate(SCRIPTS):
+        (folder / str(number)).mkdir(parents=True)
+        for command in called(script, folder / str(number)):
+            if command[1] not in TRAINING:
+                continue
+            output = command[command.index("--output") + 1].removeprefix("runs/")
+            given = [value for option, value in pairwise(command) if option == "--stage"]
+            stages = map(curriculum.Stage.parse, given or curriculum.STAGES)
+            folders = [stage.folder(n) for n, stage in enumerate(stages)]
+            if command[1].endswith("seeds"):
+                folders = ["seed0", "seed{seed}"]
+            found |= {f"{output}/{name}" for name in folders}
+    return found

@@ -1,38 +1,123 @@
 import json
+import time
 
 import pytest
+import torch
+from typer import Typer
+from typer.testing import CliRunner
 
-from experiments.lra import seeds
+from experiments.lra import exported, seeds
+
+WEIGHTS = {"state_dict": {"w": torch.ones(2)}, "callbacks": {}, "optimizer_states": [1]}
+
+
+def options_of(command):
+    """The options of a run: seed, folder, the checkpoint it goes on from, and all others."""
+    given = dict(part.removeprefix("--").split("=") for part in command if "=" in part)
+    return given | {"before": given.get("model.init_from")}
 
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-    """Every seed below 1000 is stuck, but for seed 1."""
+    """Runs whose seed is below 1000 and not 1 are stuck; `fit` holds the options of each."""
+    fitted = []
 
     def run(command, check):
         assert check
-        assert command[3:6] == ["fit", "--preset", "x"]
-        seed = int(command[command.index("--seed_everything") + 1])
-        folder = tmp_path / f"seed{seed}" / "version_0"
-        folder.mkdir(parents=True)
-        stuck = seed < 1000 and seed != 1
-        result = {"stuck": stuck, "seed": seed, "test/accuracy": 0.5 + seed / 1e4}
+        assert command[:4] == [*seeds.FIT]
+        given = options_of(command)
+        fitted.append(given)
+        seed = int(given["seed_everything"])
+        folder = tmp_path / f"seed{seed}"
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for name in ("best", "last"):
+            torch.save(WEIGHTS, folder / "checkpoints" / f"{name}.ckpt")
+        stuck = "never" not in command and seed < 1000 and seed != 1
+        ended = "ckpt_path" in given or "deadline.at" not in given
+        result = {"stuck": stuck, "ended": ended, "seed": seed, "test/accuracy": 0.5 + seed / 1e4}
         (folder / "result.json").write_text(json.dumps(result))
 
     monkeypatch.setattr(seeds.subprocess, "run", run)
-    return tmp_path
+    return fitted
 
 
-def test_stuck_runs_start_again_and_are_counted(runs):
-    seeds.main(["--preset", "x"], seeds=2, restarts=3, output=runs)
-    summary = json.loads((runs / "runs.json").read_text())
+def command(*arguments):
+    app = Typer()
+    app.command()(seeds.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_stuck_runs_start_again_and_are_counted(runs, tmp_path):
+    seeds.main(["--preset", "x"], seeds=2, restarts=3, output=tmp_path)
+    summary = json.loads((tmp_path / "runs.json").read_text())
     assert [run["seed"] for run in summary["runs"]] == [0, 1000, 1]
     assert (summary["finished"], summary["stuck"]) == (2, 1)
     assert summary["accuracy"] == pytest.approx((0.6 + 0.5001) / 2)
     assert summary["deviation"] == pytest.approx((0.6 - 0.5001) / 2**0.5)
+    assert [given["trainer.logger.version"] for given in runs] == ["seed0", "seed1000", "seed1"]
 
 
-def test_restarts_end(runs):
-    results = seeds.until_unstuck(0, 0, runs, ["--preset", "x"])
+@pytest.mark.usefixtures("runs")
+def test_restarts_end(tmp_path):
+    results = seeds.Runs(tmp_path, ["--preset", "x"]).until_unstuck(0, 0)
     assert [result["stuck"] for result in results] == [True]
+    assert seeds.summary_of(results)["accuracy"] is None
+
+
+def test_runs_that_ended_are_not_made_again(runs, tmp_path):
+    for _ in range(2):
+        seeds.main(["never"], seeds=2, first=3, output=tmp_path, at_once=2)
+    assert sorted(given["seed_everything"] for given in runs) == ["3", "4"]
+
+
+def test_each_seed_has_a_number_in_its_arguments(runs, tmp_path):
+    seeds.main(["--model.init_from=before/seed{seed}"], seeds=2, output=tmp_path)
+    # A restart begins with the weights of the seed that it takes the place of.
+    assert [given["before"] for given in runs] == ["before/seed0"] * 2 + ["before/seed1"]
+
+
+def test_a_run_goes_on_elsewhere(runs, tmp_path):
+    pieces, there = tmp_path / "pieces", tmp_path / "there"
+    arguments = ("--seeds", 1, "--export", pieces, "--seconds", 100)
+    cut = command(*arguments, "--output", tmp_path, "--", "never")
+    assert cut.exit_code == 1, cut.output
+    assert "the time is up: the same command goes on" in cut.output
+    assert float(runs[0]["deadline.at"]) < time.time() + 100 - exported.EVALUATION_SECONDS + 1
+    # What nothing reads stays behind; what the run goes on from does not.
+    arguments += ("--import", pieces)
+    command(*arguments, "--output", there, "--", "never")
+    best, last = (
+        torch.load(there / "seed0" / "checkpoints" / f"{name}.ckpt") for name in ("best", "last")
+    )
+    assert last.keys() - best.keys() == {"optimizer_states"}
+    assert runs[1]["ckpt_path"] == str(there / "seed0" / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.usefixtures("runs")
+def test_what_has_ended_leaves_no_checkpoint_to_go_on_from(tmp_path):
+    command("--seeds", 1, "--output", tmp_path, "--export", tmp_path / "p", "--", "never")
+    found = seeds.Runs(tmp_path, []).files()
+    assert found.keys() == {"seed0/result.json", "seed0/checkpoints/best.ckpt"}
+
+
+def test_pieces_that_are_not_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = command("--output", "runs", "--import", "none", "--", "never")
+    assert done.exit_code == 2
+    assert "holds no piece-" in done.output
+
+
+def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
+    def failed(command, check):
+        raise seeds.subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(seeds.subprocess, "run", failed)
+    done = command("--output", tmp_path, "--", "--preset", "x")
+    assert done.exit_code == 2
+    assert "a run failed" in done.output
+    assert "--preset x --seed_everything=0" in " ".join(done.output.split())
+
+
+def test_pre_training_has_no_accuracy():
+    results = [{"stuck": False, "validation/pixels": 2.0}]
     assert seeds.summary_of(results)["accuracy"] is None

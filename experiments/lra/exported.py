@@ -1,0 +1,39 @@
+"""What another machine needs of trained runs, to go on with them."""
+
+import io
+from pathlib import Path
+
+import torch
+
+# That a run takes for its last validation and its test, after the time for training is up.
+EVALUATION_SECONDS = 40.0
+# Of a checkpoint from which nothing goes on: the best one is tested and started from only.
+RESUMPTION_ONLY = ("optimizer_states", "lr_schedulers", "current_model_state", "averaging_state")
+
+
+def contents(folder: Path, below: Path, resumable: bool) -> dict[str, bytes]:
+    """The files of a run, by their path below another folder.
+
+    Args:
+        folder: Of the run.
+        below: The folder that pieces are unpacked into.
+        resumable: Whether the run goes on; else its last checkpoint stays behind.
+    """
+    told = filter(Path.exists, (folder / name for name in ("curve.json", "result.json")))
+    files = {path: path.read_bytes() for path in told}
+    best, last = (folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
+    if best.exists():
+        files[best] = compact(best, resumable=False)
+    if resumable and last.exists():
+        files[last] = compact(last, resumable=True)
+    return {str(path.relative_to(below)): content for path, content in files.items()}
+
+
+def compact(path: Path, resumable: bool) -> bytes:
+    """A checkpoint without what nothing reads: of one that is not resumed, all but its weights."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if not resumable:
+        checkpoint = {k: v for k, v in checkpoint.items() if k not in RESUMPTION_ONLY}
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return buffer.getvalue()
