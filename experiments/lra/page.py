@@ -83,16 +83,30 @@ ROWS = (
         },
     ),
     Row(
-        "**block-sparse, larger models, curricula**",
+        "**block-sparse, larger models, curricula, pre-training**",
         None,
         (None,) * 7,
         None,
         "",
         {
             "listops": ("listops-large", "listops-large-more"),
+            "text": ("text-masked", "text-tuned-sparse"),
+            "image": ("image-masked", "image-tuned-sparse"),
             "pathfinder": ("pathfinder32-labels", "pathfinder32-curriculum"),
             "path-x": ("path-x-labels", "path-x-curriculum"),
             "path-256": ("path-256-labels", "path-256-curriculum"),
+        },
+    ),
+    Row(
+        "dense flash, the same models",
+        None,
+        (None,) * 7,
+        None,
+        "",
+        {
+            "text": ("text-masked", "text-tuned-dense"),
+            "image": ("image-masked", "image-tuned-dense"),
+            "path-x": ("path-x-dense", "path-x-dense"),
         },
     ),
     Row("Linformer", "linformer", (35.6, 55.9, 77.7, 37.8, 67.6, *NEITHER), 2.5, FLASH, {}),
@@ -163,8 +177,21 @@ TRAINED = (
     ),
     Trained("Text, dense", "text", "text-flash", PRIOR),
     Trained("Text, sparse", "text", "text-butterfly", PRIOR),
+    Trained(
+        "Text, larger model, bytes hidden first, sparse", "text-masked", "text-tuned-sparse", PRIOR
+    ),
+    Trained("the same, dense", "text-masked", "text-tuned-dense", PRIOR),
+    Trained("the same, labels alone, sparse", "text-masked", "text-labels-sparse", PRIOR),
     Trained("Image, dense", "image", "image-flash", PRIOR),
     Trained("Image, sparse", "image", "image-butterfly", PRIOR),
+    Trained(
+        "Image, larger model, pixels hidden first, sparse",
+        "image-masked",
+        "image-tuned-sparse",
+        PRIOR,
+    ),
+    Trained("the same, dense", "image-masked", "image-tuned-dense", PRIOR),
+    Trained("the same, labels alone, sparse", "image-masked", "image-labels-sparse", PRIOR),
     Trained("Film pairs, dense", "film-pairs", "film-pairs-flash", "shared words"),
     Trained("Film pairs, sparse", "film-pairs", "film-pairs-butterfly", "shared words"),
     Trained(
@@ -197,6 +224,14 @@ TRAINED = (
         "pathfinder32-curriculum",
         DISCS,
     ),
+    Trained("the same, mean pooling", "pathfinder32-ablations", "pathfinder32-mean", DISCS),
+    Trained("the same, raster order", "pathfinder32-ablations", "pathfinder32-raster", DISCS),
+    Trained(
+        "the same, hard from the start", "pathfinder32-ablations", "pathfinder32-at-once", DISCS
+    ),
+    Trained(
+        "the same, easier images", "pathfinder32-labels-easier", "pathfinder32-easier", TURNED
+    ),
     Trained(
         "**Pathfinder 64, labels alone, curriculum**",
         "pathfinder64-labels",
@@ -204,6 +239,7 @@ TRAINED = (
         DISCS,
     ),
     Trained("**Path-X, labels alone, curriculum**", "path-x-labels", "path-x-curriculum", DISCS),
+    Trained("the same, dense, equal GPU time", "path-x-dense", "path-x-dense", DISCS),
     Trained("Path-256, labels alone", "path-256-labels", "path-256-curriculum", DISCS),
     Trained(
         "Pathfinder 32, labels alone, at once",

@@ -16,6 +16,7 @@ from experiments.lra.tasks.task import (
 )
 
 SENTIMENTS = ("neg", "pos")
+LENGTH = 4096
 
 
 class Text(Task):
@@ -23,13 +24,16 @@ class Text(Task):
 
     validate_on_test: take the test set for validation and train on all of the training set, as the
         arena's papers did; otherwise a tenth of the training set is held out.
+    length: bytes that are read of a review; others than the arena's 4,096 are for pre-training and
+        have another name.
     """
 
-    name = "text"
-    shape = Shape(seq_len=4096, vocabulary=BYTES, classes=2)
-
-    def __init__(self, validate_on_test: bool = False):
+    def __init__(self, validate_on_test: bool = False, length: int = LENGTH):
+        if length < 1:
+            raise ValueError(f"length must be at least one byte, got {length}")
         self.validate_on_test = validate_on_test
+        self.name = "text" if length == LENGTH else f"text-{length}"
+        self.shape = Shape(seq_len=length, vocabulary=BYTES, classes=2)
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         train, test = (Reviews(data_root / "aclImdb" / part) for part in ("train", "test"))

@@ -492,6 +492,11 @@ def test_text_is_bytes_of_reviews(tmp_path):
     on_test = Text(validate_on_test=True).splits(tmp_path)
     assert len(on_test["train"]) == 20
     assert on_test["validation"] is on_test["test"]
+    short = Text(length=5)
+    assert (short.name, short.shape.seq_len) == ("text-5", 5)
+    assert collate(short.shape, [splits["test"][0]]).ids.shape == (1, 1, 5)
+    with pytest.raises(ValueError, match="length must be at least one byte, got 0"):
+        Text(length=0)
 
 
 def test_retrieval_reads_pairs_in_place(tmp_path):
@@ -566,7 +571,7 @@ def test_missing_files_are_named(task, tmp_path):
 
 
 def test_collate_pads_and_cuts():
-    shape = Text.shape
+    shape = Text().shape
     batch = collate(
         shape, [Sample([np.ones(5000, np.int16)], 1), Sample([np.ones(3, np.int16)], 0)]
     )
