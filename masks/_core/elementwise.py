@@ -5,11 +5,15 @@ distance q - k alone, or on the pair. Only the last is computed for every pair: 
 are as many values as tokens.
 """
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CONSTANT, QUERY, KEY, DISTANCE, PAIR = range(5)  # what a value depends on
@@ -32,6 +36,8 @@ class _Step(NamedTuple):
 
 class _Recorder(TorchDispatchMode):
     """Records every operation of torch while it is active."""
+
+    supports_higher_order_operators = True  # torch.cond and the like, else refused
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +68,9 @@ class ElementwiseFunction:
 
     def record(self, q: Tensor, k: Tensor) -> Any:
         """The function of a few queries and all keys."""
-        with _Recorder() as recorder:
+        if not _dynamo_is_loaded():
+            self.function(q, k)  # torch.cond and the like load it
+        with _one_at_a_time, _eager(), _Recorder() as recorder:
             self.answer = self.function(q, k)
         self.sample, self.steps = (q, k), recorder.steps
         return self.answer
@@ -112,6 +120,8 @@ class ElementwiseFunction:
 
     def _is_elementwise(self, step: _Step) -> bool:
         """Finds what the result of a step depends on, if it is a function of the pair alone."""
+        if not isinstance(step.operation, OpOverload):  # torch.cond and the like
+            return False
         tags, tensors = step.operation.tags, _inputs(step)
         if step.operation._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
             return False
@@ -159,6 +169,21 @@ class ElementwiseFunction:
         if isinstance(argument, (list, tuple)):
             return [self._replaced(value, values) for value in argument]
         return argument
+
+
+_one_at_a_time = RLock()  # the stance of the compiler is that of all threads
+
+
+def _dynamo_is_loaded() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def _eager() -> AbstractContextManager:
+    """Keeps torch.cond and the like from compiling, which fails under a dispatch mode."""
+    if _dynamo_is_loaded() and not torch.compiler.is_compiling():
+        with suppress(RuntimeError):  # in a function that is being compiled
+            return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def _inputs(step: _Step) -> list[Tensor]:

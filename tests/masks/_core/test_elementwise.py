@@ -117,3 +117,26 @@ def test_recording_imports_no_compiler():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch._dynamo.convert_frame" not in done.stdout
+
+
+def test_higher_order_operators_are_evaluated_pair_by_pair():
+    # In a process of its own: the first one loads Dynamo, which must find no dispatch mode.
+    code = """
+import masks, sys, time, torch
+from concurrent.futures import ThreadPoolExecutor
+def chosen(q, k):
+    return torch.cond(torch.tensor(True), lambda q, k: q >= k, lambda q, k: q < k, (q, k))
+for dynamo_was_loaded in (False, True):
+    assert ("torch._dynamo.convert_frame" in sys.modules) == dynamo_was_loaded
+    assert masks.pattern(chosen)(40, 16) == masks.causal()(40, 16)
+def begun_and_ended_later(seconds):
+    time.sleep(seconds)
+    masks.pattern(lambda q, k: time.sleep(2 * seconds) or q > k)(32, 16)
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(begun_and_ended_later, (0.1, 0.2)))
+graphs = []
+torch.compile(lambda x: x + 1, backend=lambda g, _: graphs.append(g) or g.forward)(torch.ones(1))
+assert graphs, "nothing is compiled any more"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
