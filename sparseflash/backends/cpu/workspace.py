@@ -23,7 +23,9 @@ class Workspace(threading.local):
         size = math.prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < size:
-            memory = self._memory[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
+            with torch.inference_mode(False):  # or only inference could write it
+                memory = torch.empty(size, dtype=dtype, device="cpu")
+            self._memory[name, dtype] = memory
         return memory[:size].view(shape)
 
     @contextmanager

@@ -317,3 +317,10 @@ def test_blocks_that_are_consecutive_in_any_layout(strides, lengths, kv_heads):
         inputs = make_inputs(batch, 4, *lengths, 8, kv_heads=kv_heads, strides=strides)
         check(dense_mask("full", *lengths), inputs, (32, 16))
         check(dense_mask("causal", *lengths), inputs, 16)
+
+
+def test_a_call_in_inference_mode_leaves_memory_that_training_can_use():
+    workspace = Workspace()
+    with torch.inference_mode():
+        workspace.take("products", (4,), torch.float32)
+    workspace.take("products", (4,), torch.float32).fill_(1.0)
