@@ -1,6 +1,7 @@
-"""A language model of bytes, with dense or block-sparse causal attention.
+"""A language model of books, with dense or block-sparse causal attention.
 
     python -m experiments.language_model data classic-books-markdown --output data/books
+    python -m experiments.language_model tokenize --vocabulary 16384  # else a token is a byte
     python -m experiments.language_model train 25m-16k --output runs/dense
     python -m experiments.language_model train 25m-16k --output runs/sparse \\
         --attention "local(512); butterfly() | global_tokens(128)"
@@ -48,6 +49,25 @@ def data(
 
 
 @app.command()
+def tokenize(
+    data: Annotated[Path, typer.Option(file_okay=False, help="that `data` built")] = DATA,
+    output: Annotated[Path, typer.Option(file_okay=False)] = Path("data/books-tokens"),
+    vocabulary: Annotated[int, typer.Option(help="tokens")] = 16_384,
+) -> None:
+    """Trains a tokenizer on the train split, and writes the books as its tokens."""
+    from experiments.language_model.tokens import encode
+
+    with Building(output.parent, output.name) as draft:
+        try:
+            facts = encode(data, draft, vocabulary)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    for split, size in facts["bytes"].items():
+        tokens = facts["tokens"][split]
+        print(f"{split}: {tokens:,} tokens of {size / tokens:.2f} bytes")
+
+
+@app.command()
 def train(
     preset: Annotated[str, typer.Argument(help=f"size and context: {', '.join(PRESETS)}")],
     output: Folder,
@@ -60,7 +80,7 @@ def train(
     block_size: Annotated[int, typer.Option(min=16, max=256)] = 128,
     dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="of the whole run")] = 4000,
-    step_bytes: Annotated[int, typer.Option(min=1, help="bytes of a step")] = 2**17,
+    step_tokens: Annotated[int, typer.Option(min=1, help="tokens of a step")] = 2**17,
     learning_rate: Annotated[float | None, typer.Option(help="that of the preset if none")] = None,
     warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
     precision: Annotated[str, typer.Option(help="as Lightning's: 32-true, ...")] = "bf16-mixed",
@@ -80,11 +100,14 @@ def train(
         raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     if positions not in ("rotary", "learned"):
         raise typer.BadParameter(f"--positions must be rotary or learned, got {positions!r}")
+    from shutil import copyfile
+
     import torch
 
     from experiments.language_model import training
     from experiments.language_model.books import Books
     from experiments.language_model.model import ModelConfig
+    from experiments.language_model.tokens import TOKENIZER
 
     torch.set_float32_matmul_precision("high")
     chosen = PRESETS[preset]
@@ -92,9 +115,11 @@ def train(
     try:
         books = Books.read(data)
         settings = training.Settings(
-            ModelConfig(*sizes, tuple(attention), positions, block_size, dropout),
+            ModelConfig(
+                *sizes, tuple(attention), positions, block_size, dropout, len(books.token_bytes)
+            ),
             steps,
-            step_bytes,
+            step_tokens,
             learning_rate or chosen.learning_rate,
             warmup_steps,
             seed,
@@ -103,6 +128,8 @@ def train(
             compiled,
         )
         result = training.train(settings, books, output, seconds, every, export_to, resume)
+        if (data / TOKENIZER).exists():
+            copyfile(data / TOKENIZER, output / TOKENIZER)  # `sample` reads it
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     print(
@@ -115,7 +142,7 @@ def train(
 def sample(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of a run")],
     prompt: str = "",
-    length: Annotated[int, typer.Option(min=1, help="most bytes")] = 500,
+    length: Annotated[int, typer.Option(min=1, help="most tokens")] = 500,
     temperature: Annotated[float, typer.Option(min=0)] = 0.8,
     seed: int = 0,
 ) -> None:
@@ -125,13 +152,15 @@ def sample(
     import torch
 
     from experiments.language_model.model import generate
+    from experiments.language_model.tokens import Reader
     from experiments.language_model.training import CHECKPOINT, load
 
     try:
         model = load(folder / CHECKPOINT).to("cuda" if torch.cuda.is_available() else "cpu")
+        reader = Reader(folder)
         sys.stdout.buffer.write(prompt.encode())
-        for byte in islice(generate(model, prompt.encode(), temperature, seed), length):
-            sys.stdout.buffer.write(bytes([byte]))
+        for token in islice(generate(model, reader.tokens(prompt), temperature, seed), length):
+            sys.stdout.buffer.write(reader.text(token))
             sys.stdout.buffer.flush()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

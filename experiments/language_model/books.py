@@ -16,6 +16,7 @@ SPLITS = ("train", "validation", "test")
 BOUNDARY = 0  # the token before each book, and before each sequence that a model reads
 EVALUATED = 20  # one book of so many validates, another one tests
 FACTS = "books.json"
+BYTES = 256  # the vocabulary where a token is a byte
 HEADER = b"\n-------\n"  # ends the title, author and year of the known collection
 HEADER_BYTES = 600  # at most
 WINDOW = 64  # letters, a power of two
@@ -51,12 +52,14 @@ class Books:
         splits: The tokens of each split, uint8 bytes or uint16; a book begins with BOUNDARY.
         sha256: Of each split.
         token_bytes: Bytes of each token of the vocabulary.
+        bytes_per_token: Mean of the train split.
         books: Of all splits, where tokens are bytes.
     """
 
     splits: Mapping[str, np.ndarray]
     sha256: Mapping[str, str]
-    token_bytes: np.ndarray
+    token_bytes: tuple[int, ...] = (1,) * BYTES
+    bytes_per_token: float = 1.0
     books: tuple[Book, ...] = ()
 
     @classmethod
@@ -68,8 +71,8 @@ class Books:
         """
         try:
             facts = json.loads((folder / FACTS).read_text())
-            hashes, sizes = facts["sha256"], facts.get("token_bytes", [1] * 256)
-            dtype = np.uint8 if len(sizes) == 256 else np.uint16
+            hashes, sizes = facts["sha256"], facts.get("token_bytes", [1] * BYTES)
+            dtype = np.uint8 if len(sizes) == BYTES else np.uint16
             splits = {s: np.memmap(folder / f"{s}.bin", dtype, "r") for s in SPLITS}
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder} holds no books that were built: {error}") from error
@@ -77,7 +80,8 @@ class Books:
             if hashlib.sha256(content.data).hexdigest() != hashes[split]:
                 raise ValueError(f"{folder / split}.bin is damaged: its SHA-256 is another")
         books = tuple(Book(**book) for book in facts.get("books", {}).values())
-        return cls(splits, hashes, np.array(sizes), books)
+        mean = facts["bytes"]["train"] / len(splits["train"])
+        return cls(splits, hashes, tuple(sizes), mean, books)
 
     def text(self, book: Book) -> np.ndarray:
         """The bytes of a book."""

@@ -1,4 +1,4 @@
-"""A decoder of the shape of GPT-2 over bytes, whose attention is chosen by layer and head."""
+"""A decoder of the shape of GPT-2, whose attention is chosen by layer and head."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, linear, scaled_dot_product_attention
 
 import masks
-from experiments.language_model.books import BOUNDARY
+from experiments.language_model.books import BOUNDARY, BYTES
 from experiments.long_context.model import ROTARY_BASE
 from masks import Pattern
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
 
-VOCABULARY = 256
 INITIAL_STD = 0.02
 
 
@@ -25,13 +24,14 @@ class ModelConfig:
 
     Attributes:
         layers, dim, heads: As in GPT-2; a feed-forward network is four times as wide as dim.
-        context: Most bytes of a sequence.
+        context: Most tokens of a sequence.
         attention: Of the layers in turn, over and over. Each is "sdpa", torch's own dense
             attention; "flash", ours; or patterns as masks.parse reads them, of the heads in turn,
             separated by ";". All are causal.
         positions: "rotary" rotates queries and keys, "learned" is added to the embeddings.
         block_size: Side of the patterns' blocks, in tokens.
         dropout: Of embeddings and of what each layer adds.
+        vocabulary: Tokens.
     """
 
     layers: int
@@ -42,10 +42,11 @@ class ModelConfig:
     positions: Literal["rotary", "learned"] = "rotary"
     block_size: int = 128
     dropout: float = 0.0
+    vocabulary: int = BYTES
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte at every place of a sequence.
+    """Logits of the next token at every place of a sequence.
 
     Raises:
         ValueError: A text of the configuration's attention is none, or sizes do not divide.
@@ -54,7 +55,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.context, config.dim) if learned else None
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
@@ -67,7 +68,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=scale * INITIAL_STD)
 
     def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
-        """The logits (batch, seq, VOCABULARY).
+        """The logits (batch, seq, vocabulary).
 
         Args:
             tokens: int64 (batch, seq), with BOUNDARY first.
@@ -156,14 +157,14 @@ def causal_pattern(text: str, heads: int, block_size: int) -> Pattern:
 
 @torch.inference_mode()
 def generate(
-    model: LanguageModel, prompt: bytes, temperature: float = 1.0, seed: int = 0
+    model: LanguageModel, prompt: Sequence[int], temperature: float = 1.0, seed: int = 0
 ) -> Iterator[int]:
-    """Samples the bytes after a prompt one by one, up to the model's context.
+    """Samples the tokens after a prompt one by one, up to the model's context.
 
     Args:
         model: In evaluation mode.
         prompt: Shorter than the context.
-        temperature: Logits are divided by it; 0 takes the likeliest byte.
+        temperature: Logits are divided by it; 0 takes the likeliest token.
         seed: Of the samples.
 
     Raises:
@@ -174,7 +175,7 @@ def generate(
     room = model.config.context - 1 - len(prompt)  # BOUNDARY comes first
     if room < 0:
         raise ValueError(
-            f"prompt must be shorter than the context of {model.config.context} bytes, got "
+            f"prompt must be shorter than the context of {model.config.context} tokens, got "
             f"{len(prompt)}"
         )
     device = model.embedding.weight.device
@@ -185,8 +186,8 @@ def generate(
         logits = model(tokens, caches)[0, -1].float().cpu()
         if temperature:
             odds = (logits / temperature).softmax(-1)
-            byte = int(torch.multinomial(odds, 1, generator=generator))
+            token = int(torch.multinomial(odds, 1, generator=generator))
         else:
-            byte = int(logits.argmax())
-        yield byte
-        tokens = torch.tensor([[byte]], device=device)
+            token = int(logits.argmax())
+        yield token
+        tokens = torch.tensor([[token]], device=device)

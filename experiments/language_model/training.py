@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count, pairwise
 from math import log
@@ -27,7 +27,7 @@ from experiments.lra.curriculum import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
 from experiments.pieces import export, restore
 
-STRETCH = 65_536  # bytes that validation reads in a row, in sequences of the context
+STRETCH = 65_536  # tokens that validation reads in a row, in sequences of the context
 STRETCHES = 64
 UNTIMED = 5  # first steps of a command, which compile
 RESULT = "result.json"
@@ -41,7 +41,7 @@ class Settings:
     Attributes:
         model: See ModelConfig.
         steps: Of the whole run.
-        step_bytes: Of a step, a multiple of the context.
+        step_tokens: Of a step, a multiple of the context.
         learning_rate, warmup_steps: Of AdamW; the rate falls as a cosine after the warm-up.
         seed: Of weights, of the sequences that are read, and of dropout.
         data: SHA-256 of the splits.
@@ -50,7 +50,7 @@ class Settings:
 
     model: ModelConfig
     steps: int
-    step_bytes: int
+    step_tokens: int
     learning_rate: float
     warmup_steps: int
     seed: int
@@ -59,10 +59,10 @@ class Settings:
     compiled: bool = False
 
     def __post_init__(self):
-        if self.step_bytes < 1 or self.step_bytes % self.model.context:
+        if self.step_tokens < 1 or self.step_tokens % self.model.context:
             raise ValueError(
-                f"step_bytes must be a multiple of the context of {self.model.context} bytes, "
-                f"got {self.step_bytes}"
+                f"step_tokens must be a multiple of the context of {self.model.context} tokens, "
+                f"got {self.step_tokens}"
             )
 
     def facts(self) -> dict:
@@ -71,19 +71,27 @@ class Settings:
 
 
 class Learner(L.LightningModule):
-    """A language model in training; validation counts bits per byte, also by position."""
+    """A language model in training; validation counts bits per byte, also by position.
 
-    def __init__(self, settings: Settings):
+    Args:
+        settings: Of the run.
+        token_bytes: Bytes of each token.
+    """
+
+    token_bytes: Tensor
+
+    def __init__(self, settings: Settings, token_bytes: Sequence[int]):
         super().__init__()
         self.settings = settings
         self.model = LanguageModel(settings.model)
+        self.register_buffer("token_bytes", torch.tensor(token_bytes), persistent=False)
         self.bounds = octaves(settings.model.context)
         self.by_position: list[float] = []
         if settings.compiled:
             self.model.compile(dynamic=False)
 
     def losses(self, tokens: Tensor) -> Tensor:
-        """Nats of each byte, (batch, context), given those before it in its sequence."""
+        """Nats of each token, (batch, context), given those before it in its sequence."""
         tokens = tokens.long()
         logits = self.model(pad(tokens[:, :-1], (1, 0), value=BOUNDARY))
         flat = logits.flatten(0, 1).float()
@@ -99,17 +107,27 @@ class Learner(L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        self.sums = torch.zeros(self.settings.model.context, device=self.device)
-        self.sequences = 0
+        self.nats, self.bytes = torch.zeros(2, self.settings.model.context, device=self.device)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.sums += self.losses(batch).sum(0)
-        self.sequences += len(batch)
+        self.nats += self.losses(batch).sum(0)
+        self.bytes += self.token_bytes[batch.long()].sum(0)
 
     def on_validation_epoch_end(self) -> None:
-        bits = self.sums.double().cpu() / (self.sequences * log(2))
-        self.by_position = [float(bits[a:b].mean()) for a, b in pairwise(self.bounds)]
-        self.log("validation/bits_per_byte", float(bits.mean()), prog_bar=True)
+        nats, size = self.nats.double().cpu(), self.bytes.double().cpu()
+        parts = [(nats[a:b].sum(), size[a:b].sum()) for a, b in pairwise(self.bounds)]
+        self.by_position = [float(n / (log(2) * s)) for n, s in parts]
+        bits = float(nats.sum() / (log(2) * size.sum()))
+        self.log("validation/bits_per_byte", bits, prog_bar=True)
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.log("test/bits_per_byte", float((self.nats.sum() / self.bytes.sum()).cpu()) / log(2))
 
     def configure_optimizers(self):
         settings = self.settings
@@ -150,7 +168,7 @@ class Sequences(IterableDataset):
 
     def __iter__(self) -> Iterator[Tensor]:
         context = self.settings.model.context
-        batch = self.settings.step_bytes // context
+        batch = self.settings.step_tokens // context
         for step in count(self.start):
             random = np.random.default_rng([self.settings.seed, step])
             starts = random.integers(len(self.content) - context + 1, size=batch)
@@ -158,8 +176,8 @@ class Sequences(IterableDataset):
 
 
 class BookData(L.LightningDataModule):
-    """Sequences of the training split; stretches of the validation split, which are the same
-    bytes whatever the context is.
+    """Sequences of the training split; stretches of the others, which are the same tokens
+    whatever the context is.
 
     Raises:
         ValueError: A split is shorter than a sequence.
@@ -171,7 +189,7 @@ class BookData(L.LightningDataModule):
         context = settings.model.context
         for split, content in books.splits.items():
             if len(content) < context:
-                raise ValueError(f"{split} must have {context} bytes or more, got {len(content)}")
+                raise ValueError(f"{split} must have {context} tokens or more, got {len(content)}")
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
@@ -179,13 +197,19 @@ class BookData(L.LightningDataModule):
         return DataLoader(sequences, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
-        context, content = self.settings.model.context, self.splits["validation"]
+        return self._stretches("validation")
+
+    def test_dataloader(self) -> DataLoader:
+        return self._stretches("test")
+
+    def _stretches(self, split: str) -> DataLoader:
+        context, content = self.settings.model.context, self.splits[split]
         stretch = min(STRETCH, len(content)) // context * context
         number = min(STRETCHES, len(content) // stretch)
         starts = np.linspace(0, len(content) - stretch, number).astype(int)
         parts = np.concatenate([content[start : start + stretch] for start in starts])
         sequences = torch.from_numpy(parts.reshape(-1, context))
-        return DataLoader(sequences, batch_size=self.settings.step_bytes // context)  # pyright: ignore[reportArgumentType]
+        return DataLoader(sequences, batch_size=self.settings.step_tokens // context)  # pyright: ignore[reportArgumentType]
 
 
 class Curve(Callback):
@@ -284,7 +308,8 @@ def train(
     if resume is not None and not last.exists():
         restore(resume, output)
     L.seed_everything(settings.seed, verbose=False)
-    learner, data, curve = Learner(settings), BookData(books, settings), Curve()
+    learner = Learner(settings, books.token_bytes)
+    data, curve = BookData(books, settings), Curve()
     if last.exists():
         learner.on_load_checkpoint(read_checkpoint(last))
     bar = [StepBar(refresh_rate=20)] if progress else []
@@ -313,12 +338,19 @@ def train(
             export({str(CHECKPOINT): last.read_bytes()}, export_to)
     if not curve.points or curve.points[-1]["step"] != trainer.global_step:
         trainer.validate(learner, datamodule=data, verbose=False)
+    ended = trainer.global_step >= settings.steps
+    if ended:
+        trainer.test(learner, datamodule=data, verbose=False)
+        tested = float(trainer.callback_metrics["test/bits_per_byte"])
+    step_bytes = settings.step_tokens * books.bytes_per_token
     result = settings.facts() | {
         "parameters": sum(p.numel() for p in learner.parameters()),
         "trained": trainer.global_step,
-        "ended": trainer.global_step >= settings.steps,
+        "ended": ended,
         "bits_per_byte": curve.points[-1]["bits_per_byte"],
-        "bytes_per_second": curve.steps and curve.steps * settings.step_bytes / curve.seconds,
+        "test_bits_per_byte": tested if ended else None,
+        "step_bytes": step_bytes,
+        "bytes_per_second": curve.steps and curve.steps * step_bytes / curve.seconds,
         "positions": learner.bounds,
         "curve": curve.points,
         "environment": environment(trainer.strategy.root_device),

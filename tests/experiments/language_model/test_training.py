@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from experiments.language_model import training
 from experiments.language_model.__main__ import app
-from experiments.language_model.books import Books
+from experiments.language_model.books import SPLITS, Books
 from experiments.language_model.model import ModelConfig
 from experiments.language_model.training import (
     CHECKPOINT,
@@ -45,11 +45,11 @@ def one_thread():
 def books_of():
     """The alphabet over and over: every byte but the first of a sequence can be known."""
     content = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz" * 40, np.uint8)
-    return Books({"train": content, "validation": content}, {"train": "t", "validation": "v"})
+    return Books(dict.fromkeys(SPLITS, content), {"train": "t", "validation": "v"})
 
 
 def settings_of(**options):
-    common = {"steps": 12, "step_bytes": 256, "learning_rate": 1e-2, "warmup_steps": 2, "seed": 0}
+    common = {"steps": 12, "step_tokens": 256, "learning_rate": 1e-2, "warmup_steps": 2, "seed": 0}
     return Settings(**{"model": TINY, "data": {}, "precision": "32-true"} | common | options)
 
 
@@ -72,6 +72,8 @@ def test_a_run_learns_and_says_what_it_did(tmp_path):
     state = torch.load(tmp_path / CHECKPOINT, weights_only=True)["callbacks"]["Curve"]
     assert (state["steps"], result["bytes_per_second"] > 0) == (60 - training.UNTIMED, True)
     assert result["ended"]
+    # Of the same bytes.
+    assert result["test_bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("stop", "pieces"), [(6, False), (4, False), (6, True)])
@@ -141,10 +143,10 @@ def test_steps_read_different_sequences_and_the_same_again():
 
 def test_every_context_is_validated_on_the_same_bytes():
     content = np.random.default_rng(0).integers(1, 256, 200_000).astype(np.uint8)
-    books = Books({"train": content, "validation": content}, {})
+    books = Books(dict.fromkeys(SPLITS, content), {})
     read = []
     for context in (64, 1024):
-        settings = settings_of(model=replace(TINY, context=context), step_bytes=4096)
+        settings = settings_of(model=replace(TINY, context=context), step_tokens=4096)
         read.append(torch.cat(list(BookData(books, settings).val_dataloader())).flatten())
     assert len(read[0]) == 3 * 65_536
     assert torch.equal(read[0], read[1])
@@ -152,7 +154,7 @@ def test_every_context_is_validated_on_the_same_bytes():
 
 def test_bits_per_byte_are_those_of_the_logits():
     torch.manual_seed(0)
-    learner = Learner(settings_of()).eval()
+    learner = Learner(settings_of(), [1] * 256).eval()
     batch = torch.randint(1, 256, (2, 64), dtype=torch.uint8)
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     losses = learner.losses(batch).detach()
@@ -177,14 +179,14 @@ def test_commands(tmp_path):
     built, folder = str(tmp_path / "built"), str(tmp_path / "run")
     assert "SHA-256" in invoke(app, ["data", str(tmp_path / "source"), "--output", built]).output
     given = ["train", "tiny-1k", "--output", folder, "--data", built, "--steps", "2"]
-    small = ["--step-bytes", "1024", "--precision", "32-true", "--attention", "local(64)"]
+    small = ["--step-tokens", "1024", "--precision", "32-true", "--attention", "local(64)"]
     assert "step 2 of 2" in invoke(app, [*given, *small]).output
     sampled = invoke(app, ["sample", folder, "--prompt", "It was", "--length", "4"])
     assert sampled.stdout_bytes.startswith(b"It was")
     assert len(sampled.stdout_bytes) == len(b"It was" + b"1234" + b"\n")
     for wrong, message in (
         (["train", "small", "--output", folder], "unknown preset"),
-        ([*given, "--step-bytes", "1000"], "multiple of the context"),
+        ([*given, "--step-tokens", "1000"], "multiple of the context"),
         ([*given, "--attention", "nothing"], "nothing"),
         ([*given, "--data", folder], "no books that were built"),
         (["sample", str(tmp_path)], "cannot be read as a checkpoint"),
