@@ -224,6 +224,17 @@ class BlockMask(OnGrid, Handled):
         """
         return BlockMask(slicing.take_blocks(self.block_set, rows, columns))
 
+    def keep_rows(self, rows: Tensor) -> "BlockMask":
+        """The mask with all blocks but those of some block rows empty.
+
+        Args:
+            rows: int64 (n,), numbers of block rows, ascending, on the mask's device.
+
+        Raises:
+            TypeError, ValueError: They are of another type or order, or there are none.
+        """
+        return BlockMask(slicing.keep_rows(self.block_set, rows))
+
     def reblock(self, block_size: Size) -> "BlockMask":
         """The same pairs in blocks of another size, in tokens."""
         return BlockMask(reblock.reblock(self.block_set, block_size))

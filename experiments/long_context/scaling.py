@@ -41,7 +41,7 @@ from experiments.long_context.baselines import RingPlan, all_gather_attention, r
 from experiments.memory import peak_bytes
 from experiments.record import useful_flops
 from masks import BlockMask, DynamicMask, Pattern
-from sparseflash.distributed import ContextPlan, attention, context_parallel_attention, make_plan
+from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan, passes
 
 TOKENS_A_RANK, TOKENS = 2**17, 2**20
 BLOCK = 128
@@ -347,9 +347,11 @@ def _row(
 def _nothing_exchanged() -> Iterator[None]:
     """Exchanges bring zeros at once. Of what an all-gather brings, own keys stand for all."""
 
-    class Silent(attention.Exchange):
-        def __init__(self, group, source, send_splits, receive_splits, what):
-            self._received = source.new_zeros(sum(receive_splits), *source.shape[1:])
+    class Silent(passes.Exchange):
+        def __init__(self, group, source, send_splits, receive_splits, what, received=None):
+            if received is None:
+                received = source.new_empty(sum(receive_splits), *source.shape[1:])
+            self._received = received.zero_()
 
         def wait(self) -> Tensor:
             return self._received
@@ -361,7 +363,7 @@ def _nothing_exchanged() -> Iterator[None]:
         return tensor[: len(tensor) // group.size()]
 
     with (
-        mock.patch.object(attention, "Exchange", Silent),
+        mock.patch.object(passes, "Exchange", Silent),
         mock.patch.object(baselines, "all_gather", repeated),
         mock.patch.object(baselines, "reduce_scatter", own),
     ):

@@ -70,6 +70,16 @@ def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
     return assemble(target, blocks.head_to_mask, union(full), partial, blocks.bit_tiles, tile)
 
 
+def keep_rows(blocks: BlockSet, rows: Tensor) -> BlockSet:
+    """See BlockMask.keep_rows."""
+    g = blocks.grid
+    kept = _new_numbers(_checked("rows", rows, g.nq, g), g.nq) >= 0
+    full = blocks.full.select(kept[g.stacked_row(blocks.full.begin) % g.nq])
+    chosen = kept[g.stacked_row(blocks.partial) % g.nq]
+    partial, tile = blocks.partial[chosen], blocks.partial_bit_tile[chosen]
+    return assemble(g, blocks.head_to_mask, full, partial, blocks.bit_tiles, tile)
+
+
 def _checked(name: str, numbers: Tensor, limit: int, grid: Grid) -> Tensor:
     """Distinct numbers of block rows or columns, ascending."""
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:

@@ -62,10 +62,17 @@ class Workload:
         """(row, first column, column after the last) of every run of full blocks and of every
         partial block, of all masks: int64 (spans,) each.
         """
+        _, row, begin, end = self.spans_of_masks
+        return row, begin, end
+
+    @cached_property
+    def spans_of_masks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(mask, row, first column, column after the last), as in spans."""
         blocks, g = self.mask.block_set, self.mask.grid
-        _, row, begin, end = g.locate_runs(blocks.full)
-        _, partial_row, column = g.locate(blocks.partial)
+        mask, row, begin, end = g.locate_runs(blocks.full)
+        partial_mask, partial_row, column = g.locate(blocks.partial)
         return (
+            torch.cat([mask, partial_mask]),
             torch.cat([row, partial_row]),
             torch.cat([begin, column]),
             torch.cat([end, column + 1]),
@@ -101,6 +108,11 @@ class Workload:
         change.index_add_(0, place + begin[here], one)
         change.index_add_(0, place + end[here], -one)
         return change.view(-1, stride).cumsum(1, dtype=torch.int32)[:, :-1] > 0
+
+    def fetched(self, owner: Tensor, ranks: int) -> Tensor:
+        """bool (ranks, nk): the key blocks that each rank attends and does not own."""
+        own = owner[self.columns] == torch.arange(ranks).unsqueeze(1)
+        return self.needed(owner, ranks) & ~own
 
 
 @dataclass(frozen=True, eq=False)

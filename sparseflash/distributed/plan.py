@@ -7,10 +7,10 @@ same plan without asking another.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -24,65 +24,12 @@ from masks import BlockMask
 from masks.arguments import check_integer, check_integers
 from masks.registry import Cache
 from sparseflash.distributed.assign import STRATEGIES, Costs, Workload, costs
+from sparseflash.distributed.model import HEAD_GROUPS, SPLITS, Split, better_split
+from sparseflash.distributed.part import Fetches, Heads, Part, part_of
 from sparseflash.distributed.report import Report, report_of
 
 ABOUT = 1.05  # within this factor modelled times are alike
 HEADER = "context_plan"  # the key of the safetensors metadata
-
-
-@dataclass(frozen=True, eq=False)
-class Round:
-    """One all-to-all of keys and values, and the attention to what it brings to one rank.
-
-    Attributes:
-        send: the own tokens that go to each rank: int64 (tokens,), or a slice where they follow
-            one another.
-        send_splits, receive_splits: how many tokens go to and come from each rank.
-        order: int64 (received,), of the received tokens in the order of the sequence where each
-            stands among those received, or None where they come in that order.
-        columns: int64 (blocks,), numbers of the received key blocks in the sequence, ascending.
-        rows: int64, which of the own block rows attend them, ascending.
-        queries: the own tokens of these rows.
-        mask: these queries against the received keys; None where no query attends any.
-    """
-
-    send: tuple[Tensor | slice, ...]
-    send_splits: list[int]
-    receive_splits: list[int]
-    order: Tensor | None
-    columns: Tensor
-    rows: Tensor
-    queries: Tensor | slice
-    mask: BlockMask | None
-
-    @property
-    def received(self) -> int:
-        """Tokens that come in."""
-        return sum(self.receive_splits)
-
-    def to(self, device: torch.device) -> "Round":
-        send = tuple(x.to(device) if isinstance(x, Tensor) else x for x in self.send)
-        return replace(_moved(self, device), send=send)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What one rank does.
-
-    Attributes:
-        rows, columns: int64, numbers of its block rows and block columns in the sequence.
-        mask: its queries against its own keys.
-        rounds: the exchanges, as many on every rank.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    mask: BlockMask
-    rounds: tuple[Round, ...]
-
-    def to(self, device: torch.device) -> "Part":
-        rounds = tuple(each.to(device) for each in self.rounds)
-        return replace(_moved(self, device), rounds=rounds)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,6 +44,8 @@ class ContextPlan:
         strategy: The one that assigned the units to ranks; "own" where the caller did.
         owner: int64 (units,), the rank of each run of max(block_size) tokens.
         round_tokens: Most tokens of keys that a rank receives in one round; None for one round.
+        split: "rows": those that attend fetched keys wait for them. "keys": every row attends own
+            keys first, then fetched ones, and both are merged.
     """
 
     mask: BlockMask
@@ -104,6 +53,7 @@ class ContextPlan:
     strategy: str
     owner: Tensor
     round_tokens: int | None = None
+    split: Split = "keys"
 
     @property
     def seq_len(self) -> int:
@@ -164,17 +114,48 @@ class ContextPlan:
             self.cache[key] = support.to("cpu") == self.mask_of(rank)
         return self.cache[key]
 
-    def part(self, rank: int, device: torch.device | str = "cpu") -> Part:
-        """What one rank does; its tensors on a device. Made once."""
+    def part(self, rank: int, device: torch.device | str = "cpu", groups: int = 1) -> Part:
+        """What one rank does; its tensors on a device. Made once.
+
+        Args:
+            rank: Its number.
+            device: Of the tensors.
+            groups: Into how many groups heads are parted, that are fetched one after another.
+        """
         rank, device = self._rank(rank), torch.device(device)
-        if ("part", rank) not in self.cache:
-            rows, columns = self._rows(rank), self._columns(rank)
-            mask = self.mask.take_blocks(rows, columns)
-            rounds = tuple(self._round(rank, number) for number in range(self.num_rounds))
-            self.cache["part", rank] = Part(rows, columns, mask, rounds)
-        if ("part", rank, device) not in self.cache:
-            self.cache["part", rank, device] = self.cache["part", rank].to(device)
-        return self.cache["part", rank, device]
+        key = ("part", rank, groups)
+        if key not in self.cache:
+            self.cache[key] = part_of(self._fetches(groups), groups, rank, self.split == "rows")
+        if (*key, device) not in self.cache:
+            self.cache[*key, device] = self.cache[key].to(device)
+        return self.cache[*key, device]
+
+    def head_groups(self, kv_heads: int) -> int:
+        """Into how many groups as many heads of keys are parted: as many as there are where heads
+        have masks of their own, so that each fetches what it needs.
+
+        Raises:
+            ValueError: Masks of heads are not of as many heads of keys or a multiple.
+        """
+        if self.split == "keys":
+            return 1
+        if self.mask.num_heads > 1:
+            if self.mask.num_heads % kv_heads:
+                raise ValueError(
+                    f"kv_heads must divide the {self.mask.num_heads} heads of the mask, got "
+                    f"{kv_heads}"
+                )
+            return kv_heads
+        return max(n for n in range(1, HEAD_GROUPS + 1) if kv_heads % n == 0)
+
+    def traffic(self, groups: int = 1) -> Tensor:
+        """int64 (ranks, ranks): key tokens that [receiver, sender] move in a forward pass, summed
+        over groups of heads; 0 on the diagonal.
+        """
+        if groups == 1 or self.mask.num_heads == 1:
+            return self.costs.traffic * groups
+        workloads = [each.workload for each in self._fetches(groups)]
+        return torch.stack([costs(w, self.owner, self.ranks).traffic for w in workloads]).sum(0)
 
     @cached_property
     def num_rounds(self) -> int:
@@ -200,7 +181,7 @@ class ContextPlan:
         """64 hexadecimal digits that two plans share only if they are equal."""
         blocks, facts = self.mask.block_set, hashlib.sha256()
         shape = (self.mask.seq_len, self.mask.block_size, self.mask.head_to_mask)
-        facts.update(repr((*shape, self.ranks, self.round_tokens)).encode())
+        facts.update(repr((*shape, self.ranks, self.round_tokens, self.split)).encode())
         tensors = (*blocks.full, blocks.partial, blocks.partial_bit_tile, blocks.bit_tiles)
         for tensor in (*tensors, self.owner):
             facts.update(repr(tuple(tensor.shape)).encode())
@@ -216,7 +197,7 @@ class ContextPlan:
     ) -> Report:
         """Bytes and blocks of every rank, beside a ring, an all-gather and lower bounds."""
         token_bytes = 2 * batch * kv_heads * head_dim * dtype.itemsize
-        return report_of(self, token_bytes)
+        return report_of(self, token_bytes, self.head_groups(kv_heads))
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a safetensors file, of which masks.load reads the mask."""
@@ -225,6 +206,7 @@ class ContextPlan:
             metadata = dict(file.metadata())
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         facts = {"ranks": self.ranks, "strategy": self.strategy, "rounds": self.round_tokens}
+        facts |= {"split": self.split}
         save_file(tensors | {"owner": self.owner}, path, metadata | {HEADER: json.dumps(facts)})
 
     @staticmethod
@@ -241,12 +223,13 @@ class ContextPlan:
                 raise ValueError(f"file {path} holds no context plan")
             owner, facts = file.get_tensor("owner"), json.loads(header)
         _check_owner(owner.tolist(), Workload(mask).units, facts["ranks"])
-        return ContextPlan(mask, facts["ranks"], facts["strategy"], owner, facts["rounds"])
+        chosen = (facts["strategy"], owner, facts["rounds"], facts["split"])
+        return ContextPlan(mask, facts["ranks"], *chosen)
 
     def __repr__(self) -> str:
         return (
             f"ContextPlan(ranks={self.ranks}, strategy={self.strategy!r}, "
-            f"rounds={self.num_rounds}, mask={self.mask})"
+            f"split={self.split!r}, rounds={self.num_rounds}, mask={self.mask})"
         )
 
     @cached_property
@@ -257,66 +240,29 @@ class ContextPlan:
     @cached_property
     def _fetched(self) -> Tensor:
         """bool (ranks, nk): the key blocks that each rank receives."""
-        own = self.owner[self.workload.columns] == torch.arange(self.ranks).unsqueeze(1)
-        return self.workload.needed(self.owner, self.ranks) & ~own
+        return self.workload.fetched(self.owner, self.ranks)
+
+    def _fetches(self, groups: int) -> list[Fetches]:
+        """What ranks fetch: for all heads, or for each group of those that have masks."""
+        if groups == 1 or self.mask.num_heads == 1:
+            return [Fetches(self.workload, self.owner, self._fetched, self.num_rounds)]
+        if ("fetches", groups) not in self.cache:
+            self.cache["fetches", groups] = [
+                self._fetches_of(Heads(number, groups)) for number in range(groups)
+            ]
+        return self.cache["fetches", groups]
+
+    def _fetches_of(self, heads: Heads) -> Fetches:
+        of_heads = range(self.mask.num_heads)[heads.of(self.mask.num_heads)]
+        workload = Workload(masks.stack([self.mask.head(head) for head in of_heads]))
+        fetched = workload.fetched(self.owner, self.ranks)
+        return Fetches(workload, self.owner, fetched, int(fetched.any()))
 
     def _rank(self, rank: int) -> int:
         return check_integer("rank", rank, least=0, most=self.ranks - 1)
 
     def _rows(self, rank: int) -> Tensor:
         return (self.owner[self.workload.rows] == rank).nonzero().flatten()
-
-    def _columns(self, rank: int) -> Tensor:
-        return (self.owner[self.workload.columns] == rank).nonzero().flatten()
-
-    def _received_columns(self, rank: int, number: int) -> Tensor:
-        """The key blocks that a rank receives in one round, in the order in which they come."""
-        columns = self._fetched[rank].nonzero().flatten()
-        sender = self.owner[self.workload.columns[columns]]
-        # A rank starts with those of the next one, so that no rank is asked by all at once.
-        columns = columns[torch.argsort((sender - rank - 1) % self.ranks, stable=True)]
-        bounds = [len(columns) * i // self.num_rounds for i in (number, number + 1)]
-        columns = columns[bounds[0] : bounds[1]].sort().values
-        return columns[torch.argsort(self.owner[self.workload.columns[columns]], stable=True)]
-
-    def _round(self, rank: int, number: int) -> Round:
-        own_first = torch.zeros(self.mask.grid.nk, dtype=torch.int64)
-        own, tokens = self._columns(rank), self.workload.column_tokens
-        own_first[own] = torch.cumsum(tokens[own], 0) - tokens[own]
-        sent, send_splits = [], []
-        for receiver in range(self.ranks):
-            columns = self._received_columns(receiver, number)
-            columns = columns[self.owner[self.workload.columns[columns]] == rank]
-            sent.append(_tokens_of(own_first[columns], tokens[columns]))
-            send_splits.append(len(sent[-1]))
-        columns = self._received_columns(rank, number)
-        splits = torch.zeros(self.ranks, dtype=torch.int64)
-        splits.index_add_(0, self.owner[self.workload.columns[columns]], tokens[columns])
-        ascending, order = columns.sort()
-        arrived = torch.cumsum(tokens[columns], 0) - tokens[columns]
-        in_order = bool((columns.diff() > 0).all())
-        return Round(
-            send=tuple(map(_as_slice, sent)),
-            send_splits=send_splits,
-            receive_splits=splits.tolist(),
-            order=None if in_order else _tokens_of(arrived[order], tokens[ascending]),
-            columns=ascending,
-            **self._attended(rank, ascending),
-        )
-
-    def _attended(self, rank: int, columns: Tensor) -> dict[str, Any]:
-        """The rows of a rank that attend some of the columns, as fields of a Round."""
-        own = self._rows(rank)
-        rows = own[:0]
-        if len(columns):
-            mask = self.mask.take_blocks(own, columns)
-            rows = mask.blocks_per_row().sum(0).nonzero().flatten()
-        if not len(rows):
-            return {"rows": rows, "queries": slice(0, 0), "mask": None}
-        side, every = mask.grid.bq, torch.arange(mask.grid.nk)
-        queries = (rows.unsqueeze(1) * side + torch.arange(side)).flatten()
-        queries = _as_slice(queries[queries < mask.grid.q_len])
-        return {"rows": rows, "queries": queries, "mask": mask.take_blocks(rows, every)}
 
 
 def make_plan(
@@ -325,6 +271,7 @@ def make_plan(
     strategy: str | Sequence[int] | Tensor = "auto",
     *,
     round_tokens: int | None = None,
+    split: Split | Literal["auto"] = "auto",
     fetch_cost: float = 4.0,
 ) -> ContextPlan:
     """The plan by which ranks share a sequence: which tokens each has, and what they exchange.
@@ -341,6 +288,10 @@ def make_plan(
             least. Or the rank of each unit.
         round_tokens: Most tokens of keys and values that a rank receives at a time, at least one
             block; what it needs beyond that comes in later rounds. By default all come at once.
+        split: "rows": rows that attend fetched keys wait for them, one group of heads after
+            another, and attend own and fetched keys in one kernel. "keys": every row attends own
+            keys while fetched ones travel, then these, and the results are merged. "auto": "keys"
+            with round_tokens, else that of less modelled time.
         fetch_cost: For "auto": how long it takes to fetch one block of keys and values of all
             heads, in times to compute one non-zero block of all heads, forward and backward.
 
@@ -359,22 +310,45 @@ def make_plan(
         round_tokens = check_integer("round_tokens", round_tokens, least=mask.grid.bk)
     if not fetch_cost > 0:
         raise ValueError(f"fetch_cost must be positive, got {fetch_cost}")
+    _check_split(split, round_tokens)
+    workload = Workload(mask.to("cpu"))
+
+    def planned(strategy: str, owner: Tensor) -> ContextPlan:
+        chosen = split
+        if chosen == "auto":
+            chosen = _better_split(workload, owner, ranks, round_tokens, fetch_cost)
+        return ContextPlan(workload.mask, ranks, strategy, owner, round_tokens, chosen)
+
     if not isinstance(strategy, str):
         owner = check_integers("strategy", strategy)
         _check_owner(owner, units, ranks)
-        return ContextPlan(mask.to("cpu"), ranks, "own", torch.tensor(owner), round_tokens)
+        return planned("own", torch.tensor(owner))
     if strategy not in (*STRATEGIES, "auto"):
         raise ValueError(f"strategy must be auto or one of {[*STRATEGIES]}, got {strategy!r}")
-    key = ("context plan", ranks, strategy, round_tokens, float(fetch_cost))
+    key = ("context plan", ranks, strategy, round_tokens, split, float(fetch_cost))
     if key not in mask.cache:
-        workload = Workload(mask.to("cpu"))
-        owner = None
         if strategy == "auto":
-            strategy, owner = _fastest(workload, ranks, fetch_cost)
+            mask.cache[key] = planned(*_fastest(workload, ranks, fetch_cost))
         else:
-            owner = STRATEGIES[strategy](workload, ranks)
-        mask.cache[key] = ContextPlan(workload.mask, ranks, strategy, owner, round_tokens)
+            mask.cache[key] = planned(strategy, STRATEGIES[strategy](workload, ranks))
     return mask.cache[key]
+
+
+def _check_split(split: str, round_tokens: int | None) -> None:
+    if split not in ("auto", *SPLITS):
+        raise ValueError(f'split must be "auto", "rows" or "keys", got {split!r}')
+    if split == "rows" and round_tokens is not None:
+        raise ValueError(f'round_tokens must be None with split "rows", got {round_tokens}')
+
+
+def _better_split(
+    workload: Workload, owner: Tensor, ranks: int, round_tokens: int | None, fetch_cost: float
+) -> Split:
+    if round_tokens is not None:
+        return "keys"
+    asked, mask = costs(workload, owner, ranks), workload.mask
+    moved = torch.maximum(asked.receive, asked.send).double() / mask.grid.bk
+    return better_split(workload, owner, ranks, moved * fetch_cost * mask.num_heads)
 
 
 def _fastest(workload: Workload, ranks: int, fetch_cost: float) -> tuple[str, Tensor]:
@@ -405,26 +379,3 @@ def _check_owner(owner: list[int], units: int, ranks: int) -> None:
             f"strategy must give each of {units} units one of {ranks} ranks, and each rank a "
             f"unit, got {len(owner)} of {sorted(set(owner))}"
         )
-
-
-def _moved(record, device: torch.device):
-    """A copy of a Round or a Part with its tensors and its mask on the device."""
-    values = {each.name: getattr(record, each.name) for each in fields(record)}
-    return replace(
-        record,
-        **{k: v.to(device) for k, v in values.items() if isinstance(v, (Tensor, BlockMask))},
-    )
-
-
-def _as_slice(tokens: Tensor) -> Tensor | slice:
-    """Ascending tokens, as a slice where they follow one another: views cost no copy."""
-    if not len(tokens):
-        return slice(0, 0)
-    first, last = int(tokens[0]), int(tokens[-1])
-    return slice(first, last + 1) if last + 1 - first == len(tokens) else tokens
-
-
-def _tokens_of(first: Tensor, count: Tensor) -> Tensor:
-    """The `count` numbers from `first` on, block after block."""
-    start = torch.cumsum(count, 0) - count
-    return torch.arange(int(count.sum())) + torch.repeat_interleave(first - start, count)

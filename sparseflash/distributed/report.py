@@ -17,7 +17,7 @@ class Report:
     fetches the keys and values again.
 
     Attributes:
-        strategy: The one of the plan.
+        strategy, split: Those of the plan.
         tokens: Tokens that each rank owns.
         blocks: Non-zero blocks that each rank computes, summed over heads of the mask.
         receive_bytes, send_bytes: Of each rank.
@@ -29,6 +29,7 @@ class Report:
     """
 
     strategy: str
+    split: str
     tokens: list[int]
     blocks: list[int]
     receive_bytes: list[int]
@@ -53,7 +54,7 @@ class Report:
         return "\n".join(
             [
                 *lines,
-                f"strategy {self.strategy}, imbalance {self.imbalance:.3f}",
+                f"strategy {self.strategy}, split by {self.split}, imbalance {self.imbalance:.3f}",
                 f"moves {sum(self.receive_bytes) / 1e6:.2f} MB, {self.share:.2%} of the "
                 f"{gathered:.2f} MB of an all-gather or a ring",
                 f"equal shares of the sequence move at least "
@@ -81,20 +82,25 @@ class Report:
         return figure
 
 
-def report_of(plan: "ContextPlan", token_bytes: int) -> Report:
-    """The report of a plan whose keys and values take `token_bytes` bytes a token."""
-    costs, mask = plan.costs, plan.mask
+def report_of(plan: "ContextPlan", token_bytes: int, groups: int) -> Report:
+    """The report of a plan whose keys and values take `token_bytes` bytes a token, of heads that
+    are fetched in `groups`.
+    """
+    mask, traffic = plan.mask, plan.traffic(groups) * token_bytes // groups
     tokens = [len(plan.positions(rank)) for rank in range(plan.ranks)]
-    blocks = costs.blocks.tolist()
-    # Heads share what is fetched, so a row fetches at least what its densest head attends.
-    mean_degree = float(mask.blocks_per_row().amax(0).double().mean()) * mask.grid.bk
+    blocks = plan.costs.blocks.tolist()
+    # Heads of a group share what is fetched, so a row fetches at least what the densest attends.
+    parts = groups if mask.num_heads > 1 else 1
+    of_heads = mask.blocks_per_row().unflatten(0, (parts, -1)).amax(1)
+    mean_degree = float(of_heads.double().mean()) * mask.grid.bk
     least = max(mean_degree - plan.seq_len / plan.ranks, 0.0)
     return Report(
         strategy=plan.strategy,
+        split=plan.split,
         tokens=tokens,
         blocks=blocks,
-        receive_bytes=(costs.receive * token_bytes).tolist(),
-        send_bytes=(costs.send * token_bytes).tolist(),
+        receive_bytes=traffic.sum(1).tolist(),
+        send_bytes=traffic.sum(0).tolist(),
         imbalance=max(blocks) * plan.ranks / max(sum(blocks), 1),
         gathered_bytes=[(plan.seq_len - own) * token_bytes for own in tokens],
         least_bytes=int(least * token_bytes),

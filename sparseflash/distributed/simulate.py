@@ -4,13 +4,14 @@
 
 No GPU and no other process is needed. The model of one pass of one rank:
 
-    forward   max(own blocks, exchange) + fetched blocks
-    backward  fetched blocks + max(own blocks, exchange)
+    by keys   max(own blocks, exchange) + fetched blocks + merge of rows
+    by rows   max(blocks, exchange / 4 + waiting blocks, exchange + waiting blocks / 4)
     exchange  latency + max(bytes received, bytes sent) / bandwidth
 
-where blocks take their useful FLOPs at the rate of the machine, forward 4 d bq bk and backward 2.5
-times that. The slowest rank counts. `efficiency` is the time that evenly shared blocks alone would
-take over that of the model; where `exposed` is not 0, communication no longer hides.
+where waiting blocks are of rows that attend fetched keys, and blocks take their useful FLOPs at
+the rate of the machine, forward 4 d bq bk and backward 2.5 times that. The slowest rank counts.
+`efficiency` is the time that evenly shared blocks alone would take over that of the model; where
+`exposed` is not 0, communication no longer hides.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor
 
 from masks import BlockMask
 from masks.parse import parse
-from sparseflash.distributed.assign import RANKS_AT_ONCE, STRATEGIES, Workload
+from sparseflash.distributed.assign import STRATEGIES
+from sparseflash.distributed.model import divided
 from sparseflash.distributed.plan import ContextPlan, make_plan
 
 BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
@@ -92,49 +93,33 @@ class Prediction:
 
 def predict(plan: ContextPlan, machine: Machine, attention: Attention) -> Prediction:
     """The modelled time of attention by a plan, in one round."""
-    mask, costs = plan.mask, plan.costs
+    mask, blocks = plan.mask, plan.costs.blocks.double()
     heads_of_mask = attention.heads / mask.num_heads
     block_flops = 4 * attention.head_dim * mask.grid.bq * mask.grid.bk
     forward_ms = attention.batch * heads_of_mask * block_flops / (machine.tflops * 1e9)
-    blocks = costs.blocks.double()
-    own = blocks * own_share(plan.workload, plan.owner, plan.ranks)
-    token_bytes = 4 * attention.batch * attention.kv_heads * attention.head_dim
-    moved = torch.maximum(costs.receive, costs.send).double() * token_bytes
-    exchange = moved / (machine.bandwidth * 1e6) + (moved > 0) * machine.latency_us / 1e3
-    forward = torch.maximum(own * forward_ms, exchange) + (blocks - own) * forward_ms
     backward_ms = BACKWARD * forward_ms
-    backward = torch.maximum(own * backward_ms, exchange) + (blocks - own) * backward_ms
-    total = forward + backward
+    groups = plan.head_groups(attention.kv_heads)
+    token_bytes = 4 * attention.batch * attention.kv_heads * attention.head_dim
+    traffic = plan.traffic(groups).double() * token_bytes / groups
+    moved = torch.maximum(traffic.sum(0), traffic.sum(1))
+    exchange = moved / (machine.bandwidth * 1e6) + (moved > 0) * machine.latency_us / 1e3
+    division = divided(plan.workload, plan.owner, plan.ranks)
+    forward = division.elapsed(plan.split, forward_ms, exchange)
+    total = forward + division.elapsed(plan.split, backward_ms, exchange)
     slowest = float(total.max())
     alone = float(blocks.max()) * (forward_ms + backward_ms)
-    report = plan.report()
+    report = plan.report(attention.kv_heads)
     return Prediction(
         ranks=plan.ranks,
         strategy=plan.strategy,
         imbalance=report.imbalance,
         share=report.share,
-        receive_mb=float(costs.receive.max()) * token_bytes / 1e6,
+        receive_mb=float(traffic.sum(1).max()) / 1e6,
         forward_ms=float(forward.max()),
         total_ms=slowest,
         exposed_ms=slowest - alone,
         efficiency=float(blocks.mean()) * (forward_ms + backward_ms) / max(slowest, 1e-12),
     )
-
-
-def own_share(workload: Workload, owner: Tensor, ranks: int) -> Tensor:
-    """float64 (ranks,): of the blocks of each rank, those whose keys it owns."""
-    row, begin, end = workload.spans
-    rank, owner_of_column = owner[workload.rows[row]], owner[workload.columns]
-    total, own = torch.zeros(2, ranks, dtype=torch.int64).unbind()
-    total.index_add_(0, rank, end - begin)
-    for first in range(0, ranks, RANKS_AT_ONCE):
-        here = (rank >= first) & (rank < first + RANKS_AT_ONCE)
-        each = torch.arange(first, min(first + RANKS_AT_ONCE, ranks)).unsqueeze(1)
-        before = (owner_of_column == each).cumsum(1, dtype=torch.int32)
-        before = torch.nn.functional.pad(before, (1, 0))
-        inside = before[rank[here] - first, end[here]] - before[rank[here] - first, begin[here]]
-        own.index_add_(0, rank[here], inside.long())
-    return own / total.clamp(min=1)
 
 
 def parse_tokens(text: str) -> int:

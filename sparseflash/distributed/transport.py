@@ -19,8 +19,11 @@ def resolved(group: Group, ranks: int) -> ProcessGroup | None:
     """The process group of a call; None stands for no group, which one rank does not need.
 
     Raises:
+        TypeError: `group` is of another type.
         ValueError: There is no group of `ranks` ranks.
     """
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group must be a mesh of one dimension, got {group}")
@@ -36,7 +39,8 @@ def resolved(group: Group, ranks: int) -> ProcessGroup | None:
 class Exchange:
     """An all-to-all under way: rows of `source`, split by rank, go out, others come in.
 
-    Everything is started when the object is made, and `wait` gives what came.
+    Everything is started when the object is made, and `wait` gives what came, in `received` if
+    there is one.
     """
 
     def __init__(
@@ -46,9 +50,12 @@ class Exchange:
         send_splits: list[int],
         receive_splits: list[int],
         what: str,
+        received: Tensor | None = None,
     ):
         self._source, self._what = source, what  # the source must live until it is sent
-        self._received = source.new_empty(sum(receive_splits), *source.shape[1:])
+        if received is None:
+            received = source.new_empty(sum(receive_splits), *source.shape[1:])
+        self._received = received
         with _explained(what):
             self._work = dist.all_to_all_single(
                 *(self._received, source, receive_splits, send_splits, group), async_op=True

@@ -12,7 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import masks
 import sparseflash
 from masks import BlockMask
-from sparseflash.distributed import context_parallel_attention, gather, make_plan
+from sparseflash.distributed import (
+    ContextPlan,
+    context_parallel_attention,
+    gather,
+    make_plan,
+)
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 2, 4, 2, 210, 8, 16
 STRATEGIES = ("contiguous", "zigzag", "shuffled")
@@ -47,12 +52,18 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
+def plan_of(mask: BlockMask, ranks: int, strategy: str, split: str) -> ContextPlan:
+    """A plan; split "rounds" is by keys, in several rounds."""
+    rounds = {"split": split} if split != "rounds" else {"round_tokens": 48}
+    return make_plan(mask, ranks, _strategy(strategy, ranks), **rounds)
+
+
 def errors(
-    rank: int, mask_name: str, strategy: str, round_tokens: int | None, extras: dict[str, Any]
+    rank: int, mask_name: str, strategy: str, split: str, extras: dict[str, Any]
 ) -> dict[str, float]:
     """The largest difference to one process of out, lse and each gradient."""
-    ranks, mask = dist.get_world_size(), mask_of(mask_name)
-    plan = make_plan(mask, ranks, _strategy(strategy, ranks), round_tokens=round_tokens)
+    mask = mask_of(mask_name)
+    plan = plan_of(mask, dist.get_world_size(), strategy, split)
     extras = dict(extras)
     *tensors, grad_out, grad_lse = inputs(extras.pop("dtype", torch.float64))
     shared = {name: extras.pop(name) for name in ("bias", "sinks") if name in extras}
@@ -92,7 +103,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).nan_to_num().abs().max())
 
 
-def bytes_moved(rank: int, mask_name: str, strategy: str, round_tokens: int | None) -> list[int]:
+def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[int]:
     """Bytes that came in the forward pass and in the backward pass, and those that the plan
     receives and sends.
     """
@@ -103,8 +114,7 @@ def bytes_moved(rank: int, mask_name: str, strategy: str, round_tokens: int | No
         received.append(output.numel() * output.element_size())
         return exchange(output, *arguments, **keywords)
 
-    ranks = dist.get_world_size()
-    plan = make_plan(mask_of(mask_name), ranks, strategy, round_tokens=round_tokens)
+    plan = plan_of(mask_of(mask_name), dist.get_world_size(), strategy, split)
     own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float64)[:3]]
     with mock.patch.object(dist, "all_to_all_single", counted):
         out = context_parallel_attention(*own, plan)
@@ -115,9 +125,9 @@ def bytes_moved(rank: int, mask_name: str, strategy: str, round_tokens: int | No
     return [forward, sum(received) - forward, *planned]
 
 
-def same_bits(rank: int) -> bool:
+def same_bits(rank: int, split: str) -> bool:
     """Whether two calls with dropout give the same bits."""
-    plan = make_plan(mask_of("random"), dist.get_world_size(), "zigzag", round_tokens=48)
+    plan = plan_of(mask_of("random"), dist.get_world_size(), "zigzag", split)
     found = []
     for _ in range(2):
         own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
@@ -139,26 +149,26 @@ def selected(rank: int) -> dict[str, float]:
     out = sparseflash.attention(*whole, support.select_topk(whole_scores, 3))
     out.backward(grad_out)
     found = {}
-    for strategy, round_tokens in (("zigzag", None), ("contiguous", 48)):
-        plan = make_plan(support, ranks, strategy, round_tokens=round_tokens)
+    for strategy, split in (("zigzag", "rows"), ("contiguous", "rounds"), ("zigzag", "keys")):
+        plan = plan_of(support, ranks, strategy, split)
         rows = plan.part(rank).rows
         own_scores = scores[:, :, rows].clone().requires_grad_()
         mask = plan.mask_of(rank).select_topk(own_scores, 3)
         own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
         own_out = context_parallel_attention(*own, plan, mask=mask)
         own_out.backward(plan.shard(grad_out, rank, 2))
-        pairs = {f"out {strategy}": (gather(own_out.detach(), plan, 2), out)}
+        pairs = {f"out {split}": (gather(own_out.detach(), plan, 2), out)}
         for name, mine, one in zip(("query", "key", "value"), own, whole, strict=True):
-            pairs[f"{name} {strategy}"] = (gather(mine.grad, plan, 2), one.grad)
-        pairs[f"scores {strategy}"] = (own_scores.grad, whole_scores.grad[:, :, rows])
+            pairs[f"{name} {split}"] = (gather(mine.grad, plan, 2), one.grad)
+        pairs[f"scores {split}"] = (own_scores.grad, whole_scores.grad[:, :, rows])
         found |= {name: _difference(*pair) for name, pair in pairs.items()}
     return found
 
 
-def errors_with_shared_heads(rank: int, extras: dict[str, Any]) -> dict[str, float]:
+def errors_with_shared_heads(rank: int, split: str, extras: dict[str, Any]) -> dict[str, float]:
     """The differences to one process on 2 x 2 ranks, of which two share the heads of a shard."""
     mesh, mask = init_device_mesh("cpu", (2, 2)), mask_of("window and sink")
-    plan = make_plan(mask, mesh.get_group(0), "zigzag", round_tokens=48)
+    plan = plan_of(mask, mesh.get_group(0).size(), "zigzag", split)
     *tensors, grad_out, grad_lse = inputs(torch.float64)
     whole = [x.clone().requires_grad_() for x in tensors]
     out, lse = sparseflash.attention(*whole, mask, return_lse=True, **extras)

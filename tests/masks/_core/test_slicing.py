@@ -42,10 +42,23 @@ def test_blocks_taken(dense, block_size, data):
     assert torch.equal(taken.to_dense(), expected)
 
 
+@given(dense_masks(), block_sizes, st.data())
+def test_rows_kept(dense, block_size, data):
+    two = BlockMask.from_dense(torch.stack([dense, ~dense]), block_size)
+    rows = sorted(data.draw(st.sets(st.integers(0, two.grid.nq - 1), min_size=1)))
+    queries = torch.arange(len(dense)) // two.grid.bq
+    expected = two.to_dense() & torch.isin(queries, torch.tensor(rows)).unsqueeze(1)
+    kept = two.keep_rows(torch.tensor(rows))
+    assert kept == BlockMask.from_dense(expected, block_size)
+    assert torch.equal(kept.to_dense(), expected)
+
+
 @pytest.mark.parametrize("rows", [[], [1, 0], [0, 0], [-1, 0], [0, 4]])
 def test_blocks_that_are_not_there_or_out_of_order_are_refused(rows):
     mask = BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool), 16)
     with pytest.raises(ValueError, match="rows must ascend within 0 to 3"):
         mask.take_blocks(torch.tensor(rows, dtype=torch.int64), torch.arange(4))
+    with pytest.raises(ValueError, match="rows must ascend within 0 to 3"):
+        mask.keep_rows(torch.tensor(rows, dtype=torch.int64))
     with pytest.raises(TypeError, match="columns must be a one-dimensional int64 tensor"):
         mask.take_blocks(torch.arange(4), torch.arange(4.0))

@@ -30,7 +30,8 @@ def plans(draw):
         ]
         strategy = draw(st.permutations(owner))
     rounds = draw(st.sampled_from([None, mask.grid.bk, 3 * mask.grid.bk]))
-    return dense, make_plan(mask, ranks, strategy, round_tokens=rounds)
+    split = draw(st.sampled_from(["rows", "keys"])) if rounds is None else "keys"
+    return dense, make_plan(mask, ranks, strategy, round_tokens=rounds, split=split)
 
 
 @settings(max_examples=40)
@@ -40,11 +41,12 @@ def test_parts_hold_every_pair_of_the_mask_once(drawn):
     found = torch.zeros(dense.shape, dtype=torch.int64)
     for rank in range(plan.ranks):
         part, own = plan.part(rank), plan.positions(rank)
-        found[:, own.unsqueeze(1), own] += part.mask.to_dense().view(-1, len(own), len(own))
+        if part.mask is not None:
+            found[:, own.unsqueeze(1), own] += part.mask.to_dense().view(-1, len(own), len(own))
         for each in part.rounds:
             if each.mask is not None:
                 queries, keys = own[each.queries], _tokens(each.columns, plan)
-                assert each.received == len(keys)
+                assert each.attended == len(keys)
                 pairs = each.mask.to_dense().view(-1, len(queries), len(keys))
                 found[:, queries.unsqueeze(1), keys] += pairs
     assert torch.equal(found, dense.long())
@@ -90,9 +92,10 @@ def test_what_one_rank_sends_another_receives(drawn):
             for rank, each in enumerate(rounds)
         ]
         for rank, each in enumerate(rounds):
-            arrived = torch.cat([positions[rank] for positions in sent_positions])
-            arrived = arrived if each.order is None else arrived[each.order]
-            assert arrived.tolist() == _tokens(each.columns, plan).tolist()
+            attended = torch.empty(each.attended, dtype=torch.int64)
+            attended[each.received_at] = torch.cat([sent[rank] for sent in sent_positions])
+            attended[each.own_at] = plan.positions(rank)[each.own]
+            assert attended.tolist() == _tokens(each.columns, plan).tolist()
     assert torch.equal(moved, plan.costs.traffic)
 
 
@@ -143,6 +146,29 @@ def test_auto_takes_the_strategy_of_least_modelled_time():
     assert make_plan(causal, 8).strategy == "zigzag"
     # Where fetching is so slow that nothing else counts, the least is fetched.
     assert make_plan(causal, 8, fetch_cost=1e4).strategy == "contiguous"
+
+
+def test_auto_merges_only_where_waiting_would_take_longer():
+    window, full = masks.local((511, 0))(65536, 128), masks.full()(65536, 128)
+    assert make_plan(window, 8).split == "rows"
+    assert make_plan(full, 8, fetch_cost=1.0).split == "rows"
+    # Half of the blocks are computed while the rest of them travels as long.
+    assert make_plan(full, 2, fetch_cost=250.0).split == "keys"
+    assert make_plan(full, 2, round_tokens=128).split == "keys"
+
+
+def test_masks_of_heads_are_fetched_by_each_head():
+    far = masks.random(0.5, seed=1)
+    mask = masks.stack([masks.local(64), masks.local(64), far, far])(4096, 64)
+    by_head, together = (
+        make_plan(mask, 4, "contiguous", split=split).report(kv_heads=2)
+        for split in ("rows", "keys")
+    )
+    alone = make_plan(far(4096, 64), 4, "contiguous").report(kv_heads=1)
+    window = make_plan(masks.local(64)(4096, 64), 4, "contiguous").report(kv_heads=1)
+    pairs = zip(alone.receive_bytes, window.receive_bytes, strict=True)
+    assert by_head.receive_bytes == [sum(pair) for pair in pairs]
+    assert together.receive_bytes == [2 * received for received in alone.receive_bytes]
 
 
 def test_equal_arguments_give_the_same_plan_and_equal_masks_equal_plans():
@@ -201,6 +227,12 @@ def test_wrong_lengths_and_ranks_are_named():
     plan = make_plan(CAUSAL, 2)
     with pytest.raises(ValueError, match="round_tokens must be at least 64"):
         make_plan(CAUSAL, 2, round_tokens=63)
+    with pytest.raises(ValueError, match='split must be "auto", "rows" or "keys", got 3'):
+        make_plan(CAUSAL, 2, split=3)
+    with pytest.raises(ValueError, match='round_tokens must be None with split "rows", got 64'):
+        make_plan(CAUSAL, 2, split="rows", round_tokens=64)
+    with pytest.raises(ValueError, match="kv_heads must divide the 4 heads of the mask, got 3"):
+        make_plan(masks.stack([masks.causal()] * 4)(512, 64), 2, split="rows").report(kv_heads=3)
     with pytest.raises(ValueError, match="fetch_cost must be positive"):
         make_plan(CAUSAL, 2, fetch_cost=0.0)
     with pytest.raises(ValueError, match="rank must be at most 1"):

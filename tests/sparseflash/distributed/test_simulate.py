@@ -1,30 +1,30 @@
 """The model of attention over many ranks, against sums by hand."""
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import masks
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
-from sparseflash.distributed.simulate import (
-    Attention,
-    Machine,
-    own_share,
-    parse_tokens,
-    predict,
-)
+from sparseflash.distributed.model import divided
+from sparseflash.distributed.simulate import Attention, Machine, parse_tokens, predict
 
 
 @pytest.mark.parametrize("strategy", ["contiguous", "zigzag", "balanced chunks"])
-def test_own_share_is_that_of_the_blocks_whose_keys_a_rank_owns(strategy):
-    mask = masks.random(0.3, seed=1)(1024, (32, 64))
+def test_blocks_are_divided_by_who_owns_their_keys_and_by_what_their_rows_attend(strategy):
+    local, random = masks.local(100), masks.local(200) & masks.random(0.6, seed=1)
+    mask = masks.stack([local, random, local])(1024, (32, 64))
     plan = make_plan(mask, 5, strategy)
-    found = own_share(Workload(mask), plan.owner, 5)
-    blocks = mask.to_blocks()
+    found = divided(Workload(mask), plan.owner, 5)
     for rank in range(5):
         part = plan.part(rank)
-        mine = blocks[part.rows]
-        assert found[rank] == mine[:, part.columns].sum() / mine.sum()
+        mine, own = mask.to_blocks()[:, part.rows], torch.zeros(mask.grid.nk, dtype=torch.bool)
+        own[part.columns] = True
+        waits = (mine & ~own).any(2)
+        counts = (mine & own, mine & ~own, mine[~waits], mine[waits], waits)
+        expected = [int(x.sum()) for x in counts]
+        assert [float(x[rank]) for x in vars(found).values()] == expected
 
 
 def test_time_is_that_of_blocks_where_nothing_is_exchanged():
@@ -49,7 +49,7 @@ def test_time_is_that_of_the_exchange_where_it_is_slow():
 def test_masks_of_heads_count_as_the_heads_that_they_are_of():
     one, each = masks.causal(), masks.stack([masks.causal()] * 4)
     found = [
-        predict(make_plan(mask(2048, 128), 2, "zigzag"), Machine(), Attention(heads=8))
+        predict(make_plan(mask(2048, 128), 2, "zigzag"), Machine(), Attention(8, 4))
         for mask in (one, each)
     ]
     assert found[0] == found[1]

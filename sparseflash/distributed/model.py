@@ -1,0 +1,83 @@
+"""The time that a rank takes, modelled of what it computes and of what it exchanges."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparseflash.distributed.assign import RANKS_AT_ONCE, Workload
+
+Split = Literal["rows", "keys"]
+SPLITS: tuple[Split, Split] = ("rows", "keys")
+HEAD_GROUPS = 4  # at most: while one attends, the next ones travel
+# What merging two results of a row takes, in times to compute a block: the bytes that are read and
+# written are those of about two blocks, and kernels of few blocks have time of their own.
+MERGED_ROW = 4.0
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """How the blocks of each rank divide; float64 (ranks,) each, summed over heads.
+
+    Attributes:
+        own: Non-zero blocks whose keys the rank owns.
+        fetched: The others.
+        ready: Those of rows that attend own keys only.
+        waiting: Those of the other rows.
+        waiting_rows: How many these are.
+    """
+
+    own: Tensor
+    fetched: Tensor
+    ready: Tensor
+    waiting: Tensor
+    waiting_rows: Tensor
+
+    def elapsed(self, split: Split, block: Tensor | float, exchange: Tensor) -> Tensor:
+        """float64 (ranks,): the time of one pass.
+
+        rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
+        keys    max(own, exchange) + fetched + merge of the waiting rows
+
+        Args:
+            split: As in ContextPlan.
+            block: The time of a block.
+            exchange: (ranks,), that of the exchange.
+        """
+        if split == "keys":
+            merged = self.fetched + MERGED_ROW * self.waiting_rows
+            return torch.maximum(self.own * block, exchange) + merged * block
+        ready, waiting = self.ready * block, self.waiting * block
+        slow = exchange + waiting / HEAD_GROUPS
+        return torch.maximum(waiting + torch.maximum(ready, exchange / HEAD_GROUPS), slow)
+
+
+def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
+    """How the assignment `owner`, int64 (units,), divides the blocks of each rank."""
+    mask, row, begin, end = workload.spans_of_masks
+    owner_of_row, owner_of_column = owner[workload.rows], owner[workload.columns]
+    rank, fetched = owner_of_row[row], torch.empty_like(row)
+    for first in range(0, ranks, RANKS_AT_ONCE):
+        here = (rank >= first) & (rank < first + RANKS_AT_ONCE)
+        each = torch.arange(first, min(first + RANKS_AT_ONCE, ranks)).unsqueeze(1)
+        before = (owner_of_column != each).cumsum(1, dtype=torch.int32)
+        before = torch.nn.functional.pad(before, (1, 0))
+        place = rank[here] - first
+        fetched[here] = (before[place, end[here]] - before[place, begin[here]]).long()
+    heads = torch.bincount(torch.tensor(workload.mask.head_to_mask))
+    of_row = torch.zeros(2, len(heads) * len(owner_of_row), dtype=torch.int64)
+    of_row.index_add_(1, mask * len(owner_of_row) + row, torch.stack([end - begin, fetched]))
+    every, fetched = of_row.view(2, len(heads), -1)
+    waits = fetched > 0
+    facts = torch.stack([every - fetched, fetched, every * ~waits, every * waits, waits])
+    of_heads = (facts * heads.unsqueeze(1)).sum(1).double()
+    sums = torch.zeros(len(facts), ranks, dtype=torch.float64)
+    return Division(*sums.index_add_(1, owner_of_row, of_heads))
+
+
+def better_split(workload: Workload, owner: Tensor, ranks: int, exchange: Tensor) -> Split:
+    """The split of less modelled time, exchange (ranks,) in times to compute a block of a head."""
+    division = divided(workload, owner, ranks)
+    by_rows, by_keys = (float(division.elapsed(split, 1.0, exchange).max()) for split in SPLITS)
+    return "rows" if by_rows <= by_keys else "keys"

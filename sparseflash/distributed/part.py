@@ -1,0 +1,296 @@
+"""What one rank does by a plan: its parts of the mask, and the exchanges between them.
+
+split="rows"   ready rows attend own keys while the others' keys travel; then waiting rows
+               attend own and fetched keys together, one group of heads after another
+split="keys"   all rows attend own keys while the first fetched keys travel, then these, round
+               after round, and the results are merged by LSE
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import masks
+from masks import BlockMask
+from sparseflash.distributed.assign import Workload
+
+Tokens = Tensor | slice  # some tokens: int64, or a slice where they follow one another
+
+
+class Heads(NamedTuple):
+    """One of `groups` equal groups of heads, by its number."""
+
+    number: int = 0
+    groups: int = 1
+
+    def of(self, count: int) -> slice:
+        """Which of `count` heads these are; a single one stands for all."""
+        if count == 1:
+            return slice(None)
+        return slice(*(count * i // self.groups for i in (self.number, self.number + 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """One all-to-all of keys and values, and the attention to what it brings to one rank.
+
+    Attributes:
+        send: The own tokens that go to each rank.
+        send_splits, receive_splits: How many tokens go to and come from each rank.
+        columns: int64 (blocks,), numbers in the sequence of the key blocks that are attended,
+            ascending: the received ones, and by rows those own ones that waiting rows attend.
+        received_at: Where received tokens, in the order in which they come, stand among these.
+        own: The own tokens among these.
+        own_at: Where they stand.
+        rows: int64, which of the own block rows attend them, ascending.
+        first_queries, first_keys: int64, the place in the sequence of the first token of each row
+            and column.
+        queries: The own tokens of these rows.
+        mask: These queries against these keys; None where no query attends any.
+    """
+
+    send: tuple[Tokens, ...]
+    send_splits: list[int]
+    receive_splits: list[int]
+    columns: Tensor
+    received_at: Tokens
+    own: Tokens
+    own_at: Tokens
+    rows: Tensor
+    first_queries: Tensor
+    first_keys: Tensor
+    queries: Tokens
+    mask: BlockMask | None
+
+    @property
+    def received(self) -> int:
+        """Tokens that come in."""
+        return sum(self.receive_splits)
+
+    @cached_property
+    def attended(self) -> int:
+        """Tokens of the keys that are attended."""
+        return self.received + count(self.own)
+
+    def to(self, device: torch.device) -> "Round":
+        send = tuple(x.to(device) if isinstance(x, Tensor) else x for x in self.send)
+        return replace(_moved(self, device), send=send)
+
+
+class Step(NamedTuple):
+    """A round, and the heads that it is of."""
+
+    round: Round
+    heads: Heads
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one rank does.
+
+    Attributes:
+        rows, columns: int64, numbers of its block rows and block columns in the sequence.
+        first_queries, first_keys: int64, the place in the sequence of the first token of each.
+        mask: Its queries against its own keys; by rows that of the ready rows, the others empty.
+            None where there is no pair.
+        rounds: What is exchanged.
+        order: Which round comes when, and of which heads; as many entries on every rank.
+        summands: Most gradients that are added up for one of its keys.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    first_queries: Tensor
+    first_keys: Tensor
+    mask: BlockMask | None
+    rounds: tuple[Round, ...]
+    order: tuple[tuple[int, Heads], ...]
+    summands: int
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The rounds in their order."""
+        return [Step(self.rounds[index], heads) for index, heads in self.order]
+
+    def to(self, device: torch.device) -> "Part":
+        rounds = tuple(each.to(device) for each in self.rounds)
+        return replace(_moved(self, device), rounds=rounds)
+
+
+@dataclass(frozen=True, eq=False)
+class Fetches:
+    """Which key blocks ranks fetch for the heads of one mask, and in how many rounds.
+
+    Attributes:
+        workload: Of the mask.
+        owner: int64 (units,), the rank of each unit.
+        fetched: bool (ranks, nk), the key blocks that each rank receives.
+        num_rounds: All-to-alls, the same on every rank.
+    """
+
+    workload: Workload
+    owner: Tensor
+    fetched: Tensor
+    num_rounds: int
+
+    def round(self, rank: int, number: int, by_rows: bool) -> Round:
+        """One of the rounds of a rank."""
+        tokens, grid = self.workload.column_tokens, self.workload.mask.grid
+        own_columns = self.columns_of(rank)
+        own_first = torch.zeros(grid.nk, dtype=torch.int64)
+        own_first[own_columns] = torch.cumsum(tokens[own_columns], 0) - tokens[own_columns]
+        sent = []
+        for receiver in range(len(self.fetched)):
+            columns = self._received(receiver, number)
+            columns = columns[self._owner_of(columns) == rank]
+            sent.append(_tokens_of(own_first[columns], tokens[columns]))
+        received = self._received(rank, number)
+        splits = torch.zeros(len(self.fetched), dtype=torch.int64)
+        splits.index_add_(0, self._owner_of(received), tokens[received])
+        rows = self._attending(rank, received.sort().values)
+        joining = received[:0]
+        if by_rows and len(rows):
+            joining = self._own_columns_of(rank, rows)
+        columns, order = torch.cat([received, joining]).sort()
+        first = torch.empty_like(columns)
+        first[order] = torch.cumsum(tokens[columns], 0) - tokens[columns]
+        place = [_tokens_of(first[: len(received)], tokens[received])]
+        place.append(_tokens_of(first[len(received) :], tokens[joining]))
+        numbers = self.rows_of(rank)[rows]
+        return Round(
+            send=tuple(map(_as_slice, sent)),
+            send_splits=list(map(len, sent)),
+            receive_splits=splits.tolist(),
+            columns=columns,
+            received_at=_as_slice(place[0]),
+            own=_as_slice(_tokens_of(own_first[joining], tokens[joining])),
+            own_at=_as_slice(place[1]),
+            rows=rows,
+            first_queries=numbers * grid.bq,
+            first_keys=columns * grid.bk,
+            queries=self._queries_of(rank, rows),
+            mask=self.workload.mask.take_blocks(numbers, columns) if len(rows) else None,
+        )
+
+    def ready_rows(self, rank: int) -> Tensor:
+        """Which of the own block rows attend no fetched key."""
+        ready = torch.ones(len(self.rows_of(rank)), dtype=torch.bool)
+        ready[self._attending(rank, self.fetched[rank].nonzero().flatten())] = False
+        return ready.nonzero().flatten()
+
+    def rows_of(self, rank: int) -> Tensor:
+        """int64: the block rows that a rank owns."""
+        return (self.owner[self.workload.rows] == rank).nonzero().flatten()
+
+    def columns_of(self, rank: int) -> Tensor:
+        """int64: the block columns that a rank owns."""
+        return (self.owner[self.workload.columns] == rank).nonzero().flatten()
+
+    def _owner_of(self, columns: Tensor) -> Tensor:
+        return self.owner[self.workload.columns[columns]]
+
+    def _received(self, rank: int, number: int) -> Tensor:
+        """The key blocks that a rank receives in one round, in the order in which they come."""
+        columns = self.fetched[rank].nonzero().flatten()
+        # A rank starts with those of the next one, so that no rank is asked by all at once.
+        distance = (self._owner_of(columns) - rank - 1) % len(self.fetched)
+        columns = columns[torch.argsort(distance, stable=True)]
+        bounds = [len(columns) * i // self.num_rounds for i in (number, number + 1)]
+        columns = columns[bounds[0] : bounds[1]].sort().values
+        return columns[torch.argsort(self._owner_of(columns), stable=True)]
+
+    def _attending(self, rank: int, columns: Tensor) -> Tensor:
+        """Which of the own block rows attend some of the columns."""
+        own = self.rows_of(rank)
+        if not len(columns):
+            return own[:0]
+        mask = self.workload.mask.take_blocks(own, columns)
+        return mask.blocks_per_row().sum(0).nonzero().flatten()
+
+    def _own_columns_of(self, rank: int, rows: Tensor) -> Tensor:
+        """The own block columns that some of the own block rows attend."""
+        own, numbers = self.columns_of(rank), self.rows_of(rank)[rows]
+        mask = self.workload.mask.take_blocks(numbers, own)
+        return own[Workload(mask).needed(torch.zeros(len(rows), dtype=torch.int64), 1)[0]]
+
+    def _queries_of(self, rank: int, rows: Tensor) -> Tokens:
+        grid = self.workload.mask.grid
+        queries = (rows.unsqueeze(1) * grid.bq + torch.arange(grid.bq)).flatten()
+        own = self.rows_of(rank)
+        missing = grid.nq * grid.bq - grid.q_len if own[-1] == grid.nq - 1 else 0
+        return _as_slice(queries[queries < len(own) * grid.bq - missing])
+
+
+def part_of(fetches: Sequence[Fetches], groups: int, rank: int, by_rows: bool) -> Part:
+    """What a rank does, of what ranks fetch for each group of heads, or for all of them alike."""
+    grid, rounds, order = fetches[0].workload.mask.grid, [], []
+    for number, each in enumerate(fetches):
+        alike = range(groups) if len(fetches) == 1 else (number,)
+        found = range(len(rounds), len(rounds) + each.num_rounds)
+        order += [(index, Heads(group, groups)) for group in alike for index in found]
+        rounds += [each.round(rank, n, by_rows) for n in range(each.num_rounds)]
+    rows, columns = fetches[0].rows_of(rank), fetches[0].columns_of(rank)
+    mask = _own_mask(fetches, rank, by_rows)
+    tokens = int(fetches[0].workload.column_tokens[columns].sum())
+    summands = torch.full((groups, tokens), int(mask is not None))
+    for index, heads in order:
+        for some in (*rounds[index].send, rounds[index].own):
+            summands[heads.number, some] += 1
+    return Part(
+        rows=rows,
+        columns=columns,
+        first_queries=rows * grid.bq,
+        first_keys=columns * grid.bk,
+        mask=mask,
+        rounds=tuple(rounds),
+        order=tuple(order),
+        summands=int(summands.max()),
+    )
+
+
+def _own_mask(fetches: Sequence[Fetches], rank: int, by_rows: bool) -> BlockMask | None:
+    """The mask of a Part, of the heads of all `fetches`."""
+    of_heads: list[BlockMask] = []
+    for each in fetches:
+        mask = each.workload.mask.take_blocks(each.rows_of(rank), each.columns_of(rank))
+        if by_rows:
+            ready = each.ready_rows(rank)
+            mask = mask.keep_rows(ready) if len(ready) else mask - mask
+        if len(fetches) == 1:
+            return mask if mask.nnz_blocks else None
+        of_heads += map(mask.head, range(mask.num_heads))
+    stacked = masks.stack(of_heads)
+    return stacked if stacked.nnz_blocks else None
+
+
+def _moved(record, device: torch.device):
+    """A copy of a Round or a Part with its tensors and its mask on the device."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return replace(
+        record,
+        **{k: v.to(device) for k, v in values.items() if isinstance(v, (Tensor, BlockMask))},
+    )
+
+
+def _as_slice(tokens: Tensor) -> Tokens:
+    """Tokens as a slice where they follow one another: views cost no copy."""
+    if not len(tokens):
+        return slice(0, 0)
+    first = int(tokens[0])
+    one_after_another = bool((tokens.diff() == 1).all())
+    return slice(first, first + len(tokens)) if one_after_another else tokens
+
+
+def count(tokens: Tokens) -> int:
+    """How many tokens these are."""
+    return len(tokens) if isinstance(tokens, Tensor) else tokens.stop - tokens.start
+
+
+def _tokens_of(first: Tensor, count: Tensor) -> Tensor:
+    """The `count` numbers from `first` on, block after block."""
+    start = torch.cumsum(count, 0) - count
+    return torch.arange(int(count.sum())) + torch.repeat_interleave(first - start, count)

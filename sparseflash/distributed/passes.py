@@ -1,0 +1,332 @@
+"""Both passes of one rank.
+
+By rows, the ready rows attend own keys while keys travel, and then the waiting rows attend own and
+fetched keys, one group of heads after another. Each row is computed once, so nothing is merged.
+
+By keys, all rows attend own keys while keys travel, then these, round after round:
+
+    O, LSE = merge of (own part, round 0, round 1, ...)
+
+The backward pass of every part is that of the whole softmax: with the LSE and the O of all parts,
+P = exp(S - LSE) and dS = P * (dP - rowsum(dO * O)) need nothing of another part. The gradients of
+fetched keys and values go back to their owners, which add them in the order of rounds and ranks.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sparseflash.dispatch.call import Call
+from sparseflash.distributed.part import Heads, Step, Tokens, count
+from sparseflash.distributed.prepare import Prepared
+from sparseflash.distributed.transport import Exchange
+from sparseflash.merge import merge_in_place
+
+
+class ContextParallelAttention(torch.autograd.Function):
+    """(out, lse) of this rank's queries."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, bias, block_scores, prepared: Prepared):
+        by_rows = prepared.plan.split == "rows"
+        attend = _forward_by_rows if by_rows else _forward_by_keys
+        out, lse, calls, kept = attend(prepared, query, key, value)
+        ctx.prepared, ctx.calls = prepared, calls
+        ctx.save_for_backward(query, key, value, bias, out, lse, *kept)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        if grads[0] is None and grads[1] is None:
+            return (None,) * 6
+        return *_Backward(ctx, *grads).run(), None
+
+
+Result = tuple[Tensor, Tensor, list[Call | None], list[Tensor]]
+
+
+def _forward_by_rows(prepared: Prepared, query: Tensor, key: Tensor, value: Tensor) -> Result:
+    """out, lse, the call of each step (None without keys), and its keys and values."""
+    fetches = [_Fetch(prepared, key, value, step) for step in prepared.part.steps]
+    out, lse = _own_part(prepared, query, key, value)
+    calls, kept = [], []
+    for step, fetch in zip(prepared.part.steps, fetches, strict=True):
+        kept.append(fetch.wait())
+        call, found = _fetched_part(prepared, step, kept[-1], query)
+        calls.append(call)
+        if found is not None:
+            for whole, waiting in zip((out, lse), found, strict=True):
+                whole[:, step.heads.of(whole.shape[1])][:, :, step.round.queries] = waiting
+    return out, lse, calls, kept
+
+
+def _forward_by_keys(prepared: Prepared, query: Tensor, key: Tensor, value: Tensor) -> Result:
+    """Like _forward_by_rows; of several rounds no keys and values are kept."""
+    steps = prepared.part.steps
+    fetch = _Fetch(prepared, key, value, steps[0]) if steps else None
+    out, lse = _own_part(prepared, query, key, value)
+    if len(steps) > 1:
+        out = out.to(lse.dtype)  # rounded once, not in every round
+    calls, packed = [], None
+    for number, step in enumerate(steps):
+        assert fetch is not None
+        packed = fetch.wait()
+        following = steps[number + 1 : number + 2]
+        fetch = _Fetch(prepared, key, value, following[0]) if following else None
+        call, found = _fetched_part(prepared, step, packed, query)
+        calls.append(call)
+        if found is not None:
+            queries = step.round.queries
+            merged = (out[:, :, queries], lse[:, :, queries])
+            merge_in_place(*merged, *found)
+            if not isinstance(queries, slice):  # which gave views
+                out[:, :, queries], lse[:, :, queries] = merged
+    kept = [packed] if packed is not None and len(steps) == 1 else []
+    return out.to(query.dtype), lse, calls, kept
+
+
+def _own_part(
+    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of own queries and keys."""
+    if prepared.own is not None:
+        return prepared.own.forward(query, key, value)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
+    return torch.zeros_like(query, memory_format=torch.contiguous_format), lse
+
+
+def _fetched_part(
+    prepared: Prepared, step: Step, packed: Tensor, query: Tensor
+) -> tuple[Call | None, tuple[Tensor, Tensor] | None]:
+    """The call of a step and its (out, lse); None where it has no pair."""
+    if step.round.mask is None:
+        return None, None
+    here, (key, value) = _queries_of(query, step), _unpack(packed)
+    call = prepared.call_of(step, here, key, value)
+    return call, call.forward(here, key, value)
+
+
+def _queries_of(tensor: Tensor, step: Step) -> Tensor:
+    """The heads and tokens of (batch, heads, own tokens, ...) that a step is of."""
+    return tensor[:, step.heads.of(tensor.shape[1])][:, :, step.round.queries]
+
+
+class _Backward:
+    """The backward pass of one call."""
+
+    def __init__(self, ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
+        self._prepared: Prepared = ctx.prepared
+        self._calls = ctx.calls
+        self._grad_out, self._grad_lse, self._needs = grad_out, grad_lse, ctx.needs_input_grad[:5]
+        self._query, self._key, self._value, _, self._out, self._lse, *self._kept = (
+            ctx.saved_tensors
+        )
+        self._steps = self._prepared.part.steps
+        self._grads: list[Tensor | None] = [None] * 5
+
+    def run(self) -> list[Tensor | None]:
+        """The gradients of query, key, value, bias and block scores."""
+        returning: list[_Return] = []
+        if len(self._kept) == len(self._steps):
+            # What was kept first, so that its gradients travel while the own part is computed.
+            found = []
+            for number, packed in enumerate(self._kept):
+                found.append(self._grads_of_step(number, packed))
+                returning += self._returned(number, found[-1])
+            self._add_own()
+            for number, grads in enumerate(found):
+                self._add_step(number, grads)
+        else:
+            fetch = self._fetch(0)
+            self._add_own()
+            for number in range(len(self._steps)):
+                packed = fetch.wait()
+                fetch = self._fetch(number + 1) if number + 1 < len(self._steps) else fetch
+                grads = self._grads_of_step(number, packed)
+                returning += self._returned(number, grads)
+                self._add_step(number, grads)
+        for each in returning:
+            each.add_to(*self._grads[1:3])
+        return [
+            None if grad is None or like is None else grad.to(like.dtype)
+            for grad, like in zip(self._grads, self._inputs, strict=True)
+        ]
+
+    @property
+    def _inputs(self) -> tuple[Tensor | None, ...]:
+        prepared = self._prepared
+        return self._query, self._key, self._value, prepared.bias, prepared.block_scores
+
+    def _fetch(self, number: int) -> "_Fetch":
+        return _Fetch(self._prepared, self._key, self._value, self._steps[number])
+
+    def _add_own(self) -> None:
+        prepared, wide = self._prepared, self._lse.dtype
+        if prepared.own is None:
+            self._grads = [
+                torch.zeros_like(like, memory_format=torch.contiguous_format)
+                if like is not None and needed
+                else None
+                for like, needed in zip(self._inputs, self._needs, strict=True)
+            ]
+        else:
+            saved = (self._query, self._key, self._value, self._out, self._lse)
+            grads = prepared.own.backward(self._grad_out, self._grad_lse, saved, self._needs)
+            self._grads = [*grads]
+            if grads[4] is not None:
+                self._grads[4] = self._scattered(grads[4], None, prepared.part.columns, Heads())
+        # Where more than two gradients are added up they are rounded once.
+        several, many = len(self._steps) > 1, prepared.part.summands > 2
+        by_keys = several and prepared.plan.split == "keys"
+        widens = (by_keys, many, many, several, several)
+        self._grads = [
+            grad if grad is None or not widen else grad.to(torch.promote_types(grad.dtype, wide))
+            for grad, widen in zip(self._grads, widens, strict=True)
+        ]
+
+    def _grads_of_step(self, number: int, packed: Tensor) -> tuple[Tensor | None, ...] | None:
+        step, call = self._steps[number], self._calls[number]
+        if call is None:
+            return None
+
+        def here(x: Tensor | None) -> Tensor | None:
+            return None if x is None else _queries_of(x, step).contiguous()
+
+        saved = (
+            _queries_of(self._query, step),
+            *_unpack(packed),
+            here(self._out),
+            here(self._lse),
+        )
+        return call.backward(here(self._grad_out), here(self._grad_lse), saved, self._needs)
+
+    def _returned(self, number: int, grads: tuple[Tensor | None, ...] | None) -> "list[_Return]":
+        """The gradients of what a step brought, sent back; nothing where none are wanted."""
+        if not (self._needs[1] or self._needs[2]):
+            return []
+        step, like = self._steps[number], self._key
+        each = step.round
+        both = (None, None) if grads is None else grads[1:3]
+        heads = len(range(like.shape[1])[step.heads.of(like.shape[1])])
+        shape = (like.shape[0], heads, each.attended, like.shape[3])
+        key, value = (like.new_zeros(shape) if grad is None else grad for grad in both)
+        packed = _pack(key, value, [each.received_at], each.received)
+        return [_Return(self._prepared, packed, step)]
+
+    def _add_step(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
+        if grads is None:
+            return
+        step, (query, key, value, bias, blocks) = self._steps[number], grads
+        each, prepared = step.round, self._prepared
+        first = prepared.plan.split == "rows"
+        _add(self._grads[0], step, each.queries, query, first=first)
+        if count(each.own):
+            for total, grad in zip(self._grads[1:3], (key, value), strict=True):
+                grad = None if grad is None else grad[:, :, each.own_at]
+                _add(total, step, each.own, grad, first=prepared.own is None)
+        if bias is not None:
+            total = self._grads[3]
+            assert total is not None
+            total[step.heads.of(len(total))] += bias
+        if blocks is not None:
+            total = self._grads[4]
+            assert total is not None
+            total += self._scattered(blocks, each.rows, each.columns, step.heads)
+
+    def _scattered(
+        self, blocks: Tensor, rows: Tensor | None, columns: Tensor, heads: Heads
+    ) -> Tensor:
+        """The gradients of some blocks, in zeros for all of this rank."""
+        scores = self._prepared.block_scores
+        assert scores is not None
+        total = blocks.new_zeros(scores.shape)
+        if rows is None:
+            rows = torch.arange(scores.shape[2], device=scores.device)
+        total[:, heads.of(scores.shape[1])][:, :, rows.unsqueeze(1), columns] = blocks
+        return total
+
+
+def _add(
+    total: Tensor | None, step: Step, tokens: Tokens, grad: Tensor | None, *, first: bool
+) -> None:
+    """Adds the gradients of some tokens; or writes them, as the first ones that are not 0."""
+    if total is None or grad is None:
+        return
+    total = total[:, step.heads.of(total.shape[1])]
+    if first:
+        total[:, :, tokens] = grad.to(total.dtype)
+    elif isinstance(tokens, slice):
+        total[:, :, tokens] += grad
+    else:
+        total.index_add_(2, tokens, grad.to(total.dtype))
+
+
+def _pack(first: Tensor, second: Tensor, chosen: Sequence[Tokens], total: int) -> Tensor:
+    """(total, 2, batch, heads, dims): chosen tokens of two (batch, heads, seq, dims), one choice
+    after another.
+    """
+    packed = first.new_empty(total, 2, first.shape[0], first.shape[1], first.shape[3])
+    begin = 0
+    for tokens in chosen:
+        end = begin + count(tokens)
+        _put(packed[begin:end], slice(None), first, second, tokens)
+        begin = end
+    return packed
+
+
+def _put(packed: Tensor, at: Tokens, first: Tensor, second: Tensor, tokens: Tokens) -> None:
+    """Writes some tokens of two (batch, heads, seq, dims) into a packed tensor."""
+    for i, tensor in enumerate((first, second)):
+        packed[at, i] = tensor[:, :, tokens].permute(2, 0, 1, 3)
+
+
+def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The two that _pack joined, as views."""
+    first, second = packed.unbind(1)
+    return first.permute(1, 2, 0, 3), second.permute(1, 2, 0, 3)
+
+
+class _Fetch:
+    """The keys and values that a step attends; those of other ranks are under way."""
+
+    def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
+        each = self._round = step.round
+        key, value = (x[:, step.heads.of(x.shape[1])] for x in (key, value))
+        sent = _pack(key, value, each.send, sum(each.send_splits))
+        self._packed = sent.new_empty(each.attended, *sent.shape[1:])
+        arrives_in_place = isinstance(each.received_at, slice)
+        self._exchange = Exchange(
+            *(prepared.group, sent, each.send_splits, each.receive_splits, "keys and values"),
+            received=self._packed[each.received_at] if arrives_in_place else None,
+        )
+        _put(self._packed, each.own_at, key, value, each.own)
+
+    def wait(self) -> Tensor:
+        """Packed, in the order of the sequence."""
+        received = self._exchange.wait()
+        if isinstance(self._round.received_at, Tensor):
+            self._packed[self._round.received_at] = received
+        return self._packed
+
+
+class _Return:
+    """Gradients of the keys and values that a step received, on their way to the owners."""
+
+    def __init__(self, prepared: Prepared, packed: Tensor, step: Step):
+        self._step, each = step, step.round
+        splits = (each.receive_splits, each.send_splits)
+        self._exchange = Exchange(prepared.group, packed, *splits, "gradients of keys and values")
+
+    def add_to(self, *totals: Tensor | None) -> None:
+        """Adds what came back, one rank after another: a token may have gone to several."""
+        each = self._step.round
+        parts = self._exchange.wait().split(each.send_splits)
+        for part, tokens in zip(parts, each.send, strict=True):
+            for total, grad in zip(totals, _unpack(part), strict=True):
+                _add(total, self._step, tokens, grad, first=False)

@@ -1,0 +1,180 @@
+"""One call of one rank: its arguments, checked, and the calls of the parts that it is made of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from masks import BlockMask, DynamicMask
+from sparseflash.arguments import (
+    check_key_lengths,
+    check_sinks,
+    checked_bias,
+    checked_block_scores,
+    checked_seed,
+    checked_tensors,
+    is_plain,
+    lengths_in_range,
+    wants_gradient,
+)
+from sparseflash.dispatch.call import Call, Positions
+from sparseflash.dispatch.plan import find_plan
+from sparseflash.dispatch.spec import CallFacts
+from sparseflash.distributed.part import Heads, Part, Step, count
+from sparseflash.distributed.plan import ContextPlan
+from sparseflash.options import AttentionOptions
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Everything about one call of one rank, checked."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    plan: ContextPlan
+    part: Part
+    group: ProcessGroup | None
+    mask: DynamicMask | None
+    lengths: Tensor | None
+    bias: Tensor | None
+    seed: int
+    options: Mapping[str, Any]
+    differentiates_bias: bool
+    block_scores: Tensor | None
+
+    def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        return {
+            "plan": self.plan.digest,
+            "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
+            "heads of key": key.shape[1],
+            "dtype": str(query.dtype),
+            "gradient of key or value": wants_gradient(self.key) or wants_gradient(self.value),
+            "options": repr(AttentionOptions(**self.options)),
+        }
+
+    def check_backend(self) -> None:
+        """What a backend refuses, it refuses before anything is exchanged."""
+        waiting = [step for step in self.part.steps if step.round.mask is not None]
+        if self.own is None and waiting:
+            each, heads = waiting[0]
+            shapes = [
+                (len(tensor), len(range(tensor.shape[1])[heads.of(tensor.shape[1])]), n)
+                for tensor, n in ((self.query, count(each.queries)), (self.key, each.attended))
+            ]
+            query, key = (
+                self.query.new_empty(()).expand(*shape, self.query.shape[3]) for shape in shapes
+            )
+            self.call_of(waiting[0], query, key, key)
+
+    @cached_property
+    def own(self) -> Call | None:
+        """The call of the own queries and keys; None where they share no pair."""
+        part = self.part
+        if part.mask is None:
+            return None
+        tensors = (self.query, self.key, self.value)
+        places = (part.first_queries, part.first_keys)
+        return self._call(*tensors, part.mask, *places, None, part.columns, Heads())
+
+    def call_of(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Call:
+        """The call of the queries of a step and of its keys."""
+        each, heads = step
+        assert each.mask is not None, "a round that brings nothing has no call"
+        places = (each.first_queries, each.first_keys, each.rows, each.columns)
+        return self._call(query, key, value, each.mask, *places, heads)
+
+    def _call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: BlockMask,
+        first_queries: Tensor,
+        first_keys: Tensor,
+        rows: Tensor | None,
+        columns: Tensor,
+        heads: Heads,
+    ) -> Call:
+        chosen: BlockMask | DynamicMask = mask
+        if self.mask is not None:
+            blocks = self.mask.blocks[:, heads.of(self.mask.num_heads)]
+            blocks = blocks if rows is None else blocks[:, :, rows]
+            chosen = mask.select(blocks[..., columns])
+        lengths, bias = self.lengths, self.bias
+        if lengths is not None:
+            inside = (lengths.unsqueeze(1) - first_keys).clamp(0, mask.grid.bk).sum(1)
+            lengths = inside.to(key.device, torch.int32)
+        if bias is not None:
+            bias = bias[heads.of(len(bias))]
+        has = (lengths is not None, bias is not None)
+        wanted = (self.differentiates_bias, self.block_scores is not None)
+        facts = CallFacts(*has, *wanted, positions=True)
+        plan = find_plan(query, key, value, chosen, self.options, facts)
+        positions = Positions(first_queries, first_keys, self.plan.seq_len)
+        return Call(plan, lengths, self.seed, bias, positions)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: ContextPlan,
+    group: ProcessGroup | None,
+    mask: DynamicMask | None,
+    key_lengths: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    seed: int | None,
+    options: Mapping[str, Any],
+) -> Prepared:
+    """The call after all checks, but for those of the backend."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor) and not is_plain(tensor):
+            raise TypeError(f"{name} must be an ordinary tensor, got a {type(tensor).__name__}")
+    query, key, value = checked_tensors(query, key, value, key_lengths)
+    rank = 0 if group is None else group.rank()
+    plan.check_length("query", query, rank, 2)
+    plan.check_length("key", key, rank, 2)
+    checked = AttentionOptions(**options)
+    if key_lengths is not None:
+        check_key_lengths(key_lengths, query)
+    if bias is not None:
+        bias = checked_bias(bias, query, plan.seq_len, plan.seq_len)
+    if sinks is not None:
+        check_sinks(sinks, query)
+    if mask is not None:
+        _check_selected(mask, plan, rank)
+    seed_tensor = checked_seed(seed, checked.dropout_p)
+    allowed = sorted({1, key.shape[1], query.shape[1]})
+    if plan.mask.num_heads not in allowed:
+        names = " or ".join(map(str, allowed))
+        raise ValueError(f"plan must be of a mask of {names} heads, got {plan.mask.num_heads}")
+    # A group of heads is numbered from 0, which dropout and score functions would notice.
+    alone = checked.dropout_p > 0 or checked.score is not None
+    groups = 1 if alone else plan.head_groups(key.shape[1])
+    prepared = Prepared(
+        *(query, key, value, plan, plan.part(rank, query.device, groups), group, mask),
+        lengths=lengths_in_range(key_lengths, plan.seq_len, query.device),
+        bias=bias,
+        seed=0 if seed_tensor is None else int(seed_tensor),
+        options=options,
+        differentiates_bias=wants_gradient(bias),
+        block_scores=None if mask is None else checked_block_scores(mask),
+    )
+    prepared.check_backend()
+    return prepared
+
+
+def _check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
+    if not isinstance(mask, DynamicMask):
+        raise TypeError(
+            f"mask must be a DynamicMask out of plan.mask_of({rank}), got {type(mask).__name__}"
+        )
+    if not plan.is_support(mask.support, rank):
+        raise ValueError(f"mask must be selected out of plan.mask_of({rank}), got {mask}")
