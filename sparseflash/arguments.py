@@ -90,9 +90,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
     if not query.dtype.is_floating_point:
         raise TypeError(f"query must be of a floating-point dtype, got {query.dtype}")
-    if key.shape != value.shape:
+    if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"value must have the shape of key, {tuple(key.shape)}, got {tuple(value.shape)}"
+            f"value must share batch, heads and tokens with key {tuple(key.shape)}, got "
+            f"{tuple(value.shape)}"
         )
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(

@@ -87,7 +87,8 @@ def attention(
         query: (batch, heads, q_len, head_dim), any strides.
         key: (batch, kv_heads, k_len, head_dim), any strides. heads is a multiple of kv_heads;
             query head h reads key head h // (heads // kv_heads).
-        value: Like key.
+        value: (batch, kv_heads, k_len, value_dim), any strides; value_dim is head_dim, or another,
+            which the backend hopper does not take.
         mask: A Pattern, a BlockMask, MaskBatch or DynamicMask of this length, or None for all
             pairs; True means attend. It has one head for all, one for each head of query, or one
             for each head of key, which the query heads of that group share. A Pattern is compiled
@@ -108,9 +109,10 @@ def attention(
             AttentionOptions.
 
     Returns:
-        out like query, and with return_lse the natural logsumexp of the masked scores, float32
-        (batch, heads, q_len), whose gradient is supported. A query without a key gets out 0,
-        lse -inf and zero gradients. An empty batch, no query or no key at all are allowed.
+        out (batch, heads, q_len, value_dim) in the dtype of query, and with return_lse the natural
+        logsumexp of the masked scores, float32 (batch, heads, q_len), whose gradient is supported.
+        A query without a key gets out 0, lse -inf and zero gradients. An empty batch, no query or
+        no key at all are allowed.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.

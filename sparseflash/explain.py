@@ -140,7 +140,7 @@ def explain(
         check_sinks(sinks, query)
     fitted = fitted_mask(checked_mask(mask), query, key)
     facts = CallFacts(key_lengths is not None, bias is not None)
-    spec = AttentionSpec.from_call(query, key, fitted, AttentionOptions(**options), facts)
+    spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:
         chosen = select(spec, fitted)
@@ -195,7 +195,7 @@ def _gaps(
     }
     with torch.no_grad():
         forward = alternating(calls, spec.device)
-    grad = torch.randn_like(tensors[0])
+    grad = torch.randn_like(calls["called"]())
     backward = alternating(
         {
             name: partial(torch.autograd.grad, call(), inputs, grad, retain_graph=True)

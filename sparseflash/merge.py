@@ -16,7 +16,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Exact up to rounding, in any order and grouping; differentiable, any number of times.
 
     Args:
-        outs: Each (..., q_len, head_dim), of one dtype.
+        outs: Each (..., q_len, value_dim), of one dtype.
         lses: Each (..., q_len), natural logarithms, float32 or wider. A query without a key in
             any set gets out 0, lse -inf and zero gradients.
 
@@ -55,7 +55,7 @@ def merge_in_place(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor)
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention to one more key, of value 0 and with the score sinks[head].
 
-    out: (batch, heads, q_len, head_dim); lse: (batch, heads, q_len); sinks: (1 or heads,), -inf
+    out: (batch, heads, q_len, value_dim); lse: (batch, heads, q_len); sinks: (1 or heads,), -inf
     for none.
 
     Reference:

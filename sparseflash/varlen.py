@@ -63,7 +63,7 @@ def attention_varlen(
     Args:
         query: (total_q, heads, head_dim), any strides.
         key: (total_k, kv_heads, head_dim), any strides.
-        value: Like key.
+        value: (total_k, kv_heads, value_dim), any strides.
         cu_seqlens_q: int32 or int64 (documents + 1,), from 0 to total_q: document n has the
             queries cu_seqlens_q[n] to cu_seqlens_q[n + 1]. It is read on the host: a tensor on
             the GPU is waited for.
@@ -76,7 +76,7 @@ def attention_varlen(
             all documents.
 
     Returns:
-        out like query, and with return_lse the lse, (heads, total_q).
+        out (total_q, heads, value_dim), and with return_lse the lse, (heads, total_q).
 
     Raises:
         TypeError, ValueError, BackendError: As sparseflash.attention does.

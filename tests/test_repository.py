@@ -61,6 +61,7 @@ ABOUT_NO_MODULE = {
     "sparseflash/test_import.py",
     "sparseflash/test_masks_of_key_heads.py",
     "sparseflash/test_sanitizer.py",
+    "sparseflash/test_value_dim.py",
 }
 
 

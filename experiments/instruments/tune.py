@@ -249,7 +249,7 @@ def runner(which: str, problem: Problem, mask: BlockMask):
     """The pass alone, as a function of nothing."""
     query, key, value, grad_out = problem.tensors()
     # In its own blocks, small as they may be.
-    spec = AttentionSpec.from_call(query, key, mask, AttentionOptions())
+    spec = AttentionSpec.from_call(query, key, value, mask, AttentionOptions())
     call = Call(Plan(spec, triton_backend, mask.table(query.device)))
     if which in ("forward", "decode"):
         return lambda: call.forward(query, key, value)

@@ -54,8 +54,8 @@ class Backend(Protocol):
         """Attention of checked tensors.
 
         Returns:
-            out like query; lse natural-log float32 (float64 for float64 inputs), (batch, heads,
-            q_len), contiguous.
+            out (batch, heads, q_len, value_dim) in the dtype of query; lse natural-log float32
+            (float64 for float64 inputs), (batch, heads, q_len), contiguous.
         """
         ...
 

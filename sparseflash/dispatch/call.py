@@ -32,6 +32,15 @@ class Plan:
     cache: Cache = field(default_factory=Cache)
 
 
+def empty_out(query: Tensor, value: Tensor) -> Tensor:
+    """A new tensor for the result: (batch, heads, q_len, value_dim), its axes in memory in the
+    order of those of query.
+    """
+    if query.shape[3] == value.shape[3]:
+        return torch.empty_like(query)
+    return torch.empty_like(query[..., :1].expand(-1, -1, -1, value.shape[3]))
+
+
 class Positions(NamedTuple):
     """Where the tokens of a call stand in a longer sequence, of which it attends some blocks.
 

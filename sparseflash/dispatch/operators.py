@@ -19,7 +19,7 @@ from masks import DynamicMask
 from masks.registry import find
 from sparseflash.arguments import AnyMask, is_plain
 from sparseflash.dispatch.autograd import refuse_second_derivative
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, empty_out
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 from sparseflash.score import ScoreFunction
@@ -100,7 +100,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     bound = _bind(attention, arguments)
     query, key, value = (bound[name] for name in ("query", "key", "value"))
     out, lse = _call(bound).forward(query, key, value)
-    return _with_promised_strides(out, query), lse
+    return _with_strides_of(out, empty_out(query.to("meta"), value)), lse
 
 
 @torch.library.custom_op(
@@ -115,7 +115,7 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
         bound["grad_out"], bound["grad_lse"], saved, tuple(needs)
     )
     return [
-        _with_promised_strides(grad, bound[name])
+        _with_strides_of(grad, torch.empty_like(bound[name], device="meta"))
         for grad, name in zip(grads, _DIFFERENTIABLE, strict=True)
         if grad is not None
     ]
@@ -142,10 +142,11 @@ def _call(bound: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> C
     )
 
 
-def _with_promised_strides(result: Tensor, like: Tensor) -> Tensor:
-    """With the strides of a new tensor like `like`, which the graph was promised."""
-    promised = torch.empty_like(like, device="meta").stride()
-    return result if result.stride() == promised else torch.empty_like(like).copy_(result)
+def _with_strides_of(result: Tensor, promised: Tensor) -> Tensor:
+    """With the strides that the graph was promised, of a tensor on meta."""
+    if result.stride() == promised.stride():
+        return result
+    return torch.empty_like(promised, dtype=result.dtype, device=result.device).copy_(result)
 
 
 @attention.register_fake
@@ -154,7 +155,7 @@ def _(*arguments):
     query, mask = bound["query"], bound["mask"]
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     wide = torch.promote_types(query.dtype, torch.float32)
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+    return empty_out(query, bound["value"]), query.new_empty(query.shape[:3], dtype=wide)
 
 
 @attention_backward.register_fake

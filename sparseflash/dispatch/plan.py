@@ -90,7 +90,7 @@ def find_plan(
         check_tensors(query, key, value)
         fitted = fitted_mask(mask, query, key)
         spec = AttentionSpec.from_call(
-            query, key, fitted, AttentionOptions(**options), CallFacts(*facts)
+            query, key, value, fitted, AttentionOptions(**options), CallFacts(*facts)
         )
         selections[shared] = spec, select(spec, fitted)
     spec, backend = selections[shared]

@@ -36,8 +36,9 @@ class CallFacts(NamedTuple):
 class AttentionSpec(AttentionOptions):
     """The options of one call, its scale resolved, and the facts of its tensors and its mask.
 
-    query is (batch, heads, q_len, head_dim), key and value are (batch, kv_heads, k_len, head_dim);
-    query head h reads key head h // (heads // kv_heads). Lengths in tokens.
+    query is (batch, heads, q_len, head_dim), key (batch, kv_heads, k_len, head_dim), value (batch,
+    kv_heads, k_len, value_dim); query head h reads key head h // (heads // kv_heads). Lengths in
+    tokens.
 
     Args:
         block_size: (bq, bk) of the mask, in tokens.
@@ -58,6 +59,7 @@ class AttentionSpec(AttentionOptions):
     q_len: int
     k_len: int
     head_dim: int
+    value_dim: int
     dtype: torch.dtype
     device: torch.device
     block_size: tuple[int, int]
@@ -84,6 +86,7 @@ class AttentionSpec(AttentionOptions):
         cls,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         mask: CompiledMask,
         options: AttentionOptions,
         facts: CallFacts | None = None,
@@ -91,7 +94,7 @@ class AttentionSpec(AttentionOptions):
         """The spec of checked arguments.
 
         Args:
-            query, key: Checked tensors; value has the shape of key.
+            query, key, value: Checked tensors.
             mask: The mask of the call, at its lengths.
             options: Those of the call.
             facts: What else it has; nothing if None.
@@ -110,6 +113,7 @@ class AttentionSpec(AttentionOptions):
             q_len=q_len,
             k_len=key.shape[2],
             head_dim=head_dim,
+            value_dim=value.shape[3],
             dtype=query.dtype,
             device=query.device,
             block_size=mask.block_size,
@@ -118,6 +122,11 @@ class AttentionSpec(AttentionOptions):
             mask_batch=mask.num_batches,
             **facts._replace(positions=facts.positions and depends)._asdict(),
         )
+
+    @property
+    def widest_dim(self) -> int:
+        """The larger of head_dim and value_dim."""
+        return max(self.head_dim, self.value_dim)
 
     @property
     def few_queries(self) -> bool:
@@ -130,10 +139,12 @@ class AttentionSpec(AttentionOptions):
         return frozenset(name for name, asked in _ASKS_FOR.items() if asked(self))
 
     def __str__(self) -> str:
+        keys = f"{self.batch}, {self.kv_heads}, {self.k_len}"
+        key, value = f"({keys}, {self.head_dim})", f"({keys}, {self.value_dim})"
         return (
-            f"query ({self.batch}, {self.heads}, {self.q_len}, {self.head_dim}), "
-            f"key and value ({self.batch}, {self.kv_heads}, {self.k_len}, {self.head_dim}), "
-            f"{self.dtype} on {self.device}, block size {self.block_size}"
+            f"query ({self.batch}, {self.heads}, {self.q_len}, {self.head_dim}), key "
+            + (f"and value {key}, " if key == value else f"{key}, value {value}, ")
+            + f"{self.dtype} on {self.device}, block size {self.block_size}"
         )
 
 

@@ -82,7 +82,7 @@ def context_parallel_attention(
     Args:
         query: (batch, heads, tokens of this rank, head_dim); the tokens of plan.positions(rank).
         key: (batch, kv_heads, tokens of this rank, head_dim).
-        value: Like key.
+        value: Like key, also in head_dim.
         plan: Equal on all ranks.
         group: The ranks, as a group or a mesh of one dimension; by default all processes. Of a
             mesh of two dimensions, (sequence, heads), the plan is that of the first, and the ranks

@@ -138,6 +138,11 @@ def prepare(
         if isinstance(tensor, Tensor) and not is_plain(tensor):
             raise TypeError(f"{name} must be an ordinary tensor, got a {type(tensor).__name__}")
     query, key, value = checked_tensors(query, key, value, key_lengths)
+    if value.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}: ranks "
+            "exchange both as one tensor"
+        )
     rank = 0 if group is None else group.rank()
     plan.check_length("query", query, rank, 2)
     plan.check_length("key", key, rank, 2)

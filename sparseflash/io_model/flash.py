@@ -146,6 +146,7 @@ def attention(
         q_len=q_len,
         k_len=k_len,
         head_dim=head_dim,
+        value_dim=head_dim,
         dtype=dtype,
         device=torch.device("cuda"),
         block_size=mask.block_size,

@@ -32,6 +32,7 @@ def make_inputs(
     k_len: int,
     head_dim: int,
     *,
+    value_dim: int | None = None,
     kv_heads: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -42,6 +43,7 @@ def make_inputs(
     """Normally distributed (query, key, value, grad_out) with standard deviation `scale`.
 
     Args:
+        value_dim: Dims of value and grad_out, head_dim if None.
         strides: "contiguous", (batch, heads, seq, head_dim) in this order; "bshd", a transposed
             view of (batch, seq, heads, head_dim); "sliced", a window of a larger tensor in every
             dimension; "expanded", one batch element with stride 0 over the batch; or
@@ -52,10 +54,12 @@ def make_inputs(
     """
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads = heads if kv_heads is None else kv_heads
-    shapes = [(heads, q_len), (kv_heads, k_len), (kv_heads, k_len), (heads, q_len)]
+    value_dim = head_dim if value_dim is None else value_dim
+    of_queries, of_keys = (heads, q_len), (kv_heads, k_len)
+    shapes = [(*of_queries, head_dim), (*of_keys, head_dim), (*of_keys, value_dim)]
+    shapes.append((*of_queries, value_dim))
     query, key, value, grad_out = (
-        _with_strides(strides, (batch, *shape, head_dim), generator, dtype, scale)
-        for shape in shapes
+        _with_strides(strides, (batch, *shape), generator, dtype, scale) for shape in shapes
     )
     return query, key, value, grad_out
 
@@ -188,7 +192,8 @@ def check_attention(
     """
     generator = torch.Generator(query.device).manual_seed(1)
     random = partial(torch.randn, generator=generator, device=query.device)
-    grad_out = random(query.shape).to(query.dtype) if grad_out is None else grad_out
+    if grad_out is None:
+        grad_out = random((*query.shape[:3], value.shape[3])).to(query.dtype)
     grad_lse = random(query.shape[:3]) if grad_lse is None else grad_lse
 
     def standard(dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Attention in float64 that materialises its scores: what every backend is tested against.
 
-Shapes: query (batch, heads, q_len, head_dim); key, value (batch, kv_heads, k_len, head_dim), where
-query head h reads key head h // (heads // kv_heads); out like query; lse (batch, heads, q_len).
+Shapes: query (batch, heads, q_len, head_dim); key (batch, kv_heads, k_len, head_dim) and value
+(batch, kv_heads, k_len, value_dim), where query head h reads key head h // (heads // kv_heads);
+out (batch, heads, q_len, value_dim); lse (batch, heads, q_len).
 """
 
 import math
@@ -40,7 +41,7 @@ def standard_attention(
         query: (batch, heads, q_len, head_dim).
         key: (batch, kv_heads, k_len, head_dim); query head h reads key head
             h // (heads // kv_heads).
-        value: Like key.
+        value: (batch, kv_heads, k_len, value_dim).
         mask: bool, broadcastable to (batch, heads or kv_heads, q_len, k_len), True means attend;
             or anything with a .to_dense() that returns such a tensor; None for all pairs.
         scale, softcap, score, bias, sinks, dropout_p, key_lengths, seed: As in
@@ -48,8 +49,8 @@ def standard_attention(
         dtype: Of the products and of `out`; the softmax and lse are float32 at least.
 
     Returns:
-        out like query in `dtype`, and lse (batch, heads, q_len). A query without a key gets out
-        0, lse -inf and zero gradients.
+        out (batch, heads, q_len, value_dim) in `dtype`, and lse (batch, heads, q_len). A query
+        without a key gets out 0, lse -inf and zero gradients.
 
     Raises:
         ValueError: There is dropout without a seed.

@@ -65,10 +65,10 @@ class Case:
 
     def why_not(self) -> list[str]:
         """The backend's reasons against this case."""
-        query, key, _, _ = self.inputs(LENGTHS)
+        query, key, value, _ = self.inputs(LENGTHS)
         mask = PATTERNS[0](LENGTHS, self.block_size, self.device)
         options = AttentionOptions(dropout_p=self.dropout_p, backend=self.backend)
-        spec = AttentionSpec.from_call(query, key, mask, options, CallFacts(self.padded))
+        spec = AttentionSpec.from_call(query, key, value, mask, options, CallFacts(self.padded))
         (backend,) = (b for b in backends.BACKENDS if b.name == self.backend)
         return reasons_against(backend, spec, mask)
 

@@ -7,10 +7,11 @@ from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 
 
-def spec_of(query, key, mask, **facts) -> AttentionSpec:
-    """facts: options, and CallFacts."""
+def spec_of(query, key, mask, *, value=None, **facts) -> AttentionSpec:
+    """value: like key if None; facts: options, and CallFacts."""
     options = AttentionOptions(**{n: facts.pop(n) for n in OPTION_NAMES if n in facts})
-    return AttentionSpec.from_call(query, key, mask, options, CallFacts(**facts))
+    value = key if value is None else value
+    return AttentionSpec.from_call(query, key, value, mask, options, CallFacts(**facts))
 
 
 def call_on(backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, **facts) -> Call:

@@ -56,26 +56,29 @@ def bent(score, batch, head, query, key):
 BENT = ScoreFunction.from_torch("bent", bent)
 
 
-def call(which, query, mask, *, key_lengths=None, kv_heads=None, bias=None, **facts):
+def call(
+    which, query, mask, *, key_lengths=None, kv_heads=None, value_dim=None, bias=None, **facts
+):
     """One pass over a query (for "decode" its first token) that is also the key (its first heads)
-    and the value.
+    and the value (its first dims).
 
     facts: of AttentionSpec, where they are not those of a plain call
     """
     seq_len = query.shape[2]
-    key = query[:, :kv_heads]
+    key, out = query[:, :kv_heads], query[..., :value_dim]
+    value = key[..., :value_dim]
     if which == "decode":
         query, mask = query[:, :, :1], of_last_query(mask)
         bias = None if bias is None else bias[:, :seq_len]
     given = {"key_lengths": key_lengths, "seed": 1, "bias": bias, "scale": 1.0}
-    call = call_on(triton_backend, query, key, mask, **given, **facts)
+    call = call_on(triton_backend, query, key, mask, value=value, **given, **facts)
     if which in ("forward", "decode"):
-        triton_backend.forward(call, query, key, key)
+        triton_backend.forward(call, query, key, value)
     else:
         lse = torch.empty(query.shape[:3])
         sums = which == "ds_sums"
         needs = (which == "dq", which == "dkdv", which == "dkdv", sums and bias is not None, sums)
-        triton_backend.backward(call, query, None, (query, key, key, query, lse), needs)
+        triton_backend.backward(call, out, None, (query, key, value, out, lse), needs)
 
 
 def of_last_query(mask: BlockMask | DynamicMask) -> BlockMask | DynamicMask:
@@ -105,6 +108,7 @@ def first_choices(architecture: int):
         for dtype, head_dim, options in (
             (torch.bfloat16, 64, {}),
             (torch.bfloat16, 256, {}),
+            (torch.bfloat16, 192, {"value_dim": 128}),
             (torch.float32, 64, {}),
             (torch.float16, 40, {"dropout_p": 0.1}),
             (torch.bfloat16, 64, {"softcap": 20.0, "bias": True}),

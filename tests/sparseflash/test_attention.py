@@ -259,7 +259,7 @@ def test_without_a_pair_results_are_those_of_torch(sizes, traced):
     ("change", "message"),
     [
         ({"query": torch.zeros(2, 3, 4)}, "query must be"),
-        ({"key": torch.zeros(1, 2, 8, 8)}, "value must have the shape of key"),
+        ({"key": torch.zeros(1, 2, 8, 8)}, "value must share batch, heads and tokens"),
         (
             {"key": torch.zeros(1, 3, 8, 8), "value": torch.zeros(1, 3, 8, 8)},
             "must divide the 2 query heads",

@@ -48,11 +48,13 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """(out, lse) of one call; see sparseflash.backends.base."""
     bq, bk = rows_of_block(call.table, call.spec), call.table.block_size[1]
     q, k, v = _blocks(query, bq), _blocks(key, bk), _blocks(value, bk)
-    out, lse = torch.zeros_like(q), q.new_full((*q.shape[:2], 1), -math.inf)
+    out = q.new_zeros((*q.shape[:2], v.shape[2]))
+    lse = q.new_full((*q.shape[:2], 1), -math.inf)
     for problem in problems(call):
         q_here = problem.queries_of(q)
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
-        out_here, lse_here = torch.empty_like(q_here), lse.new_empty((*q_here.shape[:2], 1))
+        out_here = out.new_empty((*q_here.shape[:2], v.shape[2]))
+        lse_here = lse.new_empty((*q_here.shape[:2], 1))
         for part in problem.parts():
             weights, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
             maximum = problem.max_of_rows(weights)

@@ -111,9 +111,7 @@ def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
         first_key_block = (key_head * table.by_key.num_rows).unsqueeze(1)
         full_start = group.full_start.repeat(copies)[first].unsqueeze(1)
         partial_start = group.partial_start.repeat(copies)[first].unsqueeze(1)
-        for here in _slices(
-            len(bh), _problems_at_once(group, heads * size[0], size[1], spec.head_dim)
-        ):
+        for here in _slices(len(bh), _problems_at_once(group, heads * size[0], size[1], spec)):
             full = full_start[here] + torch.arange(group.full_count, device="cpu")
             partial = partial_start[here] + torch.arange(group.partial_count, device="cpu")
             columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
@@ -198,10 +196,10 @@ def _heads_of_problem(group: Group, table: LookupTable, spec: AttentionSpec) -> 
     return 1 if differ or queries > MERGED_QUERIES else heads
 
 
-def _problems_at_once(group: Group, bq: int, bk: int, head_dim: int) -> int:
+def _problems_at_once(group: Group, bq: int, bk: int, spec: AttentionSpec) -> int:
     keys = (group.full_count + group.partial_count) * bk
     queries = group.rows.shape[1] * bq
-    return max(1, CHUNK_FLOATS // (keys * (queries + 2 * head_dim)))
+    return max(1, CHUNK_FLOATS // (keys * (queries + spec.head_dim + spec.value_dim)))
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:

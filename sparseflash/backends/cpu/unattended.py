@@ -62,7 +62,7 @@ def backward(
 
 def _finite_keys(key: Tensor, value: Tensor) -> Tensor:
     """bool (batch, kv_heads, k_len, 1): keys that are finite, and their values too."""
-    return (key.isfinite() & value.isfinite()).all(-1, keepdim=True)
+    return key.isfinite().all(-1, keepdim=True) & value.isfinite().all(-1, keepdim=True)
 
 
 def _queries_that_attend(call: Call, keys: Tensor) -> tuple[Tensor, Tensor]:

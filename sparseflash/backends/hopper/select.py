@@ -40,6 +40,8 @@ def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
             f"head_dim is {spec.head_dim}, needs a multiple of {HEAD_DIMS.step} "
             f"up to {HEAD_DIMS[-1]}"
         )
+    if spec.value_dim != spec.head_dim:
+        reasons.append(f"value_dim is {spec.value_dim}, needs the head_dim, {spec.head_dim}")
     reasons += _why_not_score(spec.score)
     if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(

@@ -49,8 +49,9 @@ def _why_not_call(spec: AttentionSpec) -> list[str]:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     elif spec.dtype == torch.bfloat16 and interpreted:
         reasons.append("dtype is torch.bfloat16, which Triton's interpreter multiplies wrongly")
-    if spec.head_dim not in HEAD_DIMS:
-        reasons.append(f"head_dim is {spec.head_dim}, needs {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
+    for name in ("head_dim", "value_dim"):
+        if (dim := getattr(spec, name)) not in HEAD_DIMS:
+            reasons.append(f"{name} is {dim}, needs {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
     if not set(spec.block_size) <= set(BLOCK_SIDES):
         reasons.append(f"block_size is {spec.block_size}, needs sides out of {BLOCK_SIDES}")
     if spec.score is not None and named(spec.score).triton is None:
@@ -70,7 +71,7 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
     reasons = []
     for pass_name in configs.PASSES:
         needed = configs.min_shared_memory(
-            pass_name, architecture, spec.dtype, spec.head_dim, spec.block_size
+            pass_name, architecture, spec.dtype, spec.widest_dim, spec.block_size
         )
         if needed > memory:
             reasons.append(

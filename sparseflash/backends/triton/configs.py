@@ -374,6 +374,7 @@ def kernel_variant(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
+    value_dim: int,
     block_size: tuple[int, int],
     dropout: bool,
     softcap: bool,
@@ -389,7 +390,8 @@ def kernel_variant(
         pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
         device: On which it runs.
         dtype: Of query, key and value.
-        head_dim: Dims of a head.
+        head_dim: Dims of a head of query and key.
+        value_dim: Dims of a head of value. The wider of both decides about the configuration.
         block_size: (bq, bk) of the table, in tokens.
         dropout, softcap, bias: Whether the call has them.
         score: Name of its score function, if it has one.
@@ -401,14 +403,15 @@ def kernel_variant(
         ValueError: No configuration fits the device.
     """
     has_derivative = softcap or score is not None
-    config = choose(pass_name, *limits(device), dtype, head_dim, block_size, tma, packed_rows)
+    widest = max(head_dim, value_dim)
+    config = choose(pass_name, *limits(device), dtype, widest, block_size, tma, packed_rows)
     if config is None:
         raise ValueError(f"no configuration of {pass_name} fits {device}: why_not says so before")
     if has_derivative and pass_name == "dkdv":
         # S and its derivative are in registers at the same time: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
     if dropout or has_derivative:
-        config = with_more_warps(config, pass_name, head_dim)
+        config = with_more_warps(config, pass_name, widest)
     if bias and (pass_name != "decode" or config.bm > 16):
         # A bias for every pair of a tile takes registers, and a pipeline would store them in
         # shared memory for every stage.
@@ -421,6 +424,8 @@ def kernel_variant(
         "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIMS": padded_dims(value_dim),
         "BLOCK_Q": block_size[0],
         "BLOCK_K": block_size[1],
         "BM": config.bm,

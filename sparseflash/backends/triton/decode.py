@@ -19,7 +19,7 @@ from sparseflash.backends.triton.launch import (
     launch_with_layout,
     prepare_pass,
 )
-from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.call import Call, Plan, empty_out
 
 MAX_SPLITS = 128
 # What a program costs besides its keys, and what merging costs, as the time of so many keys.
@@ -29,14 +29,14 @@ SPLITS_PER_STEP = 16  # of the kernel that merges
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    out = torch.empty_like(query)
+    out = empty_out(query, value)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "decode", tensors)
     splits = num_splits(prepared, call.plan)
     split_sums = None
     if splits > 1:
-        shape = (splits, lse.numel(), query.shape[3] + 2)
+        shape = (splits, lse.numel(), value.shape[3] + 2)
         split_sums = torch.empty(shape, dtype=torch.float32, device=query.device)
     grid = (splits * prepared.tiles_per_row, prepared.heads, query.shape[0])
     launch_pass(call, prepared, decode_kernel, tensors, (lse, split_sums), grid)
@@ -75,15 +75,15 @@ def fastest_splits(programs: int, blocks: int, block_k: int, resident_programs: 
 
 
 def _launch_merge(out: Tensor, lse: Tensor, split_sums: Tensor) -> None:
-    batch, heads, q_len, head_dim = out.shape
+    batch, heads, q_len, value_dim = out.shape
     launch_with_layout(
         merge_kernel,
         (q_len, heads, batch),
         (out,),
         (lse, split_sums, heads, q_len, split_sums.shape[0]),
         {
-            "HEAD_DIM": head_dim,
-            "DIMS": configs.padded_dims(head_dim),
+            "VALUE_DIM": value_dim,
+            "VALUE_DIMS": configs.padded_dims(value_dim),
             "SPLITS_PER_STEP": SPLITS_PER_STEP,
             "enable_fp_fusion": True,
         },

@@ -25,7 +25,8 @@ from sparseflash.dispatch.spec import AttentionSpec
 MAX_TILE = 256
 MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
 RANK = 4  # of query, key and value: each comes with so many strides
-# The tensors that the loop of a pass reads, for which its kernel takes descriptors.
+# The tensors that the loop of a pass reads, for which its kernel takes descriptors: one with the
+# dims of query and key, then one with those of value.
 STREAMED = {
     "forward": ("key", "value"),
     "decode": ("key", "value"),
@@ -44,7 +45,8 @@ class PreparedPass:
         streamed: Names of the tensors that the loop reads.
         variant, constants: See triton_common.launcher.
         strides: Those of the tensors, as the kernel takes them.
-        tile: Shape of the tiles that descriptors describe; None where the loop reads pointers.
+        tiles: Shapes of the tiles that the descriptors of streamed tensors describe; None where
+            the loop reads pointers.
         scalars: scale * log2(e), the soft cap, the least random word that keeps a pair,
             1 / (1 - dropout_p).
         by_key: Whether block rows are those of keys.
@@ -57,7 +59,7 @@ class PreparedPass:
     variant: tuple
     constants: dict[str, Any]
     strides: tuple[tuple[int, ...], ...]
-    tile: list[int] | None
+    tiles: tuple[list[int] | None, ...]
     scalars: tuple[float, float, int, float]
     by_key: bool
     heads: int
@@ -102,7 +104,7 @@ def _prepare(
     heads_per_tile = group if pass_name == "decode" and shares_mask else 1
     packed_rows = spec.q_len * heads_per_tile if pass_name == "decode" else 0
     chosen = kernel_variant(
-        *(pass_name, spec.device, spec.dtype, spec.head_dim, block_size),
+        *(pass_name, spec.device, spec.dtype, spec.head_dim, spec.value_dim, block_size),
         *(spec.dropout_p > 0, spec.softcap is not None, spec.score, spec.bias, spec.precision),
         *(describable, packed_rows),
     )
@@ -122,7 +124,10 @@ def _prepare(
         variant=(chosen, layout, *constants.values()),
         constants=constants | layout.constants | chosen.constants,
         strides=scaled,
-        tile=[1, 1, step, chosen.constants["DIMS"]] if config.tma else None,
+        tiles=tuple(
+            [1, 1, step, chosen.constants[dims]] if config.tma else None
+            for dims in ("DIMS", "VALUE_DIMS")
+        ),
         scalars=(
             *(spec.scale * LOG2E.value, spec.softcap or 0.0),
             *(dropout.threshold(spec.dropout_p), 1.0 / (1.0 - spec.dropout_p)),
@@ -131,7 +136,7 @@ def _prepare(
         heads=heads,
         tiles_per_row=tiles_per_row,
         resident_programs=resident_programs(
-            spec.device, config, pass_name, spec.dtype, spec.head_dim
+            spec.device, config, pass_name, spec.dtype, spec.widest_dim
         ),
     )
 
@@ -179,7 +184,10 @@ def launch_pass(
         scale_log2, softcap, threshold, keep_scale = prepared.scalars
         arguments = (
             *_interleaved(tensors.values(), prepared.strides),
-            *[prepared.tile and descriptor_of(x, prepared.tile) for x in streamed],
+            *[
+                tile and descriptor_of(x, tile)
+                for x, tile in zip(streamed, prepared.tiles, strict=True)
+            ],
             *others,
             *table_arguments(rows, table.bit_tiles, table),
             *(key_lengths, bias, bias_stride),

@@ -20,7 +20,7 @@ from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, empty_out
 
 # Programs of ds_sums where each has sums over distances of its own, whose memory is that of so
 # many rows of a bias.
@@ -30,7 +30,7 @@ LSE_DELTA_ROWS = 64  # most queries of a program that computes LSE and delta alo
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    out = torch.empty_like(query)
+    out = empty_out(query, value)
     lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "forward", tensors)
@@ -84,8 +84,8 @@ def _launch_lse_delta(call: Call, out: Tensor, grad_out: Tensor, lse_arguments: 
         (out, grad_out),
         (*lse_arguments, spec.heads, spec.q_len),
         {
-            "HEAD_DIM": spec.head_dim,
-            "DIMS": padded_dims(spec.head_dim),
+            "VALUE_DIM": spec.value_dim,
+            "VALUE_DIMS": padded_dims(spec.value_dim),
             "BLOCK_Q": block_q,
             "BM": rows,
             "enable_fp_fusion": True,

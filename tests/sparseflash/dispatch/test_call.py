@@ -84,7 +84,7 @@ def test_calls_of_one_signature_are_checked_once(times_checked):
 
 
 BAD = {
-    "value of another length": ({"value": torch.randn(2, 4, 41, 16)}, "value must have the shape"),
+    "value of another length": ({"value": torch.randn(2, 4, 41, 16)}, "value must share batch"),
     "value of another dtype": ({"value": torch.randn(2, 4, 40, 16).half()}, "value must be torch"),
     "query of another length": ({"query": torch.randn(2, 4, 39, 16)}, "mask must have seq_len"),
     "heads that do not divide": ({"query": torch.randn(2, 6, 40, 16)}, "key heads must divide"),

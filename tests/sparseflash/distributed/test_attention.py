@@ -160,7 +160,7 @@ class Subclass(torch.Tensor):
 
 def test_dropout_of_a_part_is_refused_where_kernels_do_not_know_positions():
     spec = AttentionSpec.from_call(
-        *torch.zeros(2, 1, 1, 64, 8).unbind(),
+        *torch.zeros(3, 1, 1, 64, 8).unbind(),
         masks.full()(64, 64),
         AttentionOptions(dropout_p=0.1),
         CallFacts(positions=True),

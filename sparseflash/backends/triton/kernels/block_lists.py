@@ -47,7 +47,8 @@ class Sizes(NamedTuple):
 
 class Shape(NamedTuple):
     """Constants of tiles: BM queries and BN keys of a tile, BLOCK_Q and BLOCK_K of a block of the
-    mask, HEAD_DIM dims that are padded with zeros to DIMS.
+    mask, HEAD_DIM dims of what is read in tiles, padded with zeros to DIMS. Values and their
+    gradients may have other dims than queries and keys: they have a Shape of their own.
 
     They are constants as long as the tuple is passed as an argument: an assignment would make them
     run-time values.

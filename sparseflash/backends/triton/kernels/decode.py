@@ -2,8 +2,8 @@
 
 decode_kernel: a program takes BM rows of a tile, which are the queries of the HEADS_PER_TILE heads
 that read one key head, and one split of the blocks that their row lists. It computes what the
-forward pass computes and stores, where the keys are split, its accumulator (DIMS), row sum and row
-max for each query to split_sums (splits, batch * heads * q_len, HEAD_DIM + 2).
+forward pass computes and stores, where the keys are split, its accumulator (VALUE_DIMS), row sum
+and row max for each query to split_sums (splits, batch * heads * q_len, VALUE_DIM + 2).
 
 merge_kernel: a program merges the splits of one query, in their order.
 
@@ -33,7 +33,8 @@ def decode_kernel(
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, HEADS_PER_TILE: tl.constexpr, DROPOUT: tl.constexpr,
     SOFTCAP: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -45,6 +46,7 @@ def decode_kernel(
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
     tiles_of_heads = tl.cdiv(q_len * HEADS_PER_TILE, BM)
     split = tl.program_id(0) // tiles_of_heads
@@ -64,7 +66,8 @@ def decode_kernel(
     tokens = rows // HEADS_PER_TILE
     row_heads = first_head + rows % HEADS_PER_TILE
     bh = batch * heads + row_heads
-    inside = (tokens < q_len)[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
+    valid = (tokens < q_len)[:, None]
+    inside = valid & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
     strides = (query_batch, query_head, query_token, query_dim)
     pointers = row_pointers(query, strides, batch, row_heads, tokens, DIMS, ALIGN)
     q = tl.load(pointers, mask=inside, other=0.0)  # (BM, DIMS)
@@ -77,7 +80,7 @@ def decode_kernel(
     biases = score_mods.bias_of_head(bias, bias_head, head)
     row_sum = tl.zeros([BM], tl.float32)
     row_max = tl.full([BM], float("-inf"), tl.float32)
-    acc = tl.zeros([BM, DIMS], tl.float32)
+    acc = tl.zeros([BM, VALUE_DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         row_sum, row_max, acc = attend(
             row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
@@ -86,24 +89,26 @@ def decode_kernel(
             score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
                                  SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, bh[:, None], DROPOUT),
-            shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
+            shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION,
+            MASK_STAGES,
         )  # fmt: skip
 
     query_index = bh.to(tl.int64) * q_len + tokens
+    inside = valid & (tl.arange(0, VALUE_DIMS) < VALUE_DIM)[None, :]
     if split_sums is None:
         row_lse, out_scale = finalize_softmax(row_sum, row_max, keep_scale, DROPOUT)
         tl.store(lse + query_index, row_lse, mask=tokens < q_len)
         strides = (out_batch, out_head, out_token, out_dim)
-        pointers = row_pointers(out, strides, batch, row_heads, tokens, DIMS, ALIGN)
+        pointers = row_pointers(out, strides, batch, row_heads, tokens, VALUE_DIMS, ALIGN)
         tl.store(pointers, (acc * out_scale[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         num_queries = tl.num_programs(2).to(tl.int64) * heads * q_len
-        sums = split_sums + (split * num_queries + query_index) * (HEAD_DIM + 2)
+        sums = split_sums + (split * num_queries + query_index) * (VALUE_DIM + 2)
         if DROPOUT:
             acc *= keep_scale
-        tl.store(sums[:, None] + tl.arange(0, DIMS)[None, :], acc, mask=inside)
-        tl.store(sums + HEAD_DIM, row_sum, mask=tokens < q_len)
-        tl.store(sums + HEAD_DIM + 1, row_max, mask=tokens < q_len)
+        tl.store(sums[:, None] + tl.arange(0, VALUE_DIMS)[None, :], acc, mask=inside)
+        tl.store(sums + VALUE_DIM, row_sum, mask=tokens < q_len)
+        tl.store(sums + VALUE_DIM + 1, row_max, mask=tokens < q_len)
 
 
 @triton.jit
@@ -145,7 +150,7 @@ def row_pointers(tensor, strides, batch, heads, tokens, DIMS: tl.constexpr, ALIG
 @triton.jit(**unspecialized("out"))
 def merge_kernel(
     out, out_batch, out_head, out_token, out_dim, lse, split_sums, heads, q_len, splits,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -153,18 +158,18 @@ def merge_kernel(
     batch = tl.program_id(2)
     query_index = (batch * heads + head).to(tl.int64) * q_len + token
     num_queries = tl.num_programs(2).to(tl.int64) * heads * q_len
-    dims = tl.arange(0, DIMS)
+    dims = tl.arange(0, VALUE_DIMS)
     row_sum = tl.zeros([1], tl.float32)
     row_max = tl.full([1], float("-inf"), tl.float32)
-    acc = tl.zeros([DIMS], tl.float32)
+    acc = tl.zeros([VALUE_DIMS], tl.float32)
     for first in range(0, splits, SPLITS_PER_STEP):
         split = first + tl.arange(0, SPLITS_PER_STEP)
         valid = split < splits
-        sums = split_sums + (split * num_queries + query_index) * (HEAD_DIM + 2)
-        sums_of_splits = tl.load(sums + HEAD_DIM, mask=valid, other=0.0)
-        maxes_of_splits = tl.load(sums + HEAD_DIM + 1, mask=valid, other=float("-inf"))
-        inside = valid[:, None] & (dims < HEAD_DIM)[None, :]
-        accs = tl.load(sums[:, None] + dims[None, :], mask=inside, other=0.0)  # (splits, DIMS)
+        sums = split_sums + (split * num_queries + query_index) * (VALUE_DIM + 2)
+        sums_of_splits = tl.load(sums + VALUE_DIM, mask=valid, other=0.0)
+        maxes_of_splits = tl.load(sums + VALUE_DIM + 1, mask=valid, other=float("-inf"))
+        inside = valid[:, None] & (dims < VALUE_DIM)[None, :]
+        accs = tl.load(sums[:, None] + dims[None, :], mask=inside, other=0.0)
         new_max = tl.maximum(row_max, tl.max(maxes_of_splits, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         corrections = tl.exp2(maxes_of_splits - shift)
@@ -176,4 +181,4 @@ def merge_kernel(
     tl.store(lse + query_index + tl.arange(0, 1), row_lse)
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
-    tensors.store_rows(outs, (acc * out_scale)[None, :], token, q_len, HEAD_DIM)
+    tensors.store_rows(outs, (acc * out_scale)[None, :], token, q_len, VALUE_DIM)

@@ -5,7 +5,7 @@ query blocks of their row: partial blocks, then full ones. A step, of one (BN, B
 transposed, so that the rows of the accumulators are keys:
 
     P^T  = exp2(mask(mod(K Q^T)) - log2(e) LSE)  (BN, BM)
-    dV   = dV + dropout(P)^T dO                  (BN, DIMS), in float32
+    dV   = dV + dropout(P)^T dO                  (BN, VALUE_DIMS), in float32
     dS^T = P^T * (dropout(V dO^T) - delta)       (BN, BM)
     dK   = dK + dS^T Q                           (BN, DIMS), in float32; scaled at the end
 
@@ -39,7 +39,8 @@ def key_value_gradient_kernel(
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -51,6 +52,7 @@ def key_value_gradient_kernel(
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
     rank, tile, batch, kv_head = block_lists.work_tile(sizes, BLOCK_K // BN)
     mask_index = block_lists.mask_of_head(table, sizes, batch, kv_head * GROUP)
     row = block_lists.scheduled_row(table, sizes, mask_index, rank)
@@ -61,10 +63,10 @@ def key_value_gradient_kernel(
     strides = (value_batch, value_head, value_token, value_dim)
     values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
     k = tensors.load_rows(keys, start, length, shape, BN, True)  # (BN, DIMS)
-    v = tensors.load_rows(values, start, length, shape, BN, True)  # (BN, DIMS)
+    v = tensors.load_rows(values, start, length, of_values, BN, True)  # (BN, VALUE_DIMS)
 
     dk = tl.zeros([BN, DIMS], tl.float32)
-    dv = tl.zeros([BN, DIMS], tl.float32)
+    dv = tl.zeros([BN, VALUE_DIMS], tl.float32)
     for head_in_group in range(GROUP):
         head = kv_head * GROUP + head_in_group
         bh = batch * heads + head
@@ -94,7 +96,7 @@ def key_value_gradient_kernel(
                 score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
                                      SOFTCAP, SCORE),
                 scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
-                shape, LIST == 0, PRECISION, MASK_STAGES,
+                shape, of_values, LIST == 0, PRECISION, MASK_STAGES,
             )  # fmt: skip
 
     valid = start + tl.arange(0, BN)[:, None] < length
@@ -105,13 +107,13 @@ def key_value_gradient_kernel(
     strides = (grad_value_batch, grad_value_head, grad_value_token, grad_value_dim)
     grad_values = tensors.one_head(grad_value, strides, batch, kv_head, ALIGN, INDEX)
     tensors.store_rows(grad_keys, dk, start, k_len, HEAD_DIM)
-    tensors.store_rows(grad_values, dv, start, k_len, HEAD_DIM)
+    tensors.store_rows(grad_values, dv, start, k_len, VALUE_DIM)
 
 
 @triton.jit
 def add_key_value_gradients(
     dk, dv, k, v, lse_log2_row, delta_row, key_start, table, block_list,
-    queries, grad_outs, mods, dropout, shape,
+    queries, grad_outs, mods, dropout, shape, of_values,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """(dk + dS^T Q, dv + dropout(P)^T dO) over the blocks of a list.
@@ -138,13 +140,13 @@ def add_key_value_gradients(
             s = tl.where(mask, s, float("-inf"))
         p = tl.exp2(s)
         do = tensors.stream_rows(
-            grad_outs, query_start, mods.q_len, shape, shape.BM, PARTIAL, False
-        )  # (BM, DIMS)
+            grad_outs, query_start, mods.q_len, of_values, shape.BM, PARTIAL, False
+        )  # (BM, VALUE_DIMS)
         dropped = p
         if dropout.DROPOUT:
             keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, True)
             dropped = tl.where(keep, p, 0.0)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # (BN, DIMS)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # (BN, VALUE_DIMS)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # (BN, BM)
         if dropout.DROPOUT:
             dp = tl.where(keep, dp * dropout.keep_scale, 0.0)

@@ -35,7 +35,8 @@ def query_gradient_kernel(
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +48,7 @@ def query_gradient_kernel(
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
     rank, tile, batch, head = block_lists.work_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
@@ -66,10 +68,10 @@ def query_gradient_kernel(
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
     q = tensors.load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
-    do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+    do = tensors.load_rows(grad_outs, start, q_len, of_values, BM, True)  # (BM, VALUE_DIMS)
     strides = (grad_lse_batch, grad_lse_head, grad_lse_token)
     lse_log2, delta = compute_lse_delta(
-        do, outs, grad_lse, strides, lse, lse_delta, batch, head, heads, start, q_len, shape
+        do, outs, grad_lse, strides, lse, lse_delta, batch, head, heads, start, q_len, of_values
     )
     strides = (key_batch, key_head, key_token, key_dim)
     keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
@@ -87,7 +89,8 @@ def query_gradient_kernel(
             score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
                                  SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, batch * heads + head, DROPOUT),
-            shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
+            shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION,
+            MASK_STAGES,
         )  # fmt: skip
 
     strides = (grad_query_batch, grad_query_head, grad_query_token, grad_query_dim)
@@ -98,7 +101,7 @@ def query_gradient_kernel(
 @triton.jit
 def add_query_gradient(
     dq, q, do, lse_log2, delta, tokens, table, block_list, limit, keys, values, mods, dropout,
-    shape, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    shape, of_values, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq + dS K over the blocks of a list; PARTIAL and CLIPPED as in forward.attend."""
@@ -110,7 +113,7 @@ def add_query_gradient(
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
         ds, derivative, k = score_gradients(
             q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
-            keys, values, mods, dropout, shape, PARTIAL, CLIPPED, PRECISION,
+            keys, values, mods, dropout, shape, of_values, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
         if mods.SOFTCAP or mods.SCORE is not None:
             ds *= derivative
@@ -125,7 +128,7 @@ def add_query_gradient(
 @triton.jit
 def score_gradients(
     q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
-    keys, values, mods, dropout, shape,
+    keys, values, mods, dropout, shape, of_values,
     PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(dS before soft cap and score function, their derivative, K) of one tile."""
@@ -142,8 +145,8 @@ def score_gradients(
         s = tl.where(key_tokens[None, :] < limit, s, float("-inf"))
     p = tl.exp2(s)
     v = tensors.stream_rows(
-        values, key_start, limit, shape, shape.BN, MASKED, CLIPPED
-    )  # (BN, DIMS)
+        values, key_start, limit, of_values, shape.BN, MASKED, CLIPPED
+    )  # (BN, VALUE_DIMS)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BM, BN)
     if dropout.DROPOUT:
         keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, False)

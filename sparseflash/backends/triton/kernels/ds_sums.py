@@ -35,7 +35,8 @@ def ds_sums_kernel(
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +48,7 @@ def ds_sums_kernel(
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
     TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // BM
     head = tl.program_id(1)
@@ -73,7 +75,7 @@ def ds_sums_kernel(
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
         grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
         q = tensors.load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
-        do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+        do = tensors.load_rows(grad_outs, start, q_len, of_values, BM, True)  # (BM, VALUE_DIMS)
         bh = batch * heads + head
         lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         tokens = start + tl.arange(0, BM)
@@ -94,14 +96,15 @@ def ds_sums_kernel(
                 score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
                                      SOFTCAP, SCORE),
                 scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
-                shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
+                shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION,
+                MASK_STAGES,
             )  # fmt: skip
 
 
 @triton.jit
 def add_ds_sums(
     distances, tile_sums, q, do, lse_log2, delta, query_start, table, block_list, limit,
-    keys, values, mods, dropout, shape,
+    keys, values, mods, dropout, shape, of_values,
     PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +118,7 @@ def add_ds_sums(
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
         ds, _, _ = score_gradients(
             q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
-            keys, values, mods, dropout, shape, PARTIAL, CLIPPED, PRECISION,
+            keys, values, mods, dropout, shape, of_values, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
         if tile_sums is not None:
             tl.store(tile_sums + key_start // shape.BN, tl.sum(ds))

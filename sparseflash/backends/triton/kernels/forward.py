@@ -7,7 +7,7 @@ then full ones, then the one that the length of the keys clips. A step, of one (
     row_max = max(row_max, max of each row of S) (BM)
     P       = exp2(S - row_max)                  (BM, BN)
     row_sum = row_sum * correction + sum of each row of P
-    O       = O * correction + dropout(P) V      (BM, DIMS), in float32
+    O       = O * correction + dropout(P) V      (BM, VALUE_DIMS), in float32
 
 The epilogue divides O by row_sum and stores LSE = ln(2) (row_max + log2(row_sum)).
 
@@ -37,7 +37,8 @@ def forward_kernel(
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -49,6 +50,7 @@ def forward_kernel(
         mask_batch_stride, mask_head_stride,
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
+    of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
     rank, tile, batch, head = block_lists.work_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
@@ -74,7 +76,7 @@ def forward_kernel(
     tokens = start + tl.arange(0, BM)
     row_sum = tl.zeros([BM], tl.float32)
     row_max = tl.full([BM], float("-inf"), tl.float32)
-    acc = tl.zeros([BM, DIMS], tl.float32)
+    acc = tl.zeros([BM, VALUE_DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         row_sum, row_max, acc = attend(
             row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
@@ -83,20 +85,21 @@ def forward_kernel(
             score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
                                  SOFTCAP, SCORE),
             scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
-            shape, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION, MASK_STAGES,
+            shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION,
+            MASK_STAGES,
         )  # fmt: skip
 
     row_lse, out_scale = finalize_softmax(row_sum, row_max, keep_scale, DROPOUT)
     tl.store(lse + bh.to(tl.int64) * q_len + tokens, row_lse, mask=tokens < q_len)
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
-    tensors.store_rows(outs, acc * out_scale[:, None], start, q_len, HEAD_DIM)
+    tensors.store_rows(outs, acc * out_scale[:, None], start, q_len, VALUE_DIM)
 
 
 @triton.jit
 def attend(
     row_sum, row_max, acc, q, tokens, table, block_list, limit, keys, values, mods, dropout, shape,
-    PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    of_values, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
     MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the blocks of a list to the online softmax of the queries `tokens`.
@@ -142,9 +145,9 @@ def attend(
             keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, False)
             p = tl.where(keep, p, 0.0)
         v = tensors.stream_rows(
-            values, key_start, limit, shape, shape.BN, MASKED, CLIPPED
-        )  # (BN, DIMS)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BM, DIMS)
+            values, key_start, limit, of_values, shape.BN, MASKED, CLIPPED
+        )  # (BN, VALUE_DIMS)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BM, VALUE_DIMS)
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
         if PARTIAL:

@@ -23,10 +23,10 @@ def lse_delta_kernel(
     out, out_batch, out_head, out_token, out_dim,
     grad_out, grad_out_batch, grad_out_head, grad_out_token, grad_out_dim,
     grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, lse_delta, heads, q_len,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    shape: tl.constexpr = block_lists.Shape(BM, BM, BLOCK_Q, BLOCK_Q, HEAD_DIM, DIMS)
+    shape: tl.constexpr = block_lists.Shape(BM, BM, BLOCK_Q, BLOCK_Q, VALUE_DIM, VALUE_DIMS)
     start = tl.program_id(0) * BM
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -34,7 +34,7 @@ def lse_delta_kernel(
     grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
-    do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, DIMS)
+    do = tensors.load_rows(grad_outs, start, q_len, shape, BM, True)  # (BM, VALUE_DIMS)
     strides = (grad_lse_batch, grad_lse_head, grad_lse_token)
     compute_lse_delta(
         do, outs, grad_lse, strides, lse, lse_delta, batch, head, heads, start, q_len, shape
@@ -54,7 +54,7 @@ def compute_lse_delta(
     found = tl.load(lse + bh * q_len + tokens, mask=in_sequence, other=float("-inf"))
     lse_log2 = found * LOG2E
     lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
-    o = tensors.load_rows(outs, start, q_len, shape, shape.BM, True)  # (BM, DIMS)
+    o = tensors.load_rows(outs, start, q_len, shape, shape.BM, True)  # (BM, VALUE_DIMS)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse is not None:
         batch_stride, head_stride, token_stride = grad_lse_strides
