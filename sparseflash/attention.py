@@ -22,37 +22,19 @@ from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.merge import with_sinks, without_pairs
-from sparseflash.options import AttentionOptions, OptionKeywords
+from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywords
 
 
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AnyMask | None = None,
-    *,
-    key_lengths: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: int | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[OptionKeywords],
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, mask: AnyMask | None = None, *,
+    return_lse: Literal[False] = False, **keywords: Unpack[AttentionKeywords],
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AnyMask | None = None,
-    *,
-    key_lengths: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: int | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[OptionKeywords],
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, mask: AnyMask | None = None, *,
+    return_lse: Literal[True], **keywords: Unpack[AttentionKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,

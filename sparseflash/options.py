@@ -6,6 +6,7 @@ from numbers import Real
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
 from sparseflash.score import ScoreFunction, named
 
@@ -22,6 +23,20 @@ class OptionKeywords(TypedDict, total=False):
     precision: str
     deterministic: bool
     backend: str
+
+
+class CallKeywords(OptionKeywords, total=False):
+    """What every function of the attention family takes besides, for the overloads of each."""
+
+    sinks: Tensor | None
+    seed: int | None
+
+
+class AttentionKeywords(CallKeywords, total=False):
+    """The keywords of attention but return_lse."""
+
+    key_lengths: Tensor | None
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

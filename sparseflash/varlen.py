@@ -11,37 +11,23 @@ from masks import BlockMask, DynamicMask, Pattern, documents
 from masks.parse import parse
 from sparseflash.attention import attention
 from sparseflash.compiled import stores_masks
-from sparseflash.options import OptionKeywords
+from sparseflash.options import CallKeywords, OptionKeywords
+
+_Mask = Pattern | BlockMask | DynamicMask | str
 
 
 @overload
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    mask: Pattern | BlockMask | DynamicMask | str | None = None,
-    *,
-    sinks: Tensor | None = None,
-    seed: int | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[OptionKeywords],
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    mask: _Mask | None = None, *,
+    return_lse: Literal[False] = False, **keywords: Unpack[CallKeywords],
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    mask: Pattern | BlockMask | DynamicMask | str | None = None,
-    *,
-    sinks: Tensor | None = None,
-    seed: int | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[OptionKeywords],
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    mask: _Mask | None = None, *,
+    return_lse: Literal[True], **keywords: Unpack[CallKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -15,43 +15,25 @@ from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.prepare import prepare
 from sparseflash.distributed.transport import Group, check_agreement, disagreement, resolved
 from sparseflash.merge import with_sinks
-from sparseflash.options import AttentionOptions, OptionKeywords
+from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywords
+
+
+class _Keywords(AttentionKeywords, total=False):
+    group: Group
+    mask: DynamicMask | None
+    check: bool | None
 
 
 @overload
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: ContextPlan,
-    *,
-    group: Group = None,
-    mask: DynamicMask | None = None,
-    key_lengths: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: int | None = None,
-    return_lse: Literal[False] = False,
-    check: bool | None = None,
-    **options: Unpack[OptionKeywords],
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, plan: ContextPlan, *,
+    return_lse: Literal[False] = False, **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
 @overload
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: ContextPlan,
-    *,
-    group: Group = None,
-    mask: DynamicMask | None = None,
-    key_lengths: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: int | None = None,
-    return_lse: Literal[True],
-    check: bool | None = None,
-    **options: Unpack[OptionKeywords],
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, plan: ContextPlan, *,
+    return_lse: Literal[True], **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @torch.compiler.disable
 def context_parallel_attention(
     query: Tensor,
