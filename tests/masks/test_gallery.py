@@ -1,7 +1,7 @@
 import io
 import shutil
+import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -13,9 +13,14 @@ from masks import BlockMask
 from masks.gallery import ENTRIES, Entry, difference, of_module, sections, write
 from masks.pattern import BUILTIN
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+BROWSERS = "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+# For --dump-dom: which pictures are shown, as the title; others on the console.
+LOOK = """<script>addEventListener("load", () => {
+    const shown = [...document.images].map(i => i.naturalWidth > 0 && i.clientWidth > 0)
+    document.title = JSON.stringify(shown)
+    if (shown.includes(false)) console.error("a picture is not shown")
+})</script>"""
 SMALL = [
     Entry("near & far", "local(20) | butterfly()", "<a test>", 256, 32),
     Entry("few queries", masks.causal(align="bottom-right"), "", (32, 64), 16),
@@ -75,22 +80,18 @@ def test_page_shows_pictures_that_exist_and_decode(folder):
     assert "near & far" in text
 
 
-def test_page_opens_in_a_browser_with_every_picture_shown(folder):
-    """Needs the package playwright, and a Chromium of the system or of playwright."""
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        if BROWSER is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("no browser is installed")
-        browser = playwright.chromium.launch(executable_path=BROWSER)
-        page, errors = browser.new_page(), []
-        page.on("console", lambda message: errors.append(message.text))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("requestfailed", lambda request: errors.append(request.url))
-        page.goto((folder / "index.html").as_uri())
-        shown = "[...document.images].map(i => i.naturalWidth > 0 && i.clientWidth > 0)"
-        assert page.evaluate(shown) == [True, True]
-        assert errors == []
-        browser.close()
+@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
+@pytest.mark.parametrize(("missing", "shown"), [(False, "[true,true]"), (True, "[true,false]")])
+def test_page_opens_in_a_browser_with_every_picture_shown(folder, tmp_path, missing, shown):
+    page = shutil.copytree(folder, tmp_path / "page") / "index.html"
+    if missing:
+        (page.parent / "few-queries.png").unlink()
+    page.write_text(page.read_text() + LOOK)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert f"<title>{shown}</title>" in found.stdout
+    assert ("CONSOLE" in found.stderr) == missing
 
 
 def test_figures_say_what_a_pattern_costs_and_sees():
