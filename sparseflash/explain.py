@@ -192,6 +192,7 @@ def _gaps(
     calls = {
         name: partial(attend, *inputs, mask=each)
         for name, each in ({"called": mask, "device": mask, "full": full} | made).items()
+        if name != "device" or spec.device.type != "cpu"
     }
     with torch.no_grad():
         forward = alternating(calls, spec.device)

@@ -27,7 +27,7 @@ from torch import Tensor
 from masks import BlockMask
 
 ROUNDS = 7
-MIN_ROUNDS, BUDGET_SECONDS = 3, 2.0  # fewer rounds where they take longer than that
+MIN_ROUNDS, BUDGET_SECONDS = 5, 2.0  # fewer rounds where they take longer than that
 BURST = 20  # calls in a row at most
 BURST_MS = 2.0
 # The device waits so many cycles, some 10 ms, while the host enqueues a burst.
@@ -55,28 +55,33 @@ class Gap:
         measured: Of the call.
         ideal: The density times the full mask.
         parts: Of the gap between both, by the names of CHANGES; some may be negative.
-        noise: Median deviation of the times from their medians: parts as small say nothing.
+        noise: How far each part was from that in a round at most: one no larger says nothing.
     """
 
     measured: float
     ideal: float
     parts: Mapping[str, float]
-    noise: float = 0.0
+    noise: Mapping[str, float]
 
     @property
-    def largest(self) -> str:
-        """The part that costs most."""
-        return max(self.parts, key=lambda part: self.parts[part])
+    def largest(self) -> str | None:
+        """The part that costs most, of those above their noise; None if none is."""
+        above = [part for part, cost in self.parts.items() if cost > self.noise[part]]
+        return max(above, key=lambda part: self.parts[part], default=None)
 
     def __str__(self) -> str:
         gap = self.measured - self.ideal
-        parts = ", ".join(f"{name} {cost:+.3f}" for name, cost in self.parts.items())
-        line = f"{self.measured:.3f} ms, ideal {self.ideal:.3f}, gap {gap:+.3f}: {parts}; noise "
-        line += f"{self.noise:.3f}"
-        if self.parts[self.largest] <= self.noise:
-            return line
+        lines = [f"{self.measured:.3f} ms, ideal {self.ideal:.3f}, gap {gap:+.3f}"]
+        lines += [
+            f"{name:>21} {cost:+.3f} ± {self.noise[name]:.3f}"
+            for name, cost in self.parts.items()
+            if cost or self.noise[name]
+        ]
+        if self.largest is None:
+            return "\n  ".join([*lines, "no part is above its noise"])
         share = self.parts[self.largest] / self.measured
-        return f"{line}; most by {self.largest} ({share:.0%}): {CHANGES[self.largest]}"
+        lines.append(f"most by {self.largest} ({share:.0%}): {CHANGES[self.largest]}")
+        return "\n  ".join(lines)
 
 
 def variants(mask: BlockMask) -> dict[str, BlockMask]:
@@ -116,22 +121,37 @@ def split(
 
     Args:
         measured: Milliseconds of "called", "device", "full" and of each of `variants`, in
-            several rounds.
+            as many rounds. "device" is left out where it is the host.
         made: The variants.
         tile_density: Of the mask in the blocks that the backend reads.
         density: Of the mask in its own blocks.
         filled: Share of the waves of work tiles that is filled.
     """
+    measured = {"device": measured["called"], **measured}
     times = {name: median(found) for name, found in measured.items()}
-    noise = max(median(abs(t - times[name]) for t in found) for name, found in measured.items())
+    rounds = (dict(zip(measured, of, strict=True)) for of in zip(*measured.values(), strict=True))
+    densities = tile_density, density
+    parts = _parts(times, made, *densities, filled)
+    in_rounds = [_parts(of_round, made, *densities, filled) for of_round in rounds]
+    noise = {name: max(abs(of[name] - cost) for of in in_rounds) for name, cost in parts.items()}
+    return Gap(times["called"], times["full"] * density, parts, noise)
+
+
+def _parts(
+    times: Mapping[str, float],
+    made: Mapping[str, BlockMask],
+    tile_density: float,
+    density: float,
+    filled: float,
+) -> dict[str, float]:
     blocks, twice = made["equal"].nnz_blocks, made["twice"].nnz_blocks
-    ideal, equal = times["full"] * density, times["equal"]
+    equal = times["equal"]
     of_blocks = equal
     if twice > blocks:
         of_blocks = (times["twice"] - equal) / (twice - blocks) * blocks
     in_tiles = of_blocks * filled
     in_blocks = in_tiles * density / tile_density if tile_density else 0.0
-    parts = {
+    return {
         "launch and host": times["called"] - times["device"],
         "partial blocks": times["device"] - times["whole"],
         "gather": times["whole"] - times["contiguous"],
@@ -139,9 +159,8 @@ def split(
         "tail of the grid": equal * (1 - filled),
         "prologue and epilogue": (equal - of_blocks) * filled,
         "larger tiles": in_tiles - in_blocks,
-        "remainder": in_blocks - ideal,
+        "remainder": in_blocks - times["full"] * density,
     }
-    return Gap(times["called"], ideal, parts, noise)
 
 
 def alternating(runs: Mapping[str, Run], device: torch.device) -> dict[str, list[float]]:
