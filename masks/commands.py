@@ -232,8 +232,8 @@ def _layer_table(field: ReceptiveField, pixels: PixelReach | None) -> Table:
     if pixels is not None:
         for column in ("up", "down", "left", "right", "radius (pixels)"):
             table.add_column(column, justify="right")
-    for i, (share, error) in enumerate(zip(field.share, field.error, strict=True)):
-        shown = f"{share:.4%}" if field.exact else f"{share:.4%} ± {error:.2%}"
+    for i, (share, (low, high)) in enumerate(zip(field.share, field.interval, strict=True)):
+        shown = f"{share:.4%}" if field.exact else f"{share:.2%} ({low:.2%} to {high:.2%})"
         row = [str(i + 1), shown, "yes" if field.added[i] else "nothing"]
         if pixels is not None:
             sides = (pixels.up, pixels.down, pixels.left, pixels.right, pixels.radius)

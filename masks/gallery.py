@@ -29,6 +29,8 @@ LAYERS = 12
 SAMPLES = 256  # keys that are followed where not all are
 PAIRS = 1 << 22  # more pairs are drawn cell by cell
 CELLS = 512
+STEEP = 16  # most blocks in a row over the median: more are drawn on a logarithmic axis
+DPI = {"png": 150, "svg": 300}  # of SVG, that of pictures of masks
 # Colours of: empty blocks; masked pairs of partial blocks; attended pairs of those; full blocks.
 KINDS = ["#ffffff", "#dde3ea", "#6d9bd1", "#1f4e8c"]
 # Distinct for every kind of colour vision (Okabe and Ito 2008).
@@ -179,9 +181,10 @@ def page(shown: Sequence[Section]) -> str:
 LEGEND = (
     "Queries go down, keys to the right. Full blocks are dark, attended pairs of partial blocks "
     "lighter, masked pairs of partial blocks grey, empty blocks white: what is white costs "
-    "nothing. Past four million pairs a cell is darker where more of its pairs attend. The second "
-    "picture has the non-zero blocks of every row of query blocks, the third the share of pairs "
-    "that are connected over the layers."
+    "nothing. Past four million pairs, and for several heads, a cell is darker where more of its "
+    "pairs attend. The second picture has the non-zero blocks of every row of query blocks, the "
+    "third the share of pairs that are connected over the layers, with its 95 % interval where "
+    "keys are a sample."
 )
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Patterns</title>
@@ -250,28 +253,42 @@ def _overview(mask: BlockMask, reach):
     if mask.num_heads == 1 and mask.seq_len[0] * mask.seq_len[1] <= PAIRS:
         _draw_pairs(left, mask)
     else:
-        cells = torch.stack([plot.cell_density(mask, CELLS, h) for h in range(mask.num_heads)])
-        _draw_cells(left, mask, {BLUE: cells.mean(0)})
-    per_row = mask.blocks_per_row().double().mean(0).cpu().numpy()
-    edges = torch.arange(len(per_row) + 1) * mask.block_size[0]
-    middle.stairs(per_row, edges.clamp(max=mask.seq_len[0]).numpy(), fill=True, color=BLUE)
-    middle.set(xlabel="query (tokens)", ylabel="non-zero blocks of the row", ylim=(0, None))
-    _in_thousands(middle.xaxis)
-    middle.yaxis.get_major_locator().set_params(integer=True)
+        _draw_cells(left, mask, {BLUE: _shares(mask)})
+    _draw_rows(middle, mask)
     if reach is None:
         right.text(0.5, 0.5, "queries and keys differ in number", ha="center", va="center")
         right.set_axis_off()
         return figure
     share = [*reach.share, *[reach.share[-1]] * (LAYERS - reach.layers)]
-    error = [*reach.error, *[reach.error[-1]] * (LAYERS - reach.layers)]
-    right.errorbar(range(1, LAYERS + 1), share, error, marker="o", color=BLUE, capsize=2)
+    interval = [*reach.interval, *[reach.interval[-1]] * (LAYERS - reach.layers)]
+    errors = [[s - low, high - s] for s, (low, high) in zip(share, interval, strict=True)]
+    layers = range(1, LAYERS + 1)
+    right.errorbar(layers, share, [*zip(*errors, strict=True)], marker="o", color=BLUE, capsize=2)
     pairs = "causal pairs" if reach.causal else "pairs"
     right.set(xlabel="layers", ylabel=f"share of {pairs} connected", ylim=(0, 1.05))
+    right.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
+def _draw_rows(axes, mask: BlockMask) -> None:
+    per_row = mask.blocks_per_row().double().mean(0).cpu()
+    edges = torch.arange(len(per_row) + 1) * mask.block_size[0]
+    # With edges of its own a bar that is thinner than a pixel is seen.
+    steps = per_row.numpy(), edges.clamp(max=mask.seq_len[0]).numpy()
+    axes.stairs(*steps, fill=True, facecolor=BLUE, edgecolor=BLUE, linewidth=1)
+    label = "non-zero blocks of the row"
+    if mask.num_heads > 1:
+        label += f", mean of {mask.num_heads} heads"
+    axes.set(xlabel="query (tokens)", ylabel=label, ylim=(0, None))
+    if per_row.max() > STEEP * per_row.median():
+        axes.set(yscale="log", ylim=(0.5, None))
+    else:
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    _in_thousands(axes.xaxis)
+
+
 def _draw_pairs(axes, mask: BlockMask) -> None:
-    from matplotlib.colors import ListedColormap
+    from matplotlib.colors import to_rgb
 
     pairs = mask.to_dense().cpu()
     bq, bk = mask.block_size
@@ -280,16 +297,19 @@ def _draw_pairs(axes, mask: BlockMask) -> None:
     share = share[: pairs.shape[0], : pairs.shape[1]]
     kind = (share > 0).int() + pairs.int() + (share == 1).int()
     q_len, k_len = mask.seq_len
-    axes.imshow(
-        kind.numpy(),
-        cmap=ListedColormap(KINDS),
-        vmin=0,
-        vmax=3,
-        interpolation="nearest",
-        aspect="auto",
-        extent=(0, k_len, q_len, 0),
-    )
+    picture = torch.tensor([to_rgb(kind) for kind in KINDS])[kind]
+    _show(axes, picture, (0, k_len, q_len, 0))
     _label(axes, mask)
+
+
+def _shares(mask: BlockMask) -> Tensor:
+    """The share of heads that attend each pair; of many pairs, of the pairs of each cell."""
+    few = mask.seq_len[0] * mask.seq_len[1] <= PAIRS
+    total = sum(
+        mask.head(h).to_dense().float() if few else plot.cell_density(mask, CELLS, h)
+        for h in range(mask.num_heads)
+    )
+    return torch.as_tensor(total) / mask.num_heads
 
 
 def _draw_cells(axes, mask: BlockMask, shares: dict[str, Tensor]) -> None:
@@ -300,12 +320,21 @@ def _draw_cells(axes, mask: BlockMask, shares: dict[str, Tensor]) -> None:
     for colour, share in shares.items():
         seen = torch.where(share > 0, plot.FAINTEST + (1 - plot.FAINTEST) * share, 0).cpu()
         picture -= seen[..., None] * (1 - torch.tensor(to_rgb(colour)))
-    (q_len, k_len), (bq, bk) = mask.seq_len, mask.block_size
-    down, right = (-(-n // CELLS) for n in (mask.grid.nq, mask.grid.nk))
-    extent = (0, picture.shape[1] * right * bk, picture.shape[0] * down * bq, 0)
-    axes.imshow(picture.clamp(0, 1).numpy(), extent=extent, interpolation="nearest", aspect="auto")
+    q_len, k_len = mask.seq_len
+    if picture.shape[:2] == mask.seq_len:
+        extent = (0, k_len, q_len, 0)
+    else:
+        down, right = (-(-n // CELLS) for n in (mask.grid.nq, mask.grid.nk))
+        bq, bk = mask.block_size
+        extent = (0, picture.shape[1] * right * bk, picture.shape[0] * down * bq, 0)
+    _show(axes, picture.clamp(0, 1), extent)
     axes.set(xlim=(0, k_len), ylim=(q_len, 0))
     _label(axes, mask)
+
+
+def _show(axes, picture: Tensor, extent: tuple[int, int, int, int]) -> None:
+    """Red, green and blue of each cell; cells smaller than a pixel are averaged, none is lost."""
+    axes.imshow(picture.numpy(), extent=extent, interpolation="antialiased", aspect="auto")
 
 
 def _label(axes, mask: BlockMask) -> None:
@@ -318,6 +347,7 @@ def _in_thousands(axis) -> None:
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
+    axis.get_major_locator().set_params(integer=True)
 
 
 def _difference_picture(parts: Sequence[BlockMask], labels: Sequence[str]):
@@ -326,12 +356,8 @@ def _difference_picture(parts: Sequence[BlockMask], labels: Sequence[str]):
 
     figure = Figure(figsize=(5, 5.4), layout="constrained")
     axes = figure.subplots()
-    shares = [
-        torch.stack([plot.cell_density(mask, CELLS, h) for h in range(mask.num_heads)]).mean(0)
-        for mask in parts
-    ]
     colours = (GREY, BLUE, VERMILION)
-    _draw_cells(axes, parts[0], dict(zip(colours, shares, strict=True)))
+    _draw_cells(axes, parts[0], dict(zip(colours, map(_shares, parts), strict=True)))
     patches = [Patch(color=c, label=name) for c, name in zip(colours, labels, strict=True)]
     figure.legend(handles=patches, loc="outside upper left", fontsize="small", frameon=False)
     return figure
@@ -345,6 +371,6 @@ def _pictures(figure) -> dict[str, bytes]:
     with rc_context({"svg.hashsalt": "masks"}):
         for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
             file = io.BytesIO()
-            figure.savefig(file, format=suffix, dpi=100, metadata=metadata)
+            figure.savefig(file, format=suffix, dpi=DPI[suffix], metadata=metadata)
             pictures[suffix] = file.getvalue()
     return pictures

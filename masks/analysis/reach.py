@@ -30,7 +30,8 @@ class ReceptiveField:
         causal: Whether shares are of the pairs with key <= query, not of all pairs.
         share: Share of the pairs that are connected after 1, 2, ..., `layers` layers. A token is
             connected to itself.
-        error: Half-width of the 95 % confidence interval of each share; 0 if `exact`.
+        interval: (low, high), the 95 % confidence interval of each share; the share itself twice
+            if `exact`.
         exact: Whether all tokens were followed, not a sample.
         followed: Keys that were followed.
         full_after: The least layers after which all pairs of the followed keys are connected;
@@ -47,7 +48,7 @@ class ReceptiveField:
     layers: int
     causal: bool
     share: tuple[float, ...]
-    error: tuple[float, ...]
+    interval: tuple[tuple[float, float], ...]
     exact: bool
     followed: int
     full_after: int | None
@@ -71,8 +72,8 @@ def receptive_field(
     R_l = R_{l-1} or (A_l and (I or R_{l-1})), A_l the pairs that any head of layer l attends.
 
     Exact to the pair where there are at most 32,768 classes of tokens, such as 1M tokens in full
-    blocks of 128 or any mask of 32K tokens. Otherwise keys are drawn at random, and the error of
-    each share is an empirical Bernstein bound.
+    blocks of 128 or any mask of 32K tokens. Otherwise keys are drawn at random, and the interval
+    of each share is an empirical Bernstein bound.
 
     Args:
         masks: The mask of every layer, or one for each from the input on; square.
@@ -90,38 +91,37 @@ def receptive_field(
     """
     stack = _stack_of(masks, layers)
     graph = token_graph(stack)
-    keys, weight = _followed(graph, samples, seed)
-    exact = weight is not None
     causal = is_causal(stack)
+    keys, weight = _followed(graph, samples, seed, causal)
+    exact = weight is not None
     count = _connected(graph, graph.class_of_token[keys], progress)
     needed = graph.tokens - keys if causal else np.full(len(keys), graph.tokens)
     complete = np.flatnonzero((count >= needed).all(1))
-    mean = (graph.tokens + causal) / (1 + causal)  # queries that may see a key
     if weight is None:
-        missing = (needed - count) / graph.tokens
-        share = 1 - missing.mean(1) * graph.tokens / mean
-        error = _bernstein(missing) * graph.tokens / mean
-        weight = np.ones(len(keys))
+        seen = count / needed
+        half = _bernstein(seen) * [[-1], [0], [1]]
+        low, share, high = np.clip(seen.mean(1) + half, 0, 1)
+        weight = 1 / needed
     else:
-        share = (count * weight).sum(1) / (mean * graph.tokens)
-        error = np.zeros(len(share))
+        mean = (graph.tokens + causal) / (1 + causal)  # queries that may see a key
+        share = low = high = (count * weight).sum(1) / (mean * graph.tokens)
     new = (np.diff(count, axis=0, prepend=1) * weight).sum(1)
     hops_of = np.arange(1, len(count) + 1)
-    seeing, seen = _connected_to_others(graph)
+    seeing, attended = _connected_to_others(graph)
     return ReceptiveField(
         seq_len=graph.tokens,
         classes=graph.classes,
         layers=len(count),
         causal=causal,
         share=tuple(share.tolist()),
-        error=tuple(error.tolist()),
+        interval=tuple(zip(low.tolist(), high.tolist(), strict=True)),
         exact=exact,
         followed=graph.tokens if exact else len(keys),
         full_after=int(complete[0]) + 1 if len(complete) else None,
         added=tuple((new > 0).tolist()),
         mean_path=float(new @ hops_of / new.sum()) if new.any() else None,
         longest_path=int(hops_of[new > 0].max(initial=0)),
-        unreached=int(graph.weight[~seen].sum()),
+        unreached=int(graph.weight[~attended].sum()),
         blind=int(graph.weight[~seeing].sum()),
     )
 
@@ -253,15 +253,20 @@ def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> lis
 
 
 def _followed(
-    graph: TokenGraph, samples: int | None, seed: int
+    graph: TokenGraph, samples: int | None, seed: int, causal: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """A token of each class and the tokens of the classes; or tokens drawn at random and None."""
+    """A token of each class and the tokens of the classes; or tokens drawn at random and None.
+
+    Keys are drawn in proportion to the queries that may see them: the mean of their shares then
+    is the share of all pairs.
+    """
     if samples is None and graph.classes <= FOLLOWED_CLASSES:
         return np.unique(graph.class_of_token, return_index=True)[1], graph.weight
     samples = SAMPLES if samples is None else check_integer("samples", samples, least=2)
     if samples >= graph.tokens:
         return np.unique(graph.class_of_token, return_index=True)[1], graph.weight
-    drawn = np.random.default_rng(seed).choice(graph.tokens, samples, replace=False)
+    may_see = np.arange(graph.tokens, 0, -1.0) if causal else np.ones(graph.tokens)
+    drawn = np.random.default_rng(seed).choice(graph.tokens, samples, p=may_see / may_see.sum())
     return np.sort(drawn), None
 
 

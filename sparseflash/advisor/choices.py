@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import wrap
 
 import torch
 
@@ -19,6 +20,7 @@ from sparseflash.attention import attention
 EXACT_CLASSES = 1 << 12  # more classes of tokens are sampled
 SAMPLES = 512
 SECONDS = 0.2  # of measurement for each choice
+ROUNDING = 1e-12  # of shares
 
 Progress = Callable[[int, int], None]
 
@@ -54,6 +56,14 @@ class Workload:
             check_integer(name, getattr(self, name), least=1)
         io_model.device_named(self.device)
 
+    def __str__(self) -> str:
+        passes = "forward and backward" if self.backward else "forward"
+        sizes = (
+            f"{self.seq_len:,} tokens, batch {self.batch}, {self.heads} heads of {self.head_dim}"
+        )
+        device = io_model.device_named(self.device).name
+        return f"{device}, {passes}, {str(self.dtype).removeprefix('torch.')}: {sizes}"
+
     def mask(self, pattern: Pattern | str, block_size: int) -> BlockMask:
         """The mask of a pattern in square blocks."""
         made = as_pattern(pattern)(self.seq_len, block_size)
@@ -84,7 +94,7 @@ class Choice:
         predicted_ms: The least time that the device allows.
         measured_ms: None until `measure` has run.
         connected: Share of pairs that are connected after the layers that were asked for.
-        connected_error: Half-width of its 95 % confidence interval; 0 where it is exact.
+        connected_interval: Its 95 % confidence interval, (low, high); equal where it is exact.
     """
 
     pattern: str
@@ -94,13 +104,14 @@ class Choice:
     predicted_ms: float
     measured_ms: float | None = None
     connected: float | None = None
-    connected_error: float | None = None
+    connected_interval: tuple[float, float] | None = None
 
 
 def block_sizes(
     pattern: Pattern | str, workload: Workload, sides: Sequence[int] = BLOCK_SIDES
 ) -> list[Choice]:
-    """A pattern in blocks of several sizes, the least predicted time first.
+    """A pattern in blocks of several sizes, the least predicted time first, of equal ones that of
+    `sides`.
 
     Small blocks compute fewer useless pairs; large ones read less and keep the tensor cores busy.
 
@@ -125,6 +136,7 @@ def search(
     patterns: Sequence[str] | None = None,
     block_size: int = 128,
     most: int = 8,
+    failing: bool = False,
     progress: Progress | None = None,
 ) -> list[Choice]:
     """The patterns of least predicted time that see far enough over the layers of a model.
@@ -140,10 +152,13 @@ def search(
         patterns: Candidates as texts; by default families() at this length.
         block_size: Tokens.
         most: Choices to find.
+        failing: Whether to return those too that were looked at and see less, as `plot` shows
+            them.
         progress: Called with (candidates looked at, candidates).
 
     Returns:
-        Choices, the least predicted time first; empty where no candidate will do.
+        Choices, the least predicted time first, equal ones in the order of candidates; empty where
+        no candidate will do.
 
     Raises:
         TypeError: `patterns` is no list.
@@ -159,19 +174,21 @@ def search(
         ((_choice(text, mask, workload), mask) for text, mask in made),
         key=lambda pair: pair[0].predicted_ms,
     )
+    looked_at: list[Choice] = []
     found: list[Choice] = []
     for number, (choice, mask) in enumerate(timed, 1):
         if len(found) == most or (budget_ms is not None and choice.predicted_ms > budget_ms):
             break
         field = receptive_field(mask, layers, samples=_samples(mask))
-        share, error = field.share[-1], field.error[-1]
-        if share >= connected - 1e-12:
-            found.append(replace(choice, connected=share, connected_error=error))
+        share, interval = field.share[-1], field.interval[-1]
+        looked_at.append(replace(choice, connected=share, connected_interval=interval))
+        if share >= connected - ROUNDING:
+            found.append(looked_at[-1])
         if progress is not None:
             progress(number, len(timed))
     if progress is not None:
         progress(len(timed), len(timed))
-    return found
+    return looked_at if failing else found
 
 
 def families(seq_len: int, block_size: int) -> list[str]:
@@ -232,37 +249,52 @@ def ordered_share(times: Sequence[tuple[float, float]], differ: float = 0.1) -> 
     return sum(pairs) / len(pairs) if pairs else 1.0
 
 
-def plot(choices: Sequence[Choice], path: str | Path) -> None:
+def plot(
+    choices: Sequence[Choice], path: str | Path, *, title: str = "", connected: float | None = None
+) -> None:
     """Writes a picture (PNG, SVG or PDF): what choices see, or use, against predicted time.
 
-    Those on the Pareto front are named.
+    Those on the Pareto front have numbers, of a single pattern all, and are named at the side.
+
+    Args:
+        choices: At least 1.
+        path: Of the picture.
+        title: Above it, such as str(workload).
+        connected: Share of pairs that must be connected, which a line shows.
     """
     from matplotlib.figure import Figure  # it takes long to import
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.subplots()
     sees = all(choice.connected is not None for choice in choices)
     values = [(c.connected if sees else c.useful) or 0.0 for c in choices]
     times = [choice.predicted_ms for choice in choices]
+    single = len({choice.pattern for choice in choices}) == 1
     axes.plot(times, values, "o", color="#0072b2", label="least time")
     front = _pareto_front(times, values)
     axes.plot(*zip(*front, strict=True), color="#0072b2", linewidth=0.8, label="Pareto front")
     measured = [(c.measured_ms, v) for c, v in zip(choices, values, strict=True) if c.measured_ms]
     if measured:
         axes.plot(*zip(*measured, strict=True), "s", color="#d55e00", label="measured")
-    alike = len({choice.block_size for choice in choices}) == 1
+    if connected is not None:
+        axes.axhline(connected, color="#7f7f7f", linestyle=":", label="must be connected")
     names: dict[tuple[float, float], list[str]] = {}
     for choice, time, value in zip(choices, times, values, strict=True):
-        name = choice.pattern if alike else f"{choice.pattern}, {choice.block_size}"
+        name = f"blocks of {choice.block_size}" if single else choice.pattern
         names.setdefault((time, value), []).append(name)
-    for i, point in enumerate(front):  # names of all would cover one another
-        text, offset = "\n".join(names[point]), (4, -12 if i % 2 else 6)
-        axes.annotate(text, point, offset, textcoords="offset points", fontsize=7)
+    listed = []
+    for number, point in enumerate(names if single else front, 1):
+        text = f"{number}  {', '.join(names[point])}"
+        listed += wrap(text, 32, subsequent_indent="    ", max_lines=2)
+        axes.annotate(str(number), point, (-10, 2), textcoords="offset points", fontsize=7)
+    axes.text(1.02, 1, "\n".join(listed), transform=axes.transAxes, va="top", fontsize=7)
     label = "share of pairs connected" if sees else "attended pairs over computed ones"
     axes.set(xlabel="time (ms)", ylabel=label)
-    axes.margins(x=0.25, y=0.15)
-    axes.set_ylim(0, 1.1 * max(values) or 1.0)  # equal shares are not spread over the picture
-    axes.legend()
+    # From 0 on: nearly equal ones are not spread over the picture.
+    axes.set_xlim(0, 1.1 * max(times + [ms for ms, _ in measured]))
+    axes.set_ylim(0, 1.1 * max(values) or 1.0)
+    axes.set_title("\n".join(filter(None, [choices[0].pattern if single else "", title])), size=8)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 

@@ -85,37 +85,57 @@ def search(
                 patterns=pattern,
                 block_size=block_size,
                 most=most,
+                failing=plot is not None,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-        _finish(found, workload, measure, plot, as_json)
+        looked_at, found = (
+            found,
+            [c for c in found if (c.connected or 0) >= connected - of.ROUNDING],
+        )
+        _finish(found, workload, measure, plot, as_json, looked_at, connected)
     except (OSError, TypeError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(not found)
 
 
 def _finish(
-    found: Sequence[Choice], workload: Workload, measure: bool, plot: Path | None, as_json: bool
+    found: Sequence[Choice],
+    workload: Workload,
+    measure: bool,
+    plot: Path | None,
+    as_json: bool,
+    looked_at: Sequence[Choice] = (),
+    connected: float | None = None,
 ) -> None:
     if measure:
         if not torch.cuda.is_available():
             raise ValueError("--measure needs a CUDA device, and there is none")
         found = of.measure(found, workload)
-    if plot is not None and found:
-        of.plot(found, plot)
+    if plot is not None and (found or looked_at):
+        shown = {(choice.pattern, choice.block_size): choice for choice in (*looked_at, *found)}
+        of.plot([*shown.values()], plot, title=str(workload), connected=connected)
     if as_json:
-        print(json.dumps([asdict(choice) for choice in found]))
+        facts = asdict(workload) | {"dtype": str(workload.dtype).removeprefix("torch.")}
+        print(json.dumps({"workload": facts, "choices": [asdict(choice) for choice in found]}))
         return
+    if not found:
+        print("no pattern sees far enough within the budget")
+        return
+    print(workload)
     table = Table(box=None)
     sees = any(choice.connected is not None for choice in found)
     names = ("pattern", "block", "density", "useful", "least ms", "ms", "connected")
     for name in names[: 7 if sees else 6]:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name != "pattern", overflow="fold")
     for choice in found:
         measured = "-" if choice.measured_ms is None else f"{choice.measured_ms:.3f}"
         row = [choice.pattern, str(choice.block_size), f"{choice.density:.4g}"]
         row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}", measured]
         if choice.connected is not None:
-            error = f" ± {choice.connected_error:.1%}" if choice.connected_error else ""
-            row.append(f"{choice.connected:.1%}{error}")
+            low, high = choice.connected_interval or (choice.connected,) * 2
+            interval = f" ({low:.0%} to {high:.0%})" if low < high else ""
+            row.append(f"{choice.connected:.1%}{interval}")
         table.add_row(*row)
-    Console().print(table if found else "no pattern sees far enough within the budget")
+    Console().print(table)
+    order = "measured time" if measure else f"least time on {workload.device}"
+    print(f"in the order of {order}, equal ones in that of candidates")

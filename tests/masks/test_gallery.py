@@ -10,7 +10,8 @@ from matplotlib.image import imread
 
 import masks
 from masks import BlockMask
-from masks.gallery import ENTRIES, Entry, difference, of_module, sections, write
+from masks.analysis import receptive_field
+from masks.gallery import ENTRIES, Entry, _overview, difference, of_module, sections, write
 from masks.pattern import BUILTIN
 
 BROWSERS = "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
@@ -109,8 +110,35 @@ def test_pictures_of_the_same_pattern_are_the_same_bytes():
 def test_long_masks_are_drawn_in_cells(monkeypatch):
     monkeypatch.setattr(BlockMask, "to_dense", None)
     heads = masks.stack([masks.full(), masks.butterfly()])
-    shown = list(sections([Entry("long", "butterfly()", "", 1 << 17), Entry("heads", heads, "")]))
+    shown = sections([Entry("long", of, "", 1 << 17) for of in ("butterfly()", heads)])
     assert all(imread(io.BytesIO(s.pictures["png"])).std() > 0 for s in shown)
+
+
+@pytest.mark.parametrize("tokens", [2000, 4000])
+def test_one_key_among_more_than_there_are_pixels_is_seen(tokens):
+    key = masks.pattern(lambda q, k: k == 777)(tokens, 16)
+    found = difference(key, key - key)
+    picture = torch.tensor(imread(io.BytesIO(found.pictures["png"])))[200:, :, :3]
+    assert ((picture[..., 2] - picture[..., 0] > 0.05).sum(0) > 300).any()
+
+
+def test_rows_far_longer_than_others_are_seen_beside_them():
+    figure = _overview(masks.parse("global_tokens(16) | local(16)")(8192, 16), None)
+    axes = figure.axes[1]
+    assert (axes.get_yscale(), axes.get_ylim()[0]) == ("log", 0.5)
+    (bars,) = axes.patches
+    assert bars.get_edgecolor()[3] == 1
+    assert bars.get_linewidth() == 1
+    assert _overview(masks.causal()(512, 16), None).axes[1].get_yscale() == "linear"
+
+
+def test_axes_have_whole_tokens_blocks_and_layers():
+    mask = masks.stack([masks.local(3), masks.full()])(20, 16)
+    figure = _overview(mask, receptive_field(mask, 12))
+    ticks = [t for a in figure.axes for t in (*a.get_xticks(), *a.get_yticks())]
+    shares = figure.axes[2].get_yticks()
+    assert all(t == round(t) for t in ticks[: -len(shares)])
+    assert "mean of 2 heads" in figure.axes[1].get_ylabel()
 
 
 def test_patterns_of_a_module_are_shown(tmp_path):

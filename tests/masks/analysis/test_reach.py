@@ -99,8 +99,32 @@ def test_samples_are_within_their_error(pattern):
     assert exact.exact
     assert not sampled.exact
     assert sampled.followed == 200
-    for value, guess, error in zip(exact.share, sampled.share, sampled.error, strict=True):
-        assert 0 < abs(value - guess) + 1e-9 <= error < 0.4
+    for value, guess, (low, high) in zip(
+        exact.share, sampled.share, sampled.interval, strict=True
+    ):
+        assert 0 <= low <= min(value, guess) <= max(value, guess) <= high <= 1
+        assert high - low < 0.8
+    assert [*exact.interval] == [(share, share) for share in exact.share]
+
+
+@pytest.mark.parametrize(("pattern", "end"), [("causal()", 1), ("local(0) & causal()", 0)])
+def test_intervals_of_samples_end_where_shares_do(pattern, end):
+    (share,), ((low, high),) = (
+        getattr(receptive_field(masks.parse(pattern)(4096), 1, samples=100), name)
+        for name in ("share", "interval")
+    )
+    assert end in (low, high)
+    assert low <= share <= high
+    assert 0.05 < high - low < 0.3
+
+
+def test_samples_of_a_sparse_causal_mask_say_how_little_is_connected():
+    """Keys near the end have few queries that may see them, which is no noise of the share."""
+    mask = masks.parse("local(40) & causal()")(8192)
+    exact, sampled = (receptive_field(mask, 2, samples=n) for n in (None, 400))
+    assert sampled.share == pytest.approx(exact.share, rel=0.2)
+    assert sampled.mean_path == pytest.approx(exact.mean_path, rel=0.05)
+    assert all(high < 0.1 for _, high in sampled.interval)
 
 
 def test_progress_ends_at_its_total():

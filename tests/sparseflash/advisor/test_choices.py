@@ -37,7 +37,7 @@ def test_search_finds_what_sees_far_enough_in_the_order_of_time():
         field = receptive_field(parse(choice.pattern)(1024, 64), 3)
         assert field.full_after is not None
         assert choice.connected == 1
-        assert choice.connected_error == 0
+        assert choice.connected_interval == (1, 1)
     times = [choice.predicted_ms for choice in found]
     assert times == sorted(times)
     fastest = min(
@@ -46,6 +46,14 @@ def test_search_finds_what_sees_far_enough_in_the_order_of_time():
         if receptive_field(mask := parse(text)(1024, 64), 3).full_after
     )
     assert times[0] == fastest
+
+
+def test_search_returns_what_fails_where_it_is_wanted():
+    patterns = ["local(16)", "full()", "butterfly()"]
+    every = search(SMALL, layers=2, patterns=patterns, failing=True)
+    assert {choice.pattern for choice in every} == set(patterns)
+    assert [c for c in every if c.connected == 1] == search(SMALL, layers=2, patterns=patterns)
+    assert any(choice.connected < 1 for choice in every)
 
 
 def test_search_keeps_to_the_budget_and_the_past():
@@ -99,7 +107,8 @@ def test_pareto_front_has_what_nothing_surpasses():
 
 def test_plots_are_pictures(tmp_path):
     plot(block_sizes("local(20)", SMALL), tmp_path / "sizes.png")
-    plot(search(SMALL, layers=3, most=3), tmp_path / "found.png")
+    every = search(SMALL, layers=3, most=3, failing=True)
+    plot(every, tmp_path / "found.png", title=str(SMALL), connected=0.5)
     assert imread(tmp_path / "sizes.png").std() > 0
     assert imread(tmp_path / "found.png").std() > 0
 

@@ -16,16 +16,26 @@ def invoke(*arguments):
 def test_advise_lists_block_sizes(tmp_path):
     result = invoke("advise", "local(20)", *SIZE, "--plot", tmp_path / "sizes.svg", "--json")
     assert result.exit_code == 0, result.output
-    assert {choice["block_size"] for choice in json.loads(result.stdout)} == {16, 32, 64, 128, 256}
+    found = json.loads(result.stdout)
+    assert {choice["block_size"] for choice in found["choices"]} == {16, 32, 64, 128, 256}
+    assert (found["workload"]["device"], found["workload"]["dtype"]) == ("H200", "bfloat16")
     assert (tmp_path / "sizes.svg").exists()
-    assert "local(20)" in invoke("advise", "local(20)", *SIZE).output
+    shown = invoke("advise", "local(20)", *SIZE, "--device", "A100", "--no-backward").output
+    assert "local(20)" in shown
+    assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads of 128" in shown
+    assert "in the order of least time on A100, equal ones in that of candidates" in shown
 
 
 def test_search_exits_with_1_where_nothing_is_found():
     result = invoke("search", "--layers", 3, *SIZE, "--most", 2, "--json")
     assert result.exit_code == 0, result.output
-    assert [choice["connected"] for choice in json.loads(result.stdout)] == [1, 1]
+    assert [choice["connected"] for choice in json.loads(result.stdout)["choices"]] == [1, 1]
     assert "100.0%" in invoke("search", "--layers", 3, *SIZE).output
+    nothing = invoke("search", "--layers", 1, *SIZE, "--budget-ms", 1e-9)
+    assert (nothing.exit_code, nothing.stdout) == (
+        1,
+        "no pattern sees far enough within the budget\n",
+    )
     nothing = invoke("search", "--layers", 1, *SIZE, "--budget-ms", "1e-9")
     assert nothing.exit_code == 1
     assert "no pattern" in nothing.output
