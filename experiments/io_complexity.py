@@ -20,7 +20,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,8 +60,8 @@ class Panel(StrEnum):
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is predicted and measured: lengths and `block_size` in tokens."""
+class Sizes:
+    """What a case and its rows share: lengths and `block_size` in tokens."""
 
     panel: str
     implementation: str
@@ -71,6 +71,12 @@ class Case:
     seq_len: int
     head_dim: int
     block_size: int
+
+
+@dataclass(frozen=True)
+class Case(Sizes):
+    """What is predicted and measured."""
+
     pattern: "Pattern"
 
     @property
@@ -80,7 +86,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Sizes):
     """One pass of a case.
 
     Attributes:
@@ -91,15 +97,7 @@ class Row:
         measured_gb, measured_ms: None where nothing was measured.
     """
 
-    panel: str
-    implementation: str
-    name: str
     direction: str
-    batch: int
-    heads: int
-    seq_len: int
-    head_dim: int
-    block_size: int
     density: float
     gflop: float
     memory_gb: float
@@ -232,10 +230,8 @@ def predict(case: Case, direction: str, device: "Device") -> Row:
     """The prediction of a pass."""
     mask = case.pattern(case.seq_len, block_size=case.mask_block)
     cost = predicted_cost(case, mask, direction, device)
-    facts = asdict(replace(case, pattern=None))  # pyright: ignore[reportArgumentType]
-    del facts["pattern"]
     return Row(
-        **facts,
+        **{field.name: getattr(case, field.name) for field in fields(Sizes)},
         direction=direction,
         density=mask.density,
         gflop=cost.flops / 1e9,
