@@ -1,4 +1,4 @@
-"""Measures one case: implementations are checked, timed in turns, and their memory is taken."""
+"""Measures one case: implementations are checked, timed alternately, and their memory measured."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

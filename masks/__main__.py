@@ -23,8 +23,8 @@ def _known_patterns() -> str:
 
 def _arguments(make: Callable) -> list[str]:
     """Names, and defaults where there are any."""
-    given = inspect.signature(make).parameters.values()
-    return [str(argument.replace(annotation=argument.empty)) for argument in given]
+    parameters = inspect.signature(make).parameters.values()
+    return [str(argument.replace(annotation=argument.empty)) for argument in parameters]
 
 
 app = typer.Typer(cls=commands.DrawByDefault, epilog=_known_patterns(), add_completion=False)

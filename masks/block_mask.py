@@ -484,8 +484,8 @@ class DynamicMask(OnGrid):
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
         if device is not None and canonical_device(device) != self.device:
             return self.to(device).table()
-        made = self.__dict__.get("_table")
-        return compile_selected(self.support.block_set, self.blocks) if made is None else made
+        table = self.__dict__.get("_table")
+        return compile_selected(self.support.block_set, self.blocks) if table is None else table
 
     def coverage(self, block_size: tuple[int, int]) -> float | None:
         """See BlockMask.coverage; None for blocks of another size: only the device knows."""

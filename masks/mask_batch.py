@@ -82,8 +82,8 @@ class MaskBatch(OnGrid, Handled):
         having = [from_cross(mask.grid, no_query, row) for row in distinct]
         masks = [mask] * batch if isinstance(mask, BlockMask) else [mask[b] for b in range(batch)]
         pairs = list(zip(masks, which.tolist(), strict=True))
-        made = {(own, row): own & having[row] for own, row in dict.fromkeys(pairs)}
-        return MaskBatch.from_masks([made[pair] for pair in pairs])
+        restricted = {(own, row): own & having[row] for own, row in dict.fromkeys(pairs)}
+        return MaskBatch.from_masks([restricted[pair] for pair in pairs])
 
     @property
     def grid(self) -> Grid:

@@ -123,17 +123,17 @@ class _Operation:
     def __call__(self, grid: Grid) -> BlockMask:
         # Patterns may be nested deeper than Python recurses: an operation waits for its operands.
         pending: list[Any] = [self]
-        made: list[BlockMask] = []
+        operands: list[BlockMask] = []
         while pending:
             match pending.pop():
                 case _Operation() as step:
                     builds = [pattern.build for pattern in reversed(step.operands)]
                     pending += [(step.rule, len(builds)), *builds]
                 case (rule, count):
-                    made[-count:] = [rule(*made[-count:])]
+                    operands[-count:] = [rule(*operands[-count:])]
                 case build:
-                    made.append(build(grid))
-        return made[0]
+                    operands.append(build(grid))
+        return operands[0]
 
 
 def _digestible(value: Any) -> Any:
@@ -171,13 +171,13 @@ def builtin(
 
         @wraps(make)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> Pattern:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
             for name, find in resolve.items():
-                given.arguments[name] = find(given.arguments[name])
-            arguments = {name: to_python(value) for name, value in given.arguments.items()}
-            made = make(*given.args, **given.kwargs)
-            return replace(made, recipe=Recipe(make.__name__, arguments))
+                bound.arguments[name] = find(bound.arguments[name])
+            arguments = {name: to_python(value) for name, value in bound.arguments.items()}
+            pattern = make(*bound.args, **bound.kwargs)
+            return replace(pattern, recipe=Recipe(make.__name__, arguments))
 
         BUILTIN[make.__name__] = recorded
         return recorded

@@ -42,8 +42,8 @@ def warmup(
     depends on dtype, head dim, block size, options, the query heads of each key head, and
     whether a mask has partial blocks; hardly ever on lengths, and on strides only where tensors
     are not contiguous. Triton keeps it on disk for later processes. Nothing is launched. Tensors
-    of these shapes are allocated meanwhile, and the tables of the masks are made and kept as by a
-    call. Nothing is compiled for a CPU.
+    of these shapes are allocated meanwhile, and the tables of the masks are cached as by a call.
+    Nothing is compiled for a CPU.
 
     Args:
         *masks: As in `attention`, of any number; None, or no mask at all, for all pairs.

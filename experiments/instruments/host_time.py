@@ -174,7 +174,7 @@ def measure(name: str, parts: Parts, device: str) -> Row:
 
 
 def run_times(calls: list[Call], wait: Call) -> list[list[float]]:
-    """For each call the mean host microseconds of runs of CALLS, in turns, none waited for."""
+    """For each call the mean host microseconds of runs of CALLS, alternately, without a wait."""
     end = time.perf_counter() + SECONDS
     runs: list[list[float]] = [[] for _ in calls]
     while not runs[0] or (len(runs[0]) < RUNS and time.perf_counter() < end):

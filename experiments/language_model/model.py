@@ -172,8 +172,8 @@ def generate(
     """
     if temperature < 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
-    room = model.config.context - 1 - len(prompt)  # BOUNDARY comes first
-    if room < 0:
+    free_tokens = model.config.context - 1 - len(prompt)  # BOUNDARY comes first
+    if free_tokens < 0:
         raise ValueError(
             f"prompt must be shorter than the context of {model.config.context} tokens, got "
             f"{len(prompt)}"
@@ -182,7 +182,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     caches = model.caches(1)
     tokens = torch.tensor([[BOUNDARY, *prompt]], device=device)
-    for _ in range(room + 1):
+    for _ in range(free_tokens + 1):
         logits = model(tokens, caches)[0, -1].float().cpu()
         if temperature:
             odds = (logits / temperature).softmax(-1)

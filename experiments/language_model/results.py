@@ -68,8 +68,8 @@ def draw(record: Path) -> Path:
         look = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 3}
         read = [point["step"] * run["step_bytes"] for point in run["curve"]]
         bits = [point["bits_per_byte"] for point in run["curve"]]
-        told = f"{label}: {run['bits_per_byte']:.4f}, {run['bytes_per_second']:,.0f} bytes/s"
-        curve.plot(read, bits, label=told, **look)
+        legend = f"{label}: {run['bits_per_byte']:.4f}, {run['bytes_per_second']:,.0f} bytes/s"
+        curve.plot(read, bits, label=legend, **look)
         position.plot(run["positions"][1:], run["curve"][-1]["by_position"], **look)
     curve.set(xlabel="bytes read in training", ylabel="validation bits per byte")
     curve.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1e6:g}M"))

@@ -151,8 +151,10 @@ class Learner(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         mine, its = self.settings.facts(), checkpoint["settings"]
         if others := [name for name in mine if mine[name] != its.get(name)]:
-            told = ", ".join(f"{name} {its.get(name)!r}, not {mine[name]!r}" for name in others)
-            raise ValueError(f"the run that goes on has other settings: {told}")
+            differences = ", ".join(
+                f"{name} {its.get(name)!r}, not {mine[name]!r}" for name in others
+            )
+            raise ValueError(f"the run that goes on has other settings: {differences}")
 
 
 def octaves(context: int) -> list[int]:

@@ -19,8 +19,8 @@ def contents(folder: Path, below: Path, resumable: bool) -> dict[str, bytes]:
         below: The folder that pieces are unpacked into.
         resumable: Whether the run goes on; else its last checkpoint stays behind.
     """
-    told = filter(Path.exists, (folder / name for name in ("curve.json", "result.json")))
-    files = {path: path.read_bytes() for path in told}
+    reports = filter(Path.exists, (folder / name for name in ("curve.json", "result.json")))
+    files = {path: path.read_bytes() for path in reports}
     best, last = (folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
     if best.exists():
         files[best] = compact(best, resumable=False)

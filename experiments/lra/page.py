@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from experiments.lra import floors, results
-from experiments.lra.speed import TASKS, Contender
+from experiments.lra.speed import TASKS, Implementation
 
 README = Path(__file__).parent / "README.md"
 NOT_RUN, OPEN = "not run", "–"
@@ -414,7 +414,7 @@ def task_of(step: dict) -> str:
 
 
 def label_of(step: dict) -> str:
-    return Contender(step["attention"], step["block_size"]).label
+    return Implementation(step["attention"], step["block_size"]).label
 
 
 def floor_table() -> str:

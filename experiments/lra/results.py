@@ -57,7 +57,7 @@ def ended(group: Path) -> list[dict]:
     results = sorted(group.rglob("result.json"), key=lambda path: path.stat().st_mtime)
     for path in (*results, *group.rglob(CURRICULUM)):
         run = json.loads(path.read_text())
-        # Pre-training, or cut before its test; a stage that is stuck has told so itself.
+        # Pre-training, or cut before its test; a stage that is stuck has said so itself.
         if "test/accuracy" not in run and (path.name == CURRICULUM or not run["stuck"]):
             continue
         if path.name == CURRICULUM:

@@ -139,10 +139,10 @@ class Runs:
         return self.end is not None and time.time() >= self.end - EVALUATION_SECONDS
 
     def _result(self, folder: Path) -> dict:
-        """What a run has told so far."""
+        """What a run has reported so far."""
         path = folder / RESULT
-        told = json.loads(path.read_text()) if path.exists() else {}
-        return {"ended": False, "stuck": False} | told
+        reported = json.loads(path.read_text()) if path.exists() else {}
+        return {"ended": False, "stuck": False} | reported
 
     def files(self) -> dict[str, bytes]:
         """What another machine needs to go on with them all."""

@@ -44,7 +44,7 @@ DENSE = ("standard", "sdpa", "flash")
 
 
 @dataclass(frozen=True)
-class Contender:
+class Implementation:
     """An attention, and the block size that its pattern is compiled with."""
 
     attention: str
@@ -56,15 +56,15 @@ class Contender:
         return self.attention if known else f"{self.attention} of {self.block_size}"
 
 
-CONTENDERS = (
-    *(Contender(name) for name in DENSE),
-    *(Contender("butterfly()", size) for size in (64, 128)),
-    Contender("butterfly(2)", 128),
-    *(Contender("local(64)", size) for size in (64, 128)),
-    Contender("longformer(64, 64)", 64),
-    Contender("bigbird(3, 1, 1)", 64),
-    Contender("linear"),
-    *(Contender(name) for name in PACKAGED),
+IMPLEMENTATIONS = (
+    *(Implementation(name) for name in DENSE),
+    *(Implementation("butterfly()", size) for size in (64, 128)),
+    Implementation("butterfly(2)", 128),
+    *(Implementation("local(64)", size) for size in (64, 128)),
+    Implementation("longformer(64, 64)", 64),
+    Implementation("bigbird(3, 1, 1)", 64),
+    Implementation("linear"),
+    *(Implementation(name) for name in PACKAGED),
 )
 
 
@@ -87,7 +87,7 @@ class Case:
     shape: Shape
     batch: int
     model: EncoderConfig
-    contenders: tuple[Contender, ...]
+    implementations: tuple[Implementation, ...]
     real: tuple[Batch, ...] = ()
 
 
@@ -102,14 +102,16 @@ def case_of(task: str, data_root: Path | None = None, scale: int = 1) -> Case:
     if data_root is None:
         # Random ids have no black: every token is a key.
         encoder |= {"attention_dropout": 0.0, "mask_black": False}
-    contenders = CONTENDERS
+    implementations = IMPLEMENTATIONS
     if task in PATH:
         # Standard attention would need more memory than any GPU has.
-        own = Contender(encoder["attention"], encoder.get("block_size", EncoderConfig.block_size))
-        contenders = (Contender("sdpa"), Contender("flash"), own)
+        own = Implementation(
+            encoder["attention"], encoder.get("block_size", EncoderConfig.block_size)
+        )
+        implementations = (Implementation("sdpa"), Implementation("flash"), own)
     known, batch = presets.task_of(values), max(1, values["data"]["batch_size"] // scale)
     real = () if data_root is None else real_batches(known, batch, data_root)
-    return Case(known.shape, batch, EncoderConfig(**encoder), contenders, real)
+    return Case(known.shape, batch, EncoderConfig(**encoder), implementations, real)
 
 
 def real_batches(task: Task, size: int, data_root: Path) -> tuple[Batch, ...]:
@@ -137,7 +139,7 @@ class Step:
 
     @property
     def label(self) -> str:
-        return Contender(self.attention, self.block_size).label
+        return Implementation(self.attention, self.block_size).label
 
 
 def main(
@@ -163,11 +165,11 @@ def main(
         raise typer.BadParameter(str(error)) from error
     steps, failed = [], []
     for task, case in cases.items():
-        for contender in chosen(case.contenders, only):
+        for implementation in chosen(case.implementations, only):
             try:
-                steps.extend(measure(task, case, contender, compiled, device))
+                steps.extend(measure(task, case, implementation, compiled, device))
             except (torch.OutOfMemoryError, ImportError, NotCaptured) as error:
-                failed.append([task, contender.label, str(error).splitlines()[0]])
+                failed.append([task, implementation.label, str(error).splitlines()[0]])
                 console.print(": ".join(failed[-1]), highlight=False)
         console.print(table_of(task, case, [s for s in steps if s.task == task]))
     record = environment(device) | {
@@ -187,8 +189,14 @@ def main(
     console.print(f"wrote {path}")
 
 
-def chosen(contenders: tuple[Contender, ...], only: list[str] | None) -> list[Contender]:
-    return [contender for contender in contenders if not only or contender.attention in only]
+def chosen(
+    implementations: tuple[Implementation, ...], only: list[str] | None
+) -> list[Implementation]:
+    return [
+        implementation
+        for implementation in implementations
+        if not only or implementation.attention in only
+    ]
 
 
 class NotCaptured(Exception):
@@ -196,12 +204,14 @@ class NotCaptured(Exception):
 
 
 def measure(
-    task: str, case: Case, contender: Contender, compiled: bool, device: torch.device
+    task: str, case: Case, implementation: Implementation, compiled: bool, device: torch.device
 ) -> Iterator[Step]:
     """The step by every clock of the device."""
     clocks = (Clock.EVENTS, Clock.GRAPH) if device.type == "cuda" else (Clock.CPU,)
     torch.manual_seed(0)
-    config = replace(case.model, attention=contender.attention, block_size=contender.block_size)
+    config = replace(
+        case.model, attention=implementation.attention, block_size=implementation.block_size
+    )
     model = Classifier(config, case.shape).to(device)
     if compiled:
         model.compile(dynamic=False)
@@ -212,8 +222,8 @@ def measure(
         timing, passes = timed(step, clock), max(len(case.real), 1)
         yield Step(
             task=task,
-            attention=contender.attention,
-            block_size=contender.block_size,
+            attention=implementation.attention,
+            block_size=implementation.block_size,
             seq_len=case.shape.seq_len,
             batch=case.batch,
             parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -61,7 +61,7 @@ def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
     mask, row, begin, end = g.locate_runs(blocks.full)
     begin, end = torch.searchsorted(columns, begin), torch.searchsorted(columns, end)
     taken = new_row[row] >= 0
-    # Runs that only columns left out kept apart now touch: the union makes them one.
+    # Runs that only columns left out separated now touch: the union makes them one.
     full = target.runs(*(t[taken] for t in (mask, new_row[row], begin, end)))
     mask, row, column = g.locate(blocks.partial)
     taken = (new_row[row] >= 0) & (new_column[column] >= 0)
@@ -73,9 +73,9 @@ def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
 def keep_rows(blocks: BlockSet, rows: Tensor) -> BlockSet:
     """See BlockMask.keep_rows."""
     g = blocks.grid
-    kept = _new_numbers(_checked("rows", rows, g.nq, g), g.nq) >= 0
-    full = blocks.full.select(kept[g.stacked_row(blocks.full.begin) % g.nq])
-    chosen = kept[g.stacked_row(blocks.partial) % g.nq]
+    is_selected = _new_numbers(_checked("rows", rows, g.nq, g), g.nq) >= 0
+    full = blocks.full.select(is_selected[g.stacked_row(blocks.full.begin) % g.nq])
+    chosen = is_selected[g.stacked_row(blocks.partial) % g.nq]
     partial, tile = blocks.partial[chosen], blocks.partial_bit_tile[chosen]
     return assemble(g, blocks.head_to_mask, full, partial, blocks.bit_tiles, tile)
 

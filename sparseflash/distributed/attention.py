@@ -57,7 +57,7 @@ def context_parallel_attention(
     lengths, dropout, scores and biases are those of the whole sequence. All ranks of the group
     must call it, in the same order, and run the backward pass if one does.
 
-    In one round the fetched keys and values are kept for the backward pass; in several they are
+    In one round the fetched keys and values are saved for the backward pass; in several they are
     fetched again, and no more than round_tokens of two rounds are alive at a time. The same inputs
     give the same bits.
 

@@ -33,9 +33,9 @@ class ContextParallelAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, bias, block_scores, prepared: Prepared):
         by_rows = prepared.plan.split == "rows"
         attend = _forward_by_rows if by_rows else _forward_by_keys
-        out, lse, calls, kept = attend(prepared, query, key, value)
+        out, lse, calls, saved = attend(prepared, query, key, value)
         ctx.prepared, ctx.calls = prepared, calls
-        ctx.save_for_backward(query, key, value, bias, out, lse, *kept)
+        ctx.save_for_backward(query, key, value, bias, out, lse, *saved)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -54,19 +54,19 @@ def _forward_by_rows(prepared: Prepared, query: Tensor, key: Tensor, value: Tens
     """out, lse, the call of each step (None without keys), and its keys and values."""
     fetches = [_Fetch(prepared, key, value, step) for step in prepared.part.steps]
     out, lse = _own_part(prepared, query, key, value)
-    calls, kept = [], []
+    calls, saved = [], []
     for step, fetch in zip(prepared.part.steps, fetches, strict=True):
-        kept.append(fetch.wait())
-        call, found = _fetched_part(prepared, step, kept[-1], query)
+        saved.append(fetch.wait())
+        call, found = _fetched_part(prepared, step, saved[-1], query)
         calls.append(call)
         if found is not None:
             for whole, waiting in zip((out, lse), found, strict=True):
                 whole[:, step.heads.of(whole.shape[1])][:, :, step.round.queries] = waiting
-    return out, lse, calls, kept
+    return out, lse, calls, saved
 
 
 def _forward_by_keys(prepared: Prepared, query: Tensor, key: Tensor, value: Tensor) -> Result:
-    """Like _forward_by_rows; of several rounds no keys and values are kept."""
+    """Like _forward_by_rows; of several rounds no keys and values are saved."""
     steps = prepared.part.steps
     fetch = _Fetch(prepared, key, value, steps[0]) if steps else None
     out, lse = _own_part(prepared, query, key, value)
@@ -86,8 +86,8 @@ def _forward_by_keys(prepared: Prepared, query: Tensor, key: Tensor, value: Tens
             merge_in_place(*merged, *found)
             if not isinstance(queries, slice):  # which gave views
                 out[:, :, queries], lse[:, :, queries] = merged
-    kept = [packed] if packed is not None and len(steps) == 1 else []
-    return out.to(query.dtype), lse, calls, kept
+    saved = [packed] if packed is not None and len(steps) == 1 else []
+    return out.to(query.dtype), lse, calls, saved
 
 
 def _own_part(
@@ -124,7 +124,7 @@ class _Backward:
         self._prepared: Prepared = ctx.prepared
         self._calls = ctx.calls
         self._grad_out, self._grad_lse, self._needs = grad_out, grad_lse, ctx.needs_input_grad[:5]
-        self._query, self._key, self._value, _, self._out, self._lse, *self._kept = (
+        self._query, self._key, self._value, _, self._out, self._lse, *self._saved = (
             ctx.saved_tensors
         )
         self._steps = self._prepared.part.steps
@@ -133,10 +133,10 @@ class _Backward:
     def run(self) -> list[Tensor | None]:
         """The gradients of query, key, value, bias and block scores."""
         returning: list[_Return] = []
-        if len(self._kept) == len(self._steps):
-            # What was kept first, so that its gradients travel while the own part is computed.
+        if len(self._saved) == len(self._steps):
+            # What was saved first, so that its gradients travel while the own part is computed.
             found = []
-            for number, packed in enumerate(self._kept):
+            for number, packed in enumerate(self._saved):
                 found.append(self._grads_of_step(number, packed))
                 returning += self._returned(number, found[-1])
             self._add_own()

@@ -197,8 +197,8 @@ def _masks_of_batch(
     span = Span(int(q_offset), q_length, kv_offset, kv_length)
     patterns = _patterns_of(patterns, config, mask_function is causal_mask_function)
     facts = (batch_size, span, mask_function, attention_mask, torch.device(device))
-    made = {own: _mask_of_batch(own, *facts) for own in dict.fromkeys(patterns)}
-    return LayerMasks(tuple(made[own] for own in patterns), span.is_whole)
+    batch_masks = {own: _mask_of_batch(own, *facts) for own in dict.fromkeys(patterns)}
+    return LayerMasks(tuple(batch_masks[own] for own in patterns), span.is_whole)
 
 
 def _mask_of_batch(

@@ -199,7 +199,7 @@ class _Study:
         self.first: AttentionCall | None = None
         self.layers: list[str] = []
         self.rows: list[tuple[Tensor, Tensor]] = []  # recall and error of each layer
-        self.kept: list[tuple[AttentionCall, Tensor]] = []
+        self.outputs: list[tuple[AttentionCall, Tensor]] = []
         self.times: list[float] = []
         self.density: list[float] = []
         self.loss: Tensor | None = None
@@ -217,19 +217,19 @@ class _Study:
         with torch.no_grad():
             self.rows.append(self._compare(call, *own))
         if self.keeps:
-            self.kept.append((call, own[0]))
+            self.outputs.append((call, own[0]))
         if self.progress is not None:
             self.progress(len(self.layers), max(self.expected, len(self.layers)))
         return own[0]
 
     def differentiate(self, value: Tensor | None) -> None:
         """The change of the loss to first order, of every layer, head and pattern."""
-        if value is None or not self.kept:
+        if value is None or not self.outputs:
             return
-        grads = torch.autograd.grad(value, [out for _, out in self.kept])
+        grads = torch.autograd.grad(value, [out for _, out in self.outputs])
         with torch.no_grad():
             losses = []
-            for (call, out), grad in zip(self.kept, grads, strict=True):
+            for (call, out), grad in zip(self.outputs, grads, strict=True):
                 change = [torch.zeros(out.shape[1], dtype=torch.float64)]
                 for pattern in self.patterns:
                     difference = _attend(call, within(pattern, call.base))[0] - out

@@ -24,7 +24,7 @@ class Suggestion:
         by: What was minimised.
         budget: Share of the time of the model's own attention that was allowed.
         time_share: Share of it that the suggestion takes, by the measured times.
-        recall: Mean share of the attention mass that is kept.
+        recall: Mean share of the attention mass within the pattern.
     """
 
     layers: tuple[tuple[str, ...], ...]

@@ -205,7 +205,7 @@ def flash_forward(
             old = row_sum * torch.exp(row_max - _finite(new_max))
             new = torch.exp(tile_max - _finite(new_max))
             new_sum = old + new * tile_sum
-            p = p * _kept(rows, columns, dropout_p, seed)
+            p = p * _keep_factor(rows, columns, dropout_p, seed)
             out = old[:, None] * out + new[:, None] * (p @ value_tile)
             memory.write("O", out / _divisor(new_sum)[:, None], rows)
             memory.write("l", new_sum, rows)
@@ -315,10 +315,10 @@ def flash_backward(
             q, out, do, grad_query, row_sum, row_max = (memory.read(n, rows) for n in names)
             scores = _scores(scale * q @ key_tile.T, pairs[rows, columns])
             p = torch.exp(scores - _finite(row_max)[:, None]) / _divisor(row_sum)[:, None]
-            kept = _kept(rows, columns, dropout_p, seed)
+            keep_factor = _keep_factor(rows, columns, dropout_p, seed)
             delta = (do * out).sum(-1, keepdim=True)
-            ds = p * (kept * (do @ value_tile.T) - delta)
-            grad_value += (kept * p).T @ do
+            ds = p * (keep_factor * (do @ value_tile.T) - delta)
+            grad_value += (keep_factor * p).T @ do
             grad_key += scale * ds.T @ q
             memory.write("dQ", grad_query + scale * ds @ key_tile, rows)
         memory.write("dK", grad_key, columns)
@@ -346,13 +346,13 @@ def _divisor(row_sum: Tensor) -> Tensor:
     return row_sum.masked_fill(row_sum == 0, 1.0)
 
 
-def _kept(rows: slice, columns: slice, dropout_p: float, seed: int) -> Tensor:
+def _keep_factor(rows: slice, columns: slice, dropout_p: float, seed: int) -> Tensor:
     """1 / (1 - dropout_p) for the pairs of a tile that dropout keeps, and 0 for the others."""
     if dropout_p == 0:
         return torch.ones((), dtype=torch.float64)
     q, k = (torch.arange(tokens.start, tokens.stop) for tokens in (rows, columns))
-    kept = keep_mask(seed, torch.zeros(1, dtype=torch.long), q.unsqueeze(1), k, dropout_p)
-    return kept.double() / (1 - dropout_p)
+    keep = keep_mask(seed, torch.zeros(1, dtype=torch.long), q.unsqueeze(1), k, dropout_p)
+    return keep.double() / (1 - dropout_p)
 
 
 def _checked_mask(

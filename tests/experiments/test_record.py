@@ -60,7 +60,7 @@ def test_rows_of_other_sizes_are_not_compared(change):
         assert dense_baseline(other.group, [BASELINE]) is None
 
 
-def test_peers_are_those_that_are_not_ours():
+def test_baselines_are_those_that_are_not_ours():
     ours = replace(FULL, implementation="sparseflash:hopper/any-order", median_ms=1.0)
     assert dense_baseline(FULL.group, [FULL, ours]) is None
     assert not is_ours("sdpa")

@@ -17,7 +17,7 @@ class OnCpu(TorchFunctionMode):
         )
 
 
-def test_roofs_are_the_work_over_its_time(monkeypatch):
+def test_rooflines_are_the_work_over_its_time(monkeypatch):
     times = {Clock.GRAPH: 2.0, Clock.EVENTS: 4.0}  # of the product, of the copy
 
     def time_call(prepare, clock, budget_ms):

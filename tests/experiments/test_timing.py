@@ -86,9 +86,9 @@ def test_each_comes_after_each_other_one_as_often(count):
     names = "abcdef"[:count]
     time_rested([Sampled(name, 1.0, log) for name in names], budget_ms=60)
     order = [name for name, _ in log[count:]]
-    turns = [order[i : i + count] for i in range(0, len(order), count)]
-    assert len(turns) == TURNS
-    assert all(sorted(turn) == list(names) for turn in turns)
+    orders = [order[i : i + count] for i in range(0, len(order), count)]
+    assert len(orders) == TURNS
+    assert all(sorted(turn) == list(names) for turn in orders)
     pairs = Counter(pairwise(order))
     found = [pairs[pair] for pair in permutations(names, 2)]
     assert sum(found) == len(order) - 1  # none comes after itself

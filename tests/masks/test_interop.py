@@ -54,12 +54,12 @@ def test_flex_masks_without_full_blocks_and_in_any_order():
     count, index = flex.full_kv_num_blocks, flex.full_kv_indices.clone()
     for row, listed in enumerate(count[0, 0].tolist()):
         index[0, 0, row, :listed] = index[0, 0, row, :listed].flip(0)
-    turned = flex_attention.BlockMask.from_kv_blocks(
+    transposed = flex_attention.BlockMask.from_kv_blocks(
         count, index, BLOCK_SIZE=32, mask_mod=lambda b, h, q, k: q >= k, seq_lengths=(256, 256)
     )
-    assert turned.full_kv_num_blocks is None
+    assert transposed.full_kv_num_blocks is None
     expected = masks.butterfly() & masks.causal()
-    assert interop.from_flex(turned) == expected(256, 32)
+    assert interop.from_flex(transposed) == expected(256, 32)
 
 
 # Uncompiled, it materialises the scores and says so once in a process.
@@ -81,10 +81,10 @@ def test_block_lists(name, shape):
     lists = interop.to_block_lists(mask)
     assert interop.from_block_lists(lists, shape[0], pattern) == mask
     by_key = interop.to_block_lists(mask, by_key=True)
-    turned = by_key._replace(block_size=mask.T.block_size)
+    transposed = by_key._replace(block_size=mask.T.block_size)
     whole = masks.full()
     assert torch.equal(
-        interop.from_block_lists(turned, mask.T.seq_len, whole).to_blocks(), mask.T.to_blocks()
+        interop.from_block_lists(transposed, mask.T.seq_len, whole).to_blocks(), mask.T.to_blocks()
     )
     assert by_key.block_size == lists.block_size == mask.block_size
 

@@ -3,7 +3,7 @@
 racecheck watches what threads read and write in shared memory. It sees neither the copies of the
 tensor memory accelerator nor what tensor cores read there: whether the hopper kernels wait for
 those is checked in simulation, by backends/hopper/test_simulated_kernels.py. Of those kernels it
-reports how Triton hands work to its warps: one group writes to shared memory which part the others
+reports how Triton gives work to its warps: one group writes to shared memory which part the others
 are to run, and they read it after a barrier. Such reports name the first line of a kernel or of
 its function `specialize_warps`, or the call of that; any other line is a failure.
 """
@@ -30,7 +30,7 @@ HANDS_OVER = re.compile(r"def \w+_kernel\(|(def )?specialize_warps\(")
 
 
 def races(printed: str) -> list[str]:
-    """The reports of racecheck, but for those that name only lines that hand work over."""
+    """The reports of racecheck, but for those of only such lines as give warps their work."""
     reports = printed.split("Error:")[1:]
     return [report for report in reports if not all(map(HANDS_OVER.match, lines_of(report)))]
 
@@ -44,7 +44,7 @@ def code(file: str, line: str) -> str:
     return path.read_text().splitlines()[int(line) - 1].strip()
 
 
-def test_lines_that_hand_work_over_are_told_from_others():
+def test_lines_by_which_warps_get_work_are_distinguished():
     source = (KERNELS / "kernels/forward.py").read_text().splitlines()
 
     def report(beginning: str) -> str:

@@ -56,17 +56,17 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         out_here = out.new_empty((*q_here.shape[:2], v.shape[2]))
         lse_here = lse.new_empty((*q_here.shape[:2], 1))
         for part in problem.parts():
-            weights, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
-            maximum = problem.max_of_rows(weights)
-            # A row of nothing but -inf keeps a finite maximum: its weights are 0 and not NaN.
-            maximum.clamp_(min=torch.finfo(maximum.dtype).min)
-            weights.sub_(problem.to_segments(maximum)).exp2_()
-            total = problem.sum_of_segments(weights.sum(-1, keepdim=True))
-            lse_here[:, part] = maximum / LOG2E + total.log()
-            # Any other row has a weight of 1, so the clamp changes rows without a key only.
-            total = total.clamp_(min=1) * (1 - call.spec.dropout_p)
-            products = torch.bmm(_drop(weights, problem.dropout_keep_mask(part)), v_here)
-            out_here[:, part] = problem.sum_of_segments(products).div_(total)
+            scores, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
+            row_max = problem.max_of_rows(scores)
+            # A row of nothing but -inf keeps a finite maximum: its P is 0 and not NaN.
+            row_max.clamp_(min=torch.finfo(row_max.dtype).min)
+            p = scores.sub_(problem.to_segments(row_max)).exp2_()
+            row_sum = problem.sum_of_segments(p.sum(-1, keepdim=True))
+            lse_here[:, part] = row_max / LOG2E + row_sum.log()
+            # The maximum of any other row adds 1, so the clamp changes rows without a key only.
+            row_sum = row_sum.clamp_(min=1) * (1 - call.spec.dropout_p)
+            products = torch.bmm(_drop(p, problem.dropout_keep_mask(part)), v_here)
+            out_here[:, part] = problem.sum_of_segments(products).div_(row_sum)
         problem.write_queries(out, out_here)
         problem.write_queries(lse, lse_here)
     return _sequence(out, query).to(query.dtype), _sequence(lse, query).squeeze(-1)
@@ -90,7 +90,7 @@ def backward(
     delta = (grad_o * _blocks(out, bq)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta -= _blocks(grad_lse.unsqueeze(-1), bq)
-    # A query without a key has only scores of -inf: any finite LSE gives them the weight 0.
+    # A query without a key has only scores of -inf: any finite LSE makes its P 0.
     lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
     grad_o = grad_o / (1 - call.spec.dropout_p)
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -111,26 +111,24 @@ def backward(
                 problem.to_segments(x[:, part])
                 for x in (q_here, grad_o_here, lse_here, delta_here)
             )
-            weights, derivative = problem.scores(part, q_part, k_here, with_derivative=True)
-            weights.sub_(lse_part).exp2_()
+            scores, derivative = problem.scores(part, q_part, k_here, with_derivative=True)
+            p = scores.sub_(lse_part).exp2_()
             if needs_value:
-                grad_v_here.baddbmm_(_drop(weights, keep_mask).mT, grad_o_part)
+                grad_v_here.baddbmm_(_drop(p, keep_mask).mT, grad_o_part)
             if needs_query or needs_key or needs_bias or needs_blocks:
-                grad_weights = _drop(problem.product("grad", grad_o_part, v_here.mT), keep_mask)
-                grad_scores = grad_weights.sub_(delta_part).mul_(weights)
+                dp = _drop(problem.product("grad", grad_o_part, v_here.mT), keep_mask)
+                ds = dp.sub_(delta_part).mul_(p)
                 if needs_bias and bias is not None:
-                    grad_bias.index_add_(
-                        0, problem.places(bias, part).flatten(), grad_scores.flatten()
-                    )
+                    grad_bias.index_add_(0, problem.places(bias, part).flatten(), ds.flatten())
                 if needs_blocks:
-                    problem.add_block_sums(grad_blocks, grad_scores, part)
+                    problem.add_block_sums(grad_blocks, ds, part)
                 if derivative is not None:
-                    grad_scores.mul_(derivative)
+                    ds.mul_(derivative)
                 if needs_query:
-                    products = torch.bmm(grad_scores, k_here)
+                    products = torch.bmm(ds, k_here)
                     grad_q_here[:, part] = problem.sum_of_segments(products)
                 if needs_key:
-                    grad_k_here.baddbmm_(grad_scores.mT, q_part)
+                    grad_k_here.baddbmm_(ds.mT, q_part)
         problem.write_queries(grad_q, grad_q_here)
         problem.add_keys(grad_k, grad_k_here)
         problem.add_keys(grad_v, grad_v_here)

@@ -57,10 +57,10 @@ def _why_not_score(score: str | None) -> list[str]:
     function = named(score).triton
     if function is None:
         return [f"score is {score!r}, which has no function for Triton"]
-    made = MAKES_TILES.search(getattr(function, "src", ""))
-    if made is None:
+    maker = MAKES_TILES.search(getattr(function, "src", ""))
+    if maker is None:
         return []
-    return [f"score is {score!r}, which calls {made[1]}: tiles that it makes have no layout here"]
+    return [f"score is {score!r}, which calls {maker[1]}: tiles that it makes have no layout here"]
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def describe(
         covered = f"{mask.coverage(tile):.0%} of them covered by blocks of {spec.block_size}"
         found["tiles"] += f", {covered}"
     if tile == SMALL_TILE:
-        found["tiles"] += ", of which several programs share a multiprocessor"
+        found["tiles"] += ", of which several CTAs share a multiprocessor"
     if uses_fused_backward(call.table, spec):
         found["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
     return found

@@ -52,8 +52,8 @@ def test_table_is_measured_and_kept(tmp_path, capsys):
 
 
 def test_a_step_that_no_graph_holds_is_told_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
-    def measured(task, case, contender, compiled, device):
-        yield step(task, contender.attention, "events", 2.0)
+    def measured(task, case, implementation, compiled, device):
+        yield step(task, implementation.attention, "events", 2.0)
         speed.timed(waits, speed.Clock.GRAPH)
 
     def waits():
@@ -89,7 +89,7 @@ def test_a_step_that_needs_more_memory_than_there_is_is_told_by_either_clock(
     assert record["compiled"]
 
 
-def test_models_are_compiled_and_made_as_the_contender_says(monkeypatch):
+def test_models_are_compiled_and_made_as_the_implementation_says(monkeypatch):
     made = []
 
     class Small(torch.nn.Module):
@@ -105,12 +105,12 @@ def test_models_are_compiled_and_made_as_the_contender_says(monkeypatch):
     monkeypatch.setattr(speed, "peak_bytes", lambda *arguments: 7)
     monkeypatch.setattr(speed, "timed", lambda step, clock: Timing(2.0, 1.0, 3.0, 5))
     case, cpu = speed.case_of("image"), torch.device("cpu")
-    (found,) = speed.measure("image", case, speed.Contender("butterfly()", 64), True, cpu)
+    (found,) = speed.measure("image", case, speed.Implementation("butterfly()", 64), True, cpu)
     (config, shape), options = made
     assert (config.attention, config.block_size, shape) == ("butterfly()", 64, case.shape)
     assert options == {"dynamic": False}
     assert (found.median_ms, found.low_ms, found.high_ms, found.peak_bytes) == (2.0, 1.0, 3.0, 7)
-    list(speed.measure("image", case, speed.Contender("flash"), False, cpu))
+    list(speed.measure("image", case, speed.Implementation("flash"), False, cpu))
     assert len(made) == 3
 
 
@@ -147,7 +147,7 @@ def test_unknown_tasks_list_the_known_ones():
 def test_cases_are_those_of_the_presets():
     case = speed.case_of("path-x")
     assert (case.shape.seq_len, case.model.layers, case.model.order) == (128 * 128, 6, "tiles")
-    own = case.contenders[-1]
+    own = case.implementations[-1]
     assert (own.attention.split(" | ")[0], own.block_size) == ("neighborhood2d(16, 3)", 64)
     assert speed.case_of("image").batch == 256
     assert {speed.case_of(task).model.attention_dropout for task in speed.TASKS} == {0.0}

@@ -8,14 +8,14 @@ from masks.analysis import spectral_gap
 
 
 def gap_of(dense: torch.Tensor) -> float:
-    walk = dense.double() / dense.sum(1, keepdim=True).clamp(min=1)
-    return 1 - np.sort(np.abs(np.linalg.eigvals(walk.numpy())))[-2]
+    chain = dense.double() / dense.sum(1, keepdim=True).clamp(min=1)
+    return 1 - np.sort(np.abs(np.linalg.eigvals(chain.numpy())))[-2]
 
 
 @pytest.mark.parametrize(
     "pattern", ["butterfly", "local(20)", "bigbird(1, 1, 1)", "longformer(9, 3)"]
 )
-def test_gap_is_that_of_the_dense_walk(pattern):
+def test_gap_is_that_of_the_dense_chain(pattern):
     mask = masks.parse(pattern)(500, 32)
     assert spectral_gap(mask) == pytest.approx(gap_of(mask.to_dense()), abs=1e-5)
 

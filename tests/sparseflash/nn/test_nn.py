@@ -143,7 +143,7 @@ def test_steps_share_a_length_and_cut_their_rows_out_of_one_mask(monkeypatch):
     assert sorted(set(k_lens)) == [1, 2, 4, 8, 16, 32, 60]
     cache.reset()
     module(torch.randn(1, 17, EMBED), cache=cache)
-    assert k_lens[-1] == 17, "a prompt needs no room for what comes"
+    assert k_lens[-1] == 17, "a prompt needs no memory for later tokens"
     assert len(compiled) == 1
 
 

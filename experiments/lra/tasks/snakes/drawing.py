@@ -199,8 +199,8 @@ def _start(s, contours, pivots, c, row, column, degree):
 
 @numba.njit(nogil=True, forceinline=True)
 def _extend(s, state, mask, pivots, contours, c, n, likely):
-    """Adds segment n of contour c and moves its pivot; False when no end fits. likely: room for a
-    number a candidate."""
+    """Adds segment n of contour c and moves its pivot; False when no end fits. likely: memory for
+    a number a candidate."""
     last = contours[c, n - 1, 2]
     row, column = pivots[c, 0] + s.strides[last, 0], pivots[c, 1] + s.strides[last, 1]
     begin = s.turns.starts[last]
