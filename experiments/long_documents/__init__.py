@@ -1,0 +1,1 @@
+"""Classification of long documents: what reading more of one is worth."""

@@ -1,0 +1,101 @@
+"""Classification of long documents: who wrote this passage, of 512 bytes to 64K.
+
+python -m experiments.language_model data classic-books-markdown   # into data/books
+python -m experiments.long_documents floors      # a linear model of counted words, and of bytes
+python -m experiments.long_documents train 4096 --seeds 3 --output runs/authors
+python -m experiments.long_documents record authors runs/authors
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.cli import RESULTS, SHIPPED, Output, Overwrite, output_folder
+
+HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
+app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
+LENGTHS = tuple(2**n for n in range(9, 17))
+FLOORS = SHIPPED / "long-documents-floors.json"
+STEP_BYTES = 2**18  # of a training step, whatever the length is
+DATA = "data.json"  # in the folder of a length: SHA-256 of the books
+CONFIG = Path(__file__).with_name("authors.yaml")
+Data = Annotated[Path, typer.Option(file_okay=False, help="with books/, as `data` built them")]
+Lengths = Annotated[list[int], typer.Option("--length", help="bytes of a passage")]
+
+
+@app.command()
+def floors(
+    data_root: Data = Path("data"),
+    lengths: Lengths = list(LENGTHS),  # noqa: B006
+    authors: Annotated[int, typer.Option(min=2)] = 50,
+    output: Annotated[Path, typer.Option(dir_okay=False, help="the record")] = RESULTS
+    / FLOORS.name,
+) -> None:
+    """Measures what counted words and counted bytes say, and goes on where it was stopped."""
+    from experiments.long_documents.floors import measure
+
+    try:
+        measure(data_root / "books", lengths, authors, output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print(f"wrote {output}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    length: Annotated[int, typer.Argument(help="bytes of a passage")],
+    data_root: Data = Path("data"),
+    output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs/authors"),
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
+) -> None:
+    """Trains and tests several seeds; the same command goes on. Further options are those of
+    `python -m experiments.lra fit`, as --model.encoder.attention."""
+    from experiments.files import write_json
+    from experiments.language_model.books import Books
+    from experiments.long_documents.authors import Authors
+    from experiments.lra import presets
+    from experiments.lra import seeds as runs
+
+    try:
+        Authors(length)
+        books = Books.read(data_root / "books")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    write_json(output / str(length) / DATA, dict(books.sha256))
+    values = {
+        "config": [presets.FOLDER / presets.COMMON, CONFIG],
+        "data.data_root": [data_root],
+        "data.task.init_args.length": [length],
+        "data.batch_size": [max(1, STEP_BYTES // length)],
+    }
+    given = [
+        part for name, each in values.items() for own in each for part in (f"--{name}", str(own))
+    ]
+    runs.main([*given, *context.args], seeds=seeds, output=output / str(length), seconds=seconds)
+
+
+@app.command()
+def record(
+    name: Annotated[str, typer.Argument(help="of the record")],
+    runs: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of `train`")],
+    floors: Annotated[Path, typer.Option(exists=True, dir_okay=False)] = FLOORS,
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+) -> None:
+    """Gathers the seeds of all lengths into a record with a picture, beside the floors."""
+    from experiments.long_documents.results import gather, table_of
+    from experiments.report import wide_console
+
+    try:
+        facts, paths = gather(name, runs, floors, output_folder(output, overwrite))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    wide_console().print(table_of(facts))
+    print(f"wrote {paths[0]} and {paths[1]}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,159 @@
+"""Who wrote this passage: books of an author for training, other books of the author for testing.
+
+Passages of all lengths begin at the same places, so lengths differ in what is read alone.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.language_model.books import FACTS, Book, Books
+from experiments.lra.tasks import MissingData, Sample, Samples, Shape, Task
+from experiments.lra.tasks.task import BYTES, bytes_to_ids
+
+LONGEST = 65_536  # bytes of a passage
+LEAST = 2 * LONGEST  # bytes of a book
+BOOKS = 3  # of an author, at least; one of so many tests
+TESTED = 8  # passages of an author, at most
+AUTHORS = 50
+NOBODY = ("", "Anonymous", "Various")
+EPOCH = 2**20  # training passages before their order begins anew
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A place of a book: its first byte, and who wrote it."""
+
+    book: Book
+    begin: int
+    label: int
+
+
+class Authors(Task):
+    """The author of a passage of `length` bytes, of so many authors.
+
+    A third of the books of an author tests. Of the others the last LONGEST bytes validate, and the
+    rest trains: passages at random places, equally many of each author.
+    """
+
+    def __init__(self, length: int = LONGEST, authors: int = AUTHORS):
+        if not 1 <= length <= LONGEST:
+            raise ValueError(f"length must be 1 to {LONGEST} bytes, got {length}")
+        if authors < 2:
+            raise ValueError(f"authors must be 2 or more, got {authors}")
+        self.length, self.authors, self.name = length, authors, f"authors-{length}"
+        self.shape = Shape(seq_len=length, vocabulary=BYTES, classes=authors)
+
+    def splits(self, data_root: Path) -> Mapping[str, Samples]:
+        folder = data_root / "books"
+        if not (folder / FACTS).exists():
+            raise MissingData(folder, "python -m experiments.language_model data builds it")
+        books = Books.read(folder)
+        chosen = by_author(books, self.authors)
+        return {
+            "train": Drawn(books, books_for_training(chosen), self.length),
+            "validation": Passages(books, passages_for_validation(chosen), self.length),
+            "test": Passages(books, passages_for_testing(chosen), self.length),
+        }
+
+
+def by_author(books: Books, authors: int) -> list[tuple[str, list[Book]]]:
+    """The authors of most books that are long enough, and these books in a random order.
+
+    Raises:
+        ValueError: There are fewer such authors.
+    """
+    found = defaultdict(list)
+    for book in books.books:
+        if book.bytes >= LEAST and book.author not in NOBODY:
+            found[book.author].append(book)
+    enough = [author for author, own in found.items() if len(own) >= BOOKS]
+    if len(enough) < authors:
+        raise ValueError(
+            f"authors must be at most {len(enough)}, which have {BOOKS} books of {LEAST} bytes or "
+            f"more, got {authors}"
+        )
+    enough.sort(key=lambda author: (-len(found[author]), author))
+    return [(author, sorted(found[author], key=_drawn)) for author in sorted(enough[:authors])]
+
+
+def _drawn(book: Book) -> str:
+    """As good as random, and the same in every corpus that has the book."""
+    return hashlib.sha256(book.path.encode()).hexdigest()
+
+
+def books_for_testing(own: list[Book]) -> list[Book]:
+    """Those of an author that test."""
+    return own[: len(own) // BOOKS]
+
+
+def books_for_training(chosen: list[tuple[str, list[Book]]]) -> list[list[Book]]:
+    """Those of each author that train."""
+    return [own[len(own) // BOOKS :] for _, own in chosen]
+
+
+def passages_for_validation(chosen: list[tuple[str, list[Book]]]) -> list[Passage]:
+    """The end of every training book."""
+    return [
+        Passage(book, book.bytes - LONGEST, label)
+        for label, own in enumerate(books_for_training(chosen))
+        for book in own
+    ]
+
+
+def passages_for_testing(chosen: list[tuple[str, list[Book]]]) -> list[Passage]:
+    """Up to TESTED passages of an author, apart from one another and spread over the books."""
+    passages = []
+    for label, (_, own) in enumerate(chosen):
+        parts = [
+            (book, n) for book in books_for_testing(own) for n in range(book.bytes // LONGEST)
+        ]
+        spread = np.linspace(0, len(parts) - 1, min(TESTED, len(parts))).round().astype(int)
+        passages += [Passage(parts[i][0], LONGEST * parts[i][1], label) for i in spread]
+    return passages
+
+
+class Passages:
+    """Samples at chosen places."""
+
+    in_memory = True
+
+    def __init__(self, books: Books, passages: list[Passage], length: int):
+        self.books, self.passages, self.length = books, passages, length
+
+    def __len__(self) -> int:
+        return len(self.passages)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._read(self.passages[index])
+
+    def _read(self, passage: Passage) -> Sample:
+        text = self.books.text(passage.book)[passage.begin : passage.begin + self.length]
+        return Sample([bytes_to_ids(text.tobytes())], passage.label)
+
+
+class Drawn(Passages):
+    """Samples at random places of the training books, the author by turns."""
+
+    def __init__(self, books: Books, training: list[list[Book]], length: int):
+        super().__init__(books, [], length)
+        self.training = training
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._read(self.place(index))
+
+    def place(self, index: int) -> Passage:
+        """Any place of the author's training books that leaves the end of a book alone."""
+        label = index % len(self.training)
+        own = self.training[label]
+        ends = np.cumsum([book.bytes - LEAST + 1 for book in own])
+        at = int(np.random.default_rng(index).integers(ends[-1]))
+        number = int(np.searchsorted(ends, at, side="right"))
+        return Passage(own[number], at - (int(ends[number - 1]) if number else 0), label)

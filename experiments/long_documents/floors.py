@@ -1,0 +1,178 @@
+"""What a linear model of counted words, or of counted bytes, says about a passage's author.
+
+Bytes tell how far the typography of an edition goes: quotation marks, dashes, accents.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from scipy.sparse import csr_array
+from scipy.special import log_softmax
+
+from experiments.environment import environment
+from experiments.files import write_json
+from experiments.language_model.books import Books
+from experiments.long_documents.authors import (
+    Drawn,
+    Passage,
+    books_for_training,
+    by_author,
+    passages_for_testing,
+)
+
+BUCKETS = 2**15  # of hashed words
+FACTOR = 0x9E3779B97F4A7C15
+LONGEST_WORD = 64
+PASSAGES = 100  # of each author for training
+PENALTY, ITERATIONS = 1e-6, 100  # best on validation passages of 4,096 bytes
+
+Items = Callable[[np.ndarray], np.ndarray]
+
+
+def measure(
+    data: Path,
+    lengths: Iterable[int],
+    authors: int,
+    output: Path,
+    show: Callable[[str], None] = print,
+) -> dict:
+    """Writes the record of floors; the lengths that it holds for the same data are kept.
+
+    Args:
+        data: What `experiments.language_model data` built.
+        lengths: Of passages, in bytes.
+        authors: How many.
+        output: The record.
+        show: Called with a line for each length.
+
+    Returns:
+        The record.
+
+    Raises:
+        ValueError: The data have fewer authors of enough books.
+    """
+    books = Books.read(data)
+    chosen = by_author(books, authors)
+    test = passages_for_testing(chosen)
+    facts = {
+        "data": dict(books.sha256),
+        "authors": {author: [book.path for book in own] for author, own in chosen},
+        "training_passages": PASSAGES * authors,
+        "test_passages": len(test),
+    }
+    record = json.loads(output.read_text()) if output.exists() else {}
+    if {name: record.get(name) for name in facts} != facts:
+        record = facts | {"floors": {}, "environment": environment(torch.device("cpu"))}
+    for length in lengths:
+        if str(length) not in record["floors"]:
+            drawn = Drawn(books, books_for_training(chosen), length)
+            train = [drawn.place(index) for index in range(PASSAGES * authors)]
+            found = {
+                "words": accuracy(books, train, test, length, word_buckets, BUCKETS),
+                "bytes": accuracy(books, train, test, length, lambda text: text, 256),
+            }
+            record["floors"][str(length)] = found
+            write_json(output, record)
+            told = (f"{name} {100 * each['accuracy']:.1f} %" for name, each in found.items())
+            show(f"{length:,} bytes: {', '.join(told)}")
+    return record
+
+
+def accuracy(
+    books: Books,
+    train: list[Passage],
+    test: list[Passage],
+    length: int,
+    items: Items,
+    buckets: int,
+) -> dict[str, float]:
+    """Test accuracy over passages, the mean over authors and the standard error of that mean.
+
+    A passage is what it counts: the logarithm of counts, less for what many passages have.
+    """
+    counts, tested = (counted(books, own, length, items, buckets) for own in (train, test))
+    documents = np.bincount(counts.indices, minlength=buckets)
+    rarity = np.log((1 + len(train)) / (1 + documents)) + 1
+    weights, bias = fit(scaled(counts, rarity), np.array([p.label for p in train]))
+    labels = np.array([passage.label for passage in test])
+    right = (scaled(tested, rarity) @ weights + bias).argmax(1) == labels
+    means = np.array([right[labels == author].mean() for author in np.unique(labels)])
+    return {
+        "accuracy": round(float(right.mean()), 4),
+        "mean_of_authors": round(float(means.mean()), 4),
+        "standard_error": round(float(means.std(ddof=1) / sqrt(len(means))), 4),
+    }
+
+
+def counted(
+    books: Books, passages: list[Passage], length: int, items: Items, buckets: int
+) -> csr_array:
+    """How often each passage has each item: (passages, buckets)."""
+    indices, counts, ends = [], [], [0]
+    for passage in passages:
+        text = books.text(passage.book)[passage.begin : passage.begin + length]
+        found, often = np.unique(items(text), return_counts=True)
+        indices.append(found)
+        counts.append(often.astype(np.float32))
+        ends.append(ends[-1] + len(found))
+    parts = (np.concatenate(counts), np.concatenate(indices), np.array(ends))
+    return csr_array(parts, shape=(len(passages), buckets))
+
+
+def scaled(counts: csr_array, rarity: np.ndarray) -> csr_array:
+    """Rows of length 1, of log(1 + count) times the rarity of the item."""
+    values = np.log1p(counts.data) * rarity[counts.indices]
+    rows = np.repeat(np.arange(counts.shape[0]), np.diff(counts.indptr))
+    norms = np.sqrt(np.bincount(rows, values**2, minlength=counts.shape[0]))
+    values = (values / norms[rows]).astype(np.float32)
+    return csr_array((values, counts.indices, counts.indptr), shape=counts.shape)
+
+
+def word_buckets(text: np.ndarray) -> np.ndarray:
+    """The hash of each word of a text, uint8: letters a to z, whatever their case."""
+    lower = text | 0x20
+    letters = (lower >= ord("a")) & (lower <= ord("z"))
+    values = (lower[letters] - ord("a") + 1).astype(np.uint64)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], letters, [False]])))
+    sizes = edges[1::2] - edges[::2]
+    starts = np.cumsum(sizes) - sizes
+    if not len(starts):
+        return starts
+    place = np.arange(len(values)) - np.repeat(starts, sizes)
+    powers = np.multiply.accumulate(np.full(LONGEST_WORD, FACTOR, np.uint64))
+    hashes = np.add.reduceat(values * powers[np.minimum(place, LONGEST_WORD - 1)], starts)
+    return (hashes * np.uint64(FACTOR) >> np.uint64(64 - log2(BUCKETS))).astype(np.int64)
+
+
+def log2(power: int) -> int:
+    """Of a power of two."""
+    return power.bit_length() - 1
+
+
+def fit(features: csr_array, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weights (features, classes) and biases of multinomial logistic regression."""
+    rows, width = features.shape
+    classes = int(labels.max()) + 1
+    transposed = features.T.tocsr()
+    own = (np.arange(rows), labels)
+
+    def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weights = flat.reshape(width + 1, classes).astype(np.float32)
+        logs = log_softmax(features @ weights[:-1] + weights[-1], axis=1)
+        wrong = np.exp(logs)
+        wrong[own] -= 1
+        gradient = np.concatenate([transposed @ wrong, wrong.sum(0, keepdims=True)]) / rows
+        penalty = PENALTY * flat
+        value = -logs[own].mean(dtype=np.float64) + penalty @ flat / 2
+        return float(value), gradient.ravel() + penalty
+
+    begin = np.zeros((width + 1) * classes)
+    options = {"maxiter": ITERATIONS}
+    found = minimize(loss, begin, jac=True, method="L-BFGS-B", options=options).x
+    found = found.reshape(width + 1, classes).astype(np.float32)
+    return found[:-1], found[-1]

@@ -1,0 +1,99 @@
+"""Trained runs of all lengths in one record, with its picture and its table."""
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from rich.table import Table
+
+from experiments.files import write_json
+from experiments.long_documents.__main__ import DATA
+from experiments.lra.results import ended, in_words
+from experiments.lra.seeds import summary_of
+from experiments.plots import COLOURS
+
+
+def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tuple[Path, Path]]:
+    """Writes long-documents-NAME-DEVICE.json and a picture of it.
+
+    Args:
+        name: Of the record.
+        runs: A folder with one for each length, which holds a folder for each seed.
+        floors: Their record.
+        output: Folder of both files.
+
+    Returns:
+        The record, and the paths.
+
+    Raises:
+        ValueError: No length has a result, or data or device are not one.
+    """
+    known = json.loads(floors.read_text())
+    lengths, devices = {}, set()
+    for folder in sorted(runs.glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        if json.loads((folder / DATA).read_text()) != known["data"]:
+            raise ValueError(f"{folder} was trained on other books than {floors} is of")
+        results = ended(folder)
+        devices |= {run["environment"]["device"] for run in results}
+        lengths[folder.name] = summary_of(results) | {"runs": results}
+    if len(devices) != 1:
+        raise ValueError(f"{runs} must hold results of one device, got {sorted(devices)}")
+    (device,) = devices
+    facts = {"name": name, "device": device, "data": known["data"], "lengths": lengths}
+    facts["floors"] = {length: known["floors"].get(length, {}) for length in lengths}
+    machine = re.sub(r"\W+", "-", device.lower())
+    path = output / f"long-documents-{name}-{machine}.json"
+    write_json(path, facts)
+    return facts, (path, draw(path))
+
+
+def draw(record: Path) -> Path:
+    """Draws accuracy against the length of a passage, with the floors; returns the path."""
+    facts = json.loads(record.read_text())
+    figure, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    lengths = [int(length) for length in facts["lengths"]]
+    found = [each["accuracy"] for each in facts["lengths"].values()]
+    spread = [each["deviation"] or 0.0 for each in facts["lengths"].values()]
+    percent = [[100 * value for value in values] for values in (found, spread)]
+    look = {"color": COLOURS[0], "marker": "o", "markersize": 4, "capsize": 3}
+    ax.errorbar(lengths, percent[0], percent[1], label="block-sparse encoder", **look)
+    for colour, name in zip(COLOURS[1:], ("words", "bytes"), strict=False):
+        floor = {
+            int(length): 100 * each[name]["accuracy"]
+            for length, each in facts["floors"].items()
+            if name in each
+        }
+        ax.plot(
+            list(floor),
+            list(floor.values()),
+            ":s",
+            color=colour,
+            markersize=3,
+            label=f"counted {name}",
+        )
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="bytes of a passage", ylabel="test accuracy, %", title=facts["device"])
+    ax.grid(color="#DDDDDD", linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    path = record.with_suffix(".png")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def table_of(record: dict) -> Table:
+    """Test accuracy at each length beside that of counted words and bytes."""
+    table = Table("bytes", "encoder", "counted words", "counted bytes", title=record["name"])
+    for length, group in record["lengths"].items():
+        floors = record["floors"][length]
+        told = (
+            f"{100 * floors[name]['accuracy']:.1f} %" if name in floors else ""
+            for name in ("words", "bytes")
+        )
+        table.add_row(f"{int(length):,}", in_words(group), *told)
+    return table

@@ -1,0 +1,49 @@
+import json
+
+import pytest
+
+from experiments.files import write_json
+from experiments.long_documents.results import gather, table_of
+
+
+def write_runs(root, data="a"):
+    for length, accuracy in ((512, 0.4), (65_536, 0.8)):
+        write_json(root / f"{length}" / "data.json", {"train": data})
+        for seed in (0, 1):
+            run = {"task": f"authors-{length}", "seed": seed, "stuck": False}
+            run |= {"test/accuracy": accuracy + 0.1 * seed, "environment": {"device": "NVIDIA X"}}
+            write_json(root / f"{length}" / f"seed{seed}" / "result.json", run)
+
+
+def write_floors(path, data="a"):
+    words = {"words": {"accuracy": 0.3}, "bytes": {"accuracy": 0.1}}
+    write_json(path, {"data": {"train": data}, "floors": {"512": words}})
+
+
+def test_a_record_holds_lengths_seeds_floors_and_a_picture(tmp_path):
+    write_runs(tmp_path / "runs")
+    write_floors(tmp_path / "floors.json")
+    facts, (path, picture) = gather(
+        "authors", tmp_path / "runs", tmp_path / "floors.json", tmp_path
+    )
+    assert facts == json.loads(path.read_text())
+    assert (path.name, list(facts["lengths"])) == (
+        "long-documents-authors-nvidia-x.json",
+        ["512", "65536"],
+    )
+    assert facts["lengths"]["512"]["accuracy"] == pytest.approx(0.45)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    columns = [list(column.cells) for column in table_of(facts).columns]
+    assert columns[0] == ["512", "65,536"]
+    assert columns[1][1].startswith("85.00 ± 7.07 %, 2 runs")
+    assert columns[2:] == [["30.0 %", ""], ["10.0 %", ""]]
+
+
+def test_runs_and_floors_of_other_books_do_not_compare(tmp_path):
+    write_runs(tmp_path / "runs")
+    write_floors(tmp_path / "floors.json", data="b")
+    with pytest.raises(ValueError, match="was trained on other books"):
+        gather("authors", tmp_path / "runs", tmp_path / "floors.json", tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="must hold results of one device, got"):
+        gather("authors", tmp_path / "none", tmp_path / "floors.json", tmp_path)
