@@ -1,7 +1,8 @@
 """The public function: block-sparse attention, exact, for any mask."""
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Unpack, cast, overload
 
+import torch
 from torch import Tensor
 
 from sparseflash.arguments import (
@@ -18,7 +19,7 @@ from sparseflash.arguments import (
     wants_gradient,
 )
 from sparseflash.dispatch.autograd import run
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.merge import with_sinks, without_pairs
@@ -28,13 +29,21 @@ from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywo
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: AnyMask | None = None, *,
-    return_lse: Literal[False] = False, **keywords: Unpack[AttentionKeywords],
+    return_lse: Literal[False] = False, return_max_logits: Literal[False] = False,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: AnyMask | None = None, *,
-    return_lse: Literal[True], **keywords: Unpack[AttentionKeywords],
+    return_lse: Literal[True], return_max_logits: Literal[False] = False,
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: AnyMask | None = None, *,
+    return_lse: bool = False, return_max_logits: Literal[True],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,
@@ -46,8 +55,9 @@ def attention(
     sinks: Tensor | None = None,
     seed: int | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention that skips every zero block of `mask`, forward and backward.
 
     S = score(softcap(scale Q K^T)) + bias, -inf where masked;  P = softmax over keys and the sink;
@@ -87,21 +97,26 @@ def attention(
         seed: Of dropout: the same seed drops the same pairs on every backend. Without one it is
             drawn from torch's default generator.
         return_lse: Also return the LSE.
+        return_max_logits: Also return, last, the maximum logit of every query, without gradient:
+            the largest of its masked scores S, sinks not among them. LSE does not tell it. Its
+            maximum over batch and queries is what QK-Clip compares with a threshold, head by head.
+            The backend hopper does not take it.
         **options: scale, softcap, score, dropout_p, precision, deterministic and backend: see
             AttentionOptions.
 
     Returns:
         out (batch, heads, q_len, value_dim) in the dtype of query, and with return_lse the natural
         logsumexp of the masked scores, float32 (batch, heads, q_len), whose gradient is supported.
-        A query without a key gets out 0, lse -inf and zero gradients. An empty batch, no query or
-        no key at all are allowed.
+        A query without a key gets out 0, lse and maximum logit -inf and zero gradients. An empty
+        batch, no query or no key at all are allowed. The maximum logits are like lse.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.
         BackendError: No backend can serve the call. All before anything is computed.
 
     Reference:
-        Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse).
+        Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse); Kimi Team,
+        "Kimi K2", 2025 (QK-Clip).
     """
     query, key, value = autocast(query, key, value)
     mask = checked_mask(mask)
@@ -111,7 +126,8 @@ def attention(
         check_tensors(query, key, value)
     else:
         has = (key_lengths is not None, bias is not None)
-        facts = (*has, wants_gradient(bias), wants_gradient(block_scores), False)
+        wanted = (wants_gradient(bias), wants_gradient(block_scores))
+        facts = (*has, *wanted, False, return_max_logits)
         plan = find_plan(query, key, value, mask, options, facts)
         checked = plan.spec
     if key_lengths is not None:
@@ -124,12 +140,19 @@ def attention(
     if plan is not None:
         lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)
+        if return_max_logits:
+            call.max_logits = empty_max_logits(query)
         out, lse = run(call, query, key, value, block_scores)
+        max_logits = call.max_logits
     elif query.numel() and key.numel():
-        rest = (bias, block_scores, key_lengths, seed_tensor)
-        out, lse = traced_attention(query, key, value, mask, *rest, checked)
+        rest = (bias, block_scores, key_lengths, seed_tensor, return_max_logits)
+        out, lse, max_logits = traced_attention(query, key, value, mask, *rest, checked)
     else:
         out, lse = without_pairs(query, key, value)
+        max_logits = torch.full_like(lse, -torch.inf, requires_grad=False)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
+    results = (out, lse) if return_lse else (out,)
+    if return_max_logits:
+        results = (*results, cast(Tensor, max_logits))
+    return results if len(results) > 1 else out

@@ -115,17 +115,20 @@ def explain(
     key_lengths: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    return_max_logits: bool = False,
     measure: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Explanation:
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
 
     Args:
-        query, key, value, mask, key_lengths, bias, sinks, **options: As in sparseflash.attention.
+        query, key, value, mask, key_lengths, bias, sinks, return_max_logits, **options: As in
+            sparseflash.attention.
         measure: Also time the call, the full mask and torch's dense attention, each forward and
-            backward, with the options of the call (torch's without softcap, score, bias, sinks
-            and key_lengths); and split what the mask takes longer than its density of the full
-            mask into causes, by masks that leave one out (see sparseflash.gap).
+            backward, with the options of the call (without maximum logits; torch's also without
+            softcap, score, bias, sinks and key_lengths); and split what the mask takes longer than
+            its density of the full mask into causes, by masks that leave one out (see
+            sparseflash.gap).
 
     Returns:
         An Explanation, whose `backend` is None where no backend can serve the call.
@@ -139,7 +142,7 @@ def explain(
     if sinks is not None:
         check_sinks(sinks, query)
     fitted = fitted_mask(checked_mask(mask), query, key)
-    facts = CallFacts(key_lengths is not None, bias is not None)
+    facts = CallFacts(key_lengths is not None, bias is not None, max_logits=return_max_logits)
     spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:

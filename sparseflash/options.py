@@ -33,7 +33,7 @@ class CallKeywords(OptionKeywords, total=False):
 
 
 class AttentionKeywords(CallKeywords, total=False):
-    """The keywords of attention but return_lse."""
+    """The keywords of attention but those that ask for more results."""
 
     key_lengths: Tensor | None
     bias: Tensor | None

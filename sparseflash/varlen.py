@@ -20,14 +20,23 @@ _Mask = Pattern | BlockMask | DynamicMask | str
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     mask: _Mask | None = None, *,
-    return_lse: Literal[False] = False, **keywords: Unpack[CallKeywords],
+    return_lse: Literal[False] = False, return_max_logits: Literal[False] = False,
+    **keywords: Unpack[CallKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     mask: _Mask | None = None, *,
-    return_lse: Literal[True], **keywords: Unpack[CallKeywords],
+    return_lse: Literal[True], return_max_logits: Literal[False] = False,
+    **keywords: Unpack[CallKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    mask: _Mask | None = None, *,
+    return_lse: bool = False, return_max_logits: Literal[True],
+    **keywords: Unpack[CallKeywords],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -39,8 +48,9 @@ def attention_varlen(
     sinks: Tensor | None = None,
     seed: int | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention within each of the documents that query, key and value hold one after another.
 
     One lookup table serves all documents: it is compiled when lengths are new, in about 3 ms a
@@ -57,12 +67,13 @@ def attention_varlen(
         mask: Which pairs of a document attend: at its own lengths a Pattern, its text as
             masks.parse reads it, or None for all of them; or a BlockMask or DynamicMask of the
             packed lengths (total_q, total_k), of which the pairs within documents attend.
-        sinks, seed, return_lse: As in sparseflash.attention.
+        sinks, seed, return_lse, return_max_logits: As in sparseflash.attention.
         **options: Those of AttentionOptions. A score function is given the places of tokens among
             all documents.
 
     Returns:
-        out (total_q, heads, value_dim), and with return_lse the lse, (heads, total_q).
+        out (total_q, heads, value_dim), and if asked for the lse and the maximum logits, each
+        (heads, total_q).
 
     Raises:
         TypeError, ValueError, BackendError: As sparseflash.attention does.
@@ -88,18 +99,20 @@ def attention_varlen(
     packed = None
     if query.numel() and key.numel():
         packed = _packed(q_lengths, k_lengths, mask, query.device)
-    out, lse = attention(
+    results = attention(
         query,
         key,
         value,
         packed,
         sinks=sinks,
         seed=seed,
-        return_lse=True,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,  # pyright: ignore[reportArgumentType]
         **options,
     )
+    out, *of_rows = results if isinstance(results, tuple) else (results,)
     out = rearrange(out, "1 heads total dim -> total heads dim")
-    return (out, lse.squeeze(0)) if return_lse else out
+    return (out, *(x.squeeze(0) for x in of_rows)) if of_rows else out
 
 
 def _checked(

@@ -14,7 +14,7 @@ from sparseflash.arguments import (
     checked_mask,
     wants_gradient,
 )
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.compile import compile_passes
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
@@ -27,12 +27,14 @@ def warmup(
     head_dim: int,
     seq_len: int | tuple[int, int] | None = None,
     kv_heads: int | None = None,
+    value_dim: int | None = None,
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     backward: bool = True,
     key_lengths: bool = False,
     bias: Tensor | None = None,
+    max_logits: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> None:
     """Compiles the kernels of `attention` in parallel, before a call needs them.
@@ -51,12 +53,14 @@ def warmup(
         head_dim: Dims of a head.
         seq_len: Tokens, or (q_len, k_len), of a Pattern; other masks have their own.
         kv_heads: Heads of key and value; as of query if None.
+        value_dim: Dims of a head of value; as of query if None.
         batch: Batch elements.
         dtype: Of query, key and value.
         device: That of the calls.
         backward: Whether gradients of query, key and value will be asked for.
         key_lengths: Whether the calls will have key lengths.
         bias: As in `attention`.
+        max_logits: Whether the calls will ask for the maximum logits.
         **options: As in `attention`.
 
     Raises:
@@ -78,13 +82,16 @@ def warmup(
         of_tensors = {"dtype": dtype, "device": device}
         query = torch.empty(batch, heads, q_len, head_dim, **of_tensors)
         key = torch.empty(batch, kv_heads or heads, k_len, head_dim, **of_tensors)
+        value = torch.empty(*key.shape[:3], value_dim or head_dim, **of_tensors)
         gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
-        facts = CallFacts(key_lengths, bias is not None, *gradients)
-        plan = find_plan(query, key, key, mask, options, facts)
+        facts = CallFacts(key_lengths, bias is not None, *gradients, max_logits=max_logits)
+        plan = find_plan(query, key, value, mask, options, facts)
         call = Call(plan)
+        if max_logits:
+            call.max_logits = empty_max_logits(query)
         if key_lengths:
             call.key_lengths = torch.full((batch,), k_len, dtype=torch.int32, device=device)
         if bias is not None:
             call.bias = checked_bias(bias, query, q_len, k_len)
-        calls.append((call, (query, key, key), (*[backward] * 3, *gradients)))
+        calls.append((call, (query, key, value), (*[backward] * 3, *gradients)))
     compile_passes(calls)

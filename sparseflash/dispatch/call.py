@@ -41,6 +41,14 @@ def empty_out(query: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(query[..., :1].expand(-1, -1, -1, value.shape[3]))
 
 
+def empty_max_logits(query: Tensor) -> Tensor:
+    """A new tensor for the maximum logits: float32 (float64 for float64 inputs), (batch, heads,
+    q_len).
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape[:3], dtype=wide)
+
+
 class Positions(NamedTuple):
     """Where the tokens of a call stand in a longer sequence, of which it attends some blocks.
 
@@ -65,6 +73,7 @@ class Call:
         bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs.
         positions: Where its tokens stand in a longer sequence, whose bias it then has; None for a
             call of a whole one.
+        max_logits: Where its forward pass writes the maximum logits, like lse; None if nowhere.
     """
 
     plan: Plan
@@ -72,6 +81,7 @@ class Call:
     seed: int = 0
     bias: Tensor | None = None
     positions: Positions | None = None
+    max_logits: Tensor | None = None
 
     @property
     def spec(self) -> AttentionSpec:

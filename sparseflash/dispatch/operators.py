@@ -19,7 +19,7 @@ from masks import DynamicMask
 from masks.registry import find
 from sparseflash.arguments import AnyMask, is_plain
 from sparseflash.dispatch.autograd import refuse_second_derivative
-from sparseflash.dispatch.call import Call, empty_out
+from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 from sparseflash.score import ScoreFunction
@@ -33,11 +33,13 @@ _TYPES = {
 }
 # bias: float (1 or heads, distances); block_scores: those of a DynamicMask that get a gradient;
 # blocks: which blocks of `mask` a DynamicMask selects; mask: the handle of a Pattern or BlockMask;
-# seed: int64 () on the CPU, None without dropout.
+# seed: int64 () on the CPU, None without dropout; max_logits: whether the third result is them or
+# empty.
 _REST = "Tensor? bias, Tensor? block_scores, Tensor? blocks, str mask, Tensor? key_lengths, " + (
-    ", ".join(["Tensor? seed", *(f"{_TYPES[f.type]} {f.name}" for f in fields(AttentionOptions))])
+    "Tensor? seed, bool max_logits, "
+    + ", ".join(f"{_TYPES[f.type]} {f.name}" for f in fields(AttentionOptions))
 )
-_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)"
+_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
     "(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
     f"Tensor lse, {_REST}, bool[] needs) -> Tensor[]"
@@ -71,9 +73,11 @@ def traced_attention(
     block_scores: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,
+    max_logits: bool,
     options: AttentionOptions,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of checked arguments through the operator `sparseflash::attention`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, maximum logits) of checked arguments through the operator
+    `sparseflash::attention`.
 
     Args:
         query, key, value: Checked tensors.
@@ -82,11 +86,13 @@ def traced_attention(
         block_scores: Those of a DynamicMask, if they get a gradient.
         key_lengths: Checked key lengths.
         seed: int64 () on the CPU, None without dropout.
+        max_logits: Whether the maximum logits are wanted; else they are empty.
         options: Those of the call.
     """
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
-    rest = (bias, block_scores, blocks, handle, key_lengths, seed, *options.as_dict().values())
+    rest = (bias, block_scores, blocks, handle, key_lengths, seed, max_logits)
+    rest = (*rest, *options.as_dict().values())
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         from sparseflash.dispatch import transforms  # imports torch's compiler
 
@@ -95,12 +101,15 @@ def traced_attention(
 
 
 @torch.library.custom_op("sparseflash::attention", mutates_args=(), schema=_SCHEMA)
-def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of checked arguments."""
+def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, maximum logits) of checked arguments."""
     bound = _bind(attention, arguments)
     query, key, value = (bound[name] for name in ("query", "key", "value"))
-    out, lse = _call(bound).forward(query, key, value)
-    return _with_strides_of(out, empty_out(query.to("meta"), value)), lse
+    call, max_logits = _call(bound), query.new_empty(0)
+    if bound["max_logits"]:
+        max_logits = call.max_logits = empty_max_logits(query)
+    out, lse = call.forward(query, key, value)
+    return _with_strides_of(out, empty_out(query.to("meta"), value)), lse, max_logits
 
 
 @torch.library.custom_op(
@@ -138,6 +147,7 @@ def _call(bound: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> C
         bias=bound["bias"],
         differentiates_bias=needs[0],
         differentiates_blocks=needs[1],
+        max_logits=bound["max_logits"],
         **{name: bound[name] for name in OPTION_NAMES},
     )
 
@@ -154,8 +164,8 @@ def _(*arguments):
     bound = _bind(attention, arguments)
     query, mask = bound["query"], bound["mask"]
     _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return empty_out(query, bound["value"]), query.new_empty(query.shape[:3], dtype=wide)
+    max_logits = empty_max_logits(query) if bound["max_logits"] else query.new_empty(0)
+    return empty_out(query, bound["value"]), empty_max_logits(query), max_logits
 
 
 @attention_backward.register_fake
@@ -168,7 +178,8 @@ def _(*arguments):
 def save_for_backward(ctx, inputs, output):
     """Saves the arguments and results of operators.attention by name: tensors with autograd."""
     bound = _bind(attention, inputs)
-    bound["out"], bound["lse"] = output
+    bound["out"], bound["lse"], max_logits = output
+    ctx.mark_non_differentiable(max_logits)
     ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
     ctx.save_for_backward(*(bound.pop(name) for name in ctx.tensors))
     ctx.others = bound
@@ -176,7 +187,7 @@ def save_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def differentiate(ctx, grad_out, grad_lse, backward: Callable = attention_backward):
+def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_backward):
     """The gradient of each argument of operators.attention, None where it has none."""
     needs = ctx.needs_input_grad
     if grad_out is None and grad_lse is None:
@@ -194,7 +205,7 @@ attention_backward.register_autograd(refuse_second_derivative)
 
 @attention.register_vmap
 def _(info, in_dims, *arguments):
-    return _folded(attention, info, in_dims, arguments), (0, 0)
+    return _folded(attention, info, in_dims, arguments), (0, 0, 0)
 
 
 @attention_backward.register_vmap

@@ -28,6 +28,7 @@ def plan_call(
     bias: Tensor | None = None,
     differentiates_bias: bool = False,
     differentiates_blocks: bool = False,
+    max_logits: bool = False,
     **options: Any,
 ) -> Call:
     """The call of these arguments.
@@ -39,9 +40,16 @@ def plan_call(
         ValueError: key_lengths are out of range.
         TypeError, ValueError, BackendError: As `find_plan` does.
     """
-    has = (key_lengths is not None, bias is not None, differentiates_bias, differentiates_blocks)
-    plan = find_plan(query, key, value, mask, options, CallFacts(*has))
-    return Call(plan, lengths_in_range(key_lengths, key.shape[2], key.device), seed, bias)
+    facts = CallFacts(
+        key_lengths is not None,
+        bias is not None,
+        differentiates_bias,
+        differentiates_blocks,
+        max_logits=max_logits,
+    )
+    plan = find_plan(query, key, value, mask, options, facts)
+    lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
+    return Call(plan, lengths, seed, bias)
 
 
 def find_plan(

@@ -23,6 +23,7 @@ class CallFacts(NamedTuple):
         differentiates_bias: Whether its gradient may be asked for.
         differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
         positions: Whether tokens stand elsewhere in a longer sequence.
+        max_logits: Whether the maximum logits are asked for.
     """
 
     has_key_lengths: bool = False
@@ -30,6 +31,7 @@ class CallFacts(NamedTuple):
     differentiates_bias: bool = False
     differentiates_blocks: bool = False
     positions: bool = False
+    max_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,8 @@ class AttentionSpec(AttentionOptions):
         mask_group: Query heads that share a mask of their key head; 1 where masks are of query
             heads or of all.
         mask_batch: 1 if all batch elements share one mask, else batch.
-        has_key_lengths, bias, differentiates_bias, differentiates_blocks: As in CallFacts.
+        has_key_lengths, bias, differentiates_bias, differentiates_blocks, max_logits: As in
+            CallFacts.
         positions: As in CallFacts, if the call depends on it: dropout, score functions and biases
             do.
     """
@@ -71,6 +74,7 @@ class AttentionSpec(AttentionOptions):
     differentiates_bias: bool = False
     differentiates_blocks: bool = False
     positions: bool = False
+    max_logits: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -157,5 +161,6 @@ _ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
     "mask of each batch element": lambda spec: spec.mask_batch > 1,
     "gradient of blocks": lambda spec: spec.differentiates_blocks,
     POSITIONS: lambda spec: spec.positions,
+    "maximum logits": lambda spec: spec.max_logits,
 }
 EVERY_EXTRA = frozenset(_ASKS_FOR)

@@ -14,7 +14,7 @@ from sparseflash.dispatch import operators
 from sparseflash.dispatch.autograd import refuse_second_derivative, refuse_tangents
 
 
-def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """operators.attention, differentiable by torch.func."""
     if not torch.compiler.is_compiling():
         return _Attention.apply(*arguments)
@@ -33,7 +33,7 @@ def _is_differentiated() -> bool:
 
 
 @torch.compiler.disable(reason="torch.func differentiates sparseflash.attention outside of graphs")
-def _outside_of_graphs(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _outside_of_graphs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _Attention.apply(*arguments)
 
 

@@ -29,6 +29,7 @@ from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton_common import launcher, relaunch
+from sparseflash.dispatch.call import empty_max_logits
 from sparseflash.dispatch.compile import _compiled
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
@@ -72,6 +73,8 @@ def call(
         bias = None if bias is None else bias[:, :seq_len]
     given = {"key_lengths": key_lengths, "seed": 1, "bias": bias, "scale": 1.0}
     call = call_on(triton_backend, query, key, mask, value=value, **given, **facts)
+    if call.spec.max_logits:
+        call.max_logits = empty_max_logits(query)
     if which in ("forward", "decode"):
         triton_backend.forward(call, query, key, value)
     else:
@@ -108,7 +111,7 @@ def first_choices(architecture: int):
         for dtype, head_dim, options in (
             (torch.bfloat16, 64, {}),
             (torch.bfloat16, 256, {}),
-            (torch.bfloat16, 192, {"value_dim": 128}),
+            (torch.bfloat16, 192, {"value_dim": 128, "max_logits": True}),
             (torch.float32, 64, {}),
             (torch.float16, 40, {"dropout_p": 0.1}),
             (torch.bfloat16, 64, {"softcap": 20.0, "bias": True}),

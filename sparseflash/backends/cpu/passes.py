@@ -50,14 +50,17 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     q, k, v = _blocks(query, bq), _blocks(key, bk), _blocks(value, bk)
     out = q.new_zeros((*q.shape[:2], v.shape[2]))
     lse = q.new_full((*q.shape[:2], 1), -math.inf)
+    max_logits = None if call.max_logits is None else torch.full_like(lse, -math.inf)
     for problem in problems(call):
         q_here = problem.queries_of(q)
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
         out_here = out.new_empty((*q_here.shape[:2], v.shape[2]))
         lse_here = lse.new_empty((*q_here.shape[:2], 1))
+        max_here = torch.empty_like(lse_here)
         for part in problem.parts():
             scores, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
             row_max = problem.max_of_rows(scores)
+            max_here[:, part] = row_max / LOG2E
             # A row of nothing but -inf keeps a finite maximum: its P is 0 and not NaN.
             row_max.clamp_(min=torch.finfo(row_max.dtype).min)
             p = scores.sub_(problem.to_segments(row_max)).exp2_()
@@ -69,6 +72,10 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
             out_here[:, part] = problem.sum_of_segments(products).div_(row_sum)
         problem.write_queries(out, out_here)
         problem.write_queries(lse, lse_here)
+        if max_logits is not None:
+            problem.write_queries(max_logits, max_here)
+    if max_logits is not None and call.max_logits is not None:
+        call.max_logits.copy_(_sequence(max_logits, query).squeeze(-1))
     return _sequence(out, query).to(query.dtype), _sequence(lse, query).squeeze(-1)
 
 

@@ -23,8 +23,12 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     finite = _finite_keys(key, value)
     reached = _queries_that_attend(call, ~finite)[0]
     zeroed = (torch.where(finite, x, 0) for x in (key, value))
+    max_logits = None if call.max_logits is None else call.max_logits.clone()
     clean_out, clean_lse = passes.forward(call, query, *zeroed)
-    return torch.where(reached, out, clean_out), torch.where(reached.squeeze(-1), lse, clean_lse)
+    row_reached = reached.squeeze(-1)
+    if call.max_logits is not None and max_logits is not None:
+        call.max_logits.copy_(torch.where(row_reached, max_logits, call.max_logits))
+    return torch.where(reached, out, clean_out), torch.where(row_reached, lse, clean_lse)
 
 
 def backward(

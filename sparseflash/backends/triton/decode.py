@@ -39,9 +39,9 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         shape = (splits, lse.numel(), value.shape[3] + 2)
         split_sums = torch.empty(shape, dtype=torch.float32, device=query.device)
     grid = (splits * prepared.tiles_per_row, prepared.heads, query.shape[0])
-    launch_pass(call, prepared, decode_kernel, tensors, (lse, split_sums), grid)
+    launch_pass(call, prepared, decode_kernel, tensors, (lse, call.max_logits, split_sums), grid)
     if split_sums is not None:
-        _launch_merge(out, lse, split_sums)
+        _launch_merge(out, lse, call.max_logits, split_sums)
     return out, lse
 
 
@@ -74,13 +74,13 @@ def fastest_splits(programs: int, blocks: int, block_k: int, resident_programs: 
     return min(range(1, max(1, min(blocks, MAX_SPLITS)) + 1), key=keys)
 
 
-def _launch_merge(out: Tensor, lse: Tensor, split_sums: Tensor) -> None:
+def _launch_merge(out: Tensor, lse: Tensor, max_logits: Tensor | None, split_sums: Tensor) -> None:
     batch, heads, q_len, value_dim = out.shape
     launch_with_layout(
         merge_kernel,
         (q_len, heads, batch),
         (out,),
-        (lse, split_sums, heads, q_len, split_sums.shape[0]),
+        (lse, max_logits, split_sums, heads, q_len, split_sums.shape[0]),
         {
             "VALUE_DIM": value_dim,
             "VALUE_DIMS": configs.padded_dims(value_dim),

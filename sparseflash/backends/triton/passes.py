@@ -34,7 +34,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "forward", tensors)
-    launch_pass(call, prepared, forward_kernel, tensors, (lse,))
+    launch_pass(call, prepared, forward_kernel, tensors, (lse, call.max_logits))
     return out, lse
 
 

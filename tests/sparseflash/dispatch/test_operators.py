@@ -124,13 +124,12 @@ def test_opcheck(backend, strides):
     scores = torch.rand(2, 1, 1, 2, device=BACKENDS[backend], requires_grad=True)
     chosen = DynamicMask.from_topk(scores, 1, 16, (16, 20))
     handle = mask.handle
+    plain = (None, None, None, 0.0, "ieee", True, backend)
+    others = (0.3, 5.0, None, 0.2, "tf32", True, backend)
     for rest in (
-        (None, None, None, handle, None, None, None, None, None, 0.0, "ieee", True, backend),
-        (bias, None, None, handle, lengths, seed, 0.3, 5.0, None, 0.2, "tf32", True, backend),
-        (
-            *(None, scores, chosen.blocks, chosen.support.handle),
-            *(None, None, None, None, None, 0.0, "ieee", True, backend),
-        ),
+        (None, None, None, handle, None, None, False, *plain),
+        (bias, None, None, handle, lengths, seed, True, *others),
+        (None, scores, chosen.blocks, chosen.support.handle, None, None, False, *plain),
     ):
         torch.library.opcheck(operators.attention, (*tensors, *rest))
 

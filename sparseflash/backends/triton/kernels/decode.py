@@ -17,6 +17,7 @@ from sparseflash.backends.triton.kernels import block_lists, scores, tensors
 from sparseflash.backends.triton.kernels.forward import attend, finalize_softmax
 from sparseflash.backends.triton.kernels.signature import unspecialized
 from sparseflash.backends.triton_common import score_mods
+from sparseflash.backends.triton_common.constants import LN2
 
 
 @triton.jit(**unspecialized("query", "key", "value", "out"))
@@ -25,7 +26,7 @@ def decode_kernel(
     key, key_batch, key_head, key_token, key_dim,
     value, value_batch, value_head, value_token, value_dim,
     out, out_batch, out_head, out_token, out_dim,
-    key_descriptor, value_descriptor, lse, split_sums,
+    key_descriptor, value_descriptor, lse, max_logits, split_sums,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, bias, bias_head,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
@@ -98,6 +99,8 @@ def decode_kernel(
     if split_sums is None:
         row_lse, out_scale = finalize_softmax(row_sum, row_max, keep_scale, DROPOUT)
         tl.store(lse + query_index, row_lse, mask=tokens < q_len)
+        if max_logits is not None:
+            tl.store(max_logits + query_index, row_max * LN2, mask=tokens < q_len)
         strides = (out_batch, out_head, out_token, out_dim)
         pointers = row_pointers(out, strides, batch, row_heads, tokens, VALUE_DIMS, ALIGN)
         tl.store(pointers, (acc * out_scale[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -149,7 +152,8 @@ def row_pointers(tensor, strides, batch, heads, tokens, DIMS: tl.constexpr, ALIG
 
 @triton.jit(**unspecialized("out"))
 def merge_kernel(
-    out, out_batch, out_head, out_token, out_dim, lse, split_sums, heads, q_len, splits,
+    out, out_batch, out_head, out_token, out_dim, lse, max_logits, split_sums,
+    heads, q_len, splits,
     VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
@@ -179,6 +183,8 @@ def merge_kernel(
         acc = acc * correction + tl.sum(accs * corrections[:, None], 0)
     row_lse, out_scale = finalize_softmax(row_sum, row_max, 1.0, False)
     tl.store(lse + query_index + tl.arange(0, 1), row_lse)
+    if max_logits is not None:
+        tl.store(max_logits + query_index + tl.arange(0, 1), row_max * LN2)
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
     tensors.store_rows(outs, (acc * out_scale)[None, :], token, q_len, VALUE_DIM)

@@ -1,4 +1,4 @@
-"""The forward pass: O and LSE.
+"""The forward pass: O, LSE and, if asked for, the maximum logits.
 
 A program takes BM queries of one bh and loops over the key blocks of their row: partial blocks,
 then full ones, then the one that the length of the keys clips. A step, of one (BM, BN) tile:
@@ -9,7 +9,8 @@ then full ones, then the one that the length of the keys clips. A step, of one (
     row_sum = row_sum * correction + sum of each row of P
     O       = O * correction + dropout(P) V      (BM, VALUE_DIMS), in float32
 
-The epilogue divides O by row_sum and stores LSE = ln(2) (row_max + log2(row_sum)).
+The epilogue divides O by row_sum and stores LSE = ln(2) (row_max + log2(row_sum)); the maximum
+logits are ln(2) row_max.
 
 Reference: Dao, "FlashAttention-2", 2023, Algorithm 1.
 """
@@ -29,7 +30,7 @@ def forward_kernel(
     key, key_batch, key_head, key_token, key_dim,
     value, value_batch, value_head, value_token, value_dim,
     out, out_batch, out_head, out_token, out_dim,
-    key_descriptor, value_descriptor, lse,
+    key_descriptor, value_descriptor, lse, max_logits,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, bias, bias_head,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
@@ -91,6 +92,9 @@ def forward_kernel(
 
     row_lse, out_scale = finalize_softmax(row_sum, row_max, keep_scale, DROPOUT)
     tl.store(lse + bh.to(tl.int64) * q_len + tokens, row_lse, mask=tokens < q_len)
+    if max_logits is not None:
+        row = max_logits + bh.to(tl.int64) * q_len
+        tl.store(row + tokens, row_max * LN2, mask=tokens < q_len)
     strides = (out_batch, out_head, out_token, out_dim)
     outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
     tensors.store_rows(outs, acc * out_scale[:, None], start, q_len, VALUE_DIM)

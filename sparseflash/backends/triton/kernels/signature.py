@@ -3,6 +3,8 @@
 from sparseflash.backends.triton.kernels.block_lists import Sizes, Table
 from sparseflash.backends.triton_common.arguments import unspecialized_arguments
 
+OF_ROWS = ("lse", "max_logits", "grad_lse")
+
 
 def unspecialized(*tensors: str) -> dict[str, list[str]]:
     """Arguments of triton.jit for a kernel with these strided tensors, a table and sizes.
@@ -14,5 +16,5 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return unspecialized_arguments(
         integers=[*strides, *Sizes._fields, "bias_head", "batches", "splits"],
-        alignments=[*dim_strides, *Table._fields, "key_lengths", "lse", "grad_lse", "bias"],
+        alignments=[*dim_strides, *Table._fields, *OF_ROWS, "key_lengths", "bias"],
     )
