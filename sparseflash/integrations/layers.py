@@ -6,7 +6,7 @@ from pathlib import Path
 
 import masks
 from masks import Pattern
-from masks.parse import as_pattern
+from masks.parse import as_pattern, shortened
 
 Heads = Pattern | str | None
 Layers = Heads | Sequence[Heads | Sequence[Heads]] | Mapping | Path
@@ -25,8 +25,8 @@ def layer_patterns(
     Raises:
         TypeError, ValueError: As sparsify does.
     """
-    if isinstance(pattern, Path):
-        pattern = json.loads(pattern.read_text())
+    if isinstance(pattern, Path) or (isinstance(pattern, str) and pattern.endswith(".json")):
+        pattern = _read(Path(pattern))
     if isinstance(pattern, Mapping):
         pattern = _listed(pattern)
     allowed = sorted({num_heads, kv_heads})
@@ -46,13 +46,20 @@ def layer_patterns(
     return tuple(own if i in chosen else masks.full() for i, own in enumerate(of_layers))
 
 
+def _read(path: Path) -> Layers:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"pattern cannot be read from {path}: {error}") from error
+
+
 def _listed(profile: Mapping) -> list:
     """The patterns of {"layers": [{"heads": [...]}, ...]}, as sparseflash.lab writes them."""
     try:
         return [list(layer["heads"]) for layer in profile["layers"]]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f'pattern must be {{"layers": [{{"heads": [...]}}, ...]}}, got no {error}'
+            f'pattern must be {{"layers": [{{"heads": [...]}}, ...]}}, got {shortened(profile)}'
         ) from error
 
 

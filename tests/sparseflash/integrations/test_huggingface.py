@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -335,12 +336,13 @@ def test_a_pattern_of_a_function_and_of_small_blocks_is_not_recorded(tmp_path):
     torch.testing.assert_close(model(ids).logits, ours, atol=2e-5, rtol=1e-4)
 
 
-def test_a_profile_in_a_file(tmp_path):
+@pytest.mark.parametrize("kind", [Path, str])
+def test_a_profile_in_a_file(tmp_path, kind):
     model = llama()
     profile = {"layers": [{"heads": ["local(3)"] * 4}, {"heads": ["local(5)"] * 4}]}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile))
-    sparseflash.sparsify(model, path)
+    sparseflash.sparsify(model, kind(path))
     assert [masks.from_json(text) for text in model.config.sparse_pattern] == [
         masks.local(3),
         masks.local(5),
@@ -353,7 +355,10 @@ def test_a_profile_in_a_file(tmp_path):
         (["local(3)"], {}, "or a list of 2, one each, got 1"),
         (3, {}, "or a list of 2, one each, got int"),
         (["local(3)", ["full()"] * 3], {}, "or a list of 2 or 4, got 3"),
-        ({"layers": [{"head": []}]}, {}, "got no 'heads'"),
+        ({"layers": [{"head": []}]}, {}, r"\"heads\": .* got \{'layers': \[\{'head': \[\]"),
+        ({"layers": 3}, {}, r"got \{'layers': 3\}"),
+        ("nothing.json", {}, "cannot be read from nothing.json: .* No such file"),
+        (Path(__file__), {}, "cannot be read from .*test_huggingface.py: "),
         (LOCAL, {"layers": [2]}, r"layers must be a list of -2 to 1, got \[2\]"),
         (PER_HEAD, {"heads": [1]}, "heads must be None where the pattern is one for each head"),
         (None, {}, "config.sparse_pattern must be set"),
