@@ -41,12 +41,15 @@ def draw(
     block_size: commands.BlockSize = "128",
     output: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="PNG to write; by default named after the pattern"),
+        typer.Option(
+            dir_okay=False,
+            help="PNG, SVG or PDF to write; by default a PNG named after the pattern",
+        ),
     ] = None,
 ) -> None:
-    """Draw a sparsity pattern, in the terminal and as a PNG, and print its figures."""
-    if output is not None and output.suffix != ".png":
-        raise typer.BadParameter(f"--output must end in .png, got {output}")
+    """Draw a sparsity pattern, in the terminal and as a picture, and print its figures."""
+    with commands.usage_errors():
+        plot.check_picture("--output", output)
     mask = commands.build(pattern, seq_len, block_size)
     path = output or _file_name(pattern)
     try:

@@ -13,7 +13,18 @@ from masks.block_mask import BlockMask
 _SHADES = " ░▒▓█"
 MAX_CELLS = 512  # fewer than pixels, so that every cell is seen
 MAX_PICTURES = 16
+FORMATS = (".png", ".svg", ".pdf")
 FAINTEST = 0.3  # of the colour scale: a row of global tokens is seen among a million tokens
+
+
+def check_picture(name: str, path: Path | None) -> None:
+    """Raises ValueError for a path that ends in none of FORMATS or is in no folder."""
+    if path is None:
+        return
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{name} must end in {', '.join(FORMATS)}, got {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name} must be in a folder that exists, got {path}")
 
 
 def figures(mask: BlockMask) -> dict[str, str]:
@@ -76,7 +87,8 @@ def text(mask: BlockMask, most: int = 48) -> str:
 
 
 def save(mask: BlockMask, path: Path, title: str) -> None:
-    """Writes a PNG: one cell a block (fewer when there are more than 512), darker when fuller.
+    """Writes a picture of one of FORMATS: one cell a block (fewer when there are more than 512),
+    darker when fuller.
 
     Heads with masks of their own have a picture each, the first MAX_PICTURES of them.
     """

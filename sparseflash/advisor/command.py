@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from masks.plot import check_picture
 from sparseflash.advisor import choices as of
 from sparseflash.advisor.choices import Choice, Workload
 
@@ -41,6 +42,7 @@ def advise(
 ) -> None:
     """The block sizes of a pattern: density, useless pairs, predicted time."""
     try:
+        check_picture("--plot", plot)
         workload = Workload(seq_len, head_dim, batch, heads, backward=backward, device=device)
         with Progress(console=Console(stderr=True), transient=True) as bar:
             bar.add_task("building masks", total=None)
@@ -74,6 +76,7 @@ def search(
 ) -> None:
     """The fastest patterns that see far enough; exits with 1 where there is none."""
     try:
+        check_picture("--plot", plot)
         workload = Workload(seq_len, head_dim, batch, heads, causal, backward, device)
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("following tokens", total=None)

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from masks.plot import check_picture
 from sparseflash.lab.profiler import profile
 from sparseflash.lab.suggestion import suggest
 
@@ -47,6 +48,7 @@ def profile_command(
     if by == "loss" and not loss:
         raise typer.BadParameter("--by loss needs --loss")
     try:
+        check_picture("--plot", plot)
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
         device = "cuda" if torch.cuda.is_available() else "cpu"

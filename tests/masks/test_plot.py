@@ -102,6 +102,13 @@ def test_the_command_draws_and_prints(tmp_path):
     assert imread(path).std() > 0
 
 
+@pytest.mark.parametrize(("suffix", "begin"), [(".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_the_command_draws_vector_formats(tmp_path, suffix, begin):
+    path = (tmp_path / "picture").with_suffix(suffix)
+    assert invoke("local(64)", "--seq-len", 512, "--output", path).exit_code == 0
+    assert path.read_bytes().startswith(begin)
+
+
 def test_the_picture_is_named_after_the_pattern(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert invoke("butterfly", "--seq-len", 256).exit_code == 0
@@ -147,7 +154,7 @@ def test_help_lists_the_patterns_with_their_arguments():
         (("full", "--block-size", "x"), "--block-size"),
         (("strided(2.5)",), "stride"),
         (("full", "--output", "nowhere/x.png"), "--output"),
-        (("full", "--output", "x.pdf"), ".png"),
+        (("full", "--output", "x.txt"), ".pdf"),
     ],
 )
 def test_bad_input_is_named(arguments, named, tmp_path, monkeypatch):

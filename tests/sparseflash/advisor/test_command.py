@@ -5,6 +5,7 @@ import torch
 from typer.testing import CliRunner
 
 from sparseflash.__main__ import app
+from sparseflash.advisor import choices
 
 SIZE = ("--seq-len", "1024", "--heads", "2")
 
@@ -24,6 +25,15 @@ def test_advise_lists_block_sizes(tmp_path):
     assert "local(20)" in shown
     assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads of 128" in shown
     assert "in the order of least time on A100, equal ones in that of candidates" in shown
+
+
+@pytest.mark.parametrize("command", [("advise", "full()"), ("search", "--layers", 1)])
+def test_pictures_are_checked_before_any_work(command, monkeypatch):
+    monkeypatch.setattr(choices.Workload, "mask", None)
+    for path, message in (("x.doc", "must end in"), ("nowhere/x.png", "in a folder that exists")):
+        result = invoke(*command, "--plot", path)
+        assert result.exit_code == 2
+        assert f"--plot must {message}".split()[-1] in result.output
 
 
 def test_search_exits_with_1_where_nothing_is_found():

@@ -71,6 +71,7 @@ def test_a_budget_that_no_pattern_keeps_loses_no_profile(model):
         (("--budget", 1, "--by", "loss"), "--by loss needs --loss"),
         (("--by", "speed"), "'recall', 'error', 'loss'"),
         (("--output", "x.json"), "--budget"),
+        (("--plot", "x.doc"), "--plot must end in .png, .svg, .pdf, got x.doc"),
     ],
 )
 def test_bad_input_is_named(model, arguments, named):
