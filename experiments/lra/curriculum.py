@@ -6,12 +6,13 @@
 What follows `--` goes to every stage, as to `python -m experiments.lra fit`. A stage ends when its
 validation accuracy is enough, when it no longer rises, or after its steps; the next begins with
 its best weights. The same command goes on where it was stopped, by `--seconds`, Ctrl-C or a kill;
-`--export` and `--resume` carry a run to another machine in files of less than 15 MB.
+`--export` and `--import` carry a run to another machine in files of less than 15 MB. The steps of
+a stage may be others then: the rate falls over the last fifth of them.
 """
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -114,6 +115,10 @@ def main(
     run.save(export_to)
 
 
+def _but_steps(stages: list[Stage]) -> list[Stage]:
+    return [replace(stage, steps=0) for stage in stages]
+
+
 @dataclass
 class Run:
     """A curriculum in a folder: where it stands.
@@ -152,9 +157,11 @@ class Run:
             run = cls(output, found, **facts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-        # Stages that are over may differ: they were not longer than they are.
-        if found[run.number :] != stages[run.number :] or run.seed != seed:
+        # Stages that are over may differ, and those to come in their steps: the rate falls over
+        # the last of them.
+        if _but_steps(found[run.number :]) != _but_steps(stages[run.number :]) or run.seed != seed:
             raise ValueError(f"{output} holds a run of seed {run.seed} and stages {found}")
+        run.stages = found[: run.number] + stages[run.number :]
         return run
 
     @property

@@ -59,6 +59,9 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         Run.of(tmp_path, one, seed=2)
     with pytest.raises(ValueError, match="holds a run of seed 1 and stages"):
         Run.of(tmp_path, other, seed=1)
+    # Stages may become longer or shorter.
+    longer = [one[0], Stage("hard", 0.5, 2, 400)]
+    assert Run.of(tmp_path, longer, seed=1).stages == longer
     # What is over is over: the stages to come are those that must agree.
     Run(tmp_path, one, seed=1, number=1).save(None)
     assert Run.of(tmp_path, other, seed=1).number == 1
