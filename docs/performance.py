@@ -34,6 +34,7 @@ NAMES = {
 }
 ANY_ORDER = "/any-order"  # of implementations whose forward pass is that of the one without it
 RENAMED = {"contender": "implementation"}  # keys of older records
+UNITS = {"matrix units": "tensor cores"}  # in older records
 SHOWN = ("sparseflash", "flash4", "flex")  # in the table of the README
 DIRECTIONS = ("forward", "backward")
 Rows = list[dict]
@@ -180,7 +181,8 @@ def counters(record: dict) -> str:
         for row in record["rows"]
     ]
     return table(
-        ["mask", "implementation", "kernel", "cycles", *(f"{u}, %" for u in units)], lines
+        ["mask", "implementation", "kernel", "cycles", *(f"{UNITS.get(u, u)}, %" for u in units)],
+        lines,
     )
 
 
@@ -337,10 +339,17 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
             name,
             "Host time of a call",
             "Microseconds of a small call, so that the host is what takes time, forward and "
-            "backward. Where torch's autograd engine has no column, ours includes it.",
+            f"backward.{remark}",
             host_time,
         )
-        for name in ("host-time", "overhead")
+        for name, remark in (
+            ("host-time", ""),
+            (
+                "overhead",
+                " Measured before dispatch was rewritten, and not since; ours includes torch's "
+                "autograd engine.",
+            ),
+        )
     ),
     (
         "counters",
