@@ -91,7 +91,7 @@ MIN_COVERAGE_OF_64 = {
 # Mean blocks in a row of keys from which on the fused backward kernel takes less time than that of
 # dQ and that of dK and dV: it does at 8, and does not at 6.
 MIN_FUSED_BLOCKS = 7
-# Widths of tiles by whether there is dropout, for which wider ones leave no registers.
+# Tile widths of the fused kernel, without and with dropout; wider ones have too few registers.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64
 # Up to this head dim other kernels multiply tiles of half the width; not measured which is faster.

@@ -45,8 +45,7 @@ def sync_warp(BARRIER: gl.constexpr):
     _run(_barrier_asm("sync", BARRIER, 32))
 
 
-# A number that is known at run time alone would be no part of Triton's cache key if it were a
-# global one: the id is part of the code.
+# The id is part of the assembly text, and so of Triton's cache key.
 @gluon.constexpr_function
 def _barrier_asm(what, barrier, threads):
     return f"bar.{what} {barrier}, {threads}; mov.b32 $0, $1;"

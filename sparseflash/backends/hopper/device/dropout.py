@@ -1,6 +1,6 @@
 """Dropout in the kernels: the bits of sparseflash.dropout, packed as those of a partial block.
 
-One Philox call serves four neighbouring keys of a query. Four threads share a row of an
+One Philox call serves a quad, four neighbouring keys of a query. Four threads share a row of an
 accumulator: each draws the bits of a quarter of its keys, and then they exchange them.
 """
 

@@ -49,7 +49,7 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 
 @gluon.jit
 def opaque(number):
-    """The number, which is the same in all threads, as one that the compiler knows nothing about.
+    """The same number, equal in all threads, as a value that the compiler cannot reason about.
 
     ptxas of CUDA 12.8 computes an address once for two branches, but only in the first of them.
     """

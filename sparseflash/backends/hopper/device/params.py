@@ -111,7 +111,7 @@ class Params(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What the mainloop of one warpgroup has as constants.
+    """Constants of the mainloop of one warpgroup.
 
     They are constexpr only while the tuple is passed as an argument, so it is built in the call.
 

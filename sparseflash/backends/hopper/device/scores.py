@@ -47,5 +47,5 @@ def modified_scores(products, params, bh, query_start, key_start, LAYOUT: gl.con
 
 @gluon.jit
 def tanh_by_element(x):
-    """score_mods.tanh, one element after another: step by step all of a tile has no registers."""
+    """score_mods.tanh, element by element: registers cannot hold the steps of a whole tile."""
     return gl.map_elementwise(tanh, x)

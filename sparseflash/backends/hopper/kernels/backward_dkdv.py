@@ -334,7 +334,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         if params.dropout.threshold is None:
             dp = minus_delta.load(COLUMN_LAYOUT)
             dp = gl.expand_dims(dp, 0).broadcast_to([WARPGROUP_M, WARPGROUP_M])
-        # First, for the compiler lets no product run while it sets what another is added to.
+        # dP first: no product runs while the compiler writes the initial accumulator of another.
         # dP^T - delta = V dO^T - delta: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
         dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, is_async=True)
         # S^T = K Q^T: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]

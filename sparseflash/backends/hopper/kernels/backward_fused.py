@@ -261,8 +261,8 @@ def adds_alternate_tiles(dq_buffers, key_buffers):
 
 @gluon.jit
 def load_operand_a(pipeline, buffer):
-    """This warpgroup's half of K or V as a left operand in registers, where products that read it
-    take no bandwidth of shared memory.
+    """This warpgroup's half of K or V as a left operand in registers: products that read it take
+    no bandwidth of shared memory.
     """
     LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
     return stage_matrix(pipeline, buffer).load(operand_a_layout(LAYOUT))
@@ -270,7 +270,7 @@ def load_operand_a(pipeline, buffer):
 
 @gluon.jit
 def store_gradient(descriptor, buffer, gradient, batch, head, token):
-    """Stores a gradient [64, D] as soon as what is on its way from the buffer has left it."""
+    """Stores a gradient [64, D] once TMA has read what was stored from the buffer before."""
     wait_for_stores(0)
     as_matrix(buffer).store(gradient.to(buffer.dtype))
     fence_async_shared()
@@ -442,7 +442,7 @@ def load_lse_delta(lse_delta_buffers, params, stage, key_start, key_length,
     the last one, whose P might be inf otherwise, and dQ NaN.
 
     Before any product is issued: a load from shared memory would wait behind all that products
-    read there, and the compiler lets none run while it sets what another is added to.
+    read there, and none runs while the compiler writes the initial accumulator of another.
     """
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     lse_log2 = lse_delta_buffers.index(2 * stage).reshape([WARPGROUP_M]).load(COLUMN_LAYOUT)
