@@ -94,6 +94,16 @@ def test_measured_choices_are_sorted_by_time():
     assert times == sorted(times)
 
 
+@pytest.mark.slow
+def test_order_on_a_cpu_is_right_for_nine_of_ten_pairs_that_differ_by_a_tenth():
+    workload = Workload(4096, head_dim=64, heads=2, dtype=torch.float32)
+    sizes = [block_sizes(text, workload, [128]) for text in families(4096, 128)[::2]]
+    found = measure([choice for (choice,) in sizes], workload, "cpu")
+    assert len(found) > 20
+    times = [(choice.predicted_ms, choice.measured_ms or 0.0) for choice in found]
+    assert ordered_share(times) >= 0.9
+
+
 def test_ordered_share_counts_pairs_that_differ():
     times = [(1.0, 1.0), (2.0, 1.05), (1.5, 2.0), (3.0, 3.0)]
     # (1, 2) differ by 5 % and do not count; of the other five only (2, 3) is in the wrong order.
