@@ -190,11 +190,11 @@ def _gaps(
 ) -> tuple[Gap, Gap]:
     """The gap of the forward and of the backward pass."""
     read = mask.reblock(backend.block_size_for(spec, mask))
-    made = variants(read)
+    without = variants(read)
     inputs = [x.clone().requires_grad_() for x in tensors]
     calls = {
         name: partial(attend, *inputs, mask=each)
-        for name, each in ({"called": mask, "device": mask, "full": full} | made).items()
+        for name, each in ({"called": mask, "device": mask, "full": full} | without).items()
         if name != "device" or spec.device.type != "cpu"
     }
     with torch.no_grad():
@@ -217,7 +217,7 @@ def _gaps(
             facts = {"dtype": spec.dtype, "backend": backend.name, "device": device}
             cost = io_model.attention(mask, spec.head_dim, direction=direction, **sizes, **facts)
             filled = cost.filled_waves
-        gaps.append(split(times, made, read.density, mask.density, filled))
+        gaps.append(split(times, without, read.density, mask.density, filled))
     return gaps[0], gaps[1]
 
 

@@ -112,7 +112,7 @@ def _windows(counts: Tensor, columns: int) -> Tensor:
 
 def split(
     measured: Mapping[str, Sequence[float]],
-    made: Mapping[str, BlockMask],
+    masks: Mapping[str, BlockMask],
     tile_density: float,
     density: float,
     filled: float,
@@ -122,7 +122,7 @@ def split(
     Args:
         measured: Milliseconds of "called", "device", "full" and of each of `variants`, in
             as many rounds. "device" is left out where it is the host.
-        made: The variants.
+        masks: Those of `variants`.
         tile_density: Of the mask in the blocks that the backend reads.
         density: Of the mask in its own blocks.
         filled: Share of the waves of work tiles that is filled.
@@ -131,20 +131,20 @@ def split(
     times = {name: median(found) for name, found in measured.items()}
     rounds = (dict(zip(measured, of, strict=True)) for of in zip(*measured.values(), strict=True))
     densities = tile_density, density
-    parts = _parts(times, made, *densities, filled)
-    in_rounds = [_parts(of_round, made, *densities, filled) for of_round in rounds]
+    parts = _parts(times, masks, *densities, filled)
+    in_rounds = [_parts(of_round, masks, *densities, filled) for of_round in rounds]
     noise = {name: max(abs(of[name] - cost) for of in in_rounds) for name, cost in parts.items()}
     return Gap(times["called"], times["full"] * density, parts, noise)
 
 
 def _parts(
     times: Mapping[str, float],
-    made: Mapping[str, BlockMask],
+    masks: Mapping[str, BlockMask],
     tile_density: float,
     density: float,
     filled: float,
 ) -> dict[str, float]:
-    blocks, twice = made["equal"].nnz_blocks, made["twice"].nnz_blocks
+    blocks, twice = masks["equal"].nnz_blocks, masks["twice"].nnz_blocks
     equal = times["equal"]
     of_blocks = equal
     if twice > blocks:

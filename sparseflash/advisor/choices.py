@@ -66,8 +66,8 @@ class Workload:
 
     def mask(self, pattern: Pattern | str, block_size: int) -> BlockMask:
         """The mask of a pattern in square blocks."""
-        made = as_pattern(pattern)(self.seq_len, block_size)
-        return made & as_pattern("causal()")(self.seq_len, block_size) if self.causal else made
+        mask = as_pattern(pattern)(self.seq_len, block_size)
+        return mask & as_pattern("causal()")(self.seq_len, block_size) if self.causal else mask
 
     def predicted_ms(self, mask: BlockMask) -> float:
         """The least time on the device."""
@@ -169,9 +169,9 @@ def search(
     if not 0 < connected <= 1:
         raise ValueError(f"connected must be above 0 and at most 1, got {connected}")
     texts = families(workload.seq_len, block_size) if patterns is None else patterns
-    made = [(text, workload.mask(text, block_size)) for text in texts]
+    compiled = [(text, workload.mask(text, block_size)) for text in texts]
     timed = sorted(
-        ((_choice(text, mask, workload), mask) for text, mask in made),
+        ((_choice(text, mask, workload), mask) for text, mask in compiled),
         key=lambda pair: pair[0].predicted_ms,
     )
     looked_at: list[Choice] = []

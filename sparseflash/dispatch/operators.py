@@ -46,7 +46,7 @@ _BACKWARD_SCHEMA = (
 )
 _DIFFERENTIABLE = ("query", "key", "value", "bias", "block_scores")
 
-_of_graphs: dict[str, AnyMask] = {}
+_masks_of_graphs: dict[str, AnyMask] = {}
 
 
 def is_traced(*tensors: Tensor) -> bool:
@@ -163,7 +163,7 @@ def _with_strides_of(result: Tensor, promised: Tensor) -> Tensor:
 def _(*arguments):
     bound = _bind(attention, arguments)
     query, mask = bound["query"], bound["mask"]
-    _of_graphs[mask] = find(mask)  # a graph may run as long as the process does
+    _masks_of_graphs[mask] = find(mask)  # a graph may run as long as the process does
     max_logits = empty_max_logits(query) if bound["max_logits"] else query.new_empty(0)
     return empty_out(query, bound["value"]), empty_max_logits(query), max_logits
 
