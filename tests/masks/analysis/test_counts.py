@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import masks
 from masks import BlockMask
 from masks.analysis.counts import attended_pairs, computed_pairs, keys_per_query
 
@@ -16,3 +17,7 @@ def test_counts_are_those_of_the_dense_masks(size):
     bq, bk = mask.block_size
     in_blocks = mask.to_blocks().repeat_interleave(bq, 1).repeat_interleave(bk, 2)
     assert computed_pairs(mask) == int(in_blocks[:, :90, :130].sum())
+
+
+def test_keys_past_the_end_of_full_blocks_do_not_count():
+    assert (keys_per_query(masks.full()((40, 50), 16)) == 50).all()

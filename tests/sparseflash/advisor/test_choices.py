@@ -113,6 +113,7 @@ def test_ordered_share_counts_pairs_that_differ():
 
 def test_pareto_front_has_what_nothing_surpasses():
     assert _pareto_front([3, 1, 2, 2], [5, 4, 4, 6]) == [(1, 4), (2, 6)]
+    assert _pareto_front([1, 2], [4, 4]) == [(1, 4)]
 
 
 def test_plots_are_pictures(tmp_path):
