@@ -1,5 +1,6 @@
 """The public function: block-sparse attention, exact, for any mask."""
 
+from collections.abc import Sequence
 from typing import Literal, Unpack, cast, overload
 
 import torch
@@ -24,6 +25,7 @@ from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.merge import with_sinks, without_pairs
 from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywords
+from sparseflash.score import checked_score_tensors
 
 
 @overload
@@ -54,6 +56,7 @@ def attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
+    score_tensors: Sequence[Tensor] = (),
     return_lse: bool = False,
     return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],
@@ -96,6 +99,9 @@ def attention(
             counts it, and a query without a key gets out 0 and the sink for its lse.
         seed: Of dropout: the same seed drops the same pairs on every backend. Without one it is
             drawn from torch's default generator.
+        score_tensors: Those that the score function reads, floating-point or integers as it
+            declares them, without gradient: see ScoreFunction.from_torch. The backend hopper
+            takes none.
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
             the largest of its masked scores S, sinks not among them. LSE does not tell it. Its
@@ -136,16 +142,20 @@ def attention(
         bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     if sinks is not None:
         check_sinks(sinks, query)
+    read = None
+    if checked.score is not None or score_tensors:
+        read = checked_score_tensors(checked.score, score_tensors, query)
     seed_tensor = checked_seed(seed, checked.dropout_p)
     if plan is not None:
         lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)
+        call.score_tensors = read
         if return_max_logits:
             call.max_logits = empty_max_logits(query)
         out, lse = run(call, query, key, value, block_scores)
         max_logits = call.max_logits
     elif query.numel() and key.numel():
-        rest = (bias, block_scores, key_lengths, seed_tensor, return_max_logits)
+        rest = (bias, block_scores, key_lengths, seed_tensor, return_max_logits, read)
         out, lse, max_logits = traced_attention(query, key, value, mask, *rest, checked)
     else:
         out, lse = without_pairs(query, key, value)

@@ -1,9 +1,9 @@
 """What a call would do, and whether it pays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.gap import Gap, alternating, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
+from sparseflash.score import checked_score_tensors
 
 SECONDS = 0.2  # of measurement for each time
 
@@ -115,6 +116,7 @@ def explain(
     key_lengths: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_tensors: Sequence[Tensor] = (),
     return_max_logits: bool = False,
     measure: bool = False,
     **options: Unpack[OptionKeywords],
@@ -122,8 +124,8 @@ def explain(
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
 
     Args:
-        query, key, value, mask, key_lengths, bias, sinks, return_max_logits, **options: As in
-            sparseflash.attention.
+        query, key, value, mask, key_lengths, bias, sinks, score_tensors, return_max_logits,
+            **options: As in sparseflash.attention.
         measure: Also time the call, the full mask and torch's dense attention, each forward and
             backward, with the options of the call (without maximum logits; torch's also without
             softcap, score, bias, sinks and key_lengths); and split what the mask takes longer than
@@ -144,6 +146,7 @@ def explain(
     fitted = fitted_mask(checked_mask(mask), query, key)
     facts = CallFacts(key_lengths is not None, bias is not None, max_logits=return_max_logits)
     spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
+    checked_score_tensors(spec.score, score_tensors, query)
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:
         chosen = select(spec, fitted)
@@ -159,7 +162,8 @@ def explain(
     if not measure:
         return explanation
 
-    tensors = {"key_lengths": key_lengths, "bias": bias, "sinks": sinks}
+    tensors: dict[str, Any] = {"key_lengths": key_lengths, "bias": bias, "sinks": sinks}
+    tensors["score_tensors"] = score_tensors
     attend = partial(attention, **tensors, **(options | {"backend": chosen.name}))
     full = FULL(fitted.seq_len, fitted.block_size, query.device)
     dense = partial(

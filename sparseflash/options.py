@@ -1,6 +1,7 @@
 """The scalar arguments of attention: listed, documented and checked here alone."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, TypedDict
@@ -36,6 +37,7 @@ class AttentionKeywords(CallKeywords, total=False):
     """The keywords of attention but those that ask for more results."""
 
     key_lengths: Tensor | None
+    score_tensors: Sequence[Tensor]
     bias: Tensor | None
 
 

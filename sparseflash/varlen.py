@@ -1,5 +1,6 @@
 """Attention over sequences that are packed one after another."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, Unpack, overload
 
@@ -47,6 +48,7 @@ def attention_varlen(
     *,
     sinks: Tensor | None = None,
     seed: int | None = None,
+    score_tensors: Sequence[Tensor] = (),
     return_lse: bool = False,
     return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],
@@ -67,7 +69,7 @@ def attention_varlen(
         mask: Which pairs of a document attend: at its own lengths a Pattern, its text as
             masks.parse reads it, or None for all of them; or a BlockMask or DynamicMask of the
             packed lengths (total_q, total_k), of which the pairs within documents attend.
-        sinks, seed, return_lse, return_max_logits: As in sparseflash.attention.
+        sinks, seed, score_tensors, return_lse, return_max_logits: As in sparseflash.attention.
         **options: Those of AttentionOptions. A score function is given the places of tokens among
             all documents.
 
@@ -106,6 +108,7 @@ def attention_varlen(
         packed,
         sinks=sinks,
         seed=seed,
+        score_tensors=score_tensors,
         return_lse=return_lse,
         return_max_logits=return_max_logits,  # pyright: ignore[reportArgumentType]
         **options,

@@ -1,5 +1,6 @@
 """Kernels compiled ahead of the first call that needs them."""
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -19,6 +20,7 @@ from sparseflash.dispatch.compile import compile_passes
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OptionKeywords
+from sparseflash.score import checked_score_tensors
 
 
 def warmup(
@@ -35,6 +37,7 @@ def warmup(
     key_lengths: bool = False,
     bias: Tensor | None = None,
     max_logits: bool = False,
+    score_tensors: Sequence[Tensor] = (),
     **options: Unpack[OptionKeywords],
 ) -> None:
     """Compiles the kernels of `attention` in parallel, before a call needs them.
@@ -59,7 +62,7 @@ def warmup(
         device: That of the calls.
         backward: Whether gradients of query, key and value will be asked for.
         key_lengths: Whether the calls will have key lengths.
-        bias: As in `attention`.
+        bias, score_tensors: As in `attention`.
         max_logits: Whether the calls will ask for the maximum logits.
         **options: As in `attention`.
 
@@ -87,6 +90,7 @@ def warmup(
         facts = CallFacts(key_lengths, bias is not None, *gradients, max_logits=max_logits)
         plan = find_plan(query, key, value, mask, options, facts)
         call = Call(plan)
+        call.score_tensors = checked_score_tensors(plan.spec.score, score_tensors, query)
         if max_logits:
             call.max_logits = empty_max_logits(query)
         if key_lengths:

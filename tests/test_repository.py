@@ -62,6 +62,7 @@ ABOUT_NO_MODULE = {
     "sparseflash/test_masks_of_key_heads.py",
     "sparseflash/test_max_logits.py",
     "sparseflash/test_sanitizer.py",
+    "sparseflash/test_score_tensors.py",
     "sparseflash/test_value_dim.py",
 }
 

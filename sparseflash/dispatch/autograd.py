@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from sparseflash.arguments import is_plain
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.compile import compile_before_first_call
+from sparseflash.score import ScoreTensors
 
 
 def run(
@@ -48,7 +49,8 @@ class _BlockSparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, bias, block_scores, call):
         out, lse = call.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse, call.key_lengths, bias)
+        read = () if call.score_tensors is None else call.score_tensors.tensors
+        ctx.save_for_backward(query, key, value, out, lse, call.key_lengths, bias, *read)
         ctx.plan, ctx.seed = call.plan, call.seed
         ctx.set_materialize_grads(False)
         return out, lse
@@ -60,6 +62,8 @@ class _BlockSparseAttention(torch.autograd.Function):
         grad_out, grad_lse = _plain("out", grad_out), _plain("lse", grad_lse)
         tensors = ctx.saved_tensors
         saved, call = tensors[:5], Call(ctx.plan, tensors[5], ctx.seed, tensors[6])
+        if len(tensors) > 7:
+            call.score_tensors = ScoreTensors(tensors[7:])
         needs = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # the gradients may be differentiated once more
             grads = _Gradients.apply(call, needs, grad_out, grad_lse, *saved)

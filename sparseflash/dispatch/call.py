@@ -10,6 +10,7 @@ from torch import Tensor
 from masks.lookup_table import LookupTable
 from masks.registry import Cache
 from sparseflash.dispatch.spec import AttentionSpec
+from sparseflash.score import ScoreTensors
 
 if TYPE_CHECKING:
     from sparseflash.backends.base import Backend
@@ -74,6 +75,7 @@ class Call:
         positions: Where its tokens stand in a longer sequence, whose bias it then has; None for a
             call of a whole one.
         max_logits: Where its forward pass writes the maximum logits, like lse; None if nowhere.
+        score_tensors: What its score function reads; None if that is nothing.
     """
 
     plan: Plan
@@ -82,6 +84,7 @@ class Call:
     bias: Tensor | None = None
     positions: Positions | None = None
     max_logits: Tensor | None = None
+    score_tensors: ScoreTensors | None = None
 
     @property
     def spec(self) -> AttentionSpec:

@@ -22,7 +22,7 @@ from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.options import OPTION_NAMES, AttentionOptions
-from sparseflash.score import ScoreFunction
+from sparseflash.score import ScoreFunction, ScoreTensors
 
 _TYPES = {
     float: "float",
@@ -36,7 +36,7 @@ _TYPES = {
 # seed: int64 () on the CPU, None without dropout; max_logits: whether the third result is them or
 # empty.
 _REST = "Tensor? bias, Tensor? block_scores, Tensor? blocks, str mask, Tensor? key_lengths, " + (
-    "Tensor? seed, bool max_logits, "
+    "Tensor? seed, bool max_logits, Tensor[] score_tensors, "
     + ", ".join(f"{_TYPES[f.type]} {f.name}" for f in fields(AttentionOptions))
 )
 _SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor, Tensor)"
@@ -74,6 +74,7 @@ def traced_attention(
     key_lengths: Tensor | None,
     seed: Tensor | None,
     max_logits: bool,
+    score_tensors: ScoreTensors | None,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, maximum logits) of checked arguments through the operator
@@ -87,12 +88,14 @@ def traced_attention(
         key_lengths: Checked key lengths.
         seed: int64 () on the CPU, None without dropout.
         max_logits: Whether the maximum logits are wanted; else they are empty.
+        score_tensors: Checked score tensors.
         options: Those of the call.
     """
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
     rest = (bias, block_scores, blocks, handle, key_lengths, seed, max_logits)
-    rest = (*rest, *options.as_dict().values())
+    read = [] if score_tensors is None else [*score_tensors.tensors]
+    rest = (*rest, read, *options.as_dict().values())
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         from sparseflash.dispatch import transforms  # imports torch's compiler
 
@@ -139,7 +142,7 @@ def _bind(operator, arguments: tuple) -> dict[str, Any]:
 def _call(bound: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> Call:
     """needs: whether the gradients of bias and of block_scores are wanted."""
     mask, seed = find(bound["mask"]), bound["seed"]
-    return plan_call(
+    call = plan_call(
         *(bound["query"], bound["key"], bound["value"]),
         mask if bound["blocks"] is None else mask.select(bound["blocks"]),
         key_lengths=bound["key_lengths"],
@@ -150,6 +153,9 @@ def _call(bound: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> C
         max_logits=bound["max_logits"],
         **{name: bound[name] for name in OPTION_NAMES},
     )
+    if bound["score_tensors"]:
+        call.score_tensors = ScoreTensors(bound["score_tensors"])
+    return call
 
 
 def _with_strides_of(result: Tensor, promised: Tensor) -> Tensor:
@@ -190,13 +196,17 @@ def save_for_backward(ctx, inputs, output):
 def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_backward):
     """The gradient of each argument of operators.attention, None where it has none."""
     needs = ctx.needs_input_grad
+    nothing = tuple([None] * len(x) if isinstance(x, list) else None for x in needs)
     if grad_out is None and grad_lse is None:
-        return (None,) * len(needs)
+        return nothing
     bound = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
     bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": list(needs[:5])}
     names = [argument.name for argument in attention_backward._opoverload._schema.arguments]
     grads = iter(backward(*(bound[name] for name in names)))
-    return tuple(next(grads) if needed else None for needed in needs)
+    return tuple(
+        next(grads) if needed is True else none
+        for needed, none in zip(needs, nothing, strict=True)
+    )
 
 
 attention.register_autograd(differentiate, setup_context=save_for_backward)
@@ -225,6 +235,8 @@ def _folded(operator, info, in_dims, arguments):
         raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
     if bound["blocks"] is not None:
         raise NotImplementedError("mask must not be a DynamicMask under vmap")
+    if bound["score_tensors"]:
+        raise NotImplementedError("score_tensors must be none under vmap")
     folded = (
         _into_batch(x, dims[name], info.batch_size)
         if isinstance(x, Tensor) and name != "bias"

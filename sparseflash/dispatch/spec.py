@@ -10,6 +10,7 @@ from torch import Tensor
 
 from masks.mask_batch import CompiledMask
 from sparseflash.options import AttentionOptions
+from sparseflash.score import named
 
 FEW_QUERIES = 16  # the least side of a block: so many queries are one block row of any mask
 
@@ -156,6 +157,7 @@ POSITIONS = "dropout, score function or bias of a part of a sequence"
 _ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
     "softcap": lambda spec: spec.softcap is not None,
     "score function": lambda spec: spec.score is not None,
+    "score tensors": lambda spec: spec.score is not None and bool(named(spec.score).tensors),
     "bias": lambda spec: spec.bias,
     "gradient of bias": lambda spec: spec.differentiates_bias,
     "mask of each batch element": lambda spec: spec.mask_batch > 1,

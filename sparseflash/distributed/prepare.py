@@ -27,6 +27,7 @@ from sparseflash.dispatch.spec import CallFacts
 from sparseflash.distributed.part import Heads, Part, Step, count
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
+from sparseflash.score import checked_score_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +148,7 @@ def prepare(
     plan.check_length("query", query, rank, 2)
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
+    checked_score_tensors(checked.score, (), query)  # ranks take no score function that reads any
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
     if bias is not None:

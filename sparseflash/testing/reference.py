@@ -6,6 +6,7 @@ out (batch, heads, q_len, value_dim); lse (batch, heads, q_len).
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from einops import einsum, repeat
@@ -24,6 +25,7 @@ def standard_attention(
     scale: float | None = None,
     softcap: float | None = None,
     score: ScoreFunction | None = None,
+    score_tensors: Sequence[Tensor] = (),
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -44,7 +46,7 @@ def standard_attention(
         value: (batch, kv_heads, k_len, value_dim).
         mask: bool, broadcastable to (batch, heads or kv_heads, q_len, k_len), True means attend;
             or anything with a .to_dense() that returns such a tensor; None for all pairs.
-        scale, softcap, score, bias, sinks, dropout_p, key_lengths, seed: As in
+        scale, softcap, score, score_tensors, bias, sinks, dropout_p, key_lengths, seed: As in
             sparseflash.attention.
         dtype: Of the products and of `out`; the softmax and lse are float32 at least.
 
@@ -67,7 +69,8 @@ def standard_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if score is not None:
-        scores = score.of_tensors(scores, *_indices(scores))[0].to(dtype)
+        read = [x.to(scores.dtype) if x.is_floating_point() else x for x in score_tensors]
+        scores = score.of_tensors(scores, *_indices(scores), *read)[0].to(dtype)
     if bias is not None:
         scores = scores + _by_pair(bias, query.shape[2], key.shape[2]).to(dtype)
     scores = scores.masked_fill(~allowed, -math.inf)

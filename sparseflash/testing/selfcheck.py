@@ -84,7 +84,8 @@ class Case:
 
         def attend(query, key, value):
             chosen = {"mask": mask, "backend": self.backend}
-            return attention(query, key, value, return_lse=True, **chosen, **options)
+            out, lse = attention(query, key, value, return_lse=True, **chosen, **options)
+            return out, lse
 
         check_attention(attend, query, key, value, mask, grad_out=grad_out, **options)
 

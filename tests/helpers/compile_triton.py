@@ -31,7 +31,7 @@ from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton_common import launcher, relaunch
 from sparseflash.dispatch.call import empty_max_logits
 from sparseflash.dispatch.compile import _compiled
-from sparseflash.score import ScoreFunction
+from sparseflash.score import ScoreFunction, ScoreTensors
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
     SHARED_MEMORY,
@@ -57,6 +57,14 @@ def bent(score, batch, head, query, key):
 BENT = ScoreFunction.from_torch("bent", bent)
 
 
+def reading(score, batch, head, query, key, table, document):
+    near = score + table[head, key - query]
+    return torch.where(document[batch, query] == document[batch, key], near, -torch.inf)
+
+
+READING = ScoreFunction.from_torch("reads tensors", reading, (float, int))
+
+
 def call(
     which, query, mask, *, key_lengths=None, kv_heads=None, value_dim=None, bias=None, **facts
 ):
@@ -73,6 +81,8 @@ def call(
         bias = None if bias is None else bias[:, :seq_len]
     given = {"key_lengths": key_lengths, "seed": 1, "bias": bias, "scale": 1.0}
     call = call_on(triton_backend, query, key, mask, value=value, **given, **facts)
+    if call.spec.score == READING.name:
+        call.score_tensors = ScoreTensors([torch.zeros(2, 9), torch.zeros(2, 9).long()])
     if call.spec.max_logits:
         call.max_logits = empty_max_logits(query)
     if which in ("forward", "decode"):
@@ -116,6 +126,7 @@ def first_choices(architecture: int):
             (torch.float16, 40, {"dropout_p": 0.1}),
             (torch.bfloat16, 64, {"softcap": 20.0, "bias": True}),
             (torch.bfloat16, 64, {"score": BENT.name}),
+            (torch.bfloat16, 128, {"score": READING.name}),
         ):
             yield which, dtype, head_dim, best(which, dtype, head_dim), options
     yield "ds_sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64), {"bias": True}

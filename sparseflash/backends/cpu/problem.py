@@ -38,6 +38,7 @@ class Problem:
     def __init__(self, chunk: Chunk, call: Call):
         table, self._spec, self._bias = call.table, call.spec, call.bias
         self._chunk, self._seed, self._positions = chunk, call.seed, call.positions
+        self._score_tensors = () if call.score_tensors is None else call.score_tensors.tensors
         self._block_q, self._block_k = rows_of_block(table, call.spec), table.block_size[1]
         self._rows, self._columns = table.by_query.num_rows, table.by_key.num_rows
         self._query_blocks = chunk.query_blocks.flatten()
@@ -139,7 +140,8 @@ class Problem:
             scores.tanh_().mul_(cap * LOG2E)
         if self._spec.score is not None:
             function = named(self._spec.score)
-            changed, of_score = function.of_tensors(scores / LOG2E, *self._pairs(part))
+            read = (*self._pairs(part), *self._score_tensors)
+            changed, of_score = function.of_tensors(scores / LOG2E, *read)
             scores.copy_(changed).mul_(LOG2E)
             derivative = of_score if derivative is None else derivative * of_score
         if self._bias is not None:

@@ -412,8 +412,9 @@ def kernel_variant(
         config = replace(config, bm=min(config.bm, 64), registers=None)
     if dropout or has_derivative:
         config = with_more_warps(config, pass_name, widest)
-    if bias and (pass_name != "decode" or config.bm > 16):
-        # A bias for every pair of a tile takes registers, and a pipeline would store them in
+    reads = bias or (score is not None and bool(named(score).tensors))
+    if reads and (pass_name != "decode" or config.bm > 16):
+        # What is read for every pair of a tile takes registers, and a pipeline would store it in
         # shared memory for every stage.
         bm, warps = min(config.bm, 64), max(8, config.warps)
         config = replace(config, bm=bm, warps=warps, stages=1, registers=None)

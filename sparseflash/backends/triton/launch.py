@@ -12,6 +12,7 @@ from torch import Tensor
 from masks.lookup_table import BlockLists
 from sparseflash import dropout
 from sparseflash.backends.triton.configs import Config, kernel_variant, resident_programs
+from sparseflash.backends.triton.kernels.signature import OF_SCORES
 from sparseflash.backends.triton_common.arguments import descriptor_of, table_arguments
 from sparseflash.backends.triton_common.constants import (
     ALIGNMENT,
@@ -24,6 +25,7 @@ from sparseflash.dispatch.spec import AttentionSpec
 
 MAX_TILE = 256
 MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
+NO_SCORE_TENSORS = (None, None, None)
 RANK = 4  # of query, key and value: each comes with so many strides
 # The tensors that the loop of a pass reads, for which its kernel takes descriptors: one with the
 # dims of query and key, then one with those of value.
@@ -167,13 +169,15 @@ def launch_pass(
     """Launches the kernel of a pass.
 
     Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads;
-    `others`; the table; key_lengths; bias and its stride; sizes; scalars; constants.
+    `others`; the table; key_lengths; bias and its stride; score tensors; sizes; scalars;
+    constants.
 
     Args:
         tensors: Those of prepare_pass.
         grid: By default a program for each tile of rows.
     """
     key_lengths, bias = call.key_lengths, call.bias
+    score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
     streamed = [tensors[name] for name in prepared.streamed]
     bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
 
@@ -190,20 +194,20 @@ def launch_pass(
             ],
             *others,
             *table_arguments(rows, table.bit_tiles, table),
-            *(key_lengths, bias, bias_stride),
+            *(key_lengths, bias, bias_stride, *score_tensors),
             *sizes,
             *(scale_log2, softcap, call.seed, threshold, keep_scale),
         )
-        missing = tuple([x is None for x in (*others, key_lengths)])
+        missing = tuple([x is None for x in (*others, key_lengths, *score_tensors)])
         variant = (prepared.variant, missing)
         strided = len(tensors) * (1 + RANK)
         names = kernel.arg_names[strided : strided + len(streamed) + len(others)]
-        changing = (*tensors, *names, "key_lengths", "bias", "seed")
+        changing = (*tensors, *names, "key_lengths", *OF_SCORES, "seed")
         return Launch(grid or every_tile, arguments, variant, prepared.constants, changing)
 
     values = [
         x.data_ptr() if isinstance(x, Tensor) else None
-        for x in (*tensors.values(), *streamed, *others, key_lengths, bias)
+        for x in (*tensors.values(), *streamed, *others, key_lengths, bias, *score_tensors)
     ]
     facts = [Tensor if isinstance(x, Tensor) else x for x in others]
     launch_cached(

@@ -11,6 +11,18 @@ import triton.language as tl
 from sparseflash.backends.triton_common.constants import LN2, LOG2E
 
 
+class ScorePointers(NamedTuple):
+    """Where a score function finds its tensors, each None where there are none.
+
+    floats, integers: all of them that are float and int, one after another
+    layout: of each tensor where it begins among them, then its sizes: int64
+    """
+
+    floats: tl.tensor
+    integers: tl.tensor
+    layout: tl.tensor
+
+
 class ScoreMods(NamedTuple):
     """What becomes of the products Q K^T; its constants are some only while it is passed as an
     argument: an assignment would make them run-time values.
@@ -18,6 +30,7 @@ class ScoreMods(NamedTuple):
     scale_log2: scale * log2(e); softcap: of the soft cap, if SOFTCAP
     biases: pointer to the biases of the head, or None
     batch, head: those of the tile, head one or a column of them
+    pointers: ScorePointers
     SCORE: the score function, or None
     """
 
@@ -28,6 +41,7 @@ class ScoreMods(NamedTuple):
     head: tl.tensor
     q_len: tl.tensor
     k_len: tl.tensor
+    pointers: tl.tensor
     SOFTCAP: tl.constexpr
     SCORE: tl.constexpr
 
@@ -76,7 +90,15 @@ def apply_score_mod(
     else:
         scores = products * mods.scale_log2
     if mods.SCORE is not None:
-        scores, score_derivative = mods.SCORE(scores * LN2, mods.batch, mods.head, queries, keys)
+        if mods.pointers.layout is None:
+            scores, score_derivative = mods.SCORE(
+                scores * LN2, mods.batch, mods.head, queries, keys
+            )
+        else:
+            scores, score_derivative = mods.SCORE(
+                scores * LN2, mods.batch, mods.head, queries, keys,
+                mods.pointers.floats, mods.pointers.integers, mods.pointers.layout,
+            )  # fmt: skip
         scores *= LOG2E
         derivative *= score_derivative
     if mods.biases is not None:

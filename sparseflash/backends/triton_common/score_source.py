@@ -7,6 +7,7 @@ the same ones serve a tile.
 import linecache
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from operator import getitem
 from typing import Any
 
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import fx
 
 ARGUMENTS = ("score", "batch", "head", "query", "key")
+TENSORS = ("floats", "integers", "layout")
 
 # What each operation of torch is in Triton. {0}, {1}, ... are its arguments.
 EXPRESSIONS = {
@@ -38,6 +40,7 @@ EXPRESSIONS = {
     "bitwise_not": "(~{0})", "logical_not": "({0} == 0)",
 }  # fmt: skip
 OF_FLOATS = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "sigmoid", "tanh"}
+READ = "_read"  # of sparseflash.score: an entry of a score tensor
 CONSTANTS = {"full_like": 1, "full": 1, "scalar_tensor": 0}  # where the number is
 TYPES = {
     torch.float32: "tl.float32", torch.float64: "tl.float32", torch.int64: "tl.int32",
@@ -68,44 +71,67 @@ def floor_divide(a, b):
     return (a - remainder(a, b)) // b
 
 
+@triton.jit
+def nearest(index, size):
+    """The nearest index that there is, of sizes from 1 on."""
+    return tl.minimum(tl.maximum(index, 0), tl.load(size) - 1)
+
+
 class UntranslatableError(ValueError):
     """A function has an operation that is not translated; the message names it."""
 
 
-def triton_function(name: str, graph: fx.Graph, constants: Callable[[str], Any]) -> Any:
+def triton_function(
+    name: str,
+    graph: fx.Graph,
+    constants: Callable[[str], Any],
+    tensors: tuple[tuple[type, int], ...] = (),
+) -> Any:
     """The jit function of a traced function, (score, batch, head, query, key) -> (f, derivative).
+
+    With score tensors its last arguments are the pointers of score_mods.ScorePointers.
 
     Args:
         name: Of the score function.
         graph: Of operations of aten on single numbers.
         constants: The value of an attribute of the graph.
+        tensors: Those of the ScoreFunction.
 
     Raises:
         UntranslatableError: The graph has an operation or a constant that is not translated.
     """
-    source = triton_source(graph, constants)
+    source = triton_source(graph, constants, tensors)
     filename = f"<score function {name}>"
     # Triton reads the source of a function; nothing else keeps that of one made of a text.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space = {
         "__name__": f"sparseflash.score.{name}",
         **{"tl": tl, "sign": sign, "tanh": tanh},
-        **{"remainder": remainder, "floor_divide": floor_divide},
+        **{"remainder": remainder, "floor_divide": floor_divide, "nearest": nearest},
     }
     exec(compile(source, filename, "exec"), space)
     return triton.jit(space["score_function"])
 
 
-def triton_source(graph: fx.Graph, constants: Callable[[str], Any]) -> str:
+def triton_source(
+    graph: fx.Graph,
+    constants: Callable[[str], Any],
+    tensors: tuple[tuple[type, int], ...] = (),
+) -> str:
     """The definition of the function, one line an operation."""
     lines, names, of_score = [], {}, set()
-    placeholders = iter(ARGUMENTS)
+    begins = accumulate([1 + dims for _, dims in tensors], initial=0)
+    kinds = ["floats" if kind is float else "integers" for kind, _ in tensors]
+    placeholders = iter([*ARGUMENTS, *zip(kinds, begins, strict=False)])
     for node in graph.nodes:
         if node.op == "placeholder":
             names[node] = next(placeholders)
             of_score |= {node} if names[node] == "score" else set()
         elif node.op == "get_attr":
             names[node] = _constant(constants(node.target), node.target)
+        elif node.op == "call_function" and getattr(node.target, "__name__", "") == READ:
+            names[node] = f"v{len(lines)}"
+            lines.append(f"{names[node]} = {_read(node, names)}")
         elif node.op == "call_function" and _name_of(node.target) in CONSTANTS:
             names[node] = _number(node)
         elif node.op == "call_function":
@@ -117,7 +143,20 @@ def triton_source(graph: fx.Graph, constants: Callable[[str], Any]) -> str:
             tile = "" if function in of_score else " + score * 0.0"
             lines.append(f"return {names[function]}{tile}, {names[derivative]}")
     body = "".join(f"    {line}\n" for line in lines)
-    return f"def score_function({', '.join(ARGUMENTS)}):\n{body}"
+    arguments = [*ARGUMENTS, *(TENSORS if tensors else ())]
+    return f"def score_function({', '.join(arguments)}):\n{body}"
+
+
+def _read(node: fx.Node, names: dict[fx.Node, Any]) -> str:
+    """An entry of a score tensor, whose sizes follow its place in the layout."""
+    arguments: Any = node.args
+    stand_in, indices = arguments
+    pointer, begin = names[stand_in]
+    place = "0"
+    for size, index in enumerate(indices, begin + 1):
+        entry = f"nearest({names[index]}, layout + {size})"
+        place = entry if place == "0" else f"({place}) * tl.load(layout + {size}) + {entry}"
+    return f"tl.load({pointer} + (tl.load(layout + {begin}) + {place}))"
 
 
 def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:

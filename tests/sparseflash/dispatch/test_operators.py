@@ -127,9 +127,9 @@ def test_opcheck(backend, strides):
     plain = (None, None, None, 0.0, "ieee", True, backend)
     others = (0.3, 5.0, None, 0.2, "tf32", True, backend)
     for rest in (
-        (None, None, None, handle, None, None, False, *plain),
-        (bias, None, None, handle, lengths, seed, True, *others),
-        (None, scores, chosen.blocks, chosen.support.handle, None, None, False, *plain),
+        (None, None, None, handle, None, None, False, [], *plain),
+        (bias, None, None, handle, lengths, seed, True, [], *others),
+        (None, scores, chosen.blocks, chosen.support.handle, None, None, False, [], *plain),
     ):
         torch.library.opcheck(operators.attention, (*tensors, *rest))
 

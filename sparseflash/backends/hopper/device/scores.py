@@ -8,6 +8,7 @@ from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.triton_common.score_mods import (
     ScoreMods,
+    ScorePointers,
     apply_score_mod,
     bias_of_head,
     tanh,
@@ -40,6 +41,7 @@ def modified_scores(products, params, bh, query_start, key_start, LAYOUT: gl.con
         ScoreMods(params.scale_log2, params.score_params.softcap,
                   bias_of_head(params.score_params.bias, params.score_params.bias_stride, head),
                   batch, head, params.sizes.q_len, params.sizes.k_len,
+                  ScorePointers(None, None, None),
                   params.score_params.softcap is not None, params.score_function),
         TRANSPOSED, tanh_by_element,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from sparseflash.backends.triton.kernels.block_lists import Sizes, Table
 from sparseflash.backends.triton_common.arguments import unspecialized_arguments
 
 OF_ROWS = ("lse", "max_logits", "grad_lse")
+OF_SCORES = ("bias", "score_floats", "score_integers", "score_layout")
 
 
 def unspecialized(*tensors: str) -> dict[str, list[str]]:
@@ -16,5 +17,5 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return unspecialized_arguments(
         integers=[*strides, *Sizes._fields, "bias_head", "batches", "splits"],
-        alignments=[*dim_strides, *Table._fields, *OF_ROWS, "key_lengths", "bias"],
+        alignments=[*dim_strides, *Table._fields, *OF_ROWS, "key_lengths", *OF_SCORES],
     )
