@@ -56,7 +56,7 @@ def _figure_2(panels: dict[str, list["Row"]]) -> Figure:
         )
         axes[row, 1].set_yscale("linear")
         axes[row, 1].autoscale()
-        axes[row, 1].set_ylim(bottom=0)
+        axes[row, 1].set_ylim(0, 1.1 * axes[row, 1].dataLim.y1)
         axes[row, 2].invert_xaxis()
     left, middle, right = (panels[name][0] for name in ("left", "middle", "right"))
     axes[0, 0].set_title(f"FlashAttention and standard\n{_size(left)}", fontsize=9)
@@ -65,16 +65,20 @@ def _figure_2(panels: dict[str, list["Row"]]) -> Figure:
     axes[1, 1].set_xlabel("block size (tokens)")
     axes[1, 2].set_xlabel("density s")
     axes[0, 1].legend(fontsize=8, frameon=False)
-    figure.suptitle("Forward and backward pass: time and bytes, predicted and measured")
+    measured = any(row.measured_ms is not None for rows in panels.values() for row in rows)
+    what = "predicted and measured" if measured else "predicted"
+    figure.suptitle(f"Forward and backward pass: time and bytes, {what}")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     return figure
 
 
 def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]) -> None:
     names = list(dict.fromkeys(row.implementation for row in rows))
+    drawn = 0
     for i, field in enumerate(fields):
         heights = [_both([r for r in rows if r.implementation == name], field) for name in names]
         if not math.isnan(heights[0]):
+            drawn += 1
             where = [n + 0.4 * i for n in range(len(names))]
             looks: tuple[dict[str, Any], ...] = (
                 {"color": "white", "edgecolor": COLOURS[0], "hatch": "//"},
@@ -86,7 +90,8 @@ def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]
     for name in names:
         gflop = _both([r for r in rows if r.implementation == name], "gflop")
         labels.append(f"{NAMES.get(name, name)}\n{gflop:,.0f} GFLOP")
-    ax.set_xticks([n + 0.2 for n in range(len(names))], labels, fontsize=8)
+    ax.set_xticks([n + 0.2 * (drawn - 1) for n in range(len(names))], labels, fontsize=8)
+    ax.margins(x=0.15)
     ax.set_ylabel(heading)
     ax.spines[["top", "right"]].set_visible(False)
 
