@@ -67,7 +67,7 @@ def attention(
     O = dropout(P) V
 
     Keys and values past key_lengths may hold anything, NaN too. So may, on the CPU, all that a
-    query does not attend. On a GPU masked pairs are multiplied by their weight, 0. So a NaN or
+    query does not attend. On a GPU masked pairs are multiplied by their P, 0. So a NaN or
     infinity reaches all queries of the block rows that have a non-zero block at that key, in
     blocks of the size that the kernel reads. In a key it reaches their gradients and, through a
     soft cap or score function, the gradient of the key; never out and lse. In a value it reaches

@@ -127,8 +127,9 @@ def counted(
 def scaled(counts: csr_array, rarity: np.ndarray) -> csr_array:
     """Rows of length 1, of log(1 + count) times the rarity of the item."""
     values = np.log1p(counts.data) * rarity[counts.indices]
-    rows = np.repeat(np.arange(counts.shape[0]), np.diff(counts.indptr))
-    norms = np.sqrt(np.bincount(rows, values**2, minlength=counts.shape[0]))
+    lengths = np.diff(counts.indptr)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    norms = np.sqrt(np.bincount(rows, values**2, minlength=len(lengths)))
     values = (values / norms[rows]).astype(np.float32)
     return csr_array((values, counts.indices, counts.indptr), shape=counts.shape)
 
@@ -156,9 +157,9 @@ def log2(power: int) -> int:
 
 def fit(features: csr_array, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Weights (features, classes) and biases of multinomial logistic regression."""
-    rows, width = features.shape
-    classes = int(labels.max()) + 1
     transposed = features.T.tocsr()
+    rows, width = len(labels), len(transposed.indptr) - 1
+    classes = int(labels.max()) + 1
     own = (np.arange(rows), labels)
 
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:

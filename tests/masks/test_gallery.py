@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.colors import to_rgba
 from matplotlib.image import imread
 
 import masks
@@ -127,7 +128,7 @@ def test_rows_far_longer_than_others_are_seen_beside_them():
     axes = figure.axes[1]
     assert (axes.get_yscale(), axes.get_ylim()[0]) == ("log", 0.5)
     (bars,) = axes.patches
-    assert bars.get_edgecolor()[3] == 1
+    assert to_rgba(bars.get_edgecolor())[3] == 1
     assert bars.get_linewidth() == 1
     assert _overview(masks.causal()(512, 16), None).axes[1].get_yscale() == "linear"
 

@@ -33,7 +33,7 @@ def test_a_record_holds_lengths_seeds_floors_and_a_picture(tmp_path):
     )
     assert facts["lengths"]["512"]["accuracy"] == pytest.approx(0.45)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    columns = [list(column.cells) for column in table_of(facts).columns]
+    columns = [list(map(str, column.cells)) for column in table_of(facts).columns]
     assert columns[0] == ["512", "65,536"]
     assert columns[1][1].startswith("85.00 ± 7.07 %, 2 runs")
     assert columns[2:] == [["30.0 %", ""], ["10.0 %", ""]]
