@@ -48,7 +48,9 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """(out, lse) of one call; see sparseflash.backends.base."""
     bq, bk = rows_of_block(call.table, call.spec), call.table.block_size[1]
     q, k, v = _blocks(query, bq), _blocks(key, bk), _blocks(value, bk)
-    out = q.new_zeros((*q.shape[:2], v.shape[2]))
+    # The result itself, where no block reaches past the end: users may not write into a view.
+    whole = q.new_zeros((*query.shape[:2], -(-query.shape[2] // bq) * bq, v.shape[2]))
+    out = whole.view(*q.shape[:2], v.shape[2])
     lse = q.new_full((*q.shape[:2], 1), -math.inf)
     max_logits = None if call.max_logits is None else torch.full_like(lse, -math.inf)
     for problem in problems(call):
@@ -76,7 +78,9 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
             problem.write_queries(max_logits, max_here)
     if max_logits is not None and call.max_logits is not None:
         call.max_logits.copy_(_sequence(max_logits, query).squeeze(-1))
-    return _sequence(out, query).to(query.dtype), _sequence(lse, query).squeeze(-1)
+    q_len = query.shape[2]
+    result = whole if whole.shape[2] == q_len else whole[:, :, :q_len].contiguous()
+    return result.to(query.dtype), _sequence(lse, query).squeeze(-1)
 
 
 @without_autocast

@@ -3,6 +3,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import masks
+import sparseflash
 from masks import BlockMask
 from sparseflash.backends import cpu
 from sparseflash.backends.cpu import plan
@@ -324,3 +326,12 @@ def test_a_call_in_inference_mode_leaves_memory_that_training_can_use():
     with torch.inference_mode():
         workspace.take("products", (4,), torch.float32)
     workspace.take("products", (4,), torch.float32).fill_(1.0)
+
+
+@pytest.mark.parametrize("length", [32, 40])
+def test_results_are_no_views(length):
+    tensors = [x.requires_grad_() for x in make_inputs(1, 2, length, length, 8)[:3]]
+    out = sparseflash.attention(*tensors, masks.full().with_block_size(16), backend="cpu")
+    out += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
