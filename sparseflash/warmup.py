@@ -70,22 +70,26 @@ def warmup(
         TypeError, ValueError, BackendError: As `attention` raises for such a call; ValueError also
             where seq_len is missing.
     """
-    for name, number in (("heads", heads), ("head_dim", head_dim), ("batch", batch)):
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    for name, number in (sizes | {"batch": batch}).items():
         check_integer(name, number, least=1)
+    given = None if seq_len is None else _lengths(seq_len)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} needs CUDA, which torch does not find here")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     calls = []
     for mask in map(checked_mask, masks or (None,)):
-        lengths = seq_len if isinstance(mask, Pattern) else mask.seq_len
+        lengths = given if isinstance(mask, Pattern) else mask.seq_len
         if lengths is None:
             raise ValueError("seq_len must be given with a Pattern or with no mask, got None")
-        q_len, k_len = (lengths, lengths) if isinstance(lengths, int) else lengths
+        q_len, k_len = lengths
         of_tensors = {"dtype": dtype, "device": device}
         query = torch.empty(batch, heads, q_len, head_dim, **of_tensors)
-        key = torch.empty(batch, kv_heads or heads, k_len, head_dim, **of_tensors)
-        value = torch.empty(*key.shape[:3], value_dim or head_dim, **of_tensors)
+        key = torch.empty(batch, kv_heads, k_len, head_dim, **of_tensors)
+        value = torch.empty(*key.shape[:3], value_dim, **of_tensors)
         gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
         facts = CallFacts(key_lengths, bias is not None, *gradients, max_logits=max_logits)
         plan = find_plan(query, key, value, mask, options, facts)
@@ -99,3 +103,12 @@ def warmup(
             call.bias = checked_bias(bias, query, q_len, k_len)
         calls.append((call, (query, key, value), (*[backward] * 3, *gradients)))
     compile_passes(calls)
+
+
+def _lengths(seq_len: int | tuple[int, int]) -> tuple[int, int]:
+    """(q_len, k_len)"""
+    both = seq_len if isinstance(seq_len, tuple) else (seq_len, seq_len)
+    if len(both) != 2:
+        raise ValueError(f"seq_len must be an integer or (q_len, k_len), got {seq_len}")
+    q_len, k_len = (check_integer("seq_len", n, least=1) for n in both)
+    return q_len, k_len

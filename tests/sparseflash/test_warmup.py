@@ -22,6 +22,11 @@ SHAPE = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
         (None, {"seq_len": 64, "dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
         (None, {"seq_len": 64, "bias": torch.zeros(3, 9)}, "bias must be of shape"),
         (None, {"seq_len": 64, "heads": 0}, "heads must be at least 1, got 0"),
+        (None, {"seq_len": 64, "kv_heads": 0}, "kv_heads must be at least 1, got 0"),
+        (None, {"seq_len": 64, "value_dim": 0}, "value_dim must be at least 1, got 0"),
+        (None, {"seq_len": "64"}, "seq_len must be an integer, got '64'"),
+        (None, {"seq_len": -1}, "seq_len must be at least 1, got -1"),
+        (None, {"seq_len": (1, 2, 3)}, r"seq_len must be an integer or \(q_len, k_len\), got"),
         (None, {"seq_len": 64, "dtype": "bfloat16"}, "dtype must be a torch.dtype"),
     ],
 )
@@ -34,6 +39,18 @@ def test_a_machine_without_the_device_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device 'cuda' needs CUDA"):
         sparseflash.warmup(heads=1, head_dim=8, seq_len=8)
+
+
+def test_what_calls_ask_for_besides():
+    function = sparseflash.ScoreFunction.from_torch(
+        "warm", lambda s, *rest: s * rest[4][0], (float,)
+    )
+    options = {"score": function, "score_tensors": [torch.ones(1)], "max_logits": True}
+    mask = masks.local(20)(100, block_size=16)
+    sparseflash.warmup(mask, value_dim=24, **options, **SHAPE)
+    (plan,) = mask.cache.values()
+    assert plan.spec.value_dim == 24
+    assert plan.spec.extras == {"score function", "score tensors", "maximum logits"}
 
 
 def test_a_call_finds_its_plan_in_the_mask():
