@@ -1,9 +1,9 @@
 """`python -m masks PATTERN` draws a pattern and prints its figures; other commands analyse it."""
 
+import ast
 import hashlib
-import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,30 +11,39 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from masks import commands, plot
-from masks.pattern import BUILTIN
+from masks import commands
+
+PATTERNS = Path(__file__).with_name("patterns")
 
 
 def _known_patterns() -> str:
     """Every built-in pattern with its arguments and their defaults, a paragraph each."""
-    calls = [f"{name}({', '.join(_arguments(make))})" for name, make in sorted(BUILTIN.items())]
-    return "\n\n".join(["Patterns, joined by & | ^ - and ~:", *calls])
+    calls = [call for file in PATTERNS.glob("*.py") for call in _builtin_calls(file)]
+    return "\n\n".join(["Patterns, joined by & | ^ - and ~:", *sorted(calls)])
 
 
-def _arguments(make: Callable) -> list[str]:
-    """Names, and defaults where there are any."""
-    parameters = inspect.signature(make).parameters.values()
-    return [str(argument.replace(annotation=argument.empty)) for argument in parameters]
+def _builtin_calls(file: Path) -> Iterator[str]:
+    """The functions of a file that are built-in patterns; it is read, for to import it needs
+    torch.
+    """
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and any(map(_is_builtin, node.decorator_list)):
+            for argument in (*node.args.args, *node.args.kwonlyargs):
+                argument.annotation = None
+            yield f"{node.name}({ast.unparse(node.args)})"
+
+
+def _is_builtin(decorator: ast.expr) -> bool:
+    """Whether it is `builtin(...)`."""
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "builtin"
 
 
 app = typer.Typer(cls=commands.DrawByDefault, epilog=_known_patterns(), add_completion=False)
-app.command()(commands.reach)
-app.command()(commands.lint)
-app.command()(commands.gallery)
-app.command()(commands.diff)
+for command in (commands.reach, commands.lint, commands.gallery, commands.diff):
+    app.command(cls=commands.Command)(command)
 
 
-@app.command(epilog=_known_patterns())
+@app.command(cls=commands.Command, epilog=_known_patterns())
 def draw(
     pattern: commands.PatternText,
     seq_len: commands.SeqLen = "4096",
@@ -48,6 +57,8 @@ def draw(
     ] = None,
 ) -> None:
     """Draw a sparsity pattern, in the terminal and as a picture, and print its figures."""
+    from masks import plot
+
     with commands.usage_errors():
         plot.check_picture("--output", output)
     mask = commands.build(pattern, seq_len, block_size)

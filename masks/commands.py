@@ -1,4 +1,7 @@
-"""The commands of `python -m masks` that analyse patterns."""
+"""The commands of `python -m masks` that analyse patterns.
+
+What needs torch is imported by a command that runs: `--help` takes no seconds.
+"""
 
 import json
 import re
@@ -6,28 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from masks.analysis import (
-    PixelReach,
-    ReceptiveField,
-    hops,
-    pixel_reach,
-    receptive_field,
-    spectral_gap,
-)
-from masks.analysis.reach import Progress
-from masks.block_mask import BlockMask
-from masks.gallery import ENTRIES, difference, of_module, sections, write
-from masks.lint import RULES
-from masks.lint import lint as find
-from masks.parse import optional_pattern, parse
+from masks._program import finish_imports
+
+if TYPE_CHECKING:
+    from masks.analysis import PixelReach, ReceptiveField
+    from masks.analysis.reach import Progress
+    from masks.block_mask import BlockMask
 
 DEFAULT = "draw"  # the command of a line that begins with a pattern
 
@@ -47,6 +42,14 @@ class DrawByDefault(TyperGroup):
         return super().parse_args(ctx, args if args and args[0] in known else [DEFAULT, *args])
 
 
+class Command(TyperCommand):
+    """A command that imports the library when it runs, not when it says what it does."""
+
+    def invoke(self, ctx):
+        finish_imports()
+        return super().invoke(ctx)
+
+
 def read_pair(option: str, text: str) -> tuple[int, int]:
     """One number for queries and keys, or one for each."""
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})?", text):
@@ -55,8 +58,10 @@ def read_pair(option: str, text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def build(pattern: str, seq_len: str, block_size: str) -> BlockMask:
+def build(pattern: str, seq_len: str, block_size: str) -> "BlockMask":
     """The mask of options as they were given; what is wrong with them is a usage error."""
+    from masks.parse import parse
+
     sizes = read_pair("--seq-len", seq_len), read_pair("--block-size", block_size)
     with usage_errors():
         return parse(pattern)(*sizes)
@@ -72,7 +77,7 @@ def usage_errors() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress]:
+def progress_bar(label: str) -> Iterator["Progress"]:
     """A bar on the terminal's standard error, and what moves it."""
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
@@ -101,6 +106,8 @@ def reach(
     as_json: Json = False,
 ) -> None:
     """What tokens see over the layers: connected pairs, hops, tokens out of reach."""
+    from masks.analysis import pixel_reach, receptive_field, spectral_gap
+
     stack = [build(pattern, seq_len, block_size) for pattern in patterns]
     given = stack[0] if len(stack) == 1 else stack
     with usage_errors(), progress_bar("following tokens") as progress:
@@ -133,11 +140,14 @@ def lint(
         int | None, typer.Option(min=1, help="layers of the model, to find those without reach")
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(help=f"a rule to leave out, of: {', '.join(RULES)}")
+        list[str] | None, typer.Option(help="a rule to leave out, by the name that it prints")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Find what is likely wrong with patterns; exits with 1 where there is something."""
+    from masks.lint import lint as find
+    from masks.parse import optional_pattern
+
     stack = [build(pattern, seq_len, block_size) for pattern in patterns]
     with usage_errors():
         findings = find(
@@ -165,6 +175,8 @@ def gallery(
     only: Annotated[bool, typer.Option(help="Leave the built-in patterns out.")] = False,
 ) -> None:
     """Write a page with every built-in pattern and those of modules of your own."""
+    from masks.gallery import ENTRIES, of_module, sections, write
+
     sizes = read_pair("--seq-len", seq_len), read_pair("--block-size", block_size)
     shown = []
     with usage_errors(), progress_bar("drawing patterns") as progress:
@@ -187,6 +199,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Where two patterns differ: pairs of both, of one alone, and their figures."""
+    from masks.gallery import difference
+
     if output is not None and output.suffix not in (".png", ".svg"):
         raise typer.BadParameter(f"--output must end in .png or .svg, got {output}")
     masks = build(a, seq_len, block_size), build(b, seq_len, block_size)
@@ -212,9 +226,11 @@ def diff(
 
 
 def views_of(
-    masks: BlockMask | Sequence[BlockMask], tokens: Sequence[int], layers: int
+    masks: "BlockMask | Sequence[BlockMask]", tokens: Sequence[int], layers: int
 ) -> list[dict]:
     """For each token how many tokens it sees after 1, 2, ... layers, itself included."""
+    from masks.analysis import hops
+
     return [
         {
             "token": token,
@@ -224,7 +240,7 @@ def views_of(
     ]
 
 
-def _layer_table(field: ReceptiveField, pixels: PixelReach | None) -> Table:
+def _layer_table(field: "ReceptiveField", pixels: "PixelReach | None") -> Table:
     table = Table(box=None)
     pairs = "causal pairs" if field.causal else "pairs"
     for column in ("layers", f"share of {pairs} connected", "adds"):
@@ -242,7 +258,7 @@ def _layer_table(field: ReceptiveField, pixels: PixelReach | None) -> Table:
     return table
 
 
-def _summary(field: ReceptiveField, gaps: list[float | None]) -> Table:
+def _summary(field: "ReceptiveField", gaps: list[float | None]) -> Table:
     table = Table(show_header=False, box=None)
     how = "all tokens" if field.exact else f"{field.followed} keys drawn at random, 95 % interval"
     connected = "not within these layers" if field.full_after is None else str(field.full_after)
