@@ -7,18 +7,21 @@ from sparseflash._shadowing import check_masks
 
 check_masks()
 
-from sparseflash import nn
-from sparseflash.attention import attention
-from sparseflash.backends.base import BackendError
-from sparseflash.bias import alibi, relative_bias
-from sparseflash.block_mass import block_mass
-from sparseflash.compiled import clear_cache
-from sparseflash.explain import explain
-from sparseflash.merge import merge_attention
-from sparseflash.options import AttentionOptions
-from sparseflash.score import ScoreFunction
-from sparseflash.varlen import attention_varlen, pad, unpad
-from sparseflash.warmup import warmup
+from masks._program import is_starting
+
+if not is_starting():
+    from sparseflash import nn
+    from sparseflash.attention import attention
+    from sparseflash.backends.base import BackendError
+    from sparseflash.bias import alibi, relative_bias
+    from sparseflash.block_mass import block_mass
+    from sparseflash.compiled import clear_cache
+    from sparseflash.explain import explain
+    from sparseflash.merge import merge_attention
+    from sparseflash.options import AttentionOptions
+    from sparseflash.score import ScoreFunction
+    from sparseflash.varlen import attention_varlen, pad, unpad
+    from sparseflash.warmup import warmup
 
 if TYPE_CHECKING:
     from sparseflash.testing.selfcheck import selfcheck

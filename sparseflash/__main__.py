@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from sparseflash.advisor.command import advise, search
-from sparseflash.lab.command import profile_command
-from sparseflash.testing.selfcheck import selfcheck
+from masks.commands import Command
+from sparseflash.commands.advise import advise, search
+from sparseflash.commands.profile import profile_command
 
 # Each needs about a gigabyte, on a GPU as well.
 PROCESSES = max(1, min(16, (os.cpu_count() or 1) - 2))
@@ -22,19 +22,21 @@ def main() -> None:
     """Exact block-sparse attention."""
 
 
-@app.command("selfcheck")
+@app.command("selfcheck", cls=Command)
 def check(
     processes: Annotated[
         int, typer.Option(min=1, help="How many check side by side; they compile kernels.")
     ] = PROCESSES,
 ) -> None:
     """Compares every backend of this machine with float64; exits with 1 on a failure."""
+    from sparseflash.testing.selfcheck import selfcheck
+
     raise typer.Exit(selfcheck(processes=processes) > 0)
 
 
-app.command("profile")(profile_command)
-app.command()(advise)
-app.command()(search)
+app.command("profile", cls=Command)(profile_command)
+app.command(cls=Command)(advise)
+app.command(cls=Command)(search)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,11 @@ import masks
 from masks._program import is_starting
 
 ROOT = Path(masks.__file__).parents[1]
-COMMANDS = ["masks", *(f"masks {name}" for name in ("draw", "reach", "lint", "gallery", "diff"))]
+COMMANDS = [
+    *("masks", "masks draw", "masks reach", "masks lint", "masks gallery", "masks diff"),
+    *("sparseflash", "sparseflash selfcheck", "sparseflash profile", "sparseflash advise"),
+    "sparseflash search",
+]
 
 
 def run(*arguments, folder: Path = ROOT) -> subprocess.CompletedProcess:

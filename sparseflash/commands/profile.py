@@ -4,14 +4,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-
-from masks.plot import check_picture
-from sparseflash.lab.profiler import profile
-from sparseflash.lab.suggestion import suggest
 
 
 def profile_command(
@@ -39,7 +34,12 @@ def profile_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """What patterns keep of the attention of a model, and which each head needs."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer  # they take long to import
+
+    from masks.plot import check_picture
+    from sparseflash.lab.profiler import profile
+    from sparseflash.lab.suggestion import suggest
 
     if output is not None and budget is None:
         raise typer.BadParameter("--output needs --budget")

@@ -4,17 +4,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from masks.plot import check_picture
-from sparseflash.advisor import choices as of
-from sparseflash.advisor.choices import Choice, Workload
+if TYPE_CHECKING:
+    from sparseflash.advisor.choices import Choice, Workload
+
 
 SeqLen = Annotated[int, typer.Option(min=1, help="tokens")]
 HeadDim = Annotated[int, typer.Option(min=1, help="dims of a head")]
@@ -41,6 +40,10 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """The block sizes of a pattern: density, useless pairs, predicted time."""
+    from masks.plot import check_picture
+    from sparseflash.advisor import choices as of
+    from sparseflash.advisor.choices import Workload
+
     try:
         check_picture("--plot", plot)
         workload = Workload(seq_len, head_dim, batch, heads, backward=backward, device=device)
@@ -75,6 +78,10 @@ def search(
     as_json: Json = False,
 ) -> None:
     """The fastest patterns that see far enough; exits with 1 where there is none."""
+    from masks.plot import check_picture
+    from sparseflash.advisor import choices as of
+    from sparseflash.advisor.choices import Workload
+
     try:
         check_picture("--plot", plot)
         workload = Workload(seq_len, head_dim, batch, heads, causal, backward, device)
@@ -102,14 +109,18 @@ def search(
 
 
 def _finish(
-    found: Sequence[Choice],
-    workload: Workload,
+    found: "Sequence[Choice]",
+    workload: "Workload",
     measure: bool,
     plot: Path | None,
     as_json: bool,
-    looked_at: Sequence[Choice] = (),
+    looked_at: "Sequence[Choice]" = (),
     connected: float | None = None,
 ) -> None:
+    import torch
+
+    from sparseflash.advisor import choices as of
+
     if measure:
         if not torch.cuda.is_available():
             raise ValueError("--measure needs a CUDA device, and there is none")
