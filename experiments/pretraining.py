@@ -313,14 +313,15 @@ def draw(record_path: Path) -> Path:
     return path
 
 
+Attentions = Annotated[list[str], typer.Option(help="eager, sdpa, ours, or a pattern")]
+
+
 @app.command()
 def measure(
     model: Annotated[str, typer.Argument(help=", ".join((*GPT2, *BERT)))],
     data: Annotated[Path, typer.Option(file_okay=False)] = Path("data/books"),
     lengths: Annotated[list[int], typer.Option("--length", min=16)] = list(LENGTHS),  # noqa: B006
-    attention: Annotated[list[str], typer.Option(help="eager, sdpa, ours, or a pattern")] = list(
-        ATTENTION
-    ),  # noqa: B006
+    attention: Attentions = list(ATTENTION),  # noqa: B006
     steps: int = 200,
     step_tokens: Annotated[int, typer.Option(min=1)] = STEP_TOKENS,
     dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.1,
