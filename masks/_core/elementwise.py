@@ -85,7 +85,9 @@ class ElementwiseFunction:
         sample_q, sample_k = map(id, self.sample)
         self.depends = {sample_q: QUERY, sample_k: KEY}
         self.shifted = {sample_q, sample_k}
-        if not all(map(self._is_elementwise, self.steps)) or id(self.answer) not in self.depends:
+        if not all(map(self._is_elementwise, self.steps)):
+            return False
+        if self.depends.get(id(self.answer), CONSTANT) == CONSTANT:
             return False
         pairwise = self._steps_of(PAIR)
         used = {id(t) for step in pairwise for t in _inputs(step)} | {id(self.answer)}

@@ -49,6 +49,7 @@ OTHERS = {
     "masked keys": lambda q, k: (q >= k) & TABLE.index_select(0, k.flatten()).bool(),
     "another tensor": lambda q, k: (torch.ones_like(k) * q > 3).expand(len(q), k.shape[1]),
     "constant": lambda q, k: torch.ones(1, 1, dtype=torch.bool),
+    "number alone": lambda q, k: ~torch.tensor(False),
 }
 
 
