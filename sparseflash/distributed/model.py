@@ -9,8 +9,9 @@ from torch import Tensor
 from sparseflash.distributed.assign import RANKS_AT_ONCE, Workload
 
 Split = Literal["rows", "keys"]
-SPLITS: tuple[Split, Split] = ("rows", "keys")
-HEAD_GROUPS = 4  # at most: while one attends, the next ones travel
+# In how many groups heads are fetched, of which one attends while the next ones travel.
+CHOICES: tuple[tuple[Split, int], ...] = (("rows", 1), ("rows", 2), ("rows", 4), ("keys", 1))
+WORTH = 1.02  # more groups, and merging, must pay by this factor
 # What merging two results of a row takes, in times to compute a block: the bytes that are read and
 # written are those of about two blocks, and kernels of few blocks have time of their own.
 MERGED_ROW = 4.0
@@ -34,14 +35,14 @@ class Division:
     waiting: Tensor
     waiting_rows: Tensor
 
-    def elapsed(self, split: Split, block: Tensor | float, exchange: Tensor) -> Tensor:
+    def elapsed(self, split: Split, groups: int, block: float, exchange: Tensor) -> Tensor:
         """float64 (ranks,): the time of one pass.
 
         rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
         keys    max(own, exchange) + fetched + merge of the waiting rows
 
         Args:
-            split: As in ContextPlan.
+            split, groups: As in ContextPlan.
             block: The time of a block.
             exchange: (ranks,), that of the exchange.
         """
@@ -49,8 +50,8 @@ class Division:
             merged = self.fetched + MERGED_ROW * self.waiting_rows
             return torch.maximum(self.own * block, exchange) + merged * block
         ready, waiting = self.ready * block, self.waiting * block
-        slow = exchange + waiting / HEAD_GROUPS
-        return torch.maximum(waiting + torch.maximum(ready, exchange / HEAD_GROUPS), slow)
+        first = torch.maximum(ready, exchange / groups)
+        return torch.maximum(first + waiting, exchange + waiting / groups)
 
 
 def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
@@ -76,8 +77,22 @@ def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
     return Division(*sums.index_add_(1, owner_of_row, of_heads))
 
 
-def better_split(workload: Workload, owner: Tensor, ranks: int, exchange: Tensor) -> Split:
-    """The split of less modelled time, exchange (ranks,) in times to compute a block of a head."""
+def chosen_split(
+    workload: Workload, owner: Tensor, ranks: int, exchange: Tensor, split: str
+) -> tuple[Split, int]:
+    """The split, and the groups of heads, of about the least modelled time.
+
+    Args:
+        workload, owner, ranks: The mask, and which rank owns which unit.
+        exchange: (ranks,), that of all keys, in times to compute a block of a head.
+        split: One to keep to, or "auto".
+    """
     division = divided(workload, owner, ranks)
-    by_rows, by_keys = (float(division.elapsed(split, 1.0, exchange).max()) for split in SPLITS)
-    return "rows" if by_rows <= by_keys else "keys"
+    allowed = [choice for choice in CHOICES if split in (choice[0], "auto")]
+    best = allowed[0]
+    least = float(division.elapsed(*best, 1.0, exchange).max())
+    for choice in allowed[1:]:
+        time = float(division.elapsed(*choice, 1.0, exchange).max())
+        if time * WORTH < least:
+            best, least = choice, time
+    return best

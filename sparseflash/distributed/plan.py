@@ -24,7 +24,7 @@ from masks import BlockMask
 from masks.arguments import check_integer, check_integers
 from masks.registry import Cache
 from sparseflash.distributed.assign import STRATEGIES, Costs, Workload, costs
-from sparseflash.distributed.model import HEAD_GROUPS, SPLITS, Split, better_split
+from sparseflash.distributed.model import Split, chosen_split
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of
 from sparseflash.distributed.report import Report, report_of
 
@@ -46,6 +46,7 @@ class ContextPlan:
         round_tokens: Most tokens of keys that a rank receives in one round; None for one round.
         split: "rows": those that attend fetched keys wait for them. "keys": every row attends own
             keys first, then fetched ones, and both are merged.
+        groups: In how many groups, at most, heads of one mask are fetched one after another.
     """
 
     mask: BlockMask
@@ -54,6 +55,7 @@ class ContextPlan:
     owner: Tensor
     round_tokens: int | None = None
     split: Split = "keys"
+    groups: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -139,14 +141,13 @@ class ContextPlan:
         """
         if self.split == "keys":
             return 1
-        if self.mask.num_heads > 1:
-            if self.mask.num_heads % kv_heads:
-                raise ValueError(
-                    f"kv_heads must divide the {self.mask.num_heads} heads of the mask, got "
-                    f"{kv_heads}"
-                )
-            return kv_heads
-        return max(n for n in range(1, HEAD_GROUPS + 1) if kv_heads % n == 0)
+        if self.mask.num_heads == 1:
+            return max(n for n in range(1, self.groups + 1) if kv_heads % n == 0)
+        if self.mask.num_heads % kv_heads:
+            raise ValueError(
+                f"kv_heads must divide the {self.mask.num_heads} heads of the mask, got {kv_heads}"
+            )
+        return kv_heads
 
     def traffic(self, groups: int = 1) -> Tensor:
         """int64 (ranks, ranks): key tokens that [receiver, sender] move in a forward pass, summed
@@ -181,7 +182,9 @@ class ContextPlan:
         """64 hexadecimal digits that two plans share only if they are equal."""
         blocks, facts = self.mask.block_set, hashlib.sha256()
         shape = (self.mask.seq_len, self.mask.block_size, self.mask.head_to_mask)
-        facts.update(repr((*shape, self.ranks, self.round_tokens, self.split)).encode())
+        facts.update(
+            repr((*shape, self.ranks, self.round_tokens, self.split, self.groups)).encode()
+        )
         tensors = (*blocks.full, blocks.partial, blocks.partial_bit_tile, blocks.bit_tiles)
         for tensor in (*tensors, self.owner):
             facts.update(repr(tuple(tensor.shape)).encode())
@@ -206,7 +209,7 @@ class ContextPlan:
             metadata = dict(file.metadata())
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         facts = {"ranks": self.ranks, "strategy": self.strategy, "rounds": self.round_tokens}
-        facts |= {"split": self.split}
+        facts |= {"split": self.split, "groups": self.groups}
         save_file(tensors | {"owner": self.owner}, path, metadata | {HEADER: json.dumps(facts)})
 
     @staticmethod
@@ -223,13 +226,14 @@ class ContextPlan:
                 raise ValueError(f"file {path} holds no context plan")
             owner, facts = file.get_tensor("owner"), json.loads(header)
         _check_owner(owner.tolist(), Workload(mask).units, facts["ranks"])
-        chosen = (facts["strategy"], owner, facts["rounds"], facts["split"])
-        return ContextPlan(mask, facts["ranks"], *chosen)
+        chosen = (facts[name] for name in ("rounds", "split", "groups"))
+        return ContextPlan(mask, facts["ranks"], facts["strategy"], owner, *chosen)
 
     def __repr__(self) -> str:
         return (
             f"ContextPlan(ranks={self.ranks}, strategy={self.strategy!r}, "
-            f"split={self.split!r}, rounds={self.num_rounds}, mask={self.mask})"
+            f"split={self.split!r}, groups={self.groups}, rounds={self.num_rounds}, "
+            f"mask={self.mask})"
         )
 
     @cached_property
@@ -314,10 +318,12 @@ def make_plan(
     workload = Workload(mask.to("cpu"))
 
     def planned(strategy: str, owner: Tensor) -> ContextPlan:
-        chosen = split
-        if chosen == "auto":
-            chosen = _better_split(workload, owner, ranks, round_tokens, fetch_cost)
-        return ContextPlan(workload.mask, ranks, strategy, owner, round_tokens, chosen)
+        chosen = ("keys", 1)
+        if round_tokens is None:
+            asked, heads = costs(workload, owner, ranks), mask.num_heads
+            moved = torch.maximum(asked.receive, asked.send).double() / mask.grid.bk
+            chosen = chosen_split(workload, owner, ranks, moved * fetch_cost * heads, split)
+        return ContextPlan(workload.mask, ranks, strategy, owner, round_tokens, *chosen)
 
     if not isinstance(strategy, str):
         owner = check_integers("strategy", strategy)
@@ -335,20 +341,10 @@ def make_plan(
 
 
 def _check_split(split: str, round_tokens: int | None) -> None:
-    if split not in ("auto", *SPLITS):
+    if split not in ("auto", "rows", "keys"):
         raise ValueError(f'split must be "auto", "rows" or "keys", got {split!r}')
     if split == "rows" and round_tokens is not None:
         raise ValueError(f'round_tokens must be None with split "rows", got {round_tokens}')
-
-
-def _better_split(
-    workload: Workload, owner: Tensor, ranks: int, round_tokens: int | None, fetch_cost: float
-) -> Split:
-    if round_tokens is not None:
-        return "keys"
-    asked, mask = costs(workload, owner, ranks), workload.mask
-    moved = torch.maximum(asked.receive, asked.send).double() / mask.grid.bk
-    return better_split(workload, owner, ranks, moved * fetch_cost * mask.num_heads)
 
 
 def _fastest(workload: Workload, ranks: int, fetch_cost: float) -> tuple[str, Tensor]:

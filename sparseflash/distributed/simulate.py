@@ -5,7 +5,7 @@
 No GPU and no other process is needed. The model of one pass of one rank:
 
     by keys   max(own blocks, exchange) + fetched blocks + merge of rows
-    by rows   max(blocks, exchange / 4 + waiting blocks, exchange + waiting blocks / 4)
+    by rows   max(blocks, exchange / groups + waiting blocks, exchange + waiting blocks / groups)
     exchange  latency + max(bytes received, bytes sent) / bandwidth
 
 where waiting blocks are of rows that attend fetched keys, and blocks take their useful FLOPs at
@@ -104,8 +104,8 @@ def predict(plan: ContextPlan, machine: Machine, attention: Attention) -> Predic
     moved = torch.maximum(traffic.sum(0), traffic.sum(1))
     exchange = moved / (machine.bandwidth * 1e6) + (moved > 0) * machine.latency_us / 1e3
     division = divided(plan.workload, plan.owner, plan.ranks)
-    forward = division.elapsed(plan.split, forward_ms, exchange)
-    total = forward + division.elapsed(plan.split, backward_ms, exchange)
+    forward = division.elapsed(plan.split, plan.groups, forward_ms, exchange)
+    total = forward + division.elapsed(plan.split, plan.groups, backward_ms, exchange)
     slowest = float(total.max())
     alone = float(blocks.max()) * (forward_ms + backward_ms)
     report = plan.report(attention.kv_heads)
