@@ -16,14 +16,39 @@ from torch import Tensor
 from masks import BlockMask
 
 CHUNKS_PER_RANK = 8  # that balanced chunks and repair deal with: more balance, and fetch more
+HEAVY, FEW = 8, 16  # rows of so many times the mean work, at most one of so many rows
+NO_ROWS = torch.zeros(0, dtype=torch.int64)
 RANKS_AT_ONCE = 64  # whose key blocks are marked together
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What the strategies see of a mask of as many queries as keys, on the CPU."""
+    """What the strategies see of a mask of as many queries as keys, on the CPU.
 
-    mask: BlockMask
+    Attributes:
+        whole: The mask.
+        shared: int64, block rows that all ranks share; each attends its own keys.
+    """
+
+    whole: BlockMask
+    shared: Tensor = NO_ROWS
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        """The mask without the rows that ranks share."""
+        if not len(self.shared):
+            return self.whole
+        rows = torch.ones(self.whole.grid.nq, dtype=torch.bool).index_fill_(0, self.shared, False)
+        kept = rows.nonzero().flatten()
+        return self.whole.keep_rows(kept) if len(kept) else self.whole - self.whole
+
+    def shared_work(self, owner: Tensor, ranks: int) -> Tensor:
+        """int64 (ranks,): non-zero blocks of the shared rows whose keys each rank owns."""
+        work = torch.zeros(ranks, dtype=torch.int64)
+        if not len(self.shared):
+            return work
+        rows = self.whole.take_blocks(self.shared, torch.arange(self.whole.grid.nk))
+        return work.index_add_(0, owner[self.columns], rows.T.blocks_per_row().sum(0))
 
     @property
     def unit(self) -> int:
@@ -33,7 +58,7 @@ class Workload:
     @property
     def units(self) -> int:
         """How many there are; the last one may be clipped."""
-        return -(-self.mask.grid.q_len // self.unit)
+        return -(-self.whole.grid.q_len // self.unit)
 
     @cached_property
     def work(self) -> Tensor:
@@ -44,17 +69,23 @@ class Workload:
     @cached_property
     def rows(self) -> Tensor:
         """int64 (nq,): the unit of each block row."""
-        return torch.arange(self.mask.grid.nq) // (self.unit // self.mask.grid.bq)
+        return torch.arange(self.whole.grid.nq) // (self.unit // self.whole.grid.bq)
 
     @cached_property
     def columns(self) -> Tensor:
         """int64 (nk,): the unit of each block column."""
-        return torch.arange(self.mask.grid.nk) // (self.unit // self.mask.grid.bk)
+        return torch.arange(self.whole.grid.nk) // (self.unit // self.whole.grid.bk)
+
+    @cached_property
+    def shared_tokens(self) -> Tensor:
+        """int64: tokens of each shared block row."""
+        g = self.whole.grid
+        return (g.q_len - self.shared * g.bq).clamp(max=g.bq)
 
     @cached_property
     def column_tokens(self) -> Tensor:
         """int64 (nk,): tokens of each block column."""
-        g = self.mask.grid
+        g = self.whole.grid
         return (g.k_len - torch.arange(g.nk) * g.bk).clamp(max=g.bk)
 
     @cached_property
@@ -68,7 +99,7 @@ class Workload:
     @cached_property
     def spans_of_masks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(mask, row, first column, column after the last), as in spans."""
-        blocks, g = self.mask.block_set, self.mask.grid
+        blocks, g = self.mask.block_set, self.whole.grid
         mask, row, begin, end = g.locate_runs(blocks.full)
         partial_mask, partial_row, column = g.locate(blocks.partial)
         return (
@@ -102,7 +133,7 @@ class Workload:
         row, begin, end = self.spans
         rank = owner[self.rows[row]] - first
         here = (rank >= 0) & (rank < last - first)
-        stride = self.mask.grid.nk + 1
+        stride = self.whole.grid.nk + 1
         change = torch.zeros((last - first) * stride, dtype=torch.int32)
         place, one = rank[here] * stride, torch.ones(int(here.sum()), dtype=torch.int32)
         change.index_add_(0, place + begin[here], one)
@@ -121,10 +152,12 @@ class Costs:
 
     blocks:  int64 (ranks,) non-zero blocks that it computes, summed over heads
     traffic: int64 (ranks, ranks) key tokens that [receiver, sender] move; 0 on the diagonal
+    shared:  int64 (ranks,) tokens that it owns of rows that ranks share
     """
 
     blocks: Tensor
     traffic: Tensor
+    shared: Tensor
 
     @property
     def receive(self) -> Tensor:
@@ -136,15 +169,24 @@ class Costs:
         """int64 (ranks,): key tokens that each rank sends."""
         return self.traffic.sum(0)
 
+    @property
+    def moved(self) -> tuple[Tensor, Tensor]:
+        """float64 (ranks,): tokens that each rank receives and sends, in sizes of a key and value;
+        of shared rows a query is half of one, and what a rank found about one.
+        """
+        others, copies = self.shared.sum() - self.shared, len(self.shared) - 1
+        received = self.receive + others / 2 + self.shared * copies
+        return received.double(), (self.send + self.shared * copies / 2 + others).double()
+
     def time(self, heads: int, block: int, fetch_cost: float) -> float:
         """The modelled time of the slowest rank, in times to compute a block of all heads."""
-        moved = torch.maximum(self.receive, self.send).double() * fetch_cost / block
+        moved = torch.maximum(*self.moved) * fetch_cost / block
         return float(torch.maximum(self.blocks.double() / heads, moved).max())
 
 
 def costs(workload: Workload, owner: Tensor, ranks: int) -> Costs:
     """What the assignment `owner`, int64 (units,), asks of each rank."""
-    blocks = torch.zeros(ranks, dtype=torch.int64).index_add(0, owner, workload.work)
+    blocks = workload.shared_work(owner, ranks).index_add(0, owner, workload.work)
     traffic = torch.zeros(ranks, ranks, dtype=torch.int64)
     sender = owner[workload.columns]
     for first in range(0, ranks, RANKS_AT_ONCE):
@@ -152,7 +194,16 @@ def costs(workload: Workload, owner: Tensor, ranks: int) -> Costs:
         tokens = workload.needed(owner, ranks, first, last) * workload.column_tokens
         traffic[first:last].index_add_(1, sender, tokens)
     traffic.fill_diagonal_(0)
-    return Costs(blocks, traffic)
+    shared = torch.zeros(ranks, dtype=torch.int64)
+    shared.index_add_(0, owner[workload.rows[workload.shared]], workload.shared_tokens)
+    return Costs(blocks, traffic, shared)
+
+
+def heavy_rows(mask: BlockMask) -> Tensor:
+    """int64: the few block rows that attend far more keys than others, which ranks may share."""
+    work = mask.blocks_per_row().sum(0)
+    heavy = (work > HEAVY * work.double().mean()).nonzero().flatten()
+    return heavy if len(heavy) * FEW < len(work) else NO_ROWS
 
 
 def contiguous(workload: Workload, ranks: int) -> Tensor:
@@ -230,7 +281,8 @@ def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.
     return _levelled(taken[chunk], ranks)
 
 
-STRATEGIES: dict[str, Callable[[Workload, int], Tensor]] = {
+Strategy = Callable[[Workload, int], Tensor]
+STRATEGIES: dict[str, Strategy] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
     "zigzag by document": zigzag_by_document,

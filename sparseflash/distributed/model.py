@@ -74,7 +74,10 @@ def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
     facts = torch.stack([every - fetched, fetched, every * ~waits, every * waits, waits])
     of_heads = (facts * heads.unsqueeze(1)).sum(1).double()
     sums = torch.zeros(len(facts), ranks, dtype=torch.float64)
-    return Division(*sums.index_add_(1, owner_of_row, of_heads))
+    sums.index_add_(1, owner_of_row, of_heads)
+    own, fetched, ready, waiting, rows = sums
+    shared = workload.shared_work(owner, ranks)  # of own keys, and ready
+    return Division(own + shared, fetched, ready + shared, waiting, rows)
 
 
 def chosen_split(

@@ -89,6 +89,31 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Block rows that all ranks share, and what one rank has to do with them.
+
+    Attributes:
+        own: The own tokens of these rows.
+        own_tokens: How many these are.
+        tokens: How many each rank owns.
+        order: int64, of the tokens of all rows in the order of the sequence where each stands
+            among those of one rank after another.
+        first_queries: int64, the place in the sequence of the first token of each row.
+        mask: All of these rows against the own keys.
+    """
+
+    own: Tokens
+    own_tokens: int
+    tokens: list[int]
+    order: Tensor
+    first_queries: Tensor
+    mask: BlockMask
+
+    def to(self, device: torch.device) -> "SharedRows":
+        return _moved(self, device)
+
+
+@dataclass(frozen=True, eq=False)
 class Part:
     """What one rank does.
 
@@ -100,6 +125,7 @@ class Part:
         rounds: What is exchanged.
         order: Which round comes when, and of which heads; as many entries on every rank.
         summands: Most gradients that are added up for one of its keys.
+        shared: The rows that all ranks share; None where there are none.
     """
 
     rows: Tensor
@@ -110,6 +136,7 @@ class Part:
     rounds: tuple[Round, ...]
     order: tuple[tuple[int, Heads], ...]
     summands: int
+    shared: SharedRows | None
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -118,7 +145,8 @@ class Part:
 
     def to(self, device: torch.device) -> "Part":
         rounds = tuple(each.to(device) for each in self.rounds)
-        return replace(_moved(self, device), rounds=rounds)
+        shared = None if self.shared is None else self.shared.to(device)
+        return replace(_moved(self, device), rounds=rounds, shared=shared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +253,35 @@ class Fetches:
         return _as_slice(queries[queries < len(own) * grid.bq - missing])
 
 
-def part_of(fetches: Sequence[Fetches], groups: int, rank: int, by_rows: bool) -> Part:
+def shared_rows_of(mask: BlockMask, shared: Tensor, fetches: Fetches, rank: int) -> SharedRows:
+    """What a rank has to do with the block rows `shared` of the mask of the whole sequence."""
+    grid, workload = mask.grid, fetches.workload
+    sizes = (grid.q_len - shared * grid.bq).clamp(max=grid.bq)
+    owner = fetches.owner[workload.rows[shared]]
+    by_owner = torch.argsort(owner, stable=True)
+    first = torch.empty_like(sizes)
+    first[by_owner] = torch.cumsum(sizes[by_owner], 0) - sizes[by_owner]
+    rows = torch.searchsorted(fetches.rows_of(rank), shared[owner == rank])
+    own = _tokens_of(rows * grid.bq, sizes[owner == rank])
+    ranks = len(fetches.fetched)
+    tokens = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner, sizes)
+    return SharedRows(
+        own=_as_slice(own),
+        own_tokens=len(own),
+        tokens=tokens.tolist(),
+        order=_tokens_of(first, sizes),
+        first_queries=shared * grid.bq,
+        mask=mask.take_blocks(shared, fetches.columns_of(rank)),
+    )
+
+
+def part_of(
+    fetches: Sequence[Fetches],
+    groups: int,
+    rank: int,
+    by_rows: bool,
+    shared: SharedRows | None,
+) -> Part:
     """What a rank does, of what ranks fetch for each group of heads, or for all of them alike."""
     grid, rounds, order = fetches[0].workload.mask.grid, [], []
     for number, each in enumerate(fetches):
@@ -236,7 +292,7 @@ def part_of(fetches: Sequence[Fetches], groups: int, rank: int, by_rows: bool) -
     rows, columns = fetches[0].rows_of(rank), fetches[0].columns_of(rank)
     mask = _own_mask(fetches, rank, by_rows)
     tokens = int(fetches[0].workload.column_tokens[columns].sum())
-    summands = torch.full((groups, tokens), int(mask is not None))
+    summands = torch.full((groups, tokens), int(mask is not None) + int(shared is not None))
     for index, heads in order:
         for some in (*rounds[index].send, rounds[index].own):
             summands[heads.number, some] += 1
@@ -249,6 +305,7 @@ def part_of(fetches: Sequence[Fetches], groups: int, rank: int, by_rows: bool) -
         rounds=tuple(rounds),
         order=tuple(order),
         summands=int(summands.max()),
+        shared=shared,
     )
 
 

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from sparseflash.dispatch.call import Call
 from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import Prepared
+from sparseflash.distributed.shared_rows import SharedBackward, SharedForward
 from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import merge_in_place
 
@@ -33,8 +34,13 @@ class ContextParallelAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, bias, block_scores, prepared: Prepared):
         by_rows = prepared.plan.split == "rows"
         attend = _forward_by_rows if by_rows else _forward_by_keys
-        out, lse, calls, saved = attend(prepared, query, key, value)
-        ctx.prepared, ctx.calls = prepared, calls
+        rows = prepared.part.shared
+        shared = None if rows is None else SharedForward(prepared, rows, query)
+        out, lse, calls, saved = attend(prepared, query, key, value, shared)
+        ctx.prepared, ctx.calls, ctx.shared_call = prepared, calls, None
+        if shared is not None:
+            shared.merge_into(out, lse)
+            ctx.shared_call, saved = shared.call, [*saved, shared.query]
         ctx.save_for_backward(query, key, value, bias, out, lse, *saved)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -50,10 +56,12 @@ class ContextParallelAttention(torch.autograd.Function):
 Result = tuple[Tensor, Tensor, list[Call | None], list[Tensor]]
 
 
-def _forward_by_rows(prepared: Prepared, query: Tensor, key: Tensor, value: Tensor) -> Result:
+def _forward_by_rows(
+    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
+) -> Result:
     """out, lse, the call of each step (None without keys), and its keys and values."""
     fetches = [_Fetch(prepared, key, value, step) for step in prepared.part.steps]
-    out, lse = _own_part(prepared, query, key, value)
+    out, lse = _own_part(prepared, query, key, value, shared)
     calls, saved = [], []
     for step, fetch in zip(prepared.part.steps, fetches, strict=True):
         saved.append(fetch.wait())
@@ -65,11 +73,13 @@ def _forward_by_rows(prepared: Prepared, query: Tensor, key: Tensor, value: Tens
     return out, lse, calls, saved
 
 
-def _forward_by_keys(prepared: Prepared, query: Tensor, key: Tensor, value: Tensor) -> Result:
+def _forward_by_keys(
+    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
+) -> Result:
     """Like _forward_by_rows; of several rounds no keys and values are saved."""
     steps = prepared.part.steps
     fetch = _Fetch(prepared, key, value, steps[0]) if steps else None
-    out, lse = _own_part(prepared, query, key, value)
+    out, lse = _own_part(prepared, query, key, value, shared)
     if len(steps) > 1:
         out = out.to(lse.dtype)  # rounded once, not in every round
     calls, packed = [], None
@@ -91,14 +101,18 @@ def _forward_by_keys(prepared: Prepared, query: Tensor, key: Tensor, value: Tens
 
 
 def _own_part(
-    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor
+    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of own queries and keys."""
+    """(out, lse) of own queries and keys; then the shared rows are attended and sent back."""
     if prepared.own is not None:
-        return prepared.own.forward(query, key, value)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
-    return torch.zeros_like(query, memory_format=torch.contiguous_format), lse
+        out, lse = prepared.own.forward(query, key, value)
+    else:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
+    if shared is not None:
+        shared.attend(key, value)
+    return out, lse
 
 
 def _fetched_part(
@@ -128,6 +142,12 @@ class _Backward:
             ctx.saved_tensors
         )
         self._steps = self._prepared.part.steps
+        self._shared: SharedBackward | None = None
+        if self._prepared.part.shared is not None:
+            self._shared_query = self._saved.pop()
+            saved, grads = (self._out, self._lse), (grad_out, grad_lse)
+            self._shared = SharedBackward(self._prepared, self._prepared.part.shared, saved, grads)
+            self._shared_call = ctx.shared_call
         self._grads: list[Tensor | None] = [None] * 5
 
     def run(self) -> list[Tensor | None]:
@@ -151,6 +171,8 @@ class _Backward:
                 grads = self._grads_of_step(number, packed)
                 returning += self._returned(number, grads)
                 self._add_step(number, grads)
+        if self._shared is not None:
+            self._add_shared(self._shared)
         for each in returning:
             each.add_to(*self._grads[1:3])
         return [
@@ -182,13 +204,27 @@ class _Backward:
             if grads[4] is not None:
                 self._grads[4] = self._scattered(grads[4], None, prepared.part.columns, Heads())
         # Where more than two gradients are added up they are rounded once.
-        several, many = len(self._steps) > 1, prepared.part.summands > 2
-        by_keys = several and prepared.plan.split == "keys"
+        several = len(self._steps) > 1 or self._shared is not None
+        many = prepared.part.summands > 2
+        by_keys = len(self._steps) > 1 and prepared.plan.split == "keys"
         widens = (by_keys, many, many, several, several)
         self._grads = [
             grad if grad is None or not widen else grad.to(torch.promote_types(grad.dtype, wide))
             for grad, widen in zip(self._grads, widens, strict=True)
         ]
+
+    def _add_shared(self, shared: SharedBackward) -> None:
+        tensors = (self._shared_query, self._key, self._value)
+        found, own_query = shared.run(self._shared_call, *tensors, self._needs)
+        for number in (1, 2, 3):
+            total, grad = self._grads[number], found[number]
+            if total is not None and grad is not None:
+                total += grad.to(total.dtype)
+        query, total = own_query(), self._grads[0]
+        if query is not None and total is not None:
+            rows = self._prepared.part.shared
+            assert rows is not None, "shared rows have a place"
+            total[:, :, rows.own] = query.to(total.dtype)
 
     def _grads_of_step(self, number: int, packed: Tensor) -> tuple[Tensor | None, ...] | None:
         step, call = self._steps[number], self._calls[number]

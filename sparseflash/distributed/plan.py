@@ -6,9 +6,10 @@ same plan without asking another.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -23,9 +24,17 @@ import masks
 from masks import BlockMask
 from masks.arguments import check_integer, check_integers
 from masks.registry import Cache
-from sparseflash.distributed.assign import STRATEGIES, Costs, Workload, costs
+from sparseflash.distributed.assign import (
+    NO_ROWS,
+    STRATEGIES,
+    Costs,
+    Strategy,
+    Workload,
+    costs,
+    heavy_rows,
+)
 from sparseflash.distributed.model import Split, chosen_split
-from sparseflash.distributed.part import Fetches, Heads, Part, part_of
+from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
 
 ABOUT = 1.05  # within this factor modelled times are alike
@@ -47,6 +56,8 @@ class ContextPlan:
         split: "rows": those that attend fetched keys wait for them. "keys": every row attends own
             keys first, then fetched ones, and both are merged.
         groups: In how many groups, at most, heads of one mask are fetched one after another.
+        shared: int64, block rows that all ranks share: each attends its own keys, and the owner of
+            a row merges. All else is planned without them.
     """
 
     mask: BlockMask
@@ -56,6 +67,7 @@ class ContextPlan:
     round_tokens: int | None = None
     split: Split = "keys"
     groups: int = 1
+    shared: Tensor = NO_ROWS
 
     @property
     def seq_len(self) -> int:
@@ -127,7 +139,10 @@ class ContextPlan:
         rank, device = self._rank(rank), torch.device(device)
         key = ("part", rank, groups)
         if key not in self.cache:
-            self.cache[key] = part_of(self._fetches(groups), groups, rank, self.split == "rows")
+            fetches, shared = self._fetches(groups), None
+            if len(self.shared):
+                shared = shared_rows_of(self.mask, self.shared, fetches[0], rank)
+            self.cache[key] = part_of(fetches, groups, rank, self.split == "rows", shared)
         if (*key, device) not in self.cache:
             self.cache[*key, device] = self.cache[key].to(device)
         return self.cache[*key, device]
@@ -169,8 +184,8 @@ class ContextPlan:
 
     @cached_property
     def workload(self) -> Workload:
-        """The mask as the strategies see it."""
-        return Workload(self.mask)
+        """The mask as the strategies see it: without the rows that ranks share."""
+        return Workload(self.mask, self.shared)
 
     @cached_property
     def costs(self) -> Costs:
@@ -186,7 +201,7 @@ class ContextPlan:
             repr((*shape, self.ranks, self.round_tokens, self.split, self.groups)).encode()
         )
         tensors = (*blocks.full, blocks.partial, blocks.partial_bit_tile, blocks.bit_tiles)
-        for tensor in (*tensors, self.owner):
+        for tensor in (*tensors, self.owner, self.shared):
             facts.update(repr(tuple(tensor.shape)).encode())
             facts.update(tensor.contiguous().numpy().tobytes())
         return facts.hexdigest()
@@ -210,7 +225,8 @@ class ContextPlan:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         facts = {"ranks": self.ranks, "strategy": self.strategy, "rounds": self.round_tokens}
         facts |= {"split": self.split, "groups": self.groups}
-        save_file(tensors | {"owner": self.owner}, path, metadata | {HEADER: json.dumps(facts)})
+        tensors |= {"owner": self.owner, "shared": self.shared}
+        save_file(tensors, path, metadata | {HEADER: json.dumps(facts)})
 
     @staticmethod
     def load(path: str | Path) -> "ContextPlan":
@@ -224,10 +240,11 @@ class ContextPlan:
             header = (file.metadata() or {}).get(HEADER)
             if header is None or not isinstance(mask, BlockMask):
                 raise ValueError(f"file {path} holds no context plan")
-            owner, facts = file.get_tensor("owner"), json.loads(header)
+            owner, shared = file.get_tensor("owner"), file.get_tensor("shared")
+            facts = json.loads(header)
         _check_owner(owner.tolist(), Workload(mask).units, facts["ranks"])
-        chosen = (facts[name] for name in ("rounds", "split", "groups"))
-        return ContextPlan(mask, facts["ranks"], facts["strategy"], owner, *chosen)
+        chosen = (facts["rounds"], facts["split"], facts["groups"])
+        return ContextPlan(mask, facts["ranks"], facts["strategy"], owner, *chosen, shared)
 
     def __repr__(self) -> str:
         return (
@@ -258,7 +275,8 @@ class ContextPlan:
 
     def _fetches_of(self, heads: Heads) -> Fetches:
         of_heads = range(self.mask.num_heads)[heads.of(self.mask.num_heads)]
-        workload = Workload(masks.stack([self.mask.head(head) for head in of_heads]))
+        mask = masks.stack([self.mask.head(head) for head in of_heads])
+        workload = Workload(mask, self.shared)
         fetched = workload.fetched(self.owner, self.ranks)
         return Fetches(workload, self.owner, fetched, int(fetched.any()))
 
@@ -276,6 +294,7 @@ def make_plan(
     *,
     round_tokens: int | None = None,
     split: Split | Literal["auto"] = "auto",
+    shared_rows: Sequence[int] | Tensor | None = None,
     fetch_cost: float = 4.0,
 ) -> ContextPlan:
     """The plan by which ranks share a sequence: which tokens each has, and what they exchange.
@@ -296,6 +315,10 @@ def make_plan(
             another, and attend own and fetched keys in one kernel. "keys": every row attends own
             keys while fetched ones travel, then these, and the results are merged. "auto": "keys"
             with round_tokens, else that of less modelled time.
+        shared_rows: Block rows, ascending, that all ranks share: each attends its own keys, and
+            the owner merges. By default those that attend far more keys than others, such as the
+            queries of global tokens, if that takes no longer and moves less. A DynamicMask cannot
+            select from a plan with such rows.
         fetch_cost: For "auto": how long it takes to fetch one block of keys and values of all
             heads, in times to compute one non-zero block of all heads, forward and backward.
 
@@ -315,29 +338,49 @@ def make_plan(
     if not fetch_cost > 0:
         raise ValueError(f"fetch_cost must be positive, got {fetch_cost}")
     _check_split(split, round_tokens)
-    workload = Workload(mask.to("cpu"))
+    chosen = None if shared_rows is None else _checked_rows(shared_rows, mask.grid.nq)
+    named = strategy if isinstance(strategy, str) else tuple(check_integers("strategy", strategy))
+    key = (ranks, named, round_tokens, split, chosen, float(fetch_cost))
+    if ("context plan", *key) not in mask.cache:
+        mask.cache["context plan", *key] = _planned(mask.to("cpu"), *key)
+    return mask.cache["context plan", *key]
 
-    def planned(strategy: str, owner: Tensor) -> ContextPlan:
-        chosen = ("keys", 1)
-        if round_tokens is None:
-            asked, heads = costs(workload, owner, ranks), mask.num_heads
-            moved = torch.maximum(asked.receive, asked.send).double() / mask.grid.bk
-            chosen = chosen_split(workload, owner, ranks, moved * fetch_cost * heads, split)
-        return ContextPlan(workload.mask, ranks, strategy, owner, round_tokens, *chosen)
 
+def _planned(
+    mask: BlockMask,
+    ranks: int,
+    strategy: str | tuple[int, ...],
+    round_tokens: int | None,
+    split: Split | Literal["auto"],
+    shared_rows: tuple[int, ...] | None,
+    fetch_cost: float,
+) -> ContextPlan:
+    """The plan of checked arguments."""
+    workloads = [Workload(mask, torch.tensor(shared_rows or (), dtype=torch.int64))]
+    if shared_rows is None and ranks > 1 and len(heavy := heavy_rows(mask)):
+        workloads.append(Workload(mask, heavy))
+    name, owner, workload = _fastest(
+        workloads, _strategies(strategy, mask, ranks), ranks, fetch_cost
+    )
+    chosen: tuple[Split, int] = ("keys", 1)
+    if round_tokens is None:
+        moved = torch.maximum(*costs(workload, owner, ranks).moved) / mask.grid.bk
+        exchange = moved * fetch_cost * mask.num_heads
+        chosen = chosen_split(workload, owner, ranks, exchange, split)
+    return ContextPlan(mask, ranks, name, owner, round_tokens, *chosen, workload.shared)
+
+
+def _strategies(
+    strategy: str | tuple[int, ...], mask: BlockMask, ranks: int
+) -> dict[str, Strategy]:
+    """The strategies to choose from, by name."""
     if not isinstance(strategy, str):
-        owner = check_integers("strategy", strategy)
-        _check_owner(owner, units, ranks)
-        return planned("own", torch.tensor(owner))
+        _check_owner(strategy, Workload(mask).units, ranks)
+        owner = torch.tensor(strategy)
+        return {"own": lambda *_: owner}
     if strategy not in (*STRATEGIES, "auto"):
         raise ValueError(f"strategy must be auto or one of {[*STRATEGIES]}, got {strategy!r}")
-    key = ("context plan", ranks, strategy, round_tokens, split, float(fetch_cost))
-    if key not in mask.cache:
-        if strategy == "auto":
-            mask.cache[key] = planned(*_fastest(workload, ranks, fetch_cost))
-        else:
-            mask.cache[key] = planned(strategy, STRATEGIES[strategy](workload, ranks))
-    return mask.cache[key]
+    return {name: each for name, each in STRATEGIES.items() if strategy in (name, "auto")}
 
 
 def _check_split(split: str, round_tokens: int | None) -> None:
@@ -347,15 +390,33 @@ def _check_split(split: str, round_tokens: int | None) -> None:
         raise ValueError(f'round_tokens must be None with split "rows", got {round_tokens}')
 
 
-def _fastest(workload: Workload, ranks: int, fetch_cost: float) -> tuple[str, Tensor]:
-    """The strategy that moves least of those whose modelled time is about the least."""
-    heads, block = workload.mask.num_heads, workload.mask.grid.bk
-    assigned = {name: assign(workload, ranks) for name, assign in STRATEGIES.items()}
-    found = {name: costs(workload, owner, ranks) for name, owner in assigned.items()}
-    times = {name: cost.time(heads, block, fetch_cost) for name, cost in found.items()}
-    within = [name for name in times if times[name] <= ABOUT * min(times.values())]
-    best = min(within, key=lambda name: int(found[name].traffic.sum()))
-    return best, assigned[best]
+def _fastest(
+    workloads: Sequence[Workload],
+    strategies: Mapping[str, Strategy],
+    ranks: int,
+    fetch_cost: float,
+) -> tuple[str, Tensor, Workload]:
+    """Of the choices whose modelled time is about the least, that which moves least."""
+    found = []
+    for workload in workloads:
+        for name, assign in strategies.items():
+            owner = assign(workload, ranks)
+            cost = costs(workload, owner, ranks)
+            time = cost.time(workload.mask.num_heads, workload.mask.grid.bk, fetch_cost)
+            found.append((time, float(cost.moved[0].sum()), (name, owner, workload)))
+    least = min(time for time, *_ in found)
+    within = [choice for choice in found if choice[0] <= ABOUT * least]
+    return min(within, key=lambda choice: choice[1])[2]
+
+
+def _checked_rows(rows: Sequence[int] | Tensor, count: int) -> tuple[int, ...]:
+    numbers = tuple(check_integers("shared_rows", rows)) if len(rows) else ()
+    inside = all(0 <= row < count for row in numbers)
+    if not inside or any(later <= row for row, later in pairwise(numbers)):
+        raise ValueError(
+            f"shared_rows must be block rows from 0 to {count - 1}, ascending, got {list(numbers)}"
+        )
+    return numbers
 
 
 def _ranks(ranks: int | ProcessGroup | DeviceMesh, units: int) -> int:
@@ -369,7 +430,7 @@ def _ranks(ranks: int | ProcessGroup | DeviceMesh, units: int) -> int:
     return ranks
 
 
-def _check_owner(owner: list[int], units: int, ranks: int) -> None:
+def _check_owner(owner: Sequence[int], units: int, ranks: int) -> None:
     if len(owner) != units or set(owner) != set(range(ranks)):
         raise ValueError(
             f"strategy must give each of {units} units one of {ranks} ranks, and each rank a "

@@ -90,6 +90,13 @@ class Prepared:
         places = (each.first_queries, each.first_keys, each.rows, each.columns)
         return self._call(query, key, value, each.mask, *places, heads)
 
+    def call_of_shared(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
+        """The call of the rows that all ranks share, and of the own keys."""
+        shared, part = self.part.shared, self.part
+        assert shared is not None, "no rows are shared"
+        places = (shared.first_queries, part.first_keys, None, part.columns)
+        return self._call(query, key, value, shared.mask, *places, Heads())
+
     def _call(
         self,
         query: Tensor,
@@ -182,6 +189,11 @@ def _check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
     if not isinstance(mask, DynamicMask):
         raise TypeError(
             f"mask must be a DynamicMask out of plan.mask_of({rank}), got {type(mask).__name__}"
+        )
+    if len(plan.shared):
+        raise ValueError(
+            "mask must be None with a plan of rows that ranks share, since only the owner of a "
+            "row knows what it selects: make_plan(..., shared_rows=()) makes a plan without"
         )
     if not plan.is_support(mask.support, rank):
         raise ValueError(f"mask must be selected out of plan.mask_of({rank}), got {mask}")

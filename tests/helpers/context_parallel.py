@@ -53,9 +53,13 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def plan_of(mask: BlockMask, ranks: int, strategy: str, split: str) -> ContextPlan:
-    """A plan; split "rounds" is by keys, in several rounds."""
-    rounds = {"split": split} if split != "rounds" else {"round_tokens": 48}
-    return make_plan(mask, ranks, _strategy(strategy, ranks), **rounds)
+    """A plan; split "rounds" is by keys, in several rounds, "shared" has rows that ranks share."""
+    options: dict[str, Any] = {"split": split}
+    if split in ("rounds", "shared rounds"):
+        options = {"round_tokens": 48}
+    if split in ("shared rows", "shared rounds"):
+        options |= {"split": "auto", "shared_rows": (0, 6, 13)}
+    return make_plan(mask, ranks, _strategy(strategy, ranks), **options)
 
 
 def errors(

@@ -53,7 +53,7 @@ def check_exact(answers, within=EXACT):
     ("strategy", "split"),
     [
         *(("contiguous", "rows"), ("shuffled", "rows")),
-        *(("contiguous", "keys"), ("zigzag", "rounds")),
+        *(("contiguous", "keys"), ("zigzag", "rounds"), ("zigzag", "shared rows")),
     ],
 )
 def test_same_as_one_process(ranks, mask, strategy, split):
@@ -71,7 +71,7 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
-@pytest.mark.parametrize("split", ["rows", "keys", "rounds"])
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows", "shared rounds"])
 def test_every_semantic_of_attention_is_that_of_the_whole_sequence(two_ranks, extra, split):
     for mask in ("global tokens", "head masks"):
         check_exact(two_ranks.run(cases.errors, mask, "shuffled", split, extra))
@@ -79,7 +79,7 @@ def test_every_semantic_of_attention_is_that_of_the_whole_sequence(two_ranks, ex
 
 def test_single_precision_is_merged_within_rounding(two_ranks):
     extra = {"dtype": torch.float32}
-    for split in ("rows", "rounds"):
+    for split in ("rows", "rounds", "shared rows"):
         check_exact(two_ranks.run(cases.errors, "random", "zigzag", split, extra), within=2e-5)
 
 
@@ -114,7 +114,7 @@ def test_bytes_moved_are_those_of_the_plan(ranks, mask):
         assert (forward, backward) == (receive, receive + send)
 
 
-@pytest.mark.parametrize("split", ["rows", "rounds"])
+@pytest.mark.parametrize("split", ["rows", "rounds", "shared rows"])
 def test_the_same_inputs_give_the_same_bits(two_ranks, split):
     assert two_ranks.run(cases.same_bits, split) == [True, True]
 
@@ -192,6 +192,9 @@ def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match=r"mask must be a DynamicMask out of plan.mask_of\(0\)"):
         context_parallel_attention(*tensors, plan, mask=plan.mask)
     mask = masks.full()(100, 16).select_topk(torch.randn(7, 7), 2)
+    shared = make_plan(masks.full()(100, 16), 1, shared_rows=[0])
+    with pytest.raises(ValueError, match="mask must be None with a plan of rows that ranks share"):
+        context_parallel_attention(*tensors, shared, mask=mask)
     with pytest.raises(ValueError, match=r"mask must be selected out of plan.mask_of\(0\)"):
         context_parallel_attention(*tensors, plan, mask=mask)
     with pytest.raises(ValueError, match="shard must not require a gradient"):

@@ -31,7 +31,9 @@ def plans(draw):
         strategy = draw(st.permutations(owner))
     rounds = draw(st.sampled_from([None, mask.grid.bk, 3 * mask.grid.bk]))
     split = draw(st.sampled_from(["rows", "keys"])) if rounds is None else "keys"
-    return dense, make_plan(mask, ranks, strategy, round_tokens=rounds, split=split)
+    shared = sorted(draw(st.sets(st.integers(0, mask.grid.nq - 1), max_size=2)))
+    options = {"round_tokens": rounds, "split": split, "shared_rows": shared}
+    return dense, make_plan(mask, ranks, strategy, **options)
 
 
 @settings(max_examples=40)
@@ -43,6 +45,12 @@ def test_parts_hold_every_pair_of_the_mask_once(drawn):
         part, own = plan.part(rank), plan.positions(rank)
         if part.mask is not None:
             found[:, own.unsqueeze(1), own] += part.mask.to_dense().view(-1, len(own), len(own))
+        if part.shared is not None:
+            first = part.shared.first_queries.unsqueeze(1)
+            queries = (first + torch.arange(plan.mask.grid.bq)).flatten()
+            queries = queries[queries < plan.seq_len]
+            pairs = part.shared.mask.to_dense().view(-1, len(queries), len(own))
+            found[:, queries.unsqueeze(1), own] += pairs
         for each in part.rounds:
             if each.mask is not None:
                 queries, keys = own[each.queries], _tokens(each.columns, plan)
@@ -66,6 +74,7 @@ def test_ranks_receive_the_key_blocks_that_they_attend_and_do_not_own(drawn):
     expected = torch.zeros(plan.ranks, plan.ranks, dtype=torch.int64)
     for rank in range(plan.ranks):
         rows = owner_of_token[:: g.bq] == rank
+        rows[plan.shared] = False  # each rank attends its own keys for these
         needed = blocks[:, rows].any(0).any(0).repeat_interleave(g.bk)[: plan.seq_len]
         senders = owner_of_token[needed & (owner_of_token != rank)]
         expected[rank] = torch.bincount(senders, minlength=plan.ranks)
@@ -110,6 +119,35 @@ def test_shards_put_together_are_the_whole(drawn):
         assert shard.shape[1] > 0
         assert torch.equal(shard[0], plan.positions(rank))
         assert plan.mask_of(rank).seq_len == (shard.shape[1], plan.seq_len)
+
+
+@settings(max_examples=20)
+@given(plans())
+def test_shared_rows_of_all_ranks_come_in_the_order_of_the_sequence(drawn):
+    _, plan = drawn
+    parts = [plan.part(rank).shared for rank in range(plan.ranks)]
+    if not len(plan.shared):
+        assert parts == [None] * plan.ranks
+        return
+    arrived = torch.cat(
+        [plan.positions(rank)[part.own] for rank, part in enumerate(parts)]  # pyright: ignore
+    )
+    tokens = plan.shared.unsqueeze(1) * plan.mask.grid.bq + torch.arange(plan.mask.grid.bq)
+    for part in parts:
+        assert arrived[part.order].tolist() == tokens[tokens < plan.seq_len].tolist()
+        assert part.tokens == [each.own_tokens for each in parts]
+
+
+def test_rows_of_global_tokens_are_shared_where_fetching_all_their_keys_takes_longer():
+    pattern = masks.local(256) | masks.global_tokens([0, 5000])
+    mask = pattern(65536, 128)
+    plan, alone = make_plan(mask, 8), make_plan(mask, 8, shared_rows=())
+    assert plan.shared.tolist() == [0, 5000 // 128]
+    assert plan.report().imbalance < 1.02
+    assert sum(plan.report().receive_bytes) * 10 < sum(alone.report().receive_bytes)
+    assert plan.costs.blocks.sum() == alone.costs.blocks.sum() == mask.nnz_blocks
+    assert not len(make_plan(masks.causal()(65536, 128), 8).shared)
+    assert not len(make_plan(mask, 1).shared)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +222,8 @@ def test_equal_arguments_give_the_same_plan_and_equal_masks_equal_plans():
 
 
 def test_a_saved_plan_comes_back(tmp_path):
-    plan = make_plan(masks.stack([masks.causal(), masks.local(70)])(1000, 64), 3, round_tokens=200)
+    mask = masks.stack([masks.causal(), masks.local(70)])(1000, 64)
+    plan = make_plan(mask, 3, round_tokens=200, shared_rows=[2, 5])
     plan.save(tmp_path / "plan.safetensors")
     loaded = ContextPlan.load(tmp_path / "plan.safetensors")
     assert (loaded.digest, loaded.strategy) == (plan.digest, plan.strategy)
@@ -227,6 +266,8 @@ def test_wrong_lengths_and_ranks_are_named():
     plan = make_plan(CAUSAL, 2)
     with pytest.raises(ValueError, match="round_tokens must be at least 64"):
         make_plan(CAUSAL, 2, round_tokens=63)
+    with pytest.raises(ValueError, match="shared_rows must be block rows from 0 to 63, ascending"):
+        make_plan(CAUSAL, 2, shared_rows=[3, 64])
     with pytest.raises(ValueError, match='split must be "auto", "rows" or "keys", got 3'):
         make_plan(CAUSAL, 2, split=3)
     with pytest.raises(ValueError, match='round_tokens must be None with split "rows", got 64'):
