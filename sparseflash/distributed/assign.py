@@ -39,8 +39,8 @@ class Workload:
         if not len(self.shared):
             return self.whole
         rows = torch.ones(self.whole.grid.nq, dtype=torch.bool).index_fill_(0, self.shared, False)
-        kept = rows.nonzero().flatten()
-        return self.whole.keep_rows(kept) if len(kept) else self.whole - self.whole
+        rows = rows.nonzero().flatten()
+        return self.whole.keep_rows(rows) if len(rows) else self.whole - self.whole
 
     def shared_work(self, owner: Tensor, ranks: int) -> Tensor:
         """int64 (ranks,): non-zero blocks of the shared rows whose keys each rank owns."""
