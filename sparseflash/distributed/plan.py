@@ -6,6 +6,7 @@ same plan without asking another.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -242,6 +243,8 @@ class ContextPlan:
                 raise ValueError(f"file {path} holds no context plan")
             owner, shared = file.get_tensor("owner"), file.get_tensor("shared")
             facts = json.loads(header)
+        if facts.get("split") not in ("rows", "keys") or not isinstance(facts.get("ranks"), int):
+            raise ValueError(f"file {path} holds a context plan with a damaged header: {header}")
         _check_owner(owner.tolist(), Workload(mask).units, facts["ranks"])
         chosen = (facts["rounds"], facts["split"], facts["groups"])
         return ContextPlan(mask, facts["ranks"], facts["strategy"], owner, *chosen, shared)
@@ -335,8 +338,8 @@ def make_plan(
     ranks = _ranks(ranks, units)
     if round_tokens is not None:
         round_tokens = check_integer("round_tokens", round_tokens, least=mask.grid.bk)
-    if not fetch_cost > 0:
-        raise ValueError(f"fetch_cost must be positive, got {fetch_cost}")
+    if not isinstance(fetch_cost, int | float) or not 0 < fetch_cost < math.inf:
+        raise ValueError(f"fetch_cost must be a positive number, got {fetch_cost!r}")
     _check_split(split, round_tokens)
     chosen = None if shared_rows is None else _checked_rows(shared_rows, mask.grid.nq)
     named = strategy if isinstance(strategy, str) else tuple(check_integers("strategy", strategy))

@@ -274,8 +274,9 @@ def test_wrong_lengths_and_ranks_are_named():
         make_plan(CAUSAL, 2, split="rows", round_tokens=64)
     with pytest.raises(ValueError, match="kv_heads must divide the 4 heads of the mask, got 3"):
         make_plan(masks.stack([masks.causal()] * 4)(512, 64), 2, split="rows").report(kv_heads=3)
-    with pytest.raises(ValueError, match="fetch_cost must be positive"):
-        make_plan(CAUSAL, 2, fetch_cost=0.0)
+    for wrong in (0.0, "3", None, float("inf")):
+        with pytest.raises(ValueError, match="fetch_cost must be a positive number, got"):
+            make_plan(CAUSAL, 2, fetch_cost=wrong)
     with pytest.raises(ValueError, match="rank must be at most 1"):
         plan.positions(2)
     with pytest.raises(ValueError, match="tensor must have 4096 tokens in dim 1"):
