@@ -14,6 +14,9 @@ HAS_GPU = torch.cuda.is_available()
 # Triton reads this when it is first imported; without a GPU its kernels run in the interpreter.
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests.helpers import interpreter
+
+    interpreter.patch_once_a_launch()
 
 # xdist's workers share the cores; torch's default is one thread per core for each of them.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -57,6 +60,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("interpret") and HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))
+
+
+if not HAS_GPU:
+
+    @pytest.fixture(autouse=True)
+    def overflow(request):
+        """Slow tests look for overflow in interpreted kernels, which doubles their time."""
+        interpreter.check_overflow(request.node.get_closest_marker("slow") is not None)
 
 
 @pytest.fixture(autouse=True)
