@@ -133,8 +133,9 @@ def from_block_lists(
         pattern: Which elements of the partial blocks attend.
 
     Raises:
-        ValueError: The lists are of several batch elements or another length, or have partial
-            blocks and no pattern.
+        ValueError: The lists are of several batch elements or another length, have partial blocks
+            and no pattern, a count is beyond its list, or a column beyond the grid or twice in a
+            row.
     """
     if lists.full_block_cnt.shape[0] != 1:
         raise ValueError(
@@ -189,7 +190,8 @@ def from_cudnn_blocks(blocks: CudnnBlocks, seq_len: int | tuple[int, int]) -> Bl
         seq_len: Tokens, one number or (q_len, k_len).
 
     Raises:
-        ValueError: The lists are of several batch elements or another length.
+        ValueError: The lists are of several batch elements or another length, a count is beyond
+            its list, or a column beyond the grid or twice in a row.
     """
     index, count, _, side = blocks
     none = torch.zeros_like(count)
@@ -279,8 +281,13 @@ def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
     """The mask of FlashInfer's block-sparse rows.
 
     Raises:
-        ValueError: The sides of a block are none that a mask may have, or the lists do not fit.
+        TypeError: `blocks` are no FlashInferBlocks.
+        ValueError: The sides of a block are none that a mask may have; indptr does not ascend from
+            0 to the number of blocks; a column is beyond the grid or twice in a row; or `mask` is
+            of another shape.
     """
+    if not isinstance(blocks, FlashInferBlocks):
+        raise TypeError(f"blocks must be FlashInferBlocks, got {type(blocks).__name__}")
     indptr, indices, *sizes, pairs = blocks
     grid = Grid.of((sizes[0], sizes[1]), (sizes[2], sizes[3]), indices.device)
     if len(indptr) != grid.nq + 1 or int(indptr[-1]) != len(indices):
@@ -288,8 +295,13 @@ def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
             f"indptr must have {grid.nq + 1} entries and end in {len(indices)}, got "
             f"{len(indptr)} that end in {int(indptr[-1])}"
         )
+    if int(indptr[0]) or bool((indptr.diff() < 0).any()):
+        raise ValueError(f"indptr must ascend from 0, got {indptr}")
+    if pairs is not None and pairs.shape != (len(indices), *grid.block_size):
+        wanted = (len(indices), *grid.block_size)
+        raise ValueError(f"mask must be {wanted}, got {tuple(pairs.shape)}")
     row = torch.arange(grid.nq, device=grid.device).repeat_interleave(indptr.diff())
-    flat, order = grid.flat_index(0, row, indices.long()).sort()
+    flat, order = _sorted_blocks(grid, row, indices)
     if pairs is None:
         return BlockMask(from_full_runs(grid, from_points(flat)))
     tiles = pack(pairs.bool())[order]
@@ -431,10 +443,34 @@ def _from_lists(
 
 
 def _flat(grid: Grid, count: Tensor, index: Tensor) -> Tensor:
-    """The ascending flat indices of the listed blocks."""
-    listed = torch.arange(index.shape[1], device=index.device) < count[:, None]
+    """The ascending flat indices of the listed blocks.
+
+    Raises:
+        ValueError: A count is beyond the list, or a column beyond the grid or listed twice.
+    """
+    most = index.shape[1]
+    if bool(((count < 0) | (count > most)).any()):
+        raise ValueError(f"counts must be 0 to {most}, the length of the lists, got {count}")
+    listed = torch.arange(most, device=index.device) < count[:, None]
     row, slot = listed.nonzero(as_tuple=True)
-    return grid.flat_index(0, row, index[row, slot].long()).sort().values
+    return _sorted_blocks(grid, row, index[row, slot])[0]
+
+
+def _sorted_blocks(grid: Grid, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """(flat indices, order): those of the blocks, ascending, and where each of them came.
+
+    Raises:
+        ValueError: A column is beyond the grid, or a block is listed twice.
+    """
+    wrong = (column < 0) | (column >= grid.nk)
+    if bool(wrong.any()):
+        raise ValueError(f"columns must be 0 to {grid.nk - 1}, got {int(column[wrong][0])}")
+    flat, order = grid.flat_index(0, row, column.long()).sort()
+    twice = (flat.diff() == 0).nonzero()
+    if len(twice):
+        _, at, block = (int(x) for x in grid.locate(flat[twice[0, 0]]))
+        raise ValueError(f"a row must list a column once, got column {block} twice in row {at}")
+    return flat, order
 
 
 def _evaluated(

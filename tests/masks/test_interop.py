@@ -228,3 +228,44 @@ def test_flashinfer_rows_of_any_order_and_of_other_shapes():
         interop.from_flashinfer(lists._replace(M=48))
     with pytest.raises(ValueError, match=r"whole blocks of \(16, 16\), got \(70, 70\)"):
         interop.to_flashinfer(masks.full()(70, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": [0, 2]}, "columns must be 0 to 1, got 2"),
+        ({"indices": [0, -1]}, "columns must be 0 to 1, got -1"),
+        ({"indptr": [0, 2, 2], "indices": [1, 1]}, "got column 1 twice in row 0"),
+        ({"indptr": [1, 1, 2]}, "indptr must ascend from 0"),
+        ({"indptr": [0, 3, 2]}, "indptr must ascend from 0"),
+        ({"mask": torch.ones(1, 16, 16, dtype=torch.bool)}, r"mask must be \(2, 16, 16\)"),
+        ({"mask": torch.ones(512, dtype=torch.bool)}, r"mask must be \(2, 16, 16\)"),
+    ],
+)
+def test_flashinfer_lists_that_do_not_fit(change, message):
+    change = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in change.items()}
+    rows = {"indptr": torch.tensor([0, 1, 2]), "indices": torch.tensor([0, 1]), "mask": None}
+    with pytest.raises(ValueError, match=message):
+        interop.from_flashinfer(interop.FlashInferBlocks(**rows | change, M=32, N=32, R=16, C=16))
+
+
+def test_flashinfer_takes_its_own_lists_alone():
+    with pytest.raises(TypeError, match="blocks must be FlashInferBlocks, got BlockMask"):
+        interop.from_flashinfer(masks.full()(32, 16))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("q2k_block_nums", 3, "counts must be 0 to 2"),
+        ("q2k_block_nums", -3, "counts must be 0 to 2"),
+        ("q2k_block_index", -1, "columns must be 0 to 1, got -1"),
+        ("q2k_block_index", 9, "columns must be 0 to 1, got 9"),
+    ],
+)
+def test_cudnn_lists_that_do_not_fit(place, value, message):
+    lists = interop.to_cudnn_blocks(masks.full()(128, 64))
+    changed = getattr(lists, place).clone()
+    changed[..., :1] = value
+    with pytest.raises(ValueError, match=message):
+        interop.from_cudnn_blocks(lists._replace(**{place: changed}), 128)

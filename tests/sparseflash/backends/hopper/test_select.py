@@ -26,18 +26,24 @@ SPEC = replace(spec_of(QUERY, QUERY, MASK), device=torch.device("cuda", 0))
 DYNAMIC = mask_that_covers(None, None)
 
 
+def spec_like(**change):
+    """SPEC with other facts, whose values are as wide as its queries."""
+    widths = {"value_dim": change["head_dim"]} if "head_dim" in change else {}
+    return replace(SPEC, **widths | change)
+
+
 @pytest.fixture(autouse=True)
 def capability(monkeypatch):
     monkeypatch.setattr(hopper_select, "_capability", lambda device: (9, 0))
 
 
 def test_serves_a_plain_call_and_one_with_dropout():
-    assert hopper.why_not(SPEC, MASK) == hopper.why_not(replace(SPEC, dropout_p=0.5), MASK) == []
+    assert hopper.why_not(SPEC, MASK) == hopper.why_not(spec_like(dropout_p=0.5), MASK) == []
 
 
 @pytest.mark.parametrize("head_dim", [8, 80, 256])
 def test_serves_head_dims_in_tiles_that_are_as_wide_or_wider(head_dim):
-    assert hopper.why_not(replace(SPEC, head_dim=head_dim), MASK) == []
+    assert hopper.why_not(spec_like(head_dim=head_dim), MASK) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,7 @@ def test_serves_head_dims_in_tiles_that_are_as_wide_or_wider(head_dim):
     ],
 )
 def test_says_what_came_and_what_is_allowed(change, words):
-    (reason,) = hopper.why_not(replace(SPEC, **change), MASK)
+    (reason,) = hopper.why_not(spec_like(**change), MASK)
     assert all(word in reason for word in words)
 
 
@@ -63,7 +69,7 @@ def test_says_what_came_and_what_is_allowed(change, words):
     ],
 )
 def test_says_which_blocks_a_device_may_select(change, words):
-    (reason,) = hopper.why_not(replace(SPEC, **change), DYNAMIC)
+    (reason,) = hopper.why_not(spec_like(**change), DYNAMIC)
     assert all(word in reason for word in ("block_size", *words))
 
 
@@ -71,7 +77,7 @@ def test_auto_takes_the_first_backend_that_has_no_reason_against_it(monkeypatch)
     for backend in (hopper, triton):
         monkeypatch.setattr(backend, "why_not", lambda spec, mask: [])
     monkeypatch.setattr(backends, "BACKENDS", (hopper, triton))
-    scattered, mask = replace(SPEC, block_size=(32, 32)), mask_that_covers(0.1, 0.3)
+    scattered, mask = spec_like(block_size=(32, 32)), mask_that_covers(0.1, 0.3)
     assert [select(SPEC, MASK), select(scattered, mask)] == [hopper, triton]
     assert select(replace(scattered, backend="hopper"), mask) == hopper
 
@@ -81,7 +87,7 @@ def test_serves_blocks_of_its_own_sizes_that_the_device_chooses(block_size):
     mask = masks.full()(256, block_size).select(
         torch.ones(256 // block_size[0], 256 // block_size[1]) > 0
     )
-    spec = replace(SPEC, block_size=block_size)
+    spec = spec_like(block_size=block_size)
     assert hopper.why_not(spec, mask) == hopper.auto_skip(spec, mask) == []
     assert hopper.block_size_for(spec, mask) == block_size
     assert ("tiles" in described(spec, mask)) == (block_size == (64, 64))
@@ -106,7 +112,7 @@ def described(spec, mask):
 def test_reads_small_tiles_where_larger_ones_are_filled_less(
     head_dim, large, small, tile, block_size
 ):
-    spec = replace(SPEC, head_dim=head_dim, block_size=block_size)
+    spec = spec_like(head_dim=head_dim, block_size=block_size)
     mask = mask_that_covers(large, small)
     assert hopper.why_not(spec, mask) == []
     assert hopper.block_size_for(spec, mask) == (tile, tile)
@@ -118,14 +124,14 @@ def test_reads_small_tiles_where_larger_ones_are_filled_less(
 
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 128), (256, 256)])
 def test_reads_large_tiles_of_large_blocks(block_size):
-    spec = replace(SPEC, block_size=block_size)
+    spec = spec_like(block_size=block_size)
     assert hopper.block_size_for(spec, MASK) == (128, 128)
     assert hopper.auto_skip(spec, MASK) == []
 
 
 @pytest.mark.parametrize(("head_dim", "words"), [(64, None), (128, None), (192, "25%")])
 def test_auto_takes_scattered_blocks_of_64_where_they_need_not_be_put_together(head_dim, words):
-    spec = replace(SPEC, head_dim=head_dim, block_size=(64, 64), deterministic=False)
+    spec = spec_like(head_dim=head_dim, block_size=(64, 64), deterministic=False)
     reasons = hopper.auto_skip(spec, mask_that_covers(0.25))
     assert [words in reason for reason in reasons] == [True] * (words is not None)
 
@@ -143,13 +149,13 @@ def test_auto_takes_scattered_blocks_of_64_where_they_need_not_be_put_together(h
     ],
 )
 def test_auto_skips_tiles_that_are_hardly_covered(large, small, change, words):
-    spec = replace(SPEC, **({"head_dim": 128, "block_size": (16, 256)} | change))
+    spec = spec_like(**({"head_dim": 128, "block_size": (16, 256)} | change))
     reasons = hopper.auto_skip(spec, mask_that_covers(large, small))
     assert [all(word in reason for word in words) for reason in reasons] == [True] * bool(words)
 
 
 def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
-    allowed = replace(SPEC, deterministic=False)
+    allowed = spec_like(deterministic=False)
     assert hopper.auto_skip(allowed, MASK) == []
     many, few = (masks.full()(128 * blocks).table() for blocks in (7, 6))
     assert uses_fused_backward(many, allowed)
@@ -158,11 +164,12 @@ def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     assert not uses_fused_backward(few, allowed)
     assert not uses_fused_backward(masks.full()(128 * 7, block_size=64).table(), allowed)
     assert not uses_fused_backward(many, SPEC)
-    assert uses_fused_backward(many, replace(allowed, head_dim=128))
-    assert uses_fused_backward(many, replace(allowed, head_dim=40))
-    assert not uses_fused_backward(many, replace(allowed, head_dim=136))
+    assert uses_fused_backward(many, replace(allowed, head_dim=128, value_dim=128))
+    assert uses_fused_backward(many, replace(allowed, head_dim=40, value_dim=40))
+    assert not uses_fused_backward(many, replace(allowed, head_dim=136, value_dim=136))
     assert uses_fused_backward(many, replace(allowed, dropout_p=0.1))
-    assert not uses_fused_backward(many, replace(allowed, dropout_p=0.1, head_dim=128))
+    wide = replace(allowed, dropout_p=0.1, head_dim=128, value_dim=128)
+    assert not uses_fused_backward(many, wide)
 
 
 def test_serves_changes_of_scores_and_masks_of_each_batch_element(monkeypatch):
@@ -170,15 +177,15 @@ def test_serves_changes_of_scores_and_masks_of_each_batch_element(monkeypatch):
     for_torch = ScoreFunction("for torch alone", lambda score, *_: (score, 1.0))
     both = ScoreFunction("for Triton too", for_torch.torch, for_torch.torch)
     for change in ({"softcap": 5.0}, {"bias": True}, {"mask_batch": 2}, {"score": both}):
-        spec = replace(SPEC, deterministic=False, **change)
+        spec = spec_like(deterministic=False, **change)
         assert select(spec, MASK) == hopper
         table = masks.full()(128 * 7).table()
         assert uses_fused_backward(table, spec) == ("mask_batch" in change)
     for name in ("differentiates_bias", "differentiates_blocks"):
         with pytest.raises(BackendError, match="gradient of b"):
-            select(replace(SPEC, bias=True, **{name: True}), MASK)
+            select(spec_like(bias=True, **{name: True}), MASK)
     with pytest.raises(BackendError, match="'for torch alone'"):
-        select(replace(SPEC, score=for_torch), MASK)
+        select(spec_like(score=for_torch), MASK)
 
 
 def with_a_tile_of_its_own(score, batch, head, query, key):
@@ -187,7 +194,7 @@ def with_a_tile_of_its_own(score, batch, head, query, key):
 
 def test_refuses_score_functions_that_make_tiles():
     ScoreFunction("zeros", lambda score, *_: (score, 1.0), JITFunction(with_a_tile_of_its_own))
-    (reason,) = hopper.why_not(replace(SPEC, score="zeros"), MASK)
+    (reason,) = hopper.why_not(spec_like(score="zeros"), MASK)
     assert "'zeros', which calls zeros_like" in reason
 
 
@@ -200,7 +207,7 @@ def test_refuses_other_architectures(monkeypatch):
 
 def test_lists_every_reason():
     change = {"dtype": torch.float64, "head_dim": 7, "device": torch.device("cpu")}
-    assert len(hopper.why_not(replace(SPEC, **change), MASK)) == 3
+    assert len(hopper.why_not(spec_like(**change), MASK)) == 3
 
 
 def test_imports_without_triton():
@@ -215,7 +222,7 @@ assert hopper.why_not(None, None) == ["triton is not installed"]
 
 
 def test_the_blocks_that_count_for_one_kernel_are_those_of_a_row_of_keys():
-    allowed = replace(SPEC, deterministic=False)
+    allowed = spec_like(deterministic=False)
     tall, wide = (masks.full()(n, 128).table() for n in ((3072, 768), (768, 3072)))
     assert uses_fused_backward(tall, allowed)
     assert not uses_fused_backward(wide, allowed)
@@ -224,14 +231,14 @@ def test_the_blocks_that_count_for_one_kernel_are_those_of_a_row_of_keys():
 
 
 def test_auto_skips_narrow_heads():
-    (reason,) = hopper.auto_skip(replace(SPEC, head_dim=32), MASK)
+    (reason,) = hopper.auto_skip(spec_like(head_dim=32), MASK)
     assert "head_dim is 32" in reason
-    assert hopper.why_not(replace(SPEC, head_dim=32), MASK) == []
-    assert hopper.auto_skip(replace(SPEC, head_dim=40), MASK) == []
+    assert hopper.why_not(spec_like(head_dim=32), MASK) == []
+    assert hopper.auto_skip(spec_like(head_dim=40), MASK) == []
 
 
 def test_auto_skips_few_queries():
-    wide = replace(SPEC, head_dim=128)
+    wide = spec_like(head_dim=128)
     (reason,) = hopper.auto_skip(replace(wide, q_len=16), MASK)
     assert "q_len is 16" in reason
     assert hopper.auto_skip(replace(wide, q_len=17), MASK) == []
