@@ -41,7 +41,13 @@ from experiments.long_context.baselines import RingPlan, all_gather_attention, r
 from experiments.memory import peak_bytes
 from experiments.record import useful_flops
 from masks import BlockMask, DynamicMask, Pattern
-from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan, passes
+from sparseflash.distributed import (
+    ContextPlan,
+    context_parallel_attention,
+    make_plan,
+    passes,
+    shared_rows,
+)
 
 TOKENS_A_RANK, TOKENS = 2**17, 2**20
 BLOCK = 128
@@ -77,6 +83,7 @@ class Row:
         exposed_forward_ms, exposed_total_ms: Of these, what the exchange adds.
         tflops: Useful TFLOP/s of a rank in total_ms.
         receive_mb: Most megabytes of keys and values that a rank receives in a forward pass.
+        shared_rows: Block rows that all ranks share, whose queries and results travel beside that.
         gathered_mb: What a rank receives in an all-gather or a ring.
         imbalance: Most blocks of a rank over the mean.
         peak_bytes: Most memory of a rank during both passes, beyond inputs.
@@ -100,6 +107,7 @@ class Row:
     exposed_total_ms: float
     tflops: float
     receive_mb: float
+    shared_rows: int
     gathered_mb: float
     imbalance: float
     peak_bytes: int
@@ -336,6 +344,7 @@ def _row(
         exposed_total_ms=total_ms - silent[1],
         tflops=3.5 * flops / setting.ranks / (total_ms * 1e9),
         receive_mb=gathered if everything else max(report.receive_bytes) / 1e6,
+        shared_rows=0 if everything else report.shared_rows,
         gathered_mb=gathered,
         imbalance=report.imbalance,
         peak_bytes=int(peak),
@@ -364,6 +373,7 @@ def _nothing_exchanged() -> Iterator[None]:
 
     with (
         mock.patch.object(passes, "Exchange", Silent),
+        mock.patch.object(shared_rows, "Exchange", Silent),
         mock.patch.object(baselines, "all_gather", repeated),
         mock.patch.object(baselines, "reduce_scatter", own),
     ):

@@ -21,6 +21,8 @@ class Report:
         tokens: Tokens that each rank owns.
         blocks: Non-zero blocks that each rank computes, summed over heads of the mask.
         receive_bytes, send_bytes: Of each rank.
+        shared_rows: Block rows that all ranks share. Their queries and results travel beside these
+            bytes.
         imbalance: Most blocks of a rank over the mean.
         gathered_bytes: What each rank would receive if it got all keys and values, by an
             all-gather or around a ring: these move the same bytes.
@@ -34,6 +36,7 @@ class Report:
     blocks: list[int]
     receive_bytes: list[int]
     send_bytes: list[int]
+    shared_rows: int
     imbalance: float
     gathered_bytes: list[int]
     least_bytes: int
@@ -51,6 +54,8 @@ class Report:
             for rank, (tokens, blocks, receive, send) in enumerate(rows)
         ]
         gathered = sum(self.gathered_bytes) / 1e6
+        if self.shared_rows:
+            lines.append(f"and queries and results of {self.shared_rows} shared block rows")
         return "\n".join(
             [
                 *lines,
@@ -101,6 +106,7 @@ def report_of(plan: "ContextPlan", token_bytes: int, groups: int) -> Report:
         blocks=blocks,
         receive_bytes=traffic.sum(1).tolist(),
         send_bytes=traffic.sum(0).tolist(),
+        shared_rows=len(plan.shared),
         imbalance=max(blocks) * plan.ranks / max(sum(blocks), 1),
         gathered_bytes=[(plan.seq_len - own) * token_bytes for own in tokens],
         least_bytes=int(least * token_bytes),

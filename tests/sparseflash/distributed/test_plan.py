@@ -242,7 +242,11 @@ def test_report_counts_bytes_of_keys_and_values():
     assert report.gathered_bytes == [2048 * 2 * 2 * 32 * 4] * 2
     assert sum(report.receive_bytes) >= 2 * report.least_bytes > 0
     assert "50.00%" in str(report)
+    assert "shared" not in str(report)
     assert len(report.plot().axes) == 2
+    shared = make_plan(CAUSAL, 2, "contiguous", shared_rows=[30, 31]).report(2, 32, torch.float32)
+    assert shared.shared_rows == 2
+    assert "queries and results of 2 shared block rows" in str(shared)
 
 
 @pytest.mark.parametrize(
