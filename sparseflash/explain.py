@@ -124,13 +124,14 @@ def explain(
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
 
     Args:
-        query, key, value, mask, key_lengths, bias, sinks, score_tensors, return_max_logits,
-            **options: As in sparseflash.attention.
+        query, key, value, mask, key_lengths, bias, sinks: As in sparseflash.attention.
+        score_tensors, return_max_logits: As in sparseflash.attention.
         measure: Also time the call, the full mask and torch's dense attention, each forward and
             backward, with the options of the call (without maximum logits; torch's also without
             softcap, score, bias, sinks and key_lengths); and split what the mask takes longer than
             its density of the full mask into causes, by masks that leave one out (see
             sparseflash.gap).
+        **options: As in sparseflash.attention.
 
     Returns:
         An Explanation, whose `backend` is None where no backend can serve the call.

@@ -104,7 +104,9 @@ class ArenaCLI(LightningCLI):
         if not self.test and not self.stuck:
             return
         if self.model.pre_trains:  # no label was learned: there is nothing to test
-            self._write(self._result(self._run()))
+            path = self._path_of_result()
+            if self.trainer.is_global_zero:
+                write_json(path, self._result(self._run()))
         else:
             self._test()
 
@@ -145,17 +147,18 @@ class ArenaCLI(LightningCLI):
         return [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _report(self, run: dict) -> None:
+        path = self._path_of_result()
         if not self.trainer.is_global_zero:
             return
         result = self._result(run)
-        self._write(result)  # so that a run that is killed from here on has been tested
+        write_json(path, result)  # so that a run that is killed from here on has been tested
         result["moved discs"] = self._moved_discs(run)
-        self._write(result)
+        write_json(path, result)
         show(result)
 
-    def _write(self, result: dict) -> None:
-        if self.trainer.is_global_zero:
-            write_json(folder_of(self.trainer) / "result.json", result)
+    def _path_of_result(self) -> Path:
+        """Every process takes part: call it before the first alone goes on."""
+        return folder_of(self.trainer) / "result.json"
 
     def _result(self, run: dict) -> dict:
         task = self.datamodule.task
