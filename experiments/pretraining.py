@@ -23,6 +23,7 @@ from experiments.cli import RESULTS, Output, Overwrite, output_file
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from experiments.language_model.books import Books
 
@@ -87,7 +88,7 @@ class Case:
         return TINY if self.model.endswith("-tiny") else VOCABULARY[self.model.partition("-")[0]]
 
 
-def model_of(case: Case):
+def model_of(case: Case) -> "PreTrainedModel":
     """The model with random weights, and its attention chosen.
 
     Raises:
@@ -97,7 +98,7 @@ def model_of(case: Case):
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
     import masks
-    import sparseflash
+    from sparseflash.integrations.huggingface import sparsify
 
     torch.manual_seed(case.seed)
     own = case.attention in DENSE[:2]
@@ -119,7 +120,7 @@ def model_of(case: Case):
         model = BertForMaskedLM(BertConfig(max_position_embeddings=case.seq_len, **options))
     if not own:
         pattern = masks.full() if case.attention == "ours" else masks.parse(case.attention)
-        sparseflash.sparsify(model, pattern)
+        sparsify(model, pattern)
     return model
 
 
@@ -166,7 +167,8 @@ def train(case: Case, books: "Books", device: str) -> dict:
     """
     import torch
 
-    model = model_of(case).to(device).train()
+    model = model_of(case)
+    torch.nn.Module.to(model, device).train()  # whose own `to` has no type
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, weight_decay=0.1)
     on_gpu = device == "cuda"
     losses, seconds = [], []
