@@ -240,9 +240,10 @@ class BlockMask(OnGrid, Handled):
         return BlockMask(reblock.reblock(self.block_set, block_size))
 
     def select(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
-        """The blocks of this mask where `blocks` is true, whatever it holds when a kernel runs.
+        """The blocks of this mask where `blocks` is true.
 
-        Never waits for the device.
+        Never waits for the device. `blocks` is read by the first call that uses the mask, and may
+        not change from then on: make a new mask of it.
 
         Args:
             blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk), on the mask's device,
@@ -414,7 +415,7 @@ class DynamicMask(OnGrid):
     def from_blocks(
         blocks: Tensor, block_size: Size = 128, seq_len: Size | None = None
     ) -> "DynamicMask":
-        """The blocks where `blocks` is true, whatever it holds when a kernel runs.
+        """The blocks where `blocks` is true; see BlockMask.select.
 
         Args:
             blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
