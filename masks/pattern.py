@@ -194,6 +194,9 @@ def pattern(attends: Callable) -> Pattern:
     for integers, on one core. So 64K tokens take seconds and 1M minutes; on a GPU with
     `device="cuda"` far less.
 
+    It is called without gradients and without autocast, so that the mask is the same at any length
+    and wherever it is made.
+
     Args:
         attends: A function of q, int64 (n, 1), and k, int64 (1, k_len), on the device where the
             mask is wanted. It returns a bool tensor that broadcasts to (n, k_len), and does not

@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ def from_predicate(
 
     Read strip by strip, on all cores of a CPU, with a progress bar when it takes long.
     """
+    with _modes_of_masks(grid.device):
+        return _from_pairs(grid, name, attends)
+
+
+def _from_pairs(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]) -> BlockMask:
     on_cpu = grid.device.type == "cpu"
     q = torch.arange(grid.q_len, device=grid.device)[:, None]
     k = torch.arange(grid.k_len, device=grid.device)[None]
@@ -56,13 +62,24 @@ def from_block_predicate(
     grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
 ) -> BlockMask:
     """attends(i, j) on int64 block indices that broadcast, (nq, 1) and (1, nk)."""
-    j = torch.arange(grid.nk, device=grid.device)[None]
-    rows = torch.arange(grid.nq, device=grid.device)[:, None]
     parts = []
-    for i in rows.split(max(1, BLOCKS_AT_ONCE // grid.nk)):
-        blocks = _evaluate(name, attends, i, j, (len(i), grid.nk))
-        parts.append(from_bool_matrix(blocks[None]).shift(int(i[0]) * grid.row_stride))
+    with _modes_of_masks(grid.device):
+        j = torch.arange(grid.nk, device=grid.device)[None]
+        rows = torch.arange(grid.nq, device=grid.device)[:, None]
+        for i in rows.split(max(1, BLOCKS_AT_ONCE // grid.nk)):
+            blocks = _evaluate(name, attends, i, j, (len(i), grid.nk))
+            parts.append(from_bool_matrix(blocks[None]).shift(int(i[0]) * grid.row_stride))
     return from_runs(grid, concatenate(parts))
+
+
+@contextmanager
+def _modes_of_masks(device: torch.device) -> Iterator[None]:
+    """The modes of torch in which functions are called: those that a new thread has, so that a
+    mask is the same whichever thread makes it; and no gradients, which no mask has.
+    """
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.no_grad(), no_autocast:
+        yield
 
 
 def _in_threads(read: Callable, strips: list) -> Iterator:
@@ -71,6 +88,7 @@ def _in_threads(read: Callable, strips: list) -> Iterator:
 
     def start() -> None:
         torch.set_num_threads(1)  # of this thread, and of threads begun while it runs
+        torch.set_grad_enabled(False)  # of this thread; see _modes_of_masks
 
     try:
         with ThreadPoolExecutor(threads, initializer=start) as pool:
@@ -101,7 +119,7 @@ def _with_progress(label: str, run: Callable, read: Callable, strips: list) -> I
 
 def _evaluate(name: str, attends: Callable, q: Tensor, k: Tensor, shape: tuple) -> Tensor:
     """attends(q, k), checked and expanded to `shape`."""
-    before = _versions(q, k)
+    before = q._version, k._version
     try:
         answer = attends(q, k)
     except RuntimeError as error:
@@ -110,14 +128,9 @@ def _evaluate(name: str, attends: Callable, q: Tensor, k: Tensor, shape: tuple) 
         raise ValueError(
             f"pattern {name} must use & | ~ and torch.where, not and, or, not and if: {error}"
         ) from error
-    if _versions(q, k) != before:
+    if (q._version, k._version) != before:
         raise ValueError(f"pattern {name} must not change its arguments in place")
     return _checked(name, answer, shape)
-
-
-def _versions(*tensors: Tensor) -> list[int]:
-    """How often each was changed in place; tensors of inference mode do not count it."""
-    return [t._version for t in tensors if not t.is_inference()]
 
 
 def _checked(name: str, answer, shape: tuple[int, int]) -> Tensor:

