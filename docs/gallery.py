@@ -1,7 +1,7 @@
 """The page of the site that shows the gallery of masks.gallery, made anew at every build."""
 
+from masks._pattern import BUILTIN
 from masks.gallery import BLOCK, ENTRIES, LEGEND, TOKENS, Section, sections
-from masks.pattern import BUILTIN
 
 INTRODUCTION = f"""# Patterns
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import masks
 from masks import BlockMask, Pattern
-from masks.parse import defined_in
+from masks._parse import defined_in
 
 Predicate = Callable[[Tensor, Tensor], Tensor]
 

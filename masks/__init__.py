@@ -4,11 +4,11 @@ from masks._program import is_starting
 
 if not is_starting():
     from masks import interop
+    from masks._parse import parse
+    from masks._pattern import Pattern, block_pattern, pattern, stack
     from masks.block_mask import BlockMask, DynamicMask
     from masks.lookup_table import BlockLists, LookupTable
     from masks.mask_batch import MaskBatch
-    from masks.parse import parse
-    from masks.pattern import Pattern, block_pattern, pattern, stack
     from masks.patterns import (
         bigbird,
         butterfly,

@@ -60,7 +60,7 @@ def read_pair(option: str, text: str) -> tuple[int, int]:
 
 def build(pattern: str, seq_len: str, block_size: str) -> "BlockMask":
     """The mask of options as they were given; what is wrong with them is a usage error."""
-    from masks.parse import parse
+    from masks._parse import parse
 
     sizes = read_pair("--seq-len", seq_len), read_pair("--block-size", block_size)
     with usage_errors():
@@ -145,8 +145,8 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Find what is likely wrong with patterns; exits with 1 where there is something."""
+    from masks._parse import optional_pattern
     from masks.lint import lint as find
-    from masks.parse import optional_pattern
 
     stack = [build(pattern, seq_len, block_size) for pattern in patterns]
     with usage_errors():

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from masks import plot
+from masks._parse import UNREADABLE, as_pattern
+from masks._pattern import Pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs
 from masks.block_mask import BlockMask
-from masks.parse import UNREADABLE, as_pattern
-from masks.pattern import Pattern
 
 TOKENS, BLOCK = 1024, 64
 LAYERS = 12

@@ -16,10 +16,10 @@ from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.convert import STRIP
 from masks._core.grid import Grid
 from masks._core.intervals import from_points
+from masks._pattern import Pattern
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask, stack
 from masks.builders import from_intervals
-from masks.pattern import Pattern
 
 
 class BlockSparseTensors(NamedTuple):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from masks._core.grid import BLOCK_SIDES
+from masks._pattern import Pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs, keys_per_query
 from masks.analysis.graph import listed
 from masks.block_mask import BlockMask
-from masks.pattern import Pattern
 
 HEAVY = 4.0  # blocks in the longest row over the mean
 MULTIPROCESSORS = 132  # of an H100

@@ -20,9 +20,9 @@ from masks._core.bit_tiles import words_per_row
 from masks._core.block_set import BlockSet, assemble
 from masks._core.grid import Grid
 from masks._core.intervals import Runs
+from masks._parse import UNREADABLE, call_builtin, shortened
+from masks._pattern import Pattern, stack
 from masks.block_mask import BlockMask
-from masks.parse import UNREADABLE, call_builtin, shortened
-from masks.pattern import Pattern, stack
 
 VERSION = 1
 _DEEP = "too many levels"

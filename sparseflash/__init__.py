@@ -11,17 +11,17 @@ from masks._program import is_starting
 
 if not is_starting():
     from sparseflash import nn
-    from sparseflash.attention import attention
+    from sparseflash._attention import attention
+    from sparseflash._block_mass import block_mass
+    from sparseflash._explain import explain
+    from sparseflash._warmup import warmup
     from sparseflash.backends.base import BackendError
     from sparseflash.bias import alibi, relative_bias
-    from sparseflash.block_mass import block_mass
     from sparseflash.compiled import clear_cache
-    from sparseflash.explain import explain
     from sparseflash.merge import merge_attention
     from sparseflash.options import AttentionOptions
     from sparseflash.score import ScoreFunction
     from sparseflash.varlen import attention_varlen, pad, unpad
-    from sparseflash.warmup import warmup
 
 if TYPE_CHECKING:
     from sparseflash.testing.selfcheck import selfcheck

@@ -9,8 +9,8 @@ from einops import rearrange
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern, documents
-from masks.parse import parse
-from sparseflash.attention import attention
+from masks._parse import parse
+from sparseflash._attention import attention
 from sparseflash.compiled import stores_masks
 from sparseflash.options import CallKeywords, OptionKeywords
 

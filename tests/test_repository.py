@@ -81,7 +81,8 @@ def is_named_after_a_module(file: Path) -> bool:
     """Whether there is a module or package of this path, or the file is named after its folder."""
     name = file.stem.removeprefix("test_")
     module = ROOT / file.parent / name
-    found = (module.with_suffix(".py"), module / "__init__.py")
+    private = module.with_name(f"_{name}.py")
+    found = (module.with_suffix(".py"), private, module / "__init__.py")
     return name == file.parent.name or any(path.exists() for path in found)
 
 

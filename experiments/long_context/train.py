@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from experiments.instruments import command
 from experiments.long_context.corpus import IGNORED, VOCABULARY, Corpus, Task, read_text
 from experiments.long_context.model import LanguageModel
-from masks.parse import parse
+from masks._parse import parse
 from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
 
 LAST = "last"  # the file that names the last whole checkpoint

@@ -2,10 +2,10 @@ import torch
 from torch import Tensor
 
 from masks._core.grid import Grid
+from masks._pattern import Pattern, builtin
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask
 from masks.builders import from_columns, on_square_blocks
-from masks.pattern import Pattern, builtin
 
 
 @builtin()

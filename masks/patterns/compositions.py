@@ -3,10 +3,10 @@
 import torch
 
 from masks._core.grid import Grid
+from masks._pattern import Pattern, builtin
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask
 from masks.builders import from_spans, on_square_blocks
-from masks.pattern import Pattern, builtin
 from masks.patterns.global_tokens import global_tokens
 from masks.patterns.local import local
 from masks.patterns.random import random_blocks

@@ -1,10 +1,10 @@
 from torch import Tensor
 
 from masks._core.grid import Grid
+from masks._pattern import Pattern, builtin
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask
 from masks.builders import from_offsets
-from masks.pattern import Pattern, builtin
 from masks.patterns.align import check_align, diagonal
 
 

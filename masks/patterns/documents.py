@@ -7,11 +7,11 @@ from torch import Tensor
 from masks import block_mask
 from masks._core.grid import Grid
 from masks._core.intervals import empty
+from masks._parse import optional_pattern
+from masks._pattern import Pattern, builtin
 from masks.arguments import check_integers
 from masks.block_mask import BlockMask
 from masks.builders import from_intervals, from_runs, place
-from masks.parse import optional_pattern
-from masks.pattern import Pattern, builtin
 
 
 @builtin(pattern=optional_pattern)

@@ -1,5 +1,5 @@
+from masks._pattern import Pattern, builtin
 from masks.block_mask import from_full_runs
-from masks.pattern import Pattern, builtin
 
 
 @builtin()

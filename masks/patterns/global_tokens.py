@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from masks._core.grid import Grid
+from masks._pattern import Pattern, builtin
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
 from masks.builders import from_cross
-from masks.pattern import Pattern, builtin
 
 
 @builtin()

@@ -3,10 +3,10 @@ from collections.abc import Sequence
 import torch
 
 from masks._core.grid import Grid
+from masks._pattern import Pattern, builtin
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
 from masks.builders import from_intervals, place
-from masks.pattern import Pattern, builtin
 
 
 @builtin()

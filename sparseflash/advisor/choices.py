@@ -10,12 +10,12 @@ import torch
 
 from masks import BlockMask, Pattern
 from masks._core.grid import BLOCK_SIDES
+from masks._parse import as_pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs
 from masks.arguments import check_integer
-from masks.parse import as_pattern
 from sparseflash import io_model
-from sparseflash.attention import attention
+from sparseflash._attention import attention
 
 EXACT_CLASSES = 1 << 12  # more classes of tokens are sampled
 SAMPLES = 512

@@ -22,7 +22,7 @@ import torch
 import typer
 
 from masks import BlockMask
-from masks.parse import parse
+from masks._parse import parse
 from sparseflash.distributed.assign import STRATEGIES
 from sparseflash.distributed.model import divided
 from sparseflash.distributed.plan import ContextPlan, make_plan

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from masks import Pattern
-from masks.parse import as_pattern
+from masks._parse import as_pattern
 from sparseflash.integrations.sdpa import replace_sdpa
 
 

@@ -18,8 +18,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 import masks
 from masks import BlockMask, MaskBatch, Pattern
-from masks.parse import as_pattern
-from sparseflash.attention import attention
+from masks._parse import as_pattern
+from sparseflash._attention import attention
 from sparseflash.compiled import stores_masks
 from sparseflash.integrations.layers import Layers, layer_patterns
 from sparseflash.nn.decode_masks import decode_mask, shared_length

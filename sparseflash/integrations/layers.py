@@ -6,7 +6,7 @@ from pathlib import Path
 
 import masks
 from masks import Pattern
-from masks.parse import as_pattern, shortened
+from masks._parse import as_pattern, shortened
 
 Heads = Pattern | str | None
 Layers = Heads | Sequence[Heads | Sequence[Heads]] | Mapping | Path

@@ -8,8 +8,8 @@ from torch.overrides import TorchFunctionMode
 
 import masks
 from masks import BlockMask, Pattern
-from masks.parse import as_pattern
-from sparseflash.attention import attention
+from masks._parse import as_pattern
+from sparseflash._attention import attention
 
 
 class replace_sdpa(TorchFunctionMode):

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import masks
 from masks import Pattern
-from masks.parse import as_pattern
-from sparseflash.attention import attention
+from masks._parse import as_pattern
+from sparseflash._attention import attention
 from sparseflash.nn import SparseAttention
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import masks
 from masks import BlockMask, Pattern
-from masks.parse import as_pattern
-from sparseflash.attention import attention
+from masks._parse import as_pattern
+from sparseflash._attention import attention
 from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
 
 SECONDS = 0.2  # of measurement for each pattern

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from masks.parse import parse
+from masks._parse import parse
 from sparseflash.lab.profiler import Profile
 
 CRITERIA = ("recall", "error", "loss")

@@ -10,9 +10,9 @@ from torch.nn.functional import linear
 
 import masks
 from masks import BlockMask, Pattern
-from masks.parse import as_pattern
+from masks._parse import as_pattern
+from sparseflash._attention import attention
 from sparseflash.arguments import check_key_lengths, lengths_in_range
-from sparseflash.attention import attention
 from sparseflash.dispatch.spec import FEW_QUERIES
 from sparseflash.nn.decode_masks import decode_mask, shared_length
 from sparseflash.nn.kv_cache import KeyValueCache

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import masks
 from sparseflash import backends
-from sparseflash.attention import attention
+from sparseflash._attention import attention
 from sparseflash.backends.select import reasons_against
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions

@@ -11,9 +11,9 @@ from matplotlib.image import imread
 
 import masks
 from masks import BlockMask
+from masks._pattern import BUILTIN
 from masks.analysis import receptive_field
 from masks.gallery import ENTRIES, Entry, _overview, difference, of_module, sections, write
-from masks.pattern import BUILTIN
 
 BROWSERS = "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

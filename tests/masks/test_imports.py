@@ -47,7 +47,7 @@ def is_own(module: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "line", ["import masks.pattern", "from masks import x", "from . import x"]
+    "line", ["import masks._pattern", "from masks import x", "from . import x"]
 )
 def test_an_import_inside_a_function_is_found(line):
     assert own_imports_inside_functions(ast.parse(f"def f():\n    {line}")) == [2]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import masks
 from masks import BlockMask, plot
 from masks.__main__ import app
-from masks.pattern import BUILTIN
+from masks._pattern import BUILTIN
 
 
 def test_figures_of_a_mask_by_hand():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from masks import BlockMask
-from masks.parse import parse
+from masks._parse import parse
 from sparseflash import io_model
 from sparseflash.advisor import ordered_share
 

@@ -11,7 +11,7 @@ import masks
 import sparseflash
 from sparseflash import backends
 
-explanation = sys.modules["sparseflash.explain"]  # the function has the same name
+explanation = sys.modules["sparseflash._explain"]  # the function has the same name
 HAS_GPU = torch.cuda.is_available()
 
 

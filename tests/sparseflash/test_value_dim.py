@@ -220,7 +220,7 @@ def test_ranks_refuse_them():
 
 
 def test_the_measured_call_has_a_gap(monkeypatch):
-    monkeypatch.setattr(import_module("sparseflash.explain"), "SECONDS", 0.01)
+    monkeypatch.setattr(import_module("sparseflash._explain"), "SECONDS", 0.01)
     tensors = inputs(next(iter(BACKENDS)), 8, 24)
     found = sparseflash.explain(*tensors, masks.local(9, align="top-left"), measure=True)
     assert found.backward_gap is not None

@@ -3,8 +3,8 @@ import torch
 from matplotlib.image import imread
 
 import masks
+from masks._parse import parse
 from masks.analysis import receptive_field
-from masks.parse import parse
 from sparseflash import io_model
 from sparseflash.advisor import Workload, block_sizes, measure, ordered_share, plot, search
 from sparseflash.advisor.choices import _pareto_front, families

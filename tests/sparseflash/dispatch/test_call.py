@@ -15,7 +15,7 @@ from sparseflash.backends import cpu
 from sparseflash.dispatch.plan import _compiled, plan_call
 from sparseflash.nn import SparseAttention
 
-explanation = sys.modules["sparseflash.explain"]
+explanation = sys.modules["sparseflash._explain"]
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def test_vmap_does_not_draw_dropout():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_second_derivatives_are_refused(traced, monkeypatch):
-    monkeypatch.setattr(sys.modules["sparseflash.attention"], "is_traced", lambda *_: traced)
+    monkeypatch.setattr(sys.modules["sparseflash._attention"], "is_traced", lambda *_: traced)
     tensors = inputs()
     out = sparseflash.attention(*tensors)
     grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)

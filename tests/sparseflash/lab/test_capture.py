@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import masks
 from sparseflash import lab
-from sparseflash.attention import attention
+from sparseflash._attention import attention
 from sparseflash.lab.capture import captured, run, within
 from sparseflash.nn import SparseAttention, SparseEncoderLayer
 

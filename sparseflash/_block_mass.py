@@ -6,6 +6,7 @@ from torch import Tensor
 
 from masks import BlockMask, MaskBatch
 from masks.mask_batch import CompiledMask
+from sparseflash._attention import attention
 from sparseflash.arguments import (
     AnyMask,
     checked_bias,
@@ -13,7 +14,6 @@ from sparseflash.arguments import (
     checked_tensors,
     lengths_in_range,
 )
-from sparseflash.attention import attention
 from sparseflash.dispatch.plan import fitted_mask
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from masks import BlockMask
 from sparseflash import backends, io_model
+from sparseflash._attention import attention
 from sparseflash.arguments import (
     FULL,
     AnyMask,
@@ -20,7 +21,6 @@ from sparseflash.arguments import (
     checked_tensors,
     lengths_in_range,
 )
-from sparseflash.attention import attention
 from sparseflash.backends.base import Backend, BackendError
 from sparseflash.backends.select import reasons_against, select
 from sparseflash.dispatch.call import Call

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from masks.pattern import BUILTIN, Pattern
+from masks._pattern import BUILTIN, Pattern
 
 # What Python raises where a text, or data of a file, is no pattern or nested too deeply.
 UNREADABLE = (
