@@ -82,8 +82,8 @@ class Row:
         forward_ms, total_ms: Forward; forward and backward.
         exposed_forward_ms, exposed_total_ms: Of these, what the exchange adds.
         tflops: Useful TFLOP/s of a rank in total_ms.
-        receive_mb: Most megabytes of keys and values that a rank receives in a forward pass.
-        shared_rows: Block rows that all ranks share, whose queries and results travel beside that.
+        receive_mb: Most megabytes that a rank receives in a forward pass.
+        shared_rows: Block rows that all ranks share.
         gathered_mb: What a rank receives in an all-gather or a ring.
         imbalance: Most blocks of a rank over the mean.
         peak_bytes: Most memory of a rank during both passes, beyond inputs.
@@ -321,7 +321,8 @@ def _row(
         silent = (_time(setting, forward), _time(setting, both))
     # Both passes keep what they return until the next run: the memory of one step of training.
     peak = _over_ranks(setting, peak_bytes(both, setting.device))
-    report = plan.report(setting.kv_heads, setting.head_dim, setting.dtype)
+    sizes = (setting.kv_heads, setting.head_dim, setting.dtype)
+    report = plan.report(*sizes, heads=setting.heads)
     gathered = max(report.gathered_bytes) / 1e6
     everything = way is Way.GATHER or isinstance(plan, RingPlan)
     flops = useful_flops(

@@ -60,6 +60,11 @@ class Workload:
         """How many there are; the last one may be clipped."""
         return -(-self.whole.grid.q_len // self.unit)
 
+    def tokens_of(self, owner: Tensor, ranks: int) -> Tensor:
+        """int64 (ranks,): tokens that each rank owns."""
+        tokens = torch.zeros(ranks, dtype=torch.int64)
+        return tokens.index_add_(0, owner[self.columns], self.column_tokens)
+
     @cached_property
     def work(self) -> Tensor:
         """int64 (units,): non-zero blocks of the queries of each unit, summed over heads."""
@@ -174,9 +179,16 @@ class Costs:
         """float64 (ranks,): tokens that each rank receives and sends, in sizes of a key and value;
         of shared rows a query is half of one, and what a rank found about one.
         """
-        others, copies = self.shared.sum() - self.shared, len(self.shared) - 1
-        received = self.receive + others / 2 + self.shared * copies
-        return received.double(), (self.send + self.shared * copies / 2 + others).double()
+        received, sent = self.moved_of_shared(0.5, 1.0)
+        return self.receive + received, self.send + sent
+
+    def moved_of_shared(self, there: float, back: float) -> tuple[Tensor, Tensor]:
+        """float64 (ranks,): what each rank receives and sends of shared rows, of which a token is
+        worth `there` on the way to each other rank, and `back` on the way to its owner.
+        """
+        copies = self.shared.double() * (len(self.shared) - 1)
+        others = (self.shared.sum() - self.shared).double()
+        return others * there + copies * back, copies * there + others * back
 
     def time(self, heads: int, block: int, fetch_cost: float) -> float:
         """The modelled time of the slowest rank, in times to compute a block of all heads."""

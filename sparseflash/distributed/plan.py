@@ -213,10 +213,16 @@ class ContextPlan:
         head_dim: int = 128,
         dtype: torch.dtype = torch.bfloat16,
         batch: int = 1,
+        heads: int | None = None,
     ) -> Report:
-        """Bytes and blocks of every rank, beside a ring, an all-gather and lower bounds."""
-        token_bytes = 2 * batch * kv_heads * head_dim * dtype.itemsize
-        return report_of(self, token_bytes, self.head_groups(kv_heads))
+        """Bytes and blocks of every rank, beside a ring, an all-gather and lower bounds.
+
+        Args:
+            kv_heads, head_dim, dtype, batch: Of keys and values.
+            heads: Of queries, which travel where rows are shared; by default kv_heads.
+        """
+        queries = batch * (kv_heads if heads is None else heads)
+        return report_of(self, batch, kv_heads, queries, head_dim, dtype)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a safetensors file, of which masks.load reads the mask."""
@@ -250,9 +256,12 @@ class ContextPlan:
         return ContextPlan(mask, facts["ranks"], facts["strategy"], owner, *chosen, shared)
 
     def __repr__(self) -> str:
+        report = self.report()
         return (
             f"ContextPlan(ranks={self.ranks}, strategy={self.strategy!r}, "
             f"split={self.split!r}, groups={self.groups}, rounds={self.num_rounds}, "
+            f"shared_rows={len(self.shared)}, imbalance={report.imbalance:.2f}, "
+            f"moves={report.share:.2%} of an all-gather, at least {report.least_share:.2%}, "
             f"mask={self.mask})"
         )
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -11,23 +13,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes are those of the keys and values that one forward pass moves.
+    """Bytes are those of keys and values, and of what shared rows need.
 
-    The backward pass returns as many bytes of gradients; where there are several rounds it also
-    fetches the keys and values again.
+    The backward pass sends back the gradients of keys and values, as many bytes; where there are
+    several rounds it also fetches the keys and values again. Of shared rows it moves O, LSE and
+    their gradients to all ranks, and a gradient of the queries back.
 
     Attributes:
         strategy, split: Those of the plan.
         tokens: Tokens that each rank owns.
         blocks: Non-zero blocks that each rank computes, summed over heads of the mask.
-        receive_bytes, send_bytes: Of each rank.
-        shared_rows: Block rows that all ranks share. Their queries and results travel beside these
-            bytes.
+        receive_bytes, send_bytes: Of each rank in a forward pass.
+        backward_receive_bytes, backward_send_bytes: Of each rank in a backward pass.
+        shared_rows: Block rows that all ranks share: their queries go to all ranks, and O and LSE
+            come back.
+        shared_bytes: What these are of the bytes that all ranks receive in a forward pass.
         imbalance: Most blocks of a rank over the mean.
         gathered_bytes: What each rank would receive if it got all keys and values, by an
             all-gather or around a ring: these move the same bytes.
-        least_bytes: No assignment of as many tokens to every rank receives less on average: a row
-            attends so many blocks, and a rank owns so few.
+        least_bytes: No assignment of as many tokens to every rank receives less on average of keys
+            and values: a row attends so many blocks, and a rank owns so few.
     """
 
     strategy: str
@@ -36,7 +41,10 @@ class Report:
     blocks: list[int]
     receive_bytes: list[int]
     send_bytes: list[int]
+    backward_receive_bytes: list[int]
+    backward_send_bytes: list[int]
     shared_rows: int
+    shared_bytes: int
     imbalance: float
     gathered_bytes: list[int]
     least_bytes: int
@@ -45,6 +53,11 @@ class Report:
     def share(self) -> float:
         """Bytes moved over those of an all-gather or a ring."""
         return sum(self.receive_bytes) / max(sum(self.gathered_bytes), 1)
+
+    @property
+    def least_share(self) -> float:
+        """The lower bound of keys and values over the bytes of an all-gather or a ring."""
+        return self.least_bytes * len(self.tokens) / max(sum(self.gathered_bytes), 1)
 
     def __str__(self) -> str:
         lines = [f"{'rank':>5} {'tokens':>10} {'blocks':>12} {'receive MB':>11} {'send MB':>9}"]
@@ -55,7 +68,10 @@ class Report:
         ]
         gathered = sum(self.gathered_bytes) / 1e6
         if self.shared_rows:
-            lines.append(f"and queries and results of {self.shared_rows} shared block rows")
+            lines.append(
+                f"of these {self.shared_bytes / 1e6:.2f} MB are queries and results of "
+                f"{self.shared_rows} shared block rows"
+            )
         return "\n".join(
             [
                 *lines,
@@ -87,12 +103,22 @@ class Report:
         return figure
 
 
-def report_of(plan: "ContextPlan", token_bytes: int, groups: int) -> Report:
-    """The report of a plan whose keys and values take `token_bytes` bytes a token, of heads that
-    are fetched in `groups`.
+def report_of(
+    plan: "ContextPlan", batch: int, kv_heads: int, queries: int, head_dim: int, dtype: torch.dtype
+) -> Report:
+    """The report of a plan for keys and values of some heads, and for `queries` rows of queries
+    over all heads and batch elements.
     """
-    mask, traffic = plan.mask, plan.traffic(groups) * token_bytes // groups
-    tokens = [len(plan.positions(rank)) for rank in range(plan.ranks)]
+    mask, token_bytes = plan.workload.mask, 2 * batch * kv_heads * head_dim * dtype.itemsize
+    groups, wide = plan.head_groups(kv_heads), torch.promote_types(dtype, torch.float32).itemsize
+    traffic = plan.traffic(groups) * token_bytes // groups
+    fetched, given = traffic.sum(1), traffic.sum(0)
+    again = plan.num_rounds > 1
+    there, back = queries * head_dim * dtype.itemsize, queries * (head_dim + 1) * wide
+    received, sent = (x.long() for x in plan.costs.moved_of_shared(there, back))
+    there, back = 2 * back, queries * head_dim * wide
+    returned, sent_back = (x.long() for x in plan.costs.moved_of_shared(there, back))
+    tokens = plan.workload.tokens_of(plan.owner, plan.ranks).tolist()
     blocks = plan.costs.blocks.tolist()
     # Heads of a group share what is fetched, so a row fetches at least what the densest attends.
     parts = groups if mask.num_heads > 1 else 1
@@ -104,9 +130,12 @@ def report_of(plan: "ContextPlan", token_bytes: int, groups: int) -> Report:
         split=plan.split,
         tokens=tokens,
         blocks=blocks,
-        receive_bytes=traffic.sum(1).tolist(),
-        send_bytes=traffic.sum(0).tolist(),
+        receive_bytes=(fetched + received).tolist(),
+        send_bytes=(given + sent).tolist(),
+        backward_receive_bytes=(given + again * fetched + returned).tolist(),
+        backward_send_bytes=(fetched + again * given + sent_back).tolist(),
         shared_rows=len(plan.shared),
+        shared_bytes=int(received.sum()),
         imbalance=max(blocks) * plan.ranks / max(sum(blocks), 1),
         gathered_bytes=[(plan.seq_len - own) * token_bytes for own in tokens],
         least_bytes=int(least * token_bytes),

@@ -20,6 +20,7 @@ from typing import Annotated
 
 import torch
 import typer
+from torch import Tensor
 
 from masks import BlockMask
 from masks._parse import parse
@@ -55,6 +56,11 @@ class Machine:
         if not self.latency_us >= 0:
             raise ValueError(f"latency_us must be at least 0, got {self.latency_us}")
 
+    def exchange_ms(self, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """float64 (ranks,): of an exchange of so many bytes by each rank."""
+        moved = torch.tensor([received, sent]).double().amax(0)
+        return moved / (self.bandwidth * 1e6) + (moved > 0) * self.latency_us / 1e3
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -74,7 +80,7 @@ class Prediction:
         ranks, strategy: Of the plan.
         imbalance: Most blocks of a rank over the mean.
         share: Bytes moved over those of an all-gather or a ring.
-        receive_mb: Most megabytes of keys and values that a rank receives in a forward pass.
+        receive_mb: Most megabytes that a rank receives in a forward pass.
         forward_ms, total_ms: Forward; forward and backward.
         exposed_ms: Of total_ms, what it takes longer than blocks alone would.
         efficiency: Of total_ms, what evenly shared blocks alone would take.
@@ -98,23 +104,21 @@ def predict(plan: ContextPlan, machine: Machine, attention: Attention) -> Predic
     block_flops = 4 * attention.head_dim * mask.grid.bq * mask.grid.bk
     forward_ms = attention.batch * heads_of_mask * block_flops / (machine.tflops * 1e9)
     backward_ms = BACKWARD * forward_ms
-    groups = plan.head_groups(attention.kv_heads)
-    token_bytes = 4 * attention.batch * attention.kv_heads * attention.head_dim
-    traffic = plan.traffic(groups).double() * token_bytes / groups
-    moved = torch.maximum(traffic.sum(0), traffic.sum(1))
-    exchange = moved / (machine.bandwidth * 1e6) + (moved > 0) * machine.latency_us / 1e3
+    sizes = (attention.kv_heads, attention.head_dim, torch.bfloat16, attention.batch)
+    report = plan.report(*sizes, attention.heads)
+    there = machine.exchange_ms(report.receive_bytes, report.send_bytes)
+    back = machine.exchange_ms(report.backward_receive_bytes, report.backward_send_bytes)
     division = divided(plan.workload, plan.owner, plan.ranks)
-    forward = division.elapsed(plan.split, plan.groups, forward_ms, exchange)
-    total = forward + division.elapsed(plan.split, plan.groups, backward_ms, exchange)
+    forward = division.elapsed(plan.split, plan.groups, forward_ms, there)
+    total = forward + division.elapsed(plan.split, plan.groups, backward_ms, back)
     slowest = float(total.max())
     alone = float(blocks.max()) * (forward_ms + backward_ms)
-    report = plan.report(attention.kv_heads)
     return Prediction(
         ranks=plan.ranks,
         strategy=plan.strategy,
         imbalance=report.imbalance,
         share=report.share,
-        receive_mb=float(traffic.sum(1).max()) / 1e6,
+        receive_mb=max(report.receive_bytes) / 1e6,
         forward_ms=float(forward.max()),
         total_ms=slowest,
         exposed_ms=slowest - alone,

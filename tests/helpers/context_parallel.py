@@ -107,26 +107,30 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).nan_to_num().abs().max())
 
 
-def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[int]:
-    """Bytes that came in the forward pass and in the backward pass, and those that the plan
-    receives and sends.
+def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[list[int]]:
+    """Bytes that came and went in the forward pass and in the backward pass, and those of the
+    plan.
     """
-    received = []
+    moved = torch.zeros(2, dtype=torch.int64)
     exchange = dist.all_to_all_single
 
-    def counted(output, *arguments, **keywords):
-        received.append(output.numel() * output.element_size())
-        return exchange(output, *arguments, **keywords)
+    def counted(output, source, receive_splits, send_splits, *arguments, **keywords):
+        for i, (tensor, splits) in enumerate(((output, receive_splits), (source, send_splits))):
+            row_bytes = tensor[:1].nbytes
+            moved[i] += row_bytes * (sum(splits) - splits[rank])  # its own stay where they are
+        return exchange(output, source, receive_splits, send_splits, *arguments, **keywords)
 
     plan = plan_of(mask_of(mask_name), dist.get_world_size(), strategy, split)
     own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float64)[:3]]
     with mock.patch.object(dist, "all_to_all_single", counted):
         out = context_parallel_attention(*own, plan)
-        forward = sum(received)
+        forward = moved.tolist()
         out.sum().backward()
-    report = plan.report(KV_HEADS, DIMS, torch.float64, BATCH)
+    backward = [both - first for both, first in zip(moved.tolist(), forward, strict=True)]
+    report = plan.report(KV_HEADS, DIMS, torch.float64, BATCH, HEADS)
     planned = [report.receive_bytes[rank], report.send_bytes[rank]]
-    return [forward, sum(received) - forward, *planned]
+    returned = [report.backward_receive_bytes[rank], report.backward_send_bytes[rank]]
+    return [forward, backward, planned, returned]
 
 
 def same_bits(rank: int, split: str) -> bool:
