@@ -1,4 +1,4 @@
-import itertools
+from itertools import accumulate, takewhile
 from numbers import Real
 
 import torch
@@ -45,18 +45,17 @@ def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
     check_memory("random", 16 * grid.nq * count)
     generator = torch.Generator("cpu").manual_seed(seed)
     few = min(count, grid.nk - count)  # of a row that is mostly chosen the others are drawn
-    draws = torch.empty(grid.nq, 0, dtype=torch.int64, device="cpu")
-    while True:
-        more = torch.randint(grid.nk, (grid.nq, few + 8), generator=generator, device="cpu")
-        draws = torch.cat([draws, more], dim=1)
-        parts = draws.split(max(1, BLOCKS_AT_ONCE // max(grid.nk, draws.shape[1])))
-        found = [_first_distinct(part, few, grid.nk, few < count) for part in parts]
-        if all(runs is not None for runs in found):
-            break
-    starts = itertools.accumulate((len(part) for part in parts), initial=0)
-    runs = [
-        runs.shift(row * grid.row_stride) for runs, row in zip(found, starts, strict=False) if runs
-    ]
+    rows = torch.empty(grid.nq, 0, dtype=torch.int32, device="cpu")
+    draws = list(rows.split(max(1, BLOCKS_AT_ONCE // max(grid.nk, few + 8))))
+    found: list[Runs] = []
+    while len(found) < len(draws):
+        for i, part in enumerate(draws):
+            more = part.new_empty(len(part), few + 8).random_(grid.nk, generator=generator)
+            draws[i] = torch.cat([part, more], dim=1)
+        tried = (_first_distinct(part, few, grid.nk, few < count) for part in draws)
+        found = [runs for runs in takewhile(lambda runs: runs is not None, tried) if runs]
+    starts = accumulate((len(part) for part in draws), initial=0)
+    runs = [runs.shift(row * grid.row_stride) for runs, row in zip(found, starts, strict=False)]
     full = concatenate(runs)
     return from_runs(grid, Runs(*(edge.to(grid.device) for edge in full)))
 
@@ -66,12 +65,15 @@ def _first_distinct(draws: Tensor, count: int, nk: int, complement: bool) -> Run
     has fewer.
     """
     if DENSE_SHARE * nk < count:  # marking all blocks of a row takes less than a sort of the draws
-        drawn_at = torch.arange(draws.shape[1], dtype=torch.int32, device="cpu").expand_as(draws)
+        block, number = draws.long(), torch.arange(draws.shape[1], dtype=torch.int32, device="cpu")
         first = torch.full((len(draws), nk), draws.shape[1], dtype=torch.int32, device="cpu")
-        first.scatter_reduce_(1, draws, drawn_at, "amin")
-        last = first.kthvalue(count, dim=1, keepdim=True).values
-        enough = int(last.max()) < draws.shape[1]
-        return from_bool_matrix(((first <= last) ^ complement)[None]) if enough else None
+        first.scatter_reduce_(1, block, number.expand_as(block), "amin")
+        distinct = (first.gather(1, block) == number).cumsum(1, dtype=torch.int32)
+        if int(distinct[:, -1].min()) < count:
+            return None
+        wanted = distinct.new_full((len(draws), 1), count)
+        last = torch.searchsorted(distinct, wanted, out_int32=True)
+        return from_bool_matrix(((first <= last) ^ complement)[None])
     value, order = draws.sort(dim=1, stable=True)
     new = torch.ones_like(draws, dtype=torch.bool)
     new[:, 1:] = value[:, 1:] != value[:, :-1]

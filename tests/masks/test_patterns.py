@@ -80,6 +80,18 @@ def test_random_has_exactly_so_many_blocks_in_every_row(density):
         assert mask != masks.random(density, seed=4)(40 * 16, 16)
 
 
+@pytest.mark.parametrize(
+    ("density", "blocks", "rows"),
+    [
+        (1 / 2, 8, [[0, 1, 2, 3], [1, 2, 5, 7], [0, 1, 2, 6], [0, 1, 5, 6]]),
+        (1 / 40, 80, [[8, 26], [11, 74], [29, 76], [31, 50]]),
+    ],
+)
+def test_a_seed_draws_the_same_blocks_in_every_version(density, blocks, rows):
+    found = masks.random(density, seed=3)(blocks * 16, 16).to_blocks()[0]
+    assert [row.nonzero().flatten().tolist() for row in found[: len(rows)]] == rows
+
+
 def test_random_rows_are_uniform():
     blocks = torch.stack([masks.random(0.25, seed=s)(16 * 16, 16).to_blocks() for s in range(200)])
     often = blocks.float().mean((0, 1))
