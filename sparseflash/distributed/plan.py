@@ -38,6 +38,7 @@ from sparseflash.distributed.model import Split, chosen_split
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
 
+FETCH_COST = 4.0  # of a block of keys and values, in times to compute a block
 ABOUT = 1.05  # within this factor modelled times are alike
 HEADER = "context_plan"  # the key of the safetensors metadata
 
@@ -307,7 +308,7 @@ def make_plan(
     round_tokens: int | None = None,
     split: Split | Literal["auto"] = "auto",
     shared_rows: Sequence[int] | Tensor | None = None,
-    fetch_cost: float = 4.0,
+    fetch_cost: float = FETCH_COST,
 ) -> ContextPlan:
     """The plan by which ranks share a sequence: which tokens each has, and what they exchange.
 
@@ -332,7 +333,8 @@ def make_plan(
             queries of global tokens, if that takes no longer and moves less. A DynamicMask cannot
             select from a plan with such rows.
         fetch_cost: For "auto": how long it takes to fetch one block of keys and values of all
-            heads, in times to compute one non-zero block of all heads, forward and backward.
+            heads, in times to compute one non-zero block of all heads, forward and backward. Where
+            a DynamicMask selects k of n blocks, computing takes k / n of that: 4 n / k.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.

@@ -4,8 +4,9 @@
 
 No GPU and no other process is needed. The model of one pass of one rank:
 
-    by keys   max(own blocks, exchange) + fetched blocks + merge of rows
-    by rows   max(blocks, exchange / groups + waiting blocks, exchange + waiting blocks / groups)
+    by keys   call + max(own blocks, exchange) + fetched blocks + merge of rows
+    by rows   call + max(blocks, exchange / groups + waiting blocks,
+                         exchange + waiting blocks / groups)
     exchange  latency + max(bytes received, bytes sent) / bandwidth
 
 where waiting blocks are of rows that attend fetched keys, and blocks take their useful FLOPs at
@@ -14,8 +15,10 @@ the rate of the machine, forward 4 d bq bk and backward 2.5 times that. The slow
 `exposed` is not 0, communication no longer hides.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -25,7 +28,7 @@ from torch import Tensor
 from masks import BlockMask
 from masks._parse import parse
 from sparseflash.distributed.assign import STRATEGIES
-from sparseflash.distributed.model import divided
+from sparseflash.distributed.model import Division, Split, divided
 from sparseflash.distributed.plan import ContextPlan, make_plan
 
 BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
@@ -37,28 +40,46 @@ class Machine:
     """What a rank can do.
 
     Attributes:
-        tflops: Useful TFLOP/s of attention kernels.
+        tflops: Useful TFLOP/s of attention kernels, forward.
         bandwidth: GB/s in which it receives, and as many in which it sends.
         latency_us: Of an exchange.
+        backward_tflops: Of the backward pass; as many as forward if None.
+        call_us: Of a pass, beside its blocks and its exchange.
 
     Raises:
-        ValueError: A rate is not above 0, or the latency is below it.
+        ValueError: A rate is not above 0, or a time is below it.
     """
 
     tflops: float = 400.0
     bandwidth: float = 200.0
     latency_us: float = 50.0
+    backward_tflops: float | None = None
+    call_us: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("tflops", "bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not self.latency_us >= 0:
-            raise ValueError(f"latency_us must be at least 0, got {self.latency_us}")
+        for name in ("tflops", "bandwidth", "backward_tflops"):
+            rate = getattr(self, name)
+            if not (rate is None and name == "backward_tflops") and not rate > 0:
+                raise ValueError(f"{name} must be above 0, got {rate}")
+        for name in ("latency_us", "call_us"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
-    def exchange_ms(self, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """float64 (ranks,): of an exchange of so many bytes by each rank."""
-        moved = torch.tensor([received, sent]).double().amax(0)
+    @staticmethod
+    def load(path: str | Path) -> "Machine":
+        """The machine of a JSON file that `experiments.long_context.calibrate` wrote.
+
+        Raises:
+            ValueError: The file describes no machine.
+        """
+        try:
+            return Machine(**json.loads(Path(path).read_text())["machine"])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            names = [each.name for each in fields(Machine)]
+            raise ValueError(f'file {path} must hold "machine" with some of {names}') from error
+
+    def exchange_ms(self, moved: Tensor) -> Tensor:
+        """float64 (ranks,): of an exchange in which each rank moves so many bytes one way."""
         return moved / (self.bandwidth * 1e6) + (moved > 0) * self.latency_us / 1e3
 
 
@@ -70,6 +91,74 @@ class Attention:
     kv_heads: int = 16
     head_dim: int = 128
     batch: int = 1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a plan asks of each rank: all that the model of time reads. As JSON with `asdict`.
+
+    Attributes:
+        split, groups: Of the plan.
+        block_flops: Useful FLOPs of a block of all heads of its mask and the batch, forward.
+        own, fetched, ready, waiting, waiting_rows: Of each rank, as in Division.
+        moved, returned: Bytes of each rank, the more of received and sent ones, forward and
+            backward.
+    """
+
+    split: Split
+    groups: int
+    block_flops: float
+    own: list[float]
+    fetched: list[float]
+    ready: list[float]
+    waiting: list[float]
+    waiting_rows: list[float]
+    moved: list[float]
+    returned: list[float]
+
+    @staticmethod
+    def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
+        """The demand of a plan; see `predict`."""
+        sizes = (attention.kv_heads, attention.head_dim, torch.bfloat16, attention.batch)
+        report = plan.report(*sizes, attention.heads)
+        division = divided(plan.workload, plan.owner, plan.ranks)
+        heads = attention.batch * attention.heads / plan.mask.num_heads
+        block = 4 * attention.head_dim * plan.mask.grid.bq * plan.mask.grid.bk
+        blocks = (division.own, division.fetched, division.ready, division.waiting)
+        forward = torch.tensor([report.receive_bytes, report.send_bytes])
+        backward = torch.tensor([report.backward_receive_bytes, report.backward_send_bytes])
+        return Demand(
+            *(plan.split, plan.groups, heads * block),
+            *((each * selected).tolist() for each in blocks),
+            division.waiting_rows.tolist(),
+            moved=forward.double().amax(0).tolist(),
+            returned=backward.double().amax(0).tolist(),
+        )
+
+    @property
+    def blocks(self) -> Tensor:
+        """float64 (ranks,): blocks that each rank computes."""
+        return torch.tensor([self.own, self.fetched]).double().sum(0)
+
+    def block_ms(self, machine: Machine) -> tuple[float, float]:
+        """Milliseconds of a block, forward and backward."""
+        backward = machine.backward_tflops or machine.tflops
+        rates = (machine.tflops, backward / BACKWARD)
+        return self.block_flops / (rates[0] * 1e9), self.block_flops / (rates[1] * 1e9)
+
+    def times(self, machine: Machine) -> tuple[Tensor, Tensor]:
+        """Modelled milliseconds of each rank, forward and backward; float64 (ranks,)."""
+        names = ("own", "fetched", "ready", "waiting", "waiting_rows")
+        division = Division(*(torch.tensor(getattr(self, name)).double() for name in names))
+        forward, backward = (
+            division.elapsed(self.split, self.groups, block, machine.exchange_ms(moved))
+            for block, moved in zip(
+                self.block_ms(machine),
+                torch.tensor([self.moved, self.returned]).double(),
+                strict=True,
+            )
+        )
+        return forward + machine.call_us / 1e3, backward + machine.call_us / 1e3
 
 
 @dataclass(frozen=True)
@@ -97,22 +186,21 @@ class Prediction:
     efficiency: float
 
 
-def predict(plan: ContextPlan, machine: Machine, attention: Attention) -> Prediction:
-    """The modelled time of attention by a plan, in one round."""
-    mask, blocks = plan.mask, plan.costs.blocks.double()
-    heads_of_mask = attention.heads / mask.num_heads
-    block_flops = 4 * attention.head_dim * mask.grid.bq * mask.grid.bk
-    forward_ms = attention.batch * heads_of_mask * block_flops / (machine.tflops * 1e9)
-    backward_ms = BACKWARD * forward_ms
+def predict(
+    plan: ContextPlan, machine: Machine, attention: Attention, selected: float = 1.0
+) -> Prediction:
+    """The modelled time of attention by a plan, in one round.
+
+    Args:
+        plan, machine, attention: Who computes and moves what, at what rates, of what sizes.
+        selected: The share of the blocks that a DynamicMask selects; all are fetched.
+    """
+    demand = Demand.of(plan, attention, selected)
+    forward, backward = demand.times(machine)
+    slowest = float((forward + backward).max())
+    blocks, block_ms = demand.blocks, sum(demand.block_ms(machine))
     sizes = (attention.kv_heads, attention.head_dim, torch.bfloat16, attention.batch)
     report = plan.report(*sizes, attention.heads)
-    there = machine.exchange_ms(report.receive_bytes, report.send_bytes)
-    back = machine.exchange_ms(report.backward_receive_bytes, report.backward_send_bytes)
-    division = divided(plan.workload, plan.owner, plan.ranks)
-    forward = division.elapsed(plan.split, plan.groups, forward_ms, there)
-    total = forward + division.elapsed(plan.split, plan.groups, backward_ms, back)
-    slowest = float(total.max())
-    alone = float(blocks.max()) * (forward_ms + backward_ms)
     return Prediction(
         ranks=plan.ranks,
         strategy=plan.strategy,
@@ -121,8 +209,8 @@ def predict(plan: ContextPlan, machine: Machine, attention: Attention) -> Predic
         receive_mb=max(report.receive_bytes) / 1e6,
         forward_ms=float(forward.max()),
         total_ms=slowest,
-        exposed_ms=slowest - alone,
-        efficiency=float(blocks.mean()) * (forward_ms + backward_ms) / max(slowest, 1e-12),
+        exposed_ms=slowest - float(blocks.max()) * block_ms - 2 * machine.call_us / 1e3,
+        efficiency=float(blocks.mean()) * block_ms / max(slowest, 1e-12),
     )
 
 
@@ -143,9 +231,13 @@ def main(
     heads: Annotated[int, typer.Option(min=1)] = 16,
     kv_heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
-    tflops: Annotated[float, typer.Option(help="Useful TFLOP/s of a rank.")] = 400.0,
-    bandwidth: Annotated[float, typer.Option(help="GB/s of a rank.")] = 200.0,
-    latency_us: Annotated[float, typer.Option(help="Of an exchange.")] = 50.0,
+    tflops: Annotated[float | None, typer.Option(help="Useful TFLOP/s of a rank: 400.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s of a rank: 200.")] = None,
+    latency_us: Annotated[float | None, typer.Option(help="Of an exchange: 50.")] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="What experiments.long_context.calibrate wrote."),
+    ] = None,
 ) -> None:
     """Models attention over many ranks, and says where communication stops hiding."""
     try:
@@ -153,11 +245,13 @@ def main(
         if not all(number.isdecimal() for number in each):
             raise ValueError(f"ranks must be numbers, separated by commas, got {ranks!r}")
         mask = parse(pattern)(length, block_size)
-        machine = Machine(tflops, bandwidth, latency_us)
+        given = {"tflops": tflops, "bandwidth": bandwidth, "latency_us": latency_us}
+        given = {name: rate for name, rate in given.items() if rate is not None}
+        rates = replace(Machine() if machine is None else Machine.load(machine), **given)
         attention = Attention(heads, kv_heads, head_dim)
         names = [*STRATEGIES] if strategy == "all" else [strategy]
         found = [
-            predict(make_plan(mask, int(number), name), machine, attention)
+            predict(make_plan(mask, int(number), name), rates, attention)
             for number in each
             for name in names
         ]

@@ -1,5 +1,8 @@
 """The model of attention over many ranks, against sums by hand."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -8,7 +11,13 @@ import masks
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
 from sparseflash.distributed.model import divided
-from sparseflash.distributed.simulate import Attention, Machine, parse_tokens, predict
+from sparseflash.distributed.simulate import (
+    Attention,
+    Demand,
+    Machine,
+    parse_tokens,
+    predict,
+)
 
 
 @pytest.mark.parametrize("strategy", ["contiguous", "zigzag", "balanced chunks"])
@@ -46,6 +55,52 @@ def test_time_is_that_of_the_exchange_where_it_is_slow():
     assert found.exposed_ms == pytest.approx(2 * exchange, rel=1e-4)
 
 
+def test_each_pass_has_its_rate_and_its_call():
+    plan = make_plan(masks.documents([1024] * 4)(4096, 128), 4)
+    machine = Machine(tflops=100, backward_tflops=50, call_us=30)
+    found = predict(plan, machine, Attention(heads=2, head_dim=64))
+    flops = 4 * 64 * 2 * 1024 * 1024
+    assert found.forward_ms == pytest.approx(flops / 100e9 + 0.03)
+    assert found.total_ms == pytest.approx(flops / 100e9 + 2.5 * flops / 50e9 + 0.06)
+    assert found.exposed_ms == pytest.approx(0)
+
+
+def test_of_selected_blocks_all_are_fetched_and_some_computed():
+    plan = make_plan(masks.full()(4096, 128), 4, "contiguous")
+    machine = Machine(bandwidth=1e9, latency_us=0)  # nothing of the exchange is seen
+    every, some = (predict(plan, machine, Attention(), selected) for selected in (1.0, 0.125))
+    assert some.receive_mb == every.receive_mb > 0
+    assert some.total_ms == pytest.approx(every.total_ms / 8)
+
+
+def test_exchange_of_shared_rows_takes_time():
+    mask = (masks.local(256) | masks.global_tokens(list(range(128))))(16384, 128)
+    plan = make_plan(mask, 4, "contiguous", shared_rows=[0])
+    demand = Demand.of(plan, Attention(heads=4, kv_heads=2, head_dim=64))
+    # Rank 0 owns the row: what it gets of three ranks, and what it sends to them.
+    there, back = 128 * 4 * 64 * 2, 128 * 4 * 65 * 4
+    assert demand.moved[0] == max(plan.costs.receive[0] * 512 + 3 * back, 3 * there)
+    assert demand.returned[0] > 3 * 2 * back
+
+
+def test_a_demand_comes_back_from_json():
+    demand = Demand.of(make_plan(masks.causal()(4096, 128), 3), Attention())
+    assert Demand(**json.loads(json.dumps(asdict(demand)))) == demand
+
+
+def test_a_machine_is_read_from_a_file(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text('{"machine": {"tflops": 1.5, "call_us": 2.0}}')
+    assert Machine.load(path) == Machine(tflops=1.5, call_us=2.0)
+    for wrong in ("{", "{}", '{"machine": {"rate": 1}}', '{"machine": 3}'):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=r'must hold "machine" with some of .*tflops'):
+            Machine.load(path)
+    for name in ("tflops", "bandwidth", "backward_tflops", "latency_us", "call_us"):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            Machine(**{name: -1})
+
+
 def test_masks_of_heads_count_as_the_heads_that_they_are_of():
     one, each = masks.causal(), masks.stack([masks.causal()] * 4)
     found = [
@@ -60,7 +115,7 @@ def test_tokens_may_have_a_unit(text, tokens):
     assert parse_tokens(text) == tokens
 
 
-def test_command_shows_every_strategy_and_names_what_is_wrong():
+def test_command_shows_every_strategy_and_names_what_is_wrong(tmp_path):
     import typer
 
     from sparseflash.distributed import simulate
@@ -73,12 +128,17 @@ def test_command_shows_every_strategy_and_names_what_is_wrong():
     )
     assert done.exit_code == 0, done.output
     assert all(name in done.output for name in ("contiguous", "zigzag", "balanced chunks"))
+    path = tmp_path / "machine.json"
+    path.write_text('{"machine": {"tflops": 1e-6}}')
+    done = run(app, ["causal()", "--tokens", "1K", "--ranks", "1", "--machine", str(path)])
+    assert f"{3.5 * 36 * 4 * 128**3 * 16 / 1e3:.2f}" in done.output
     for named, *wrong in (
         ("nonsense", "nonsense"),
         ("tokens must", "causal()", "--tokens", "1X"),
         ("ranks must", "causal()", "--ranks", "0"),
         ("ranks must", "causal()", "--ranks", "2,a"),
         ("bandwidth", "causal()", "--bandwidth", "0"),
+        ("hold", "causal()", "--machine", __file__),
     ):
         done = run(app, wrong)
         assert done.exit_code == 2
