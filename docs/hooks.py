@@ -33,12 +33,14 @@ LINK = re.compile(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages from the top of the repository, their pictures, and the gallery."""
+    """Adds the pages from the top of the repository, the gallery, and pictures of records."""
+    sources = [*PAGES, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for source in sources:
         for match in LINK.finditer((ROOT / source).read_text()):
             picture = _in_repository(source, match["target"])
-            if match["image"] and picture not in files.src_uris:
+            if match["image"] and (ROOT / picture).exists() and picture not in files.src_uris:
                 files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
     for path, content in gallery.pages().items():
         files.append(File.generated(config, path, content=content))

@@ -19,4 +19,8 @@ def test_site_builds_strictly(tmp_path):
     pages = "".join(path.read_text() for path in site.rglob("*.html"))
     fetched = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', pages)
     assert fetched == []
+    for name in ("performance.html", "index.html"):  # pictures of records
+        for picture in re.findall(r'<img[^>]+src="([^"]+)"', (site / name).read_text()):
+            assert (site / picture).exists(), picture
+    assert "figure-2.png" in (site / "performance.html").read_text()
     assert len(list((site / "gallery").glob("*.png"))) >= 13

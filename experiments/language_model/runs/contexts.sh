@@ -1,30 +1,39 @@
 #!/usr/bin/env bash
-# What a longer context is worth, and what block-sparse patterns keep of it: 25M parameters, 524 MB of text read by each run.
+# What a longer context is worth, and what block-sparse patterns keep of it: 25M parameters, some 525 MB of text read by each run.
 # One H200, in pieces of ten minutes: repeat the command until it says that all runs have ended.
-#     experiments/language_model/runs/contexts.sh CLONE_OF_BOOKS [SECONDS]
+#     experiments/language_model/runs/contexts.sh CLONE_OF_BOOKS [SECONDS] [bytes|tokens]
+# By default a token is a byte; with `tokens` it is one of byte-level BPE, of some four bytes, and runs have a quarter of the steps.
 set -euo pipefail
 books=$1
 end=$((SECONDS + ${2:-540}))
+kind=${3:-bytes}
 [ -e data/books/books.json ] || python -m experiments.language_model data "$books"
+case $kind in
+  bytes) given=(--steps 4000) runs=runs/language-model record=25m-contexts ;;
+  tokens)
+    [ -e data/books-tokens/books.json ] || python -m experiments.language_model tokenize
+    given=(--steps 1000 --every 125 --data data/books-tokens) runs=runs/language-model-tokens record=25m-contexts-tokens
+    ;;
+  *) echo "tokens are bytes or tokens, got $kind" >&2 && exit 2 ;;
+esac
 run() {
   name=$1
   preset=$2
   shift 2
-  if grep -qs '"ended": true' "runs/language-model/$name/result.json"; then return; fi
+  if grep -qs '"ended": true' "$runs/$name/result.json"; then return; fi
   left=$((end - SECONDS))
   if [ "$left" -lt 90 ]; then exit; fi
-  python -m experiments.language_model train "$preset" --output "runs/language-model/$name" --compile --steps 4000 \
-    --seconds "$left" "$@"
+  python -m experiments.language_model train "$preset" --output "$runs/$name" --compile "${given[@]}" --seconds "$left" "$@"
 }
 run dense-1k 25m-1k
 run dense-4k 25m-4k
 run dense-16k 25m-16k
-# 1/3.6, 1/8 and 1/9 of the blocks of the causal mask at 16K bytes.
+# 1/3.6, 1/8 and 1/9 of the blocks of the causal mask at 16K tokens.
 run wide-16k 25m-16k --attention "local(2048) | butterfly() | global_tokens(128)"
 run narrow-16k 25m-16k --attention "local(512) | butterfly() | global_tokens(128)"
 run heads-16k 25m-16k --attention "local(1024); butterfly() | global_tokens(128)"
 run narrow-64k 25m-64k --attention "local(512) | butterfly() | global_tokens(128)"
 run dense-64k 25m-64k
 folders=(dense-1k dense-4k dense-16k wide-16k narrow-16k heads-16k narrow-64k dense-64k)
-python -m experiments.language_model record 25m-contexts "${folders[@]/#/runs/language-model/}"
+python -m experiments.language_model record "$record" "${folders[@]/#/$runs/}"
 echo "all runs have ended"

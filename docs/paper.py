@@ -1,0 +1,399 @@
+"""Writes the tables of docs/paper.md: those of the FlashAttention paper beside our records.
+
+    python docs/paper.py
+
+A table stands between `<!-- name -->` and `<!-- /name -->`. What has no record says so, with the
+command that makes one. `--check` only says whether the page is current.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is no package
+
+from performance import NAMES, RESULTS, load, measured, table  # noqa: E402
+
+from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
+
+PAGE = ROOT / "docs/paper.md"
+DEVICE = "nvidia-h200"
+NOTHING = "–"
+
+LENGTHS = tuple(2**n for n in range(7, 17))
+FLASH, SPARSE = "FlashAttention", "block-sparse FlashAttention"
+# Milliseconds of both passes at LENGTHS, as far as memory lasts: Tables 20 and 11 of the paper.
+PLAIN = {
+    "PyTorch": (0.67, 0.70, 1.18, 3.67, 13.22, 50.44),
+    "Megatron": (0.74, 0.65, 1.23, 3.80, 13.21),
+    FLASH: (0.31, 0.31, 0.73, 2.29, 7.64, 30.09, 118.50, 470.51, 1876.08, 7492.85),
+    SPARSE: (0.74, 0.77, 0.82, 0.88, 1.71, 3.21, 6.56, 12.60, 24.93, 50.39),
+    "Linformer": (1.31, 1.25, 1.30, 1.29, 3.20, 6.10, 11.93, 23.39, 46.72, 100.52),
+    "Reformer": (3.93, 7.01, 13.15, 25.89, 52.09, 105.00, 215.13),
+    "SMYRF": (2.98, 4.23, 7.78, 15.12, 29.96, 59.45, 118.60, 237.02),
+    "local": (1.09, 1.27, 1.99, 5.38, 18.32, 36.77, 73.67, 147.29, 296.35),
+    "LSformer": (3.03, 3.05, 4.26, 10.70, 30.77, 60.15, 118.33, 234.94),
+    "block-sparse, OpenAI": (2.39, 2.40, 3.31, 5.02, 12.25, 35.94),
+    "Longformer": (2.36, 2.34, 2.38, 2.94, 9.83, 21.35, 58.12),
+    "BigBird": (2.35, 2.35, 2.37, 3.25, 10.36, 22.57, 60.63),
+}
+BOTH = {
+    "PyTorch": (0.84, 0.86, 2.35, 8.29, 31.75, 124.19),
+    "Megatron": (0.87, 0.89, 1.33, 4.21, 16.50),
+    FLASH: (0.43, 0.41, 0.95, 2.55, 9.56, 37.49, 147.75, 586.61, 2339.11, 9341.30),
+    SPARSE: (0.44, 0.44, 0.45, 0.89, 1.95, 4.12, 7.64, 16.60, 32.73, 64.11),
+    "Linformer": (1.57, 1.49, 1.55, 1.60, 4.19, 8.04, 15.71, 30.92, 61.47),
+    "Reformer": (4.30, 7.76, 14.60, 28.74, 57.79, 116.34, 237.57),
+    "SMYRF": (3.41, 5.08, 9.35, 18.18, 36.03, 71.68, 143.04, 285.87),
+    "local": (1.40, 1.60, 2.06, 6.06, 20.94, 42.01, 84.08, 168.48, 339.45),
+    "LSformer": (3.08, 3.10, 4.26, 10.90, 31.59, 61.72, 121.51, 241.18),
+    "block-sparse, OpenAI": (2.54, 2.52, 3.71, 5.44, 13.29, 39.19),
+    "Longformer": (2.47, 2.49, 2.51, 3.10, 10.39, 22.49, 60.44),
+    "BigBird": (2.51, 2.49, 2.52, 3.40, 10.97, 23.89, 63.28),
+}
+# MB of both passes, without dropout and mask: Table 21.
+MEMORY = {
+    "PyTorch": (36, 104, 336, 1184, 4416, 17_024),
+    FLASH: (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13_376),
+    SPARSE: (22, 44, 104, 209, 418, 836, 1672, 3344, 6690, 13_384),
+    "Linformer": (25, 52, 114, 287, 832, 1652, 3292, 6572, 13_132, 26_252),
+    "Reformer": (377, 754, 1508, 3016, 6033, 12_067, 24_134),
+    "SMYRF": (217, 434, 868, 1737, 3474, 6947, 13_894, 27_788),
+    "local": (53, 110, 232, 592, 1696, 3392, 6784, 13_568, 27_136),
+}
+KINDS = {  # of records of Figure 3: what they are of, and the paper's times
+    "bench-landscape": ("Without dropout and padding", PLAIN),
+    "bench-landscape-dropout": ("With dropout 0.1", None),
+    "bench-landscape-padding": ("With padded keys", None),
+    "bench-landscape-dropout-padding": ("With dropout 0.1 and padded keys", BOTH),
+}
+
+
+def row_of_figures(name: str, values: Iterable[float], form: str) -> list[str]:
+    """A row of the paper over LENGTHS; NOTHING where memory did not last."""
+    written = [form.format(value) for value in values]
+    return [name, *written, *[NOTHING] * (len(LENGTHS) - len(written))]
+
+
+def picture(name: str, title: str) -> str:
+    """A picture of a record, or nothing where there is none."""
+    path = RESULTS / f"{name}.png"
+    return f"![{title}](../experiments/results/{path.name})" if path.exists() else ""
+
+
+def paragraphs(parts: Iterable[str]) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+def ratio(value: float, to: float | None, form: str = "{:.2f}") -> str:
+    return NOTHING if not to else form.format(value / to)
+
+
+# Figure 1, right
+
+
+def parts_of_standard(name: str) -> str:
+    """Times of the parts of standard attention beside the fused pass, for each problem."""
+    record = load(name)
+    rows = [row for row in record["rows"] if row["suite"] == "parts"] if record else []
+    if not record or not rows:
+        return ""
+    parts = []
+    for problem in dict.fromkeys((r["batch"], r["heads"], r["seq_len"]) for r in rows):
+        of = {
+            r["implementation"]: r["median_ms"]
+            for r in rows
+            if (r["batch"], r["heads"], r["seq_len"]) == problem
+        }
+        split = {n.partition(":")[2]: ms for n, ms in of.items() if n.startswith("standard:")}
+        ours = next((ms for name, ms in of.items() if is_ours(name)), None)
+        total = sum(split.values())
+        found = [[part, f"{ms:.3g}", ratio(ms, ours)] for part, ms in split.items()]
+        found += [["all parts", f"{total:.3g}", ratio(total, ours)]]
+        found += [["sparseflash, one pass", f"{ours:.3g}", "1.00"]] if ours else []
+        parts.append(f"**Batch {problem[0]}, {problem[1]} heads, {problem[2]:,} tokens**")
+        parts.append(table(["forward, causal, dropout 0.1", "ms", "over ours"], found))
+    parts += [picture(f"{name}-{DEVICE}-parts", "Parts of standard attention"), measured(record)]
+    return paragraphs(parts)
+
+
+# Figure 3
+
+
+def landscape(name: str) -> str:
+    """Times and memory over lengths, and crossings, of one record beside the paper's."""
+    title, published = KINDS[name]
+    record = load(name)
+    found = lines(map(row_of, record["rows"])) if record else {}
+    if not record or not found:
+        return ""
+    lengths = sorted({n for line in found.values() for n in line})
+    head = ["", *(f"{n:,}" for n in lengths)]
+    times, memory = [], []
+    for label, line in found.items():
+        pairs = [line.get(n) for n in lengths]
+        times.append([called(*label), *(f"{p[0]:.3g}" if p else NOTHING for p in pairs)])
+        memory.append([called(*label), *(f"{p[1] / 2**20:,.0f}" if p else NOTHING for p in pairs)])
+    parts = [f"**{title}: milliseconds, both passes**", table(head, times)]
+    parts += ["**MiB beyond the inputs**", table(head, memory), crossings(found, published)]
+    parts += [picture(f"{name}-{DEVICE}-landscape", f"{title}: time and memory over lengths")]
+    return paragraphs([*parts, measured(record)])
+
+
+def row_of(row: dict) -> Measurement:
+    """A row of a record, without the figures that follow from it."""
+    names = Measurement.__dataclass_fields__.keys()
+    return Measurement(**{name: value for name, value in row.items() if name in names})
+
+
+def called(implementation: str, family: str) -> str:
+    """An implementation on a mask, as a reader knows it."""
+    name = NAMES.get(implementation, implementation)
+    return name if family == "full" else f"{name}, `{family}`"
+
+
+def published_line(times: Iterable[float]) -> Line:
+    return {n: (ms, 0) for n, ms in zip(LENGTHS, times, strict=False)}
+
+
+PAIRED = {
+    "standard": "PyTorch",
+    "linformer": "Linformer",
+    "reformer": "Reformer",
+    "smyrf": "SMYRF",
+}
+
+
+def crossings(found: dict[tuple[str, str], Line], published: dict | None) -> str:
+    """From which length on ours, and the paper's, take less time than another."""
+    ours = [label for label in found if is_ours(label[0])]
+    dense = next((label for label in ours if label[1] == "full"), None)
+    sparse = next((label for label in ours if label[1] != "full"), None)
+    rows = []
+    for label, line in found.items():
+        if label in ours:
+            continue
+        other = (published or {}).get(PAIRED.get(label[0], ""))
+        row = [called(*label)]
+        for own, paper in ((dense, FLASH), (sparse, SPARSE)):
+            row.append(who(found[own], line) if own else NOTHING)
+            if published:
+                theirs = published_line(published[paper])
+                row.append(who(theirs, published_line(other)) if other else NOTHING)
+        rows.append(row)
+    head = ["faster at the longest length of both, and from which on"]
+    for name in ("dense", called(*sparse) if sparse else "block-sparse"):
+        head += [f"ours, {name}", *(["the paper's"] if published else [])]
+    return table(head, rows) if rows else ""
+
+
+def who(own: Line, other: Line) -> str:
+    if not own.keys() & other.keys():
+        return NOTHING
+    length = crossing_length(own, other)
+    if length is not None:
+        return f"it, {length:,.0f}"
+    length = crossing_length(other, own)
+    return NOTHING if length is None else f"the other, {length:,.0f}"
+
+
+def published_landscape() -> str:
+    """What the paper measured."""
+    head = ["the paper, A100", *(f"{n:,}" for n in LENGTHS)]
+    parts = []
+    for title, values, form in (
+        (
+            "Milliseconds, both passes, neither dropout nor padding (its Table 20)",
+            PLAIN,
+            "{:,.2f}",
+        ),
+        ("Milliseconds, both passes, dropout 0.1 and padding (Table 11)", BOTH, "{:,.2f}"),
+        ("MB, both passes, neither (Table 21)", MEMORY, "{:,}"),
+    ):
+        rows = [row_of_figures(name, row, form) for name, row in values.items()]
+        parts += [f"**{title}**", table(head, rows)]
+    return paragraphs(parts)
+
+
+# Tables 1 and 2
+
+
+def pretraining(name: str) -> str:
+    """Training steps of each model beside those of the first attention at its size."""
+    record = load(name)
+    if record is None:
+        return ""
+    first: dict[tuple, dict] = {}
+    lines = []
+    for row in record["rows"]:
+        keys = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
+        base = first.setdefault(tuple(row[key] for key in keys), row)
+        line = [row["model"], f"{row['seq_len']:,}", f"`{row['attention']}`".replace("|", "\\|")]
+        line += [f"{row['dropout']:g}", f"{row['padding']:g}"]
+        if "reason" in row:
+            lines.append([*line, row["reason"], "", "", "", ""])
+            continue
+        lines.append(
+            [
+                *line,
+                f"{row['tokens_per_second']:,.0f}",
+                ratio(row["tokens_per_second"], base.get("tokens_per_second")),
+                ratio(row["peak_bytes"] or 0, 2**30, "{:.1f}"),
+                f"{row['loss']:.4f}",
+                f"{row['loss'] - base['loss']:+.4f}" if "loss" in base else NOTHING,
+            ]
+        )
+    head = ["model", "tokens", "attention", "dropout", "padding", "tokens/s"]
+    head += ["over the first", "GiB", "loss", "less the first"]
+    shown = picture(f"{name}-{DEVICE}", "Throughput, and losses step by step")
+    return paragraphs([table(head, lines), shown, measured(record["rows"][0])])
+
+
+# Table 4
+
+
+LANGUAGE_MODELS = ("language-model-25m-contexts", "language-model-25m-contexts-tokens")
+
+
+def language_model(name: str) -> str:
+    """Bits per byte and throughput of each run, beside the dense run of its context."""
+    path = RESULTS / f"{name}-{DEVICE}.json"
+    if not path.exists():
+        return ""
+    record = json.loads(path.read_text())
+    runs = record["runs"].values()
+    dense = {run["model"]["context"]: run for run in runs if is_dense(run)}
+    lines = []
+    for label, run in record["runs"].items():
+        other = dense.get(run["model"]["context"])
+        loss, speed = run["bits_per_byte"], run["bytes_per_second"]
+        lines.append(
+            [
+                label,
+                f"{run['model']['context']:,}",
+                f"{run['parameters'] / 1e6:.0f}M",
+                "; ".join(f"`{text}`" for text in run["model"]["attention"]).replace("|", "\\|"),
+                f"{run['trained'] * run['step_bytes'] / 1e6:,.0f}",
+                f"{loss:.4f}",
+                f"{run['curve'][-1]['by_position'][-1]:.4f}",
+                NOTHING
+                if other is None
+                else f"{100 * (loss / other['bits_per_byte'] - 1):+.2f} %",
+                f"{speed:,.0f}",
+                NOTHING if other is None else ratio(speed, other["bytes_per_second"]),
+            ]
+        )
+    head = ["run", "context, tokens", "parameters", "attention", "MB read", "bits per byte"]
+    head += ["of its last positions", "over dense at this context", "bytes/s"]
+    first = next(iter(runs))
+    shown = picture(path.stem, "Bits per byte over bytes read, and by position")
+    source = f"Record `experiments/results/{path.name}`."
+    parts = [f"**{record['name']}**", table([*head, "of dense"], lines), shown]
+    return paragraphs([*parts, f"{source} {measured(first)}"])
+
+
+def is_dense(run: dict) -> bool:
+    return set(run["model"]["attention"]) <= {"flash", "sdpa"}
+
+
+# Table 5
+
+
+def authors(name: str = "long-documents-authors") -> str:
+    """Accuracy at each length beside the floors of counted words and bytes."""
+    floors = json.loads((RESULTS / "long-documents-floors.json").read_text())
+    path = RESULTS / f"{name}-{DEVICE}.json"
+    record = json.loads(path.read_text()) if path.exists() else {"lengths": {}}
+    lines = []
+    for length, floor in floors["floors"].items():
+        group = record["lengths"].get(length)
+        lines.append(
+            [f"{int(length):,}", accuracy(group), str(len(group["runs"]) if group else 0)]
+        )
+        lines[-1] += [f"{100 * floor[kind]['accuracy']:.1f}" for kind in ("words", "bytes")]
+    head = ["bytes of a passage", "block-sparse encoder", "runs", "counted words", "counted bytes"]
+    parts = [table(head, lines), picture(path.stem, "Accuracy over the length of a passage")]
+    source = "Test accuracy, %. Floors: `experiments/results/long-documents-floors.json`"
+    if record["lengths"]:
+        run = next(iter(record["lengths"].values()))["runs"][0]
+        return paragraphs([*parts, f"{source}. Encoder: {measured(run)}"])
+    return paragraphs([*parts, f"{source}. The encoder was not trained yet."])
+
+
+def accuracy(group: dict | None) -> str:
+    if group is None or group["accuracy"] is None:
+        return NOTHING
+    words = f"{100 * group['accuracy']:.1f}"
+    return words if group["deviation"] is None else f"{words} ± {100 * group['deviation']:.1f}"
+
+
+# The page
+
+
+def or_command(ours: str, command: str) -> str:
+    """Ours, or that there is no record and how to make one."""
+    return ours or f"*Not measured yet: no record. `{command}` makes one.*"
+
+
+def overview() -> str:
+    """What each table and figure asks, and whether ours has a record."""
+    there = {path.name.removesuffix(f"-{DEVICE}.json") for path in RESULTS.glob("*.json")}
+    rows = []
+    for name, asks, page, records in (
+        ("Figure 1", "parts of standard attention", "below", ("bench-landscape",)),
+        ("Figure 2", "bytes, block size, density", THEORY, ("io-complexity",)),
+        ("Figure 3", "time and memory over lengths", "below", KINDS),
+        ("Tables 1, 2", "training BERT-large and GPT-2", "below", ("pretraining",)),
+        ("Tables 3, 6", "Long Range Arena, Path-X", ARENA, ("lra-arena", "lra-path-x-labels")),
+        ("Table 4", "language models of longer context", "below", LANGUAGE_MODELS),
+        ("Table 5", "long documents", "below", ("long-documents-authors",)),
+    ):
+        found = "yes" if there & set(records) else "not yet"
+        rows.append([name, asks, page, found])
+    return table(["the paper's", "asks", "ours", "record"], rows)
+
+
+THEORY = "[performance](performance.md#theory-and-measurement)"
+ARENA = "[its page](../experiments/lra/README.md)"
+LANDSCAPE = "python -m experiments.bench landscape"
+TABLES: dict[str, Callable[[], str]] = {
+    "overview": overview,
+    "parts": lambda: or_command(parts_of_standard("bench-landscape"), LANDSCAPE),
+    "published": published_landscape,
+    "landscape": lambda: or_command(paragraphs(map(landscape, KINDS)), LANDSCAPE),
+    "pretraining": lambda: or_command(
+        pretraining("pretraining"), "python -m experiments.pretraining measure gpt2"
+    ),
+    "language-models": lambda: or_command(
+        paragraphs(map(language_model, LANGUAGE_MODELS)), "contexts.sh"
+    ),
+    "authors": authors,
+}
+
+
+def written(page: str) -> str:
+    """A page with its tables written anew. Raises ValueError for one without their marks."""
+    for name, show in TABLES.items():
+        marked = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", re.DOTALL)
+        if not marked.search(page):
+            raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} -->")
+        page = marked.sub(lambda _, show=show: show(), page)
+    return page
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    wanted = written(page)
+    if "--check" in sys.argv:
+        print("current" if page == wanted else f"not current: {PAGE.name}")
+        return int(page != wanted)
+    PAGE.write_text(wanted)
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The page of the paper's experiments shows what records hold, and says where there is none."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.files import write_json
+from experiments.language_model.results import record_of
+from experiments.long_documents.results import gather
+from experiments.pretraining import Case
+from tests.experiments.language_model.test_results import write_run
+from tests.experiments.long_documents.test_results import write_floors, write_runs
+from tests.helpers.records import ENVIRONMENT, FULL, record
+
+SOURCE = Path(__file__).parents[2] / "docs/paper.py"
+FACTS = ENVIRONMENT | {"command": "python -m x", "versions": {"torch": "2", "triton": "3"}}
+
+
+@pytest.fixture
+def paper(tmp_path, monkeypatch) -> Any:
+    """docs/paper.py on an empty folder of records."""
+    spec = importlib.util.spec_from_file_location("paper", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    write_floors(tmp_path / "long-documents-floors.json")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys.modules["performance"], "RESULTS", tmp_path)  # of `load`
+    return module
+
+
+def row(text: str, name: str) -> list[str]:
+    (found,) = (line for line in text.splitlines() if line.startswith(f"| {name} |"))
+    return [cell.strip() for cell in found.split("|")[2:-1]]
+
+
+def landscape(folder, name="bench-landscape"):
+    """sdpa is slower from 256 tokens on; linformer was measured at 128 tokens alone."""
+    times = {"sparseflash": (2.0, 4.0), "sdpa": (1.0, 8.0), "linformer": (3.0,)}
+    rows = [
+        replace(
+            FULL, suite="landscape", implementation=i, seq_len=n, direction=d, median_ms=ms / 2
+        )
+        for i, both in times.items()
+        for n, ms in zip((128, 256), both, strict=False)
+        for d in ("forward", "backward")
+    ]
+    parts = {"sparseflash": 2.0, "standard": 9.0, "standard:product": 4.0, "standard:mask": 6.0}
+    rows += [
+        replace(FULL, suite="parts", family="causal", implementation=i, median_ms=ms)
+        for i, ms in parts.items()
+    ]
+    saved = record(rows)
+    saved.environment = FACTS
+    saved.save(folder / f"{name}-nvidia-h200.json")
+
+
+def test_what_has_no_record_says_so(paper):
+    for name in ("parts", "landscape", "pretraining", "language-models"):
+        shown = paper.TABLES[name]()
+        assert shown.startswith("*Not measured yet"), name
+    assert row(paper.overview(), "Figure 3")[-1] == "not yet"
+    assert row(paper.authors(), "512") == ["–", "0", "30.0", "10.0"]
+
+
+def test_figures_1_and_3(paper, tmp_path):
+    landscape(tmp_path)
+    assert row(paper.overview(), "Figure 3")[-1] == "yes"
+    parts = paper.TABLES["parts"]()
+    assert row(parts, "all parts") == ["10", "5.00"]
+    assert row(parts, "mask") == ["6", "3.00"]
+    shown = paper.TABLES["landscape"]()
+    times, memory, crossings = (part for part in shown.split("\n\n") if part.startswith("|"))
+    assert row(times, "torch's choice") == ["1", "8"]
+    assert row(times, "linformer") == ["3", "–"]
+    assert row(memory, "sparseflash") == ["1", "1"]
+    # Ours crosses in the middle of the octave; the paper's pair is of its Table 20.
+    assert row(crossings, "torch's choice") == ["it, 181", "–", "–", "–"]
+    assert row(crossings, "linformer")[:2] == ["it, 128", "the other, 725"]
+    assert "bench-landscape-nvidia-h200-landscape.png" not in shown
+    (tmp_path / "bench-landscape-nvidia-h200-landscape.png").touch()
+    assert "bench-landscape-nvidia-h200-landscape.png" in paper.TABLES["landscape"]()
+    landscape(tmp_path, "bench-landscape-dropout")
+    assert "**With dropout 0.1: milliseconds" in paper.TABLES["landscape"]()
+
+
+def test_tables_1_and_2(paper, tmp_path):
+    case = asdict(Case("gpt2", "eager", 512))
+    measured = {"tokens_per_second": 1000.0, "peak_bytes": 2**31, "loss": 5.0}
+    rows = [case | measured, case | {"attention": "local(8) | butterfly()"} | measured]
+    rows[1] |= {"tokens_per_second": 2500.0, "loss": 4.9}
+    rows.append(case | {"attention": "sdpa", "reason": "out of memory"})
+    rows = [each | {"environment": FACTS} for each in rows]
+    write_json(tmp_path / "pretraining-nvidia-h200.json", {"rows": rows})
+    shown = paper.TABLES["pretraining"]().replace("\\|", "or").splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[2:5]]
+    assert cells[0][5:] == ["1,000", "1.00", "2.0", "5.0000", "+0.0000"]
+    expected = ["`local(8) or butterfly()`", "0.1", "0", "2,500", "2.50", "2.0", "4.9000"]
+    assert cells[1][2:] == [*expected, "-0.1000"]
+    assert cells[2][5:] == ["out of memory", "", "", "", ""]
+
+
+def test_table_4(paper, tmp_path):
+    folders = []
+    for name, attention, bits, speed in (
+        ("dense", "flash", 2.0, 1e6),
+        ("sparse", "local(8)", 2.02, 3e6),
+    ):
+        folder = write_run(tmp_path / name, bits, speed)
+        run = json.loads((folder / "result.json").read_text())
+        run["model"]["attention"] = [attention]
+        run["environment"] = FACTS | {"device": "NVIDIA H200"}
+        write_json(folder / "result.json", run)
+        folders.append(folder)
+    name = "language-model-25m-contexts"
+    write_json(tmp_path / f"{name}-nvidia-h200.json", record_of("25m-contexts", folders))
+    shown = paper.TABLES["language-models"]()
+    assert f"`experiments/results/{name}-nvidia-h200.json`" in shown
+    found = ["2.0200", "2.0200", "+1.00 %", "3,000,000", "3.00"]
+    assert row(shown, "sparse")[4:] == found
+    assert row(paper.overview(), "Table 4")[-1] == "yes"
+
+
+def test_table_5(paper, tmp_path):
+    write_runs(tmp_path / "runs")
+    facts, (path, _) = gather(
+        "authors", tmp_path / "runs", tmp_path / "long-documents-floors.json", tmp_path
+    )
+    facts["lengths"]["512"]["runs"][0]["environment"] = FACTS
+    write_json(path.with_name("long-documents-authors-nvidia-h200.json"), facts)
+    assert row(paper.authors(), "512") == ["45.0 ± 7.1", "2", "30.0", "10.0"]
+
+
+def test_a_page_without_marks_is_an_error(paper):
+    with pytest.raises(ValueError, match="the page needs <!-- overview -->"):
+        paper.written("no marks")
