@@ -6,6 +6,7 @@ Nothing here imports torch before it is needed, so that `--help` is quick.
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
@@ -252,12 +253,16 @@ def slug(device: str) -> str:
 
 
 class Building:
-    """A folder that takes its name when it is complete; what was there before is never touched."""
+    """A folder that takes its name when it is complete; what was there before is never touched.
+
+    Of one that fails nothing stays behind, neither the folders that it is made in.
+    """
 
     def __init__(self, root: Path, name: str):
         self.target = root / name
         if self.target.exists():
             raise typer.BadParameter(f"{self.target} exists: move it away first")
+        self.created = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(parents=True, exist_ok=True)
         self.temporary = TemporaryDirectory(prefix=".unfinished-", dir=root)
 
@@ -268,3 +273,7 @@ class Building:
         with self.temporary:
             if kind is None:
                 shutil.move(Path(self.temporary.name) / self.target.name, self.target)
+                self.created = []
+        for folder in self.created:
+            with suppress(OSError):  # meanwhile others may have written there
+                folder.rmdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,7 @@ from experiments.environment import environment
 from experiments.files import write_json
 from experiments.lra import presets, tasks
 from experiments.lra.batches import ArenaData
-from experiments.lra.callbacks import Curve, Deadline, Enough, StuckAtChance, folder_of
+from experiments.lra.callbacks import Curve, Deadline, Enough, StepBar, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
 from experiments.lra.floors import floors
 from experiments.lra.learner import Learner, check_warm_up, read_checkpoint
@@ -57,6 +58,12 @@ class ArenaCLI(LightningCLI):
         parser.link_arguments("seed_everything", "model.seed")
         parser.add_lightning_class_args(Deadline, "deadline")
         parser.add_lightning_class_args(Enough, "enough")
+
+    def before_instantiate_classes(self) -> None:
+        trainer = self.config[str(self.subcommand)].trainer
+        if trainer.enable_progress_bar is False:  # which Lightning refuses beside a bar
+            bar = f"{StepBar.__module__}.{StepBar.__name__}"
+            trainer.callbacks = [each for each in trainer.callbacks if each.class_path != bar]
 
     def instantiate_classes(self) -> None:
         with errors_in_one_line():
@@ -254,4 +261,7 @@ def _command(arguments: list[str], **options) -> None:
     with errors_in_one_line():
         check_task(arguments)
         sys.argv[1:] = with_presets(arguments)
-    ArenaCLI(**options)
+    try:
+        ArenaCLI(**options)
+    except MisconfigurationException as error:  # of options that exclude one another
+        sys.exit(f"error: {error}")

@@ -40,3 +40,17 @@ def test_results_go_into_the_current_folder_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = cli.output_file(cli.RESULTS, "speedup", "cpu", overwrite=False)
     assert path.resolve() == tmp_path / "results/speedup-cpu.json"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_that_is_not_completed_leaves_nothing(there, tmp_path):
+    root = tmp_path / "data" / "more"
+    if there:
+        root.parent.mkdir()
+    with pytest.raises(ValueError, match="too few"), cli.Building(root, "books") as draft:
+        draft.mkdir()
+        raise ValueError("too few")
+    assert list(tmp_path.rglob("*")) == [root.parent] * there
+    with cli.Building(root, "books") as draft:
+        draft.mkdir()
+    assert (root / "books").is_dir()

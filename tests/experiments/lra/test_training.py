@@ -487,6 +487,7 @@ def test_accuracy_comes_with_error_and_prior():
         (["--model.optimizer.warmup_steps", "9"], r"error: .*warmup_steps must be 0 to the 3"),
         (["--data.task", "ImageTask"], r"error: .*data_batch_1 is missing"),
         (["--ckpt_path", "none.ckpt"], r"error: none\.ckpt cannot be read as a checkpoint"),
+        (["--trainer.logger", "false"], r"error: Cannot use `LearningRateMonitor`"),
     ],
 )
 def test_what_cannot_be_is_told_without_a_traceback(arguments, message, tmp_path, monkeypatch):
@@ -494,6 +495,16 @@ def test_what_cannot_be_is_told_without_a_traceback(arguments, message, tmp_path
     monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split(), *arguments])
     with pytest.raises(SystemExit, match=message):
         command.main()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+def test_a_run_without_a_bar_shows_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*SMALL_RUN.split(), "--trainer.enable_progress_bar", "false"]
+    monkeypatch.setattr(sys, "argv", ["lra", *arguments])
+    command.main()
+    assert len(list(tmp_path.rglob("result.json"))) == 1
+    assert "it/s" not in "".join(capsys.readouterr())
 
 
 def test_help_comes_at_once_and_lists_presets(monkeypatch, capsys):
