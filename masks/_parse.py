@@ -123,13 +123,21 @@ def _names_file(text: str) -> bool:
     return ".py:" in text
 
 
+def run_file(path: Path) -> dict[str, Any]:
+    """What a Python file, which is run, defines. Raises ValueError where there is none."""
+    if not path.is_file():
+        raise ValueError(f"file {path} does not exist")
+    try:
+        return runpy.run_path(str(path))
+    except SyntaxError as error:
+        raise ValueError(f"file {path} is no Python: {error}") from error
+
+
 def defined_in(path: Path, name: str) -> Any:
     """What the Python file `path`, which is run, defines as `name`. Raises ValueError where there
     is no such file or name.
     """
-    if not path.is_file():
-        raise ValueError(f"pattern file {path} does not exist")
-    defined = runpy.run_path(str(path))
+    defined = run_file(path)
     if name not in defined:
         raise ValueError(f"{path} defines no {name!r}")
     return defined[name]

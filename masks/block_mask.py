@@ -15,7 +15,7 @@ from torch import Tensor
 
 from masks._core import block_set, convert, reblock, slicing
 from masks._core.block_set import EMPTY, BlockSet
-from masks._core.grid import Grid, OnGrid, canonical_device
+from masks._core.grid import Grid, OnGrid, canonical_device, checked_block_size
 from masks._core.transpose import transpose
 from masks.arguments import check_floating, check_integer
 from masks.lookup_table import LookupTable, compile_selected, compile_table
@@ -158,22 +158,23 @@ class BlockMask(OnGrid, Handled):
         return self if same else BlockMask(self.block_set.to(device))
 
     def table(
-        self, device: torch.device | str | None = None, block_size: tuple[int, int] | None = None
+        self, device: torch.device | str | None = None, block_size: Size | None = None
     ) -> LookupTable:
         """The lookup table that kernels read, of the same pairs in blocks of `block_size` tokens.
 
         Compiled once per device and block size; by default the mask's own.
         """
         device = self.device if device is None else canonical_device(device)
-        key = (device, self.block_size if block_size is None else block_size)
+        key = (device, self.block_size if block_size is None else checked_block_size(block_size))
         if key not in self._tables:
             self._tables[key] = compile_table(reblock.reblock(self.block_set, key[1])).to(device)
         return self._tables[key]
 
-    def coverage(self, block_size: tuple[int, int]) -> float:
+    def coverage(self, block_size: Size) -> float:
         """The share of blocks of `block_size` tokens that this mask's blocks fill, of those that
         they touch: 1 for a mask whose own are no smaller. Computed once per block size.
         """
+        block_size = checked_block_size(block_size)
         if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
             return 1.0
         if block_size not in self._coverages:
@@ -474,23 +475,23 @@ class DynamicMask(OnGrid):
         return DynamicMask(self.support.to(device), self.blocks.to(device), scores)
 
     def table(
-        self, device: torch.device | str | None = None, block_size: tuple[int, int] | None = None
+        self, device: torch.device | str | None = None, block_size: Size | None = None
     ) -> LookupTable:
         """The lookup table that kernels read, by default on the mask's own device.
 
         Raises:
             ValueError: `block_size` is another than the mask's.
         """
-        if block_size not in (None, self.block_size):
+        if block_size is not None and checked_block_size(block_size) != self.block_size:
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
         if device is not None and canonical_device(device) != self.device:
             return self.to(device).table()
         table = self.__dict__.get("_table")
         return compile_selected(self.support.block_set, self.blocks) if table is None else table
 
-    def coverage(self, block_size: tuple[int, int]) -> float | None:
+    def coverage(self, block_size: Size) -> float | None:
         """See BlockMask.coverage; None for blocks of another size: only the device knows."""
-        return 1.0 if block_size == self.block_size else None
+        return 1.0 if checked_block_size(block_size) == self.block_size else None
 
     @cached_property
     def cache(self) -> Cache:

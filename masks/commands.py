@@ -50,19 +50,25 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def read_pair(option: str, text: str) -> tuple[int, int]:
+def read_size(option: str, text: str) -> int | tuple[int, int]:
     """One number for queries and keys, or one for each."""
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})?", text):
         raise typer.BadParameter(f"{option} must be NUMBER or QUERIES,KEYS, got {text!r}")
-    numbers = [int(part) for part in text.split(",")]
-    return numbers[0], numbers[-1]
+    first, *second = map(int, text.split(","))
+    return (first, second[0]) if second else first
+
+
+def read_sides(option: str, text: str) -> tuple[int, int]:
+    """HEIGHT,WIDTH, or one number for both."""
+    size = read_size(option, text)
+    return (size, size) if isinstance(size, int) else size
 
 
 def build(pattern: str, seq_len: str, block_size: str) -> "BlockMask":
     """The mask of options as they were given; what is wrong with them is a usage error."""
     from masks._parse import parse
 
-    sizes = read_pair("--seq-len", seq_len), read_pair("--block-size", block_size)
+    sizes = read_size("--seq-len", seq_len), read_size("--block-size", block_size)
     with usage_errors():
         return parse(pattern)(*sizes)
 
@@ -116,8 +122,8 @@ def reach(
         gaps = [spectral_gap(mask) for mask in dict.fromkeys(stack)]
         pixels = None
         if image is not None:
-            sides = None if tile is None else read_pair("--tile", tile)
-            pixels = pixel_reach(given, read_pair("--image", image), field.layers, tile=sides)
+            sides = None if tile is None else read_sides("--tile", tile)
+            pixels = pixel_reach(given, read_sides("--image", image), field.layers, tile=sides)
     if as_json:
         found = asdict(field) | {"spectral_gap": gaps, "tokens": views}
         print(json.dumps(found | {"pixels": None if pixels is None else asdict(pixels)}))
@@ -177,7 +183,7 @@ def gallery(
     """Write a page with every built-in pattern and those of modules of your own."""
     from masks.gallery import ENTRIES, of_module, sections, write
 
-    sizes = read_pair("--seq-len", seq_len), read_pair("--block-size", block_size)
+    sizes = read_size("--seq-len", seq_len), read_size("--block-size", block_size)
     shown = []
     with usage_errors(), progress_bar("drawing patterns") as progress:
         own = [entry for path in module or () for entry in of_module(path, *sizes)]

@@ -7,7 +7,6 @@ is made of the same entries. Pictures of two patterns show where they differ.
 import html
 import io
 import re
-import runpy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from masks import plot
-from masks._parse import UNREADABLE, as_pattern
+from masks._parse import UNREADABLE, as_pattern, run_file
 from masks._pattern import Pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs
@@ -145,9 +144,7 @@ def of_module(path: Path, seq_len: Any = 4096, block_size: Any = 128) -> list[En
     Raises:
         ValueError: There is no such file, or no pattern in it.
     """
-    if not path.is_file():
-        raise ValueError(f"module {path} does not exist")
-    found = {name: v for name, v in runpy.run_path(str(path)).items() if isinstance(v, Pattern)}
+    found = {name: v for name, v in run_file(path).items() if isinstance(v, Pattern)}
     if not found:
         raise ValueError(f"module {path} defines no Pattern")
     return [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from masks._core.grid import Grid, OnGrid, canonical_device
 from masks.arguments import check_integer
-from masks.block_mask import BlockMask, DynamicMask, stack
+from masks.block_mask import BlockMask, DynamicMask, Size, stack
 from masks.builders import from_cross
 from masks.lookup_table import LookupTable
 from masks.registry import Cache, Handled
@@ -19,15 +19,31 @@ from masks.registry import Cache, Handled
 class MaskBatch(OnGrid, Handled):
     """A mask for each batch element, each of one head or of as many as the others.
 
-    Immutable. One lookup table holds all of them, and equal masks once.
+    Immutable. One lookup table holds all of them, and equal masks once. `==` compares all pairs.
+    masks.save takes `stacked`, of which and `num_batches` the batch can be made again.
 
     Attributes:
         stacked: The masks of all heads of the first batch element, then those of the next one.
         num_batches: Batch elements.
+
+    Raises:
+        TypeError: `stacked` is no BlockMask, or `num_batches` no integer.
+        ValueError: There are not as many heads for each batch element, at least 1.
     """
 
     stacked: BlockMask
     num_batches: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stacked, BlockMask):
+            raise TypeError(f"stacked must be a BlockMask, got {type(self.stacked).__name__}")
+        check_integer("num_batches", self.num_batches, least=1)
+        if self.stacked.num_heads % self.num_batches:
+            raise ValueError(
+                f"num_batches must divide the {self.stacked.num_heads} heads of stacked, got "
+                f"{self.num_batches}"
+            )
+        super().__post_init__()
 
     @staticmethod
     def from_masks(masks: Sequence[BlockMask]) -> "MaskBatch":
@@ -130,7 +146,7 @@ class MaskBatch(OnGrid, Handled):
         return self if same else MaskBatch(self.stacked.to(device), self.num_batches)
 
     def table(
-        self, device: torch.device | str | None = None, block_size: tuple[int, int] | None = None
+        self, device: torch.device | str | None = None, block_size: Size | None = None
     ) -> LookupTable:
         """The lookup table that kernels read; see BlockMask.table."""
         table = self.stacked.table(device, block_size)
@@ -140,7 +156,7 @@ class MaskBatch(OnGrid, Handled):
             self._tables[key] = replace(table, head_to_mask=heads)
         return self._tables[key]
 
-    def coverage(self, block_size: tuple[int, int]) -> float:
+    def coverage(self, block_size: Size) -> float:
         """See BlockMask.coverage."""
         return self.stacked.coverage(block_size)
 
@@ -152,6 +168,14 @@ class MaskBatch(OnGrid, Handled):
     def cache(self) -> Cache:
         """What users of the masks store with them, under keys of their own."""
         return Cache()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskBatch):
+            return NotImplemented
+        return self.num_batches == other.num_batches and self.stacked == other.stacked
+
+    def __hash__(self) -> int:
+        return hash((self.num_batches, self.stacked))
 
     def __repr__(self) -> str:
         return f"MaskBatch(num_batches={self.num_batches}, stacked={self.stacked})"

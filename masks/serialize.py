@@ -23,6 +23,7 @@ from masks._core.intervals import Runs
 from masks._parse import UNREADABLE, call_builtin, shortened
 from masks._pattern import Pattern, stack
 from masks.block_mask import BlockMask
+from masks.mask_batch import MaskBatch
 
 VERSION = 1
 _DEEP = "too many levels"
@@ -52,7 +53,8 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
     elif isinstance(mask, BlockMask):
         header, tensors = _header(mask), _tensors(mask.block_set)
     else:
-        raise TypeError(f"mask must be a Pattern or a BlockMask, got {type(mask).__name__}")
+        hint = "; save its stacked" if isinstance(mask, MaskBatch) else ""
+        raise TypeError(f"mask must be a Pattern or a BlockMask, got {type(mask).__name__}{hint}")
     save_file(tensors, path, metadata={HEADER: json.dumps({"version": VERSION} | header)})
 
 

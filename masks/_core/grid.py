@@ -54,13 +54,11 @@ class Grid:
             ValueError: A length is below 1 or above MAX_TOKENS, or a side not in BLOCK_SIDES.
         """
         q_len, k_len = _pair("seq_len", seq_len)
-        bq, bk = _pair("block_size", block_size)
+        bq, bk = checked_block_size(block_size)
         if min(q_len, k_len) < 1:
             raise ValueError(f"seq_len must be at least 1 token, got {seq_len}")
         if max(q_len, k_len) > MAX_TOKENS:
             raise ValueError(f"seq_len must be at most {MAX_TOKENS} tokens, got {seq_len}")
-        if bq not in BLOCK_SIDES or bk not in BLOCK_SIDES:
-            raise ValueError(f"block_size must be made of {BLOCK_SIDES}, got {block_size}")
         return cls(q_len, k_len, bq, bk, canonical_device("cpu" if device is None else device))
 
     @property
@@ -186,6 +184,14 @@ class OnGrid:
     def device(self) -> torch.device:
         """Where the tensors of the mask are."""
         return self.grid.device
+
+
+def checked_block_size(block_size) -> tuple[int, int]:
+    """(bq, bk) of an int or a (q, k) pair; see Grid.of for what it raises."""
+    bq, bk = _pair("block_size", block_size)
+    if bq not in BLOCK_SIDES or bk not in BLOCK_SIDES:
+        raise ValueError(f"block_size must be made of {BLOCK_SIDES}, got {block_size}")
+    return bq, bk
 
 
 def _pair(name: str, value) -> tuple[int, int]:

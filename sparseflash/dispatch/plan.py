@@ -124,13 +124,15 @@ def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
         mask = _compiled(mask, q_len, k_len, query.device)
     if mask.seq_len != (q_len, k_len):
         raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
-    allowed = sorted({1, kv_heads, heads})
-    if mask.num_heads not in allowed:
-        names = " or ".join(map(str, allowed))
-        raise ValueError(f"mask must have {names} heads, got {mask.num_heads}")
-    if mask.num_batches not in (1, batch):
-        raise ValueError(f"mask must be of 1 or {batch} batch elements, got {mask.num_batches}")
+    _check_one_of("heads", mask.num_heads, {1, kv_heads, heads})
+    _check_one_of("batch elements", mask.num_batches, {1, batch})
     return mask
+
+
+def _check_one_of(what: str, count: int, allowed: set[int]) -> None:
+    if count not in allowed:
+        names = " or ".join(map(str, sorted(allowed)))
+        raise ValueError(f"mask must have {names} {what}, got {count}")
 
 
 @stores_masks(maxsize=128)

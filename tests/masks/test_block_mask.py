@@ -25,6 +25,8 @@ def test_tables_are_compiled_once_and_coverage_computed_once(monkeypatch):
     assert mask.table() is mask.table(block_size=(16, 16))
     assert mask.table() is not mask.table(block_size=(128, 128))
     assert mask.table(block_size=(128, 128)) is mask.table(block_size=(128, 128))
+    assert mask.table("cpu", [128, 128]) is mask.table(block_size=128)
+    assert mask.coverage([128, 128]) == mask.coverage(128) == 0.5
 
 
 def test_masks_and_tables_move():
@@ -155,6 +157,8 @@ def heads(number):
         (lambda: masks.full()(0), "seq_len must be at least 1"),
         (lambda: masks.full()(64, 48), "block_size must be made of"),
         (lambda: masks.full()(64.0), "seq_len must be an int"),
+        (lambda: masks.full()(64).table(block_size=(64, 48)), "block_size must be made of"),
+        (lambda: masks.full()(64).coverage("64"), "block_size must be an integer, got '64'"),
         (lambda: BlockMask.from_dense(torch.ones(4, 4)), "dense must be a bool tensor"),
         (lambda: BlockMask.from_dense(torch.ones(4, dtype=torch.bool)), "dense must be"),
         (

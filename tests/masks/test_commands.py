@@ -35,6 +35,9 @@ def test_reach_as_json_has_views_of_tokens_and_pixels():
         (("buterfly",), "butterfly"),
         (("full", "--seq-len", "64,128"), "as many keys as queries"),
         (("full", "--seq-len", "x"), "--seq-len"),
+        (("full", "--seq-len", "0"), "seq_len must be at least 1 token, got 0 "),
+        (("full", "--seq-len", "3,0"), "seq_len must be at least 1 token, got (3, 0)"),
+        (("full", "--block-size", "17"), "(16, 32, 64, 128, 256), got 17 "),
         (("full", "--image", "3,3"), "pixels"),
         (("full", "--token", "5000"), "tokens"),
     ],
@@ -83,6 +86,16 @@ def test_gallery_of_a_module(tmp_path):
         "near.png",
         "near.svg",
     }
+
+
+@pytest.mark.parametrize("arguments", [["gallery", "--module", "{}"], ["draw", "{}:mine"]])
+def test_a_file_that_is_no_python_is_one_sentence(arguments, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("near = masks.local(8\n")
+    result = invoke(*(argument.format(broken) for argument in arguments))
+    assert result.exit_code == 2
+    output = "".join(result.output.replace("│", " ").split())
+    assert "broken.pyisnoPython:'('wasneverclosed(broken.py,line1)" in output
 
 
 def test_diff_prints_pairs_and_draws(tmp_path):

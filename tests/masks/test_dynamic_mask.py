@@ -89,7 +89,7 @@ def test_few_queries_leave_blocks_full():
 
 def test_how_far_blocks_fill_others_is_known_of_their_own_size_alone():
     mask = DynamicMask.from_topk(torch.rand(3, 3), 1, (128, 64))
-    assert (mask.coverage((128, 64)), mask.coverage((128, 128))) == (1.0, None)
+    assert (mask.coverage([128, 64]), mask.coverage(128)) == (1.0, None)
 
 
 def test_masks_of_scores_alone():

@@ -36,6 +36,17 @@ def test_equal_masks_are_stored_once_and_a_mask_of_one_head_serves_all():
     assert batch[1].to_dense().shape == (2, *LENGTHS)
 
 
+def test_batches_of_equal_masks_are_equal(tmp_path):
+    batch, other = MaskBatch.from_masks([HEADS, LOCAL]), MaskBatch.from_masks([LOCAL, HEADS])
+    assert batch == MaskBatch.from_masks([HEADS, LOCAL]) != other
+    assert hash(batch) == hash(MaskBatch.from_masks([HEADS, LOCAL]))
+    assert MaskBatch(batch.stacked, 1) != batch != batch.stacked
+    masks.save(batch.stacked, tmp_path / "stacked")
+    stacked = masks.load(tmp_path / "stacked")
+    assert isinstance(stacked, BlockMask)
+    assert MaskBatch(stacked, 2) == batch
+
+
 @pytest.mark.parametrize("mask", [LOCAL, HEADS])
 def test_keys_of_each_element(mask):
     keys = torch.rand(4, LENGTHS[1]) < 0.5
@@ -71,6 +82,15 @@ def test_keys_of_each_element(mask):
             lambda: MaskBatch.with_keys(LOCAL, torch.ones(2, 50).bool()),
             ValueError,
             r"keys must be \(2, 75\), got \(2, 50\)",
+        ),
+        (lambda: MaskBatch(LOCAL, 3), ValueError, "num_batches must divide the 1 heads"),
+        (lambda: MaskBatch(LOCAL, 0), ValueError, "num_batches must be at least 1, got 0"),
+        (lambda: MaskBatch(LOCAL, 1.0), TypeError, "num_batches must be an integer, got 1.0"),
+        (lambda: MaskBatch([LOCAL], 1), TypeError, "stacked must be a BlockMask, got list"),
+        (
+            lambda: masks.save(MaskBatch(LOCAL, 1), "never"),
+            TypeError,
+            "a Pattern or a BlockMask, got MaskBatch; save its stacked",
         ),
         (
             lambda: MaskBatch.from_masks([LOCAL] * 2)[0:2],

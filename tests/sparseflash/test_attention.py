@@ -370,5 +370,7 @@ def test_padding_anywhere_and_in_a_graph():
         for b, (q, k) in enumerate(zip(*tensors[:2], strict=True))
     ]
     torch.testing.assert_close(mass, torch.cat(each))
-    with pytest.raises(ValueError, match="mask must be of 1 or 2 batch elements, got 3"):
+    with pytest.raises(ValueError, match="mask must have 1 or 2 batch elements, got 3"):
         sparseflash.attention(*(x[:2] for x in tensors), mask)
+    with pytest.raises(ValueError, match="mask must have 1 batch elements, got 3"):
+        sparseflash.attention(*(x[:1] for x in tensors), mask)
