@@ -1,30 +1,10 @@
 """Sparsity patterns, their algebra, and the lookup tables that kernels read."""
 
-from masks._program import is_starting
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-if not is_starting():
-    from masks import interop
-    from masks._parse import parse
-    from masks._pattern import Pattern, block_pattern, pattern, stack
-    from masks.block_mask import BlockMask, DynamicMask
-    from masks.lookup_table import BlockLists, LookupTable
-    from masks.mask_batch import MaskBatch
-    from masks.patterns import (
-        bigbird,
-        butterfly,
-        causal,
-        dilated,
-        documents,
-        full,
-        global_tokens,
-        local,
-        longformer,
-        neighborhood2d,
-        random,
-        strided,
-        tree,
-    )
-    from masks.serialize import from_json, load, save, to_json
+if TYPE_CHECKING:
+    from masks._api import *
 
 __all__ = [
     "BlockLists",
@@ -56,3 +36,14 @@ __all__ = [
     "to_json",
     "tree",
 ]
+
+
+def __getattr__(name: str):
+    """A public name, imported at its first use: torch takes seconds, and `--help` needs none."""
+    if name in __all__:
+        return getattr(import_module("masks._api"), name)
+    raise AttributeError(f"module 'masks' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

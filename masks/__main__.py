@@ -40,10 +40,10 @@ def _is_builtin(decorator: ast.expr) -> bool:
 
 app = typer.Typer(cls=commands.DrawByDefault, epilog=_known_patterns(), add_completion=False)
 for command in (commands.reach, commands.lint, commands.gallery, commands.diff):
-    app.command(cls=commands.Command)(command)
+    app.command()(command)
 
 
-@app.command(cls=commands.Command, epilog=_known_patterns())
+@app.command(epilog=_known_patterns())
 def draw(
     pattern: commands.PatternText,
     seq_len: commands.SeqLen = "4096",

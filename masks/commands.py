@@ -15,9 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
-
-from masks._program import finish_imports
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from masks.analysis import PixelReach, ReceptiveField
@@ -40,14 +38,6 @@ class DrawByDefault(TyperGroup):
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         known = {*self.commands, *ctx.help_option_names}
         return super().parse_args(ctx, args if args and args[0] in known else [DEFAULT, *args])
-
-
-class Command(TyperCommand):
-    """A command that imports the library when it runs, not when it says what it does."""
-
-    def invoke(self, ctx):
-        finish_imports()
-        return super().invoke(ctx)
 
 
 def read_size(option: str, text: str) -> int | tuple[int, int]:

@@ -7,29 +7,15 @@ from sparseflash._shadowing import check_masks
 
 check_masks()
 
-from masks._program import is_starting
-
-if not is_starting():
-    from sparseflash import nn
-    from sparseflash._attention import attention
-    from sparseflash._block_mass import block_mass
-    from sparseflash._explain import explain
-    from sparseflash._warmup import warmup
-    from sparseflash.backends.base import BackendError
-    from sparseflash.bias import alibi, relative_bias
-    from sparseflash.compiled import clear_cache
-    from sparseflash.merge import merge_attention
-    from sparseflash.options import AttentionOptions
-    from sparseflash.score import ScoreFunction
-    from sparseflash.varlen import attention_varlen, pad, unpad
-
 if TYPE_CHECKING:
+    from sparseflash._api import *
     from sparseflash.testing.selfcheck import selfcheck
 
 __version__ = "0.1.0"
 __all__ = [
     "AttentionOptions",
     "BackendError",
+    "Explanation",
     "ScoreFunction",
     "alibi",
     "attention",
@@ -46,7 +32,7 @@ __all__ = [
     "warmup",
 ]
 
-# Imported at their first use, for they need libraries that take long to import.
+# Not in _api, for they need libraries that take long to import: the module, and the name in it.
 _ON_DEMAND = {
     "advisor": ("sparseflash.advisor", None),
     "diffusers": ("sparseflash.integrations.diffusers", None),
@@ -63,12 +49,13 @@ _ON_DEMAND = {
 
 
 def __getattr__(name: str):
-    if name not in _ON_DEMAND:
+    """A public name, imported at its first use: torch takes seconds, and `--help` needs none."""
+    if name not in {*__all__, *_ON_DEMAND}:
         raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
-    module, attribute = _ON_DEMAND[name]
+    module, attribute = _ON_DEMAND.get(name, ("sparseflash._api", name))
     found = import_module(module)
     return found if attribute is None else getattr(found, attribute)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND})
+    return sorted({*globals(), *__all__, *_ON_DEMAND})

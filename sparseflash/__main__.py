@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from masks.commands import Command
 from sparseflash.commands.advise import advise, search
 from sparseflash.commands.profile import profile_command
 
@@ -22,7 +21,7 @@ def main() -> None:
     """Exact block-sparse attention."""
 
 
-@app.command("selfcheck", cls=Command)
+@app.command("selfcheck")
 def check(
     processes: Annotated[
         int, typer.Option(min=1, help="How many check side by side; they compile kernels.")
@@ -34,9 +33,9 @@ def check(
     raise typer.Exit(selfcheck(processes=processes) > 0)
 
 
-app.command("profile", cls=Command)(profile_command)
-app.command(cls=Command)(advise)
-app.command(cls=Command)(search)
+app.command("profile")(profile_command)
+app.command()(advise)
+app.command()(search)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,29 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import masks
 from masks.__main__ import app
+
+ROOT = Path(masks.__file__).parents[1]
+COMMANDS = [
+    *("masks", "masks draw", "masks reach", "masks lint", "masks gallery", "masks diff"),
+    *("sparseflash", "sparseflash selfcheck", "sparseflash profile", "sparseflash advise"),
+    "sparseflash search",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_no_torch(command):
+    program = [sys.executable, "-X", "importtime", "-m", *command.split(), "--help"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert "Usage: python -m " in done.stdout, done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "numpy", "scipy", "matplotlib"}
 
 
 def invoke(*arguments):

@@ -1,10 +1,14 @@
-"""How the modules of masks import one another."""
+"""How the modules of masks import one another, and what `import masks` imports."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import grimp
 import pytest
+
+import masks
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {ROOT / "masks/__main__.py", ROOT / "masks/commands.py"}  # imported to print help
@@ -21,6 +25,25 @@ def test_no_modules_import_each_other_in_a_circle():
         if graph.chain_exists(importer=b, imported=a)
     }
     assert circles == set()
+
+
+def test_public_names_are_found_at_their_first_use():
+    program = (
+        "import sys, masks; assert 'torch' not in sys.modules\n"
+        "import masks._api; found = {n for n in vars(masks._api) if not n.startswith('_')}\n"
+        "assert found == {*masks.__all__}, found ^ {*masks.__all__}\n"
+        "from masks import *; assert local is masks.local and parse('full') == full()"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    assert {*masks.__all__} <= {*dir(masks)}
+    with pytest.raises(AttributeError, match="'masks' has no attribute 'locale'"):
+        masks.locale  # noqa: B018
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Once such a module is imported, the package has it in the place of the function."""
+    modules = {path.stem for path in (ROOT / "masks").iterdir()} - {"interop"}
+    assert modules & {*masks.__all__} == set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -24,8 +24,20 @@ def run(program: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 def test_what_takes_long_to_import_is_imported_when_it_is_used():
-    found = run(f"import sparseflash; print([m for m in {SLOW} if m in sys.modules])")
+    use = "import sparseflash; sparseflash.attention"
+    found = run(f"{use}; print([m for m in {SLOW} if m in sys.modules])")
     assert found.stdout.strip() == "[]", found.stderr
+
+
+def test_torch_is_imported_at_the_first_use_of_a_name():
+    found = run("import sparseflash; print('torch' in sys.modules, sparseflash.attention)")
+    assert found.stdout.startswith("False <function attention"), found.stderr
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Once such a module is imported, the package has it in the place of the function."""
+    modules = {path.stem for path in (ROOT / "sparseflash").iterdir()} - {"nn"}
+    assert modules & {*sparseflash.__all__} == set()
 
 
 def test_what_is_imported_on_demand_is_found():
