@@ -111,7 +111,7 @@ def call_builtin(maker: str, /, *args: Any, **kwargs: Any) -> Pattern:
     if maker not in BUILTIN:
         raise ValueError(f"unknown pattern {maker!r}; known: {sorted(BUILTIN)}")
     for value in (*args, *kwargs.values()):
-        if isinstance(value, str) and _names_file(value):
+        if isinstance(value, str) and names_file(value):
             raise ValueError(
                 f"arguments of {maker} must not name a Python file, got {value!r}: reading a "
                 "pattern runs no code"
@@ -119,7 +119,8 @@ def call_builtin(maker: str, /, *args: Any, **kwargs: Any) -> Pattern:
     return BUILTIN[maker](*args, **kwargs)
 
 
-def _names_file(text: str) -> bool:
+def names_file(text: str) -> bool:
+    """Whether parsing a text may run a Python file, which what was read from a file must not."""
     return ".py:" in text
 
 

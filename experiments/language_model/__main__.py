@@ -142,6 +142,9 @@ def train(
 def sample(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of a run")],
     prompt: str = "",
+    attention: Annotated[
+        list[str], typer.Option(help="as given to `train`, where it names Python files")
+    ] = [],  # noqa: B006
     length: Annotated[int, typer.Option(min=1, help="most tokens")] = 500,
     temperature: Annotated[float, typer.Option(min=0)] = 0.8,
     seed: int = 0,
@@ -156,7 +159,8 @@ def sample(
     from experiments.language_model.training import CHECKPOINT, load
 
     try:
-        model = load(folder / CHECKPOINT).to("cuda" if torch.cuda.is_available() else "cpu")
+        model = load(folder / CHECKPOINT, attention)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         reader = Reader(folder)
         sys.stdout.buffer.write(prompt.encode())
         for token in islice(generate(model, reader.tokens(prompt), temperature, seed), length):

@@ -26,6 +26,7 @@ from experiments.lra.callbacks import Deadline, Interruption, StepBar, save_last
 from experiments.lra.curriculum import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
 from experiments.pieces import export, restore
+from masks._parse import names_file
 
 STRETCH = 65_536  # tokens that validation reads in a row, in sequences of the context
 STRETCHES = 64
@@ -361,11 +362,15 @@ def train(
     return result
 
 
-def load(path: Path) -> LanguageModel:
+def load(path: Path, attention: Sequence[str] = ()) -> LanguageModel:
     """The model of a checkpoint, in evaluation mode.
 
+    Args:
+        path: Of the checkpoint.
+        attention: In the place of what the checkpoint names; see ModelConfig.
+
     Raises:
-        ValueError: The file is no checkpoint of a language model.
+        ValueError: The file is no checkpoint of a language model, or names a Python file.
     """
     checkpoint = read_checkpoint(path)
     try:
@@ -373,6 +378,12 @@ def load(path: Path) -> LanguageModel:
         weights = {name.removeprefix("model."): w for name, w in checkpoint["state_dict"].items()}
     except KeyError as error:
         raise ValueError(f"{path} is no checkpoint of a language model: no {error}") from error
-    model = LanguageModel(ModelConfig(**facts | {"attention": tuple(facts["attention"])}))
+    if not attention and names_file(str(facts["attention"])):
+        raise ValueError(
+            f"{path} has the attention {facts['attention']}: reading a checkpoint runs no file; "
+            "attention must be given where you trust it"
+        )
+    chosen = {"attention": tuple(attention or facts["attention"])}
+    model = LanguageModel(ModelConfig(**facts | chosen))
     model.load_state_dict(weights)
     return model.eval()

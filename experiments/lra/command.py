@@ -23,6 +23,8 @@ from experiments.lra.floors import floors
 from experiments.lra.learner import Learner, check_warm_up, read_checkpoint
 from experiments.lra.tasks import MissingData, Pathfinder, Task
 
+LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every checkpoint
+
 
 class ArenaCLI(LightningCLI):
     """Lightning's command line, with one task for data and model, and a test after each run.
@@ -65,6 +67,9 @@ class ArenaCLI(LightningCLI):
             bar = f"{StepBar.__module__}.{StepBar.__name__}"
             trainer.callbacks = [each for each in trainer.callbacks if each.class_path != bar]
 
+    def _parse_ckpt_path(self) -> None:
+        """Takes no options from a checkpoint, as Lightning does: they could name a file to run."""
+
     def instantiate_classes(self) -> None:
         with errors_in_one_line():
             super().instantiate_classes()
@@ -93,7 +98,8 @@ class ArenaCLI(LightningCLI):
         if not path:
             return None
         with errors_in_one_line():
-            read_checkpoint(Path(path))
+            if LIGHTNING_VERSION not in read_checkpoint(Path(path)):
+                raise ValueError(f"{path} is no checkpoint of a run")
         return Path(path)
 
     @property

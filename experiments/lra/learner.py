@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Literal
 
 import lightning as L
@@ -267,9 +268,12 @@ def check_warm_up(config: OptimizerConfig, steps: int) -> None:
 def read_checkpoint(path: Path) -> dict:
     """The contents of a checkpoint; nothing in it is run. Raises ValueError naming the file."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # of any kind: bytes that are no checkpoint are read as one
-        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+        # torch's page of text advises to read it without protection.
+        other = "it holds other objects than weights, or is damaged"
+        reason = other if isinstance(error, UnpicklingError) else error
+        raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
 
 
 def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> None:

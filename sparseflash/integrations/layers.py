@@ -6,7 +6,7 @@ from pathlib import Path
 
 import masks
 from masks import Pattern
-from masks._parse import as_pattern, shortened
+from masks._parse import as_pattern, names_file, shortened
 
 Heads = Pattern | str | None
 Layers = Heads | Sequence[Heads | Sequence[Heads]] | Mapping | Path
@@ -48,9 +48,15 @@ def layer_patterns(
 
 def _read(path: Path) -> Layers:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"pattern cannot be read from {path}: {error}") from error
+    if names_file(json.dumps(read)):
+        raise ValueError(
+            f"pattern of {path} must not name a Python file, which would be run: where you trust "
+            "it, give what it holds as a dict"
+        )
+    return read
 
 
 def _listed(profile: Mapping) -> list:

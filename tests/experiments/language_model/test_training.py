@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import log
 from time import time
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from experiments.language_model import training
 from experiments.language_model.__main__ import app
 from experiments.language_model.books import SPLITS, Books
-from experiments.language_model.model import ModelConfig
+from experiments.language_model.model import LanguageModel, ModelConfig
 from experiments.language_model.training import (
     CHECKPOINT,
     BookData,
@@ -194,6 +194,18 @@ def test_commands(tmp_path):
         result = invoke(app, wrong)
         assert result.exit_code == 2
         assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_checkpoint_that_names_a_file_runs_nothing(tmp_path):
+    hostile = f"{tmp_path / 'own.py'}:near"
+    config = replace(TINY, attention=("local(3)",))
+    facts = asdict(config) | {"attention": [hostile]}
+    weights = {f"model.{name}": w for name, w in LanguageModel(config).state_dict().items()}
+    torch.save({"settings": {"model": facts}, "state_dict": weights}, tmp_path / "last.ckpt")
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ValueError, match="reading a checkpoint runs no file"):
+        load(tmp_path / "last.ckpt")
+    assert load(tmp_path / "last.ckpt", ["local(3)"]).config == config
 
 
 def test_help_is_answered_without_the_imports_of_training():

@@ -411,8 +411,9 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
 def test_a_broken_checkpoint_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "last.ckpt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint"):
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint") as raised:
         read_checkpoint(tmp_path / "last.ckpt")
+    assert "weights_only" not in str(raised.value)
 
 
 def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatch):
@@ -505,6 +506,23 @@ def test_a_run_without_a_bar_shows_none(tmp_path, monkeypatch, capsys):
     command.main()
     assert len(list(tmp_path.rglob("result.json"))) == 1
     assert "it/s" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_hostile_checkpoint_runs_no_file(is_whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostile.py").write_text("open('ran', 'w').close()\nfound = None\n")
+    options = {"encoder": {"attention": "hostile.py:found"}}
+    path = tmp_path / "last.ckpt"
+    torch.save({"hyper_parameters": options, "state_dict": {}}, path)
+    if not is_whole:
+        path.write_bytes(path.read_bytes()[:300])
+    monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split(), "--ckpt_path", "last.ckpt"])
+    message = "is no checkpoint of a run" if is_whole else "cannot be read as a checkpoint"
+    with pytest.raises(SystemExit, match=rf"^error: last\.ckpt {message}"):
+        command.main()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_help_comes_at_once_and_lists_presets(monkeypatch, capsys):

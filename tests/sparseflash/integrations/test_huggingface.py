@@ -349,6 +349,38 @@ def test_a_profile_in_a_file(tmp_path, kind):
     ]
 
 
+@pytest.fixture
+def hostile(tmp_path):
+    """(the name of a pattern in a file that leaves a trace when it is run, the trace)"""
+    file, trace = tmp_path / "hostile.py", tmp_path / "ran"
+    file.write_text(f"import masks\nopen({str(trace)!r}, 'w').close()\nfound = masks.full()\n")
+    return f"{file}:found", trace
+
+
+def test_a_profile_in_a_file_runs_no_file(tmp_path, hostile):
+    name, trace = hostile
+    (tmp_path / "profile.json").write_text(json.dumps({"layers": [{"heads": [name] * 4}] * 2}))
+    with pytest.raises(ValueError, match=r"profile\.json must not name a Python file"):
+        sparseflash.sparsify(llama(), tmp_path / "profile.json")
+    assert not trace.exists()
+
+
+def test_a_foreign_model_runs_no_file(tmp_path, hostile):
+    name, trace = hostile
+    documents = {"lengths": [4], "k_lengths": None, "pattern": name}
+    hidden = json.dumps({"version": 1, "pattern": {"documents": documents}})
+    huggingface.register(None, "blocksparse_recorded")
+    for record in (hidden, [hidden], name):
+        llama(sparse_pattern=record).save_pretrained(tmp_path / "hub")
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hub").to(DEVICE)
+        with pytest.raises(ValueError, match=r"config\.sparse_pattern must be what masks"):
+            sparseflash.sparsify(model)
+        model.set_attn_implementation("blocksparse_recorded")
+        with pytest.raises(ValueError, match=r"config\.sparse_pattern must be what masks"):
+            model(tokens())
+    assert not trace.exists()
+
+
 @pytest.mark.parametrize(
     ("pattern", "options", "message"),
     [
