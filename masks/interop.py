@@ -5,7 +5,7 @@ scipy and dense matrices are read and made by BlockMask itself.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from masks._pattern import Pattern
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask, stack
 from masks.builders import from_intervals
+from masks.mask_batch import check_block_mask
 
 
 class BlockSparseTensors(NamedTuple):
@@ -76,6 +77,9 @@ def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
     """The FlexAttention mask with the same elements, lists and block size.
 
     Its mask_mod looks a pair up in the bit tiles; that takes 4 bytes for every block.
+
+    Raises:
+        TypeError: `mask` is no BlockMask.
     """
     lists = to_block_lists(mask)
     return flex_attention.BlockMask.from_kv_blocks(
@@ -91,8 +95,11 @@ def from_flex(mask: flex_attention.BlockMask) -> BlockMask:
     partial blocks for which mask_mod holds.
 
     Raises:
+        TypeError: `mask` is no BlockMask of FlexAttention.
         ValueError: The mask has several batch elements.
     """
+    if not isinstance(mask, flex_attention.BlockMask):
+        raise TypeError(f"mask must be a BlockMask of FlexAttention, got {type(mask)}")
     if mask.kv_num_blocks.shape[0] != 1:
         raise ValueError(
             f"mask must be of one batch element, got {mask.kv_num_blocks.shape[0]}; index it first"
@@ -113,7 +120,11 @@ def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockSparseTenso
 
     They say which blocks are partial, and not which of their elements attend: that is the
     kernel's own mask_mod.
+
+    Raises:
+        TypeError: `mask` is no BlockMask.
     """
+    check_block_mask(mask)
     blocks = (mask.T if by_key else mask).block_set
     return BlockSparseTensors(
         *_padded_lists(blocks, blocks.partial),
@@ -133,10 +144,14 @@ def from_block_lists(
         pattern: Which elements of the partial blocks attend.
 
     Raises:
+        TypeError: `lists` are no BlockSparseTensors, or `pattern` no Pattern.
         ValueError: The lists are of several batch elements or another length, have partial blocks
             and no pattern, a count is beyond its list, or a column beyond the grid or twice in a
             row.
     """
+    _check_lists("lists", lists, BlockSparseTensors)
+    if not isinstance(pattern, Pattern | None):
+        raise TypeError(f"pattern must be a Pattern or None, got {type(pattern).__name__}")
     if lists.full_block_cnt.shape[0] != 1:
         raise ValueError(
             f"lists must be of one batch element, got {lists.full_block_cnt.shape[0]}"
@@ -162,7 +177,7 @@ def to_cudnn_blocks(mask: BlockMask, batch: int = 1, heads: int | None = None) -
         TypeError: `mask` is no BlockMask, or a number no integer.
         ValueError: The mask has partial blocks, blocks that are not square, or other heads.
     """
-    _check_mask(mask)
+    check_block_mask(mask)
     g, batch = mask.grid, check_integer("batch", batch, least=1)
     heads = mask.num_heads if heads is None else check_integer("heads", heads, least=1)
     if mask.partial_blocks:
@@ -173,27 +188,28 @@ def to_cudnn_blocks(mask: BlockMask, batch: int = 1, heads: int | None = None) -
         raise ValueError(f"mask must have 1 or {heads} heads, got {mask.num_heads}")
     count, index = _padded_lists(mask.block_set, mask.block_set.full.expand())
     index = index[..., : max(1, int(count.max()))].expand(batch, heads, -1, -1).contiguous()
-    sizes = torch.full((g.nk,), g.bk, dtype=torch.int32, device=g.device)
-    sizes[-1] -= g.nk * g.bk - g.k_len
-    return CudnnBlocks(
-        index,
-        count.expand(batch, heads, -1).contiguous(),
-        sizes if g.k_len % g.bk else None,
-        g.bk,
-    )
+    sizes = _keys_of_blocks(g).to(g.device) if g.k_len % g.bk else None
+    return CudnnBlocks(index, count.expand(batch, heads, -1).contiguous(), sizes, g.bk)
 
 
 def from_cudnn_blocks(blocks: CudnnBlocks, seq_len: int | tuple[int, int]) -> BlockMask:
-    """The mask of cuDNN's lists, of one batch element; `block_sizes` are those that seq_len says.
+    """The mask of cuDNN's lists, of one batch element.
 
     Args:
+        blocks: Its block_sizes are those that seq_len says, or None.
         seq_len: Tokens, one number or (q_len, k_len).
 
     Raises:
+        TypeError: `blocks` are no CudnnBlocks.
         ValueError: The lists are of several batch elements or another length, a count is beyond
-            its list, or a column beyond the grid or twice in a row.
+            its list, a column beyond the grid or twice in a row, or a block has other keys than
+            seq_len says.
     """
-    index, count, _, side = blocks
+    _check_lists("blocks", blocks, CudnnBlocks)
+    index, count, sizes, side = blocks
+    expected = _keys_of_blocks(Grid.of(seq_len, side))
+    if sizes is not None and sizes.tolist() != expected.tolist():
+        raise ValueError(f"block_sizes must be {expected.tolist()}, got {sizes.tolist()}")
     none = torch.zeros_like(count)
     return from_block_lists(BlockSparseTensors(none, index, count, index, (side, side)), seq_len)
 
@@ -213,7 +229,7 @@ def to_cudnn_intervals(mask: BlockMask, batch: int = 1) -> Tensor:
         TypeError: `mask` is no BlockMask, or `batch` no integer.
         ValueError: `batch` is below 1.
     """
-    _check_mask(mask)
+    check_block_mask(mask)
     batch = check_integer("batch", batch, least=1)
     q_len, k_len = mask.seq_len
     rows = max(1, STRIP // k_len)
@@ -232,22 +248,28 @@ def from_cudnn_intervals(
     """The mask of the intervals of one batch element; see to_cudnn_intervals.
 
     Args:
-        intervals: Integers (heads, endpoints, q_len), of an odd number of endpoints.
+        intervals: Integers (heads, endpoints, q_len), of an odd number of endpoints, from 0 to
+            k_len.
         k_len: Keys, in tokens.
 
     Raises:
         TypeError: `intervals` are no tensor of integers.
-        ValueError: The shape is another.
+        ValueError: The shape is another, there is no head, or an endpoint is beyond the keys.
     """
     if not isinstance(intervals, Tensor) or intervals.dtype not in (torch.int32, torch.int64):
         got = getattr(intervals, "dtype", type(intervals).__name__)
         raise TypeError(f"intervals must be an int32 or int64 tensor, got {got}")
-    if intervals.dim() != 3 or intervals.shape[1] % 2 == 0:
+    if intervals.dim() != 3 or intervals.shape[1] % 2 == 0 or 0 in intervals.shape:
         raise ValueError(
-            "intervals must be (heads, an odd number of endpoints, q_len), got "
+            "intervals must be (at least 1 head, an odd number of endpoints, q_len), got "
             f"{tuple(intervals.shape)}"
         )
-    grid = Grid.of((intervals.shape[2], k_len), block_size, intervals.device)
+    grid = Grid.of(
+        (intervals.shape[2], check_integer("k_len", k_len)), block_size, intervals.device
+    )
+    beyond = (intervals < 0) | (intervals > k_len)
+    if bool(beyond.any()):
+        raise ValueError(f"intervals must be 0 to k_len {k_len}, got {int(intervals[beyond][0])}")
     heads = []
     for endpoints in intervals.long():
         mask = from_intervals(grid, torch.zeros_like(endpoints[0]), endpoints[0])
@@ -264,7 +286,7 @@ def to_flashinfer(mask: BlockMask) -> FlashInferBlocks:
         TypeError: `mask` is no BlockMask.
         ValueError: The mask has several heads, or lengths that are not whole blocks.
     """
-    _check_mask(mask)
+    check_block_mask(mask)
     g = mask.grid
     if g.q_len % g.bq or g.k_len % g.bk:
         raise ValueError(
@@ -286,8 +308,7 @@ def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
             0 to the number of blocks; a column is beyond the grid or twice in a row; or `mask` is
             of another shape.
     """
-    if not isinstance(blocks, FlashInferBlocks):
-        raise TypeError(f"blocks must be FlashInferBlocks, got {type(blocks).__name__}")
+    _check_lists("blocks", blocks, FlashInferBlocks)
     indptr, indices, *sizes, pairs = blocks
     grid = Grid.of((sizes[0], sizes[1]), (sizes[2], sizes[3]), indices.device)
     if len(indptr) != grid.nq + 1 or int(indptr[-1]) != len(indices):
@@ -314,8 +335,10 @@ def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor
     elements, (q_len, k_len).
 
     Raises:
+        TypeError: `mask` is no BlockMask.
         ValueError: The layout is another, or the mask has several heads.
     """
+    check_block_mask(mask)
     blocks = mask.to_scipy()
     if layout == torch.sparse_bsr:
         parts, shape = (blocks.indptr, blocks.indices, blocks.data), blocks.shape
@@ -339,10 +362,13 @@ def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> Block
     A mask from to_torch whose last blocks are clipped comes back unclipped: crop it.
 
     Raises:
+        TypeError: `matrix` is no tensor.
         ValueError: The layout is another.
     """
     import scipy.sparse  # here, for it takes longer to import than all of masks
 
+    if not isinstance(matrix, Tensor):
+        raise TypeError(f"matrix must be a sparse tensor, got {type(matrix).__name__}")
     if matrix.layout in (torch.sparse_bsr, torch.sparse_csr):
         values, column, crow = (
             x.cpu().numpy() for x in (matrix.values(), matrix.col_indices(), matrix.crow_indices())
@@ -381,9 +407,15 @@ def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Ten
     return mask_mod
 
 
-def _check_mask(mask: BlockMask) -> None:
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"mask must be a BlockMask, got {type(mask).__name__}")
+def _check_lists(name: str, lists: Any, expected: type) -> None:
+    if not isinstance(lists, expected):
+        raise TypeError(f"{name} must be {expected.__name__}, got {type(lists).__name__}")
+
+
+def _keys_of_blocks(grid: Grid) -> Tensor:
+    """int32 (nk,): the keys of each block column, on the CPU."""
+    first = torch.arange(grid.nk, dtype=torch.int32, device="cpu") * grid.bk
+    return (grid.k_len - first).clamp(max=grid.bk)
 
 
 def _endpoints(dense: Tensor) -> Tensor:

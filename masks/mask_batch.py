@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,6 +183,21 @@ class MaskBatch(OnGrid, Handled):
 
     def _by_element(self, stacked: Tensor) -> Tensor:
         return stacked.view(self.num_batches, self.num_heads, *stacked.shape[-2:])
+
+
+_ONE_OF = {
+    "Pattern": "pattern(seq_len) is one",
+    "MaskBatch": "mask[b] is one, of a batch element",
+    "DynamicMask": "mask.to_block_mask() is one",
+}
+
+
+def check_block_mask(mask: Any) -> None:
+    """Raises TypeError for what is no BlockMask, and says how to get one of another mask."""
+    if not isinstance(mask, BlockMask):
+        kind = type(mask).__name__
+        hint = f"; {_ONE_OF[kind]}" if kind in _ONE_OF else ""
+        raise TypeError(f"mask must be a BlockMask, got {kind}{hint}")
 
 
 CompiledMask = BlockMask | MaskBatch | DynamicMask  # all that has a lookup table

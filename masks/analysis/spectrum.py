@@ -4,6 +4,7 @@ import numpy as np
 
 from masks.analysis.graph import is_causal, token_graph
 from masks.block_mask import BlockMask
+from masks.mask_batch import check_block_mask
 
 TOLERANCE = 1e-6
 
@@ -33,8 +34,7 @@ def spectral_gap(mask: BlockMask) -> float | None:
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"mask must be a BlockMask, got {mask!r}")
+    check_block_mask(mask)
     graph = token_graph([mask])
     if is_causal([mask]):
         return None

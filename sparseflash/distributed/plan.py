@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import masks
 from masks import BlockMask
 from masks.arguments import check_integer, check_integers
+from masks.mask_batch import check_block_mask
 from masks.registry import Cache
 from sparseflash.distributed.assign import (
     NO_ROWS,
@@ -339,10 +340,7 @@ def make_plan(
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.
     """
-    if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"mask must be a BlockMask, got {type(mask).__name__}; a pattern makes one of a length"
-        )
+    check_block_mask(mask)
     if mask.grid.q_len != mask.grid.k_len:
         raise ValueError(f"mask must have as many queries as keys, got {mask.seq_len}")
     units = -(-mask.grid.q_len // max(mask.block_size))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from masks import BlockMask
 from masks.lookup_table import BlockLists, LookupTable
+from masks.mask_batch import check_block_mask
 from sparseflash.backends import hopper, triton
 from sparseflash.backends.hopper import configs as hopper_configs
 from sparseflash.backends.hopper import select as hopper_select
@@ -126,10 +127,7 @@ def attention(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     check_case(direction, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads)
-    if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"mask must be a BlockMask, a pattern compiled for a length, got {type(mask).__name__}"
-        )
+    check_block_mask(mask)
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
     if mask.num_heads not in (1, heads, kv_heads):

@@ -14,7 +14,7 @@ import torch
 
 import masks
 import sparseflash
-from masks import BlockMask, DynamicMask, MaskBatch
+from masks import BlockMask, DynamicMask, MaskBatch, interop
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
 
 MEMORY = 2 * 2**30  # bytes that a case may take beside what the process has
@@ -152,12 +152,35 @@ MASKS = {
     "stack": (masks.stack, {"masks": [MASK, MASK]}),
     "from_masks": (MaskBatch.from_masks, {"masks": [MASK, MASK]}),
     "with_keys": (MaskBatch.with_keys, {"mask": MASK, "keys": torch.ones(2, 40).bool()}),
-    "to_cudnn_blocks": (masks.interop.to_cudnn_blocks, {"mask": masks.full()(64, 16)}),
-    "to_cudnn_intervals": (masks.interop.to_cudnn_intervals, {"mask": MASK}),
-    "to_flashinfer": (masks.interop.to_flashinfer, {"mask": masks.full()(64, 16)}),
+    "to_cudnn_blocks": (interop.to_cudnn_blocks, {"mask": masks.full()(64, 16)}),
+    "to_cudnn_intervals": (interop.to_cudnn_intervals, {"mask": MASK}),
+    "to_flashinfer": (interop.to_flashinfer, {"mask": masks.full()(64, 16)}),
     "from_cudnn_intervals": (
-        masks.interop.from_cudnn_intervals,
+        interop.from_cudnn_intervals,
         {"intervals": torch.ones(1, 3, 40).int(), "k_len": 40, "block_size": 16},
+    ),
+    "table": (partial(MASK.table, "cpu"), {"block_size": (32, 64)}),
+    "coverage": (MASK.coverage, {"block_size": (32, 64)}),
+    "MaskBatch": (MaskBatch, {"stacked": MASK, "num_batches": 1}),
+    "to_flex": (interop.to_flex, {"mask": MASK}),
+    "from_flex": (interop.from_flex, {"mask": interop.to_flex(MASK)}),
+    "to_block_lists": (interop.to_block_lists, {"mask": MASK}),
+    "from_block_lists": (
+        interop.from_block_lists,
+        {"lists": interop.to_block_lists(MASK), "seq_len": 40, "pattern": masks.causal()},
+    ),
+    "from_cudnn_blocks": (
+        interop.from_cudnn_blocks,
+        {"blocks": interop.to_cudnn_blocks(masks.full()(64, 16)), "seq_len": 64},
+    ),
+    "from_flashinfer": (
+        interop.from_flashinfer,
+        {"blocks": interop.to_flashinfer(masks.full()(64, 16))},
+    ),
+    "to_torch": (interop.to_torch, {"mask": MASK, "layout": torch.sparse_bsr}),
+    "from_torch": (
+        interop.from_torch,
+        {"matrix": torch.eye(40).bool().to_sparse(), "block_size": 16},
     ),
     "parse": (masks.parse, {"text": "local(3) & causal()"}),
     "from_json": (masks.from_json, {"text": masks.to_json(masks.local(3))}),
@@ -166,6 +189,7 @@ MASKS = {
 
 @pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.filterwarnings("ignore:Sparse .* beta state")
 def test_masks(fuzz, name, run):
     fuzz(partial(check_call, *MASKS[name], True, ()), run)
 

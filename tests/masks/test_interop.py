@@ -249,9 +249,47 @@ def test_flashinfer_lists_that_do_not_fit(change, message):
         interop.from_flashinfer(interop.FlashInferBlocks(**rows | change, M=32, N=32, R=16, C=16))
 
 
-def test_flashinfer_takes_its_own_lists_alone():
-    with pytest.raises(TypeError, match="blocks must be FlashInferBlocks, got BlockMask"):
-        interop.from_flashinfer(masks.full()(32, 16))
+MASK = masks.causal()(32, 16)
+
+
+@pytest.mark.parametrize(
+    ("convert", "given", "message"),
+    [
+        *(
+            (convert, given, f"mask must be a BlockMask, got {message}")
+            for convert in (
+                *(interop.to_flex, interop.to_block_lists, interop.to_torch),
+                *(interop.to_cudnn_blocks, interop.to_cudnn_intervals, interop.to_flashinfer),
+            )
+            for given, message in (
+                (masks.causal(), r"Pattern; pattern\(seq_len\) is one"),
+                (masks.MaskBatch(MASK, 1), r"MaskBatch; mask\[b\] is one"),
+                (
+                    masks.DynamicMask.from_topk(torch.rand(2, 2), 1),
+                    r"DynamicMask; mask[.]to_block",
+                ),
+                (None, "NoneType$"),
+            )
+        ),
+        (interop.from_flex, MASK, "mask must be a BlockMask of FlexAttention, got .*masks"),
+        (interop.from_torch, [1], "matrix must be a sparse tensor, got list"),
+        (interop.from_flashinfer, MASK, "blocks must be FlashInferBlocks, got BlockMask"),
+        (lambda lists: interop.from_cudnn_blocks(lists, 32), None, "blocks must be CudnnBlocks"),
+        (
+            lambda lists: interop.from_block_lists(lists, 32),
+            MASK,
+            "lists must be BlockSparseTensors, got BlockMask",
+        ),
+        (
+            lambda pattern: interop.from_block_lists(interop.to_block_lists(MASK), 32, pattern),
+            MASK,
+            "pattern must be a Pattern or None, got BlockMask",
+        ),
+    ],
+)
+def test_other_types_are_named(convert, given, message):
+    with pytest.raises(TypeError, match=message):
+        convert(given)
 
 
 @pytest.mark.parametrize(
@@ -269,3 +307,27 @@ def test_cudnn_lists_that_do_not_fit(place, value, message):
     changed[..., :1] = value
     with pytest.raises(ValueError, match=message):
         interop.from_cudnn_blocks(lists._replace(**{place: changed}), 128)
+
+
+def test_cudnn_blocks_have_the_keys_of_the_length():
+    lists = interop.to_cudnn_blocks(masks.full()(100, 64))
+    assert lists.block_sizes is not None
+    with pytest.raises(ValueError, match=r"block_sizes must be \[64, 56\], got \[64, 36\]"):
+        interop.from_cudnn_blocks(lists, (100, 120))
+    assert interop.from_cudnn_blocks(lists._replace(block_sizes=None), 100).density == 1
+
+
+@pytest.mark.parametrize(
+    ("intervals", "k_len", "message"),
+    [
+        ([[[2], [5], [11]]], 10, "intervals must be 0 to k_len 10, got 11"),
+        ([[[2], [-1], [3]]], 10, "intervals must be 0 to k_len 10, got -1"),
+        ([], 10, r"at least 1 head, .* got \(0, 1, 1\)"),
+        ([[[2]]], 10.0, "k_len must be an integer, got 10.0"),
+    ],
+)
+def test_cudnn_intervals_that_do_not_fit(intervals, k_len, message):
+    given = torch.tensor(intervals, dtype=torch.int32)
+    given = given if given.numel() else given.view(0, 1, 1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        interop.from_cudnn_intervals(given, k_len)
