@@ -189,6 +189,15 @@ Output = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace records that the package ships.")
 ]
+Seconds = Annotated[
+    float | None, typer.Option(help="after which a run ends, its test included", min=1)
+]
+ExportTo = Annotated[
+    Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
+]
+ImportFrom = Annotated[
+    Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
+]
 RESULTS = Path("results")  # in the current folder
 
 

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from experiments.cli import ExportTo, ImportFrom, Seconds
 from experiments.files import write_json
 from experiments.lra.exported import EVALUATION_SECONDS, compact
 from experiments.lra.tasks.snakes import DIFFICULTIES
@@ -83,18 +84,12 @@ def main(
         list[str], typer.Option(help="difficulty:shorter:enough:steps, in their order")
     ] = list(STAGES),  # noqa: B006
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    seconds: Annotated[
-        float | None, typer.Option(help="after which the run ends, its test included", min=1)
-    ] = None,
+    seconds: Seconds = None,
     patience: Annotated[
         int, typer.Option(help="validations without a better one that end a stage", min=1)
     ] = 8,
-    export_to: Annotated[
-        Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
-    ] = None,
+    export_to: ExportTo = None,
+    resume: ImportFrom = None,
 ) -> None:
     """Trains through the stages of a curriculum."""
     end = None if seconds is None else time.time() + seconds

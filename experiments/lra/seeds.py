@@ -24,6 +24,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from experiments.cli import ExportTo, ImportFrom, Seconds
 from experiments.files import write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
 from experiments.pieces import export, restore
@@ -40,15 +41,9 @@ def main(
     restarts: Annotated[int, typer.Option(help="for each seed, at most", min=0)] = 3,
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
     at_once: Annotated[int, typer.Option(help="runs side by side on one device", min=1)] = 1,
-    seconds: Annotated[
-        float | None, typer.Option(help="after which runs end, their test included", min=1)
-    ] = None,
-    export_to: Annotated[
-        Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
-    ] = None,
+    seconds: Seconds = None,
+    export_to: ExportTo = None,
+    resume: ImportFrom = None,
 ) -> None:
     """Trains with several seeds and reports mean, deviation and stuck runs."""
     if resume is not None and not any(output.glob("seed*")):
