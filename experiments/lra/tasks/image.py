@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from experiments.lra.tasks.hashing import split_by_hash
+from experiments.lra.tasks.store import check_hashes
 from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
 
+FOLDER = "cifar-10-batches-py"
 SIDE = 32
 LUMA = np.array([0.2989, 0.5870, 0.1140])
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
@@ -28,7 +30,8 @@ class ImageTask(Task):
     shape = Shape(seq_len=SIDE * SIDE, vocabulary=256, classes=10, side=SIDE)
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
-        folder = data_root / "cifar-10-batches-py"
+        folder = data_root / FOLDER
+        check_hashes(folder)
         train, test = GreyImages(folder, TRAIN_FILES), GreyImages(folder, ("test_batch",))
         held_out = len(train) // 10
         training, validation = split_by_hash(

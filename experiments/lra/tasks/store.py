@@ -1,11 +1,11 @@
-"""Generated data on disk: memory-mapped arrays with a content hash; complete or absent."""
+"""Data on disk with hashes: generated arrays, complete or absent, and built files."""
 
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -18,6 +18,7 @@ from experiments.files import write_json
 Arrays = dict[str, np.ndarray]
 Allocate = Callable[[str, tuple[int, ...], DTypeLike], np.ndarray]
 MANIFEST = "manifest.json"
+HASHES = "sha256.json"
 UNFINISHED = ".unfinished-"
 ABANDONED = 24 * 3600  # seconds after which a draft is nobody's
 
@@ -40,7 +41,8 @@ def stored(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> A
             raise ValueError(
                 f"{folder / name}.npy must be {manifest['shape'][name]}, got {array.shape}"
             )
-    _verify_once(folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    _once(folder, files, lambda: verify(folder))
     return arrays
 
 
@@ -63,20 +65,64 @@ def _loaded(folder: Path, name: str) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {error}; delete {folder}") from error
 
 
+def write_hashes(folder: Path, patterns: Sequence[str]) -> None:
+    """Writes HASHES: what `check_hashes` finds the files of a built folder by.
+
+    Args:
+        folder: Complete.
+        patterns: Of its files that loaders read.
+    """
+    found = {str(path.relative_to(folder)): _sha256(path) for path in _matching(folder, patterns)}
+    write_json(folder / HASHES, {"patterns": list(patterns), "sha256": found})
+
+
+def check_hashes(folder: Path) -> None:
+    """Raises ValueError naming the first file of a folder that is not as it was built.
+
+    A folder without HASHES was not built here and is taken as it is.
+    """
+    if not (folder / HASHES).exists():
+        return
+    try:
+        facts = json.loads((folder / HASHES).read_text())
+        patterns, known = facts["patterns"], facts["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / HASHES} cannot be read: {error}; {REBUILD}") from error
+    files = _matching(folder, patterns)
+    names = {str(path.relative_to(folder)) for path in files}
+    for what, which in (("is missing", known.keys() - names), ("is new", names - known.keys())):
+        if which:
+            raise ValueError(f"{folder / min(which)} {what} since it was built; {REBUILD}")
+
+    def verify_files() -> None:
+        for path in files:
+            if _sha256(path) != known[str(path.relative_to(folder))]:
+                raise ValueError(f"{path} is not what was built; {REBUILD}")
+
+    _once(folder, files, verify_files)
+
+
+REBUILD = "move the folder away and build it with python -m experiments.lra.data"
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 # Folders that this process has verified, with the sizes and times of their files.
 _verified: dict[Path, list[tuple]] = {}
 
 
-def _verify_once(folder: Path) -> None:
-    """Verifies a folder unless it is as it was when this process did so before."""
-    found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _files(folder)]
+def _once(folder: Path, files: Sequence[Path], verify: Callable[[], None]) -> None:
+    """Verifies a folder unless its files are as they were when this process did so before."""
+    found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     if _verified.get(folder) != found:
-        verify(folder)
+        verify()
         _verified[folder] = found
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def verify(folder: Path) -> None:

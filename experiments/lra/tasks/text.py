@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.lra.tasks.hashing import split_by_hash
+from experiments.lra.tasks.store import check_hashes
 from experiments.lra.tasks.task import (
     BYTES,
     MissingData,
@@ -15,6 +16,7 @@ from experiments.lra.tasks.task import (
     bytes_to_ids,
 )
 
+FOLDER = "aclImdb"
 SENTIMENTS = ("neg", "pos")
 LENGTH = 4096
 
@@ -36,7 +38,9 @@ class Text(Task):
         self.shape = Shape(seq_len=length, vocabulary=BYTES, classes=2)
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
-        train, test = (Reviews(data_root / "aclImdb" / part) for part in ("train", "test"))
+        folder = data_root / FOLDER
+        check_hashes(folder)
+        train, test = (Reviews(folder / part) for part in ("train", "test"))
         if self.validate_on_test:
             return {"train": train, "validation": test, "test": test}
         held_out = len(train) // 10

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.lra import data
 from experiments.lra.tasks import FilmPairs, ImageTask, MissingData, Text, films
+from experiments.lra.tasks.store import HASHES
 
 
 def run(*arguments):
@@ -66,6 +67,30 @@ def test_other_reviews_are_refused_and_nothing_is_left(tmp_path, reviews):
     assert list(root.iterdir()) == []
 
 
+def test_reviews_that_change_later_are_found(tmp_path, reviews):
+    root = tmp_path / "data"
+    assert run("imdb", packed(tmp_path / "a.tgz", reviews), "--data-root", root).exit_code == 0
+    Text().splits(root)
+    one, other = (root / "aclImdb/train" / name for name in ("neg/0_7.txt", "pos/1_7.txt"))
+    text = one.read_text()
+    one.write_text(other.read_text())
+    with pytest.raises(ValueError, match=r"neg/0_7\.txt is not what was built; move the folder"):
+        Text().splits(root)
+    one.write_text(text)
+    assert len(Text(validate_on_test=True).splits(root)["train"]) == 4
+    added = one.with_name("9_9.txt")
+    added.write_text("new")
+    with pytest.raises(ValueError, match=r"neg/9_9\.txt is new since it was built"):
+        Text().splits(root)
+    added.unlink()
+    other.unlink()
+    with pytest.raises(ValueError, match=r"pos/1_7\.txt is missing since it was built"):
+        Text().splits(root)
+    (root / "aclImdb" / HASHES).write_text("{")
+    with pytest.raises(ValueError, match=r"sha256\.json cannot be read"):
+        Text().splits(root)
+
+
 @pytest.fixture
 def images(monkeypatch):
     """Two images a batch, and their hash as the published ones'."""
@@ -102,6 +127,10 @@ def test_images_of_the_npm_package_are_those_of_the_published_archive(tmp_path, 
     one, other = (ImageTask().splits(root)["test"] for root in roots)
     assert [one[i].label for i in range(2)] == labels[5]
     assert np.array_equal(one[1].documents[0], other[1].documents[0])
+    batches = [roots[0] / data.CIFAR_FOLDER / name for name in data.CIFAR_BATCHES[:2]]
+    batches[0].write_bytes(batches[1].read_bytes())  # a batch as it should be, of others' images
+    with pytest.raises(ValueError, match="data_batch_1 is not what was built"):
+        ImageTask().splits(roots[0])
 
 
 def test_other_images_are_refused(tmp_path, images):
@@ -168,6 +197,12 @@ class TestFilmPairs:
         sizes = {"train": 10}
         first = (films.write_film_pairs(root, sizes) / "train.tsv").read_bytes()
         assert (films.write_film_pairs(root, sizes) / "train.tsv").read_bytes() == first
+
+    def test_pairs_that_change_later_are_found(self, root):
+        path = films.write_film_pairs(root, {"train": 4, "validation": 4, "test": 4}) / "test.tsv"
+        path.write_bytes(path.read_bytes().replace(b"1.0", b"0.0"))
+        with pytest.raises(ValueError, match=r"test\.tsv is not what was built"):
+            FilmPairs().splits(root)
 
     def test_missing_files_are_named(self, tmp_path):
         with pytest.raises(MissingData, match=r"experiments\.lra\.data film-pairs"):
