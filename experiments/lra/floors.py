@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 
 from experiments.environment import environment
 from experiments.files import write_json
-from experiments.lra.tasks import FilmPairs, ListOps, Pathfinder, Samples, Task, films
+from experiments.lra.tasks import FilmPairs, ListOps, MissingData, Pathfinder, Samples, Task, films
 from experiments.lra.tasks.listops import (
     CLOSE,
     DIGIT,
@@ -80,7 +80,10 @@ def main(
     record = json.loads(output.read_text()) if output.exists() else {"floors": {}, "measured": {}}
     facts = environment(torch.device("cpu")) | {"samples": samples}
     for name in task or measures:
-        record["floors"][name] = measures[name]()
+        try:
+            record["floors"][name] = measures[name]()
+        except MissingData as error:
+            raise typer.BadParameter(str(error)) from error
         record["measured"][name] = facts
         write_json(output, record)
         Console().print({name: record["floors"][name]})

@@ -123,6 +123,8 @@ def test_floors_are_written_where_they_are_asked_for(tmp_path, monkeypatch):
     assert only == "listops"
     refused = CliRunner().invoke(app, ["--task", "pathfinder"])
     assert (refused.exit_code, "unknown task" in refused.output) == (2, True)
+    refused = CliRunner().invoke(app, ["--task", "film-pairs", "--data-root", "none"])
+    assert (refused.exit_code, "is missing" in refused.output) == (2, True)
 
 
 def test_a_network_is_tested_where_it_was_neither_trained_nor_chosen(monkeypatch):
