@@ -6,6 +6,8 @@ import ast
 import operator
 import runpy
 import warnings
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,8 @@ def _evaluate(node: ast.expr) -> Pattern:
                 name, *map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords}
             )
     raise ValueError(
-        f"pattern {shortened(ast.unparse(node))} must be built of {sorted(BUILTIN)} with & | ^ - ~"
+        f"pattern {shortened(ast.unparse(node))} must be built of {sorted(_makers())} with "
+        "& | ^ - ~"
     )
 
 
@@ -108,15 +111,22 @@ def call_builtin(maker: str, /, *args: Any, **kwargs: Any) -> Pattern:
     Such arguments are data: one that names a Python file would run it in the process of whoever
     reads the text, so it is refused. Raises ValueError for that, and for an unknown maker.
     """
-    if maker not in BUILTIN:
-        raise ValueError(f"unknown pattern {maker!r}; known: {sorted(BUILTIN)}")
+    makers = _makers()
+    if maker not in makers:
+        raise ValueError(f"unknown pattern {maker!r}; known: {sorted(makers)}")
     for value in (*args, *kwargs.values()):
         if isinstance(value, str) and names_file(value):
             raise ValueError(
                 f"arguments of {maker} must not name a Python file, got {value!r}: reading a "
                 "pattern runs no code"
             )
-    return BUILTIN[maker](*args, **kwargs)
+    return makers[maker](*args, **kwargs)
+
+
+def _makers() -> dict[str, Callable[..., Pattern]]:
+    """The built-in patterns by name, also where nothing has imported them yet."""
+    import_module("masks.patterns")  # a layer above this one
+    return BUILTIN
 
 
 def names_file(text: str) -> bool:

@@ -1,6 +1,7 @@
 """How the modules of masks import one another, and what `import masks` imports."""
 
 import ast
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,21 @@ def test_public_names_are_found_at_their_first_use():
     assert {*masks.__all__} <= {*dir(masks)}
     with pytest.raises(AttributeError, match="'masks' has no attribute 'locale'"):
         masks.locale  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from masks._parse import parse; assert parse('local(3)').name == 'local(3)'",
+        f"import pickle; assert pickle.loads({pickle.dumps(masks.local(3))}).name == 'local(3)'",
+        "from masks.__main__ import app; app(['diff', 'local(3)', 'full', '--seq-len', '64'])",
+    ],
+    ids=["text", "pickle", "command"],
+)
+def test_patterns_are_read_in_a_process_that_has_imported_none(program):
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_module_has_the_name_of_a_public_function():
