@@ -25,7 +25,7 @@ from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.merge import with_sinks, without_pairs
 from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywords
-from sparseflash.score import checked_score_tensors
+from sparseflash.score import checked_score_tensors, want_gradients
 
 
 @overload
@@ -100,8 +100,8 @@ def attention(
         seed: Of dropout: the same seed drops the same pairs on every backend. Without one it is
             drawn from torch's default generator.
         score_tensors: Those that the score function reads, floating-point or integers as it
-            declares them, without gradient: see ScoreFunction.from_torch. The backend hopper
-            takes none.
+            declares them: see ScoreFunction.from_torch. Those that require a gradient get one.
+            The backend hopper takes none.
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
             the largest of its masked scores S, sinks not among them. LSE does not tell it. Its
@@ -133,7 +133,7 @@ def attention(
     else:
         has = (key_lengths is not None, bias is not None)
         wanted = (wants_gradient(bias), wants_gradient(block_scores))
-        facts = (*has, *wanted, False, return_max_logits)
+        facts = (*has, *wanted, False, return_max_logits, want_gradients(score_tensors))
         plan = find_plan(query, key, value, mask, options, facts)
         checked = plan.spec
     if key_lengths is not None:

@@ -17,9 +17,11 @@ from sparseflash.arguments import (
     AnyMask,
     check_sinks,
     checked_bias,
+    checked_block_scores,
     checked_mask,
     checked_tensors,
     lengths_in_range,
+    wants_gradient,
 )
 from sparseflash.backends.base import Backend, BackendError
 from sparseflash.backends.select import reasons_against, select
@@ -29,7 +31,7 @@ from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.gap import Gap, alternating, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
-from sparseflash.score import checked_score_tensors
+from sparseflash.score import checked_score_tensors, want_gradients
 
 SECONDS = 0.2  # of measurement for each time
 
@@ -144,8 +146,13 @@ def explain(
         bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     if sinks is not None:
         check_sinks(sinks, query)
-    fitted = fitted_mask(checked_mask(mask), query, key)
-    facts = CallFacts(key_lengths is not None, bias is not None, max_logits=return_max_logits)
+    mask = checked_mask(mask)
+    fitted = fitted_mask(mask, query, key)
+    gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
+    reads = want_gradients(score_tensors)
+    facts = CallFacts(
+        *(key_lengths is not None, bias is not None, *gradients, False, return_max_logits, reads)
+    )
     spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
     checked_score_tensors(spec.score, score_tensors, query)
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}

@@ -20,7 +20,7 @@ from sparseflash.dispatch.compile import compile_passes
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OptionKeywords
-from sparseflash.score import checked_score_tensors
+from sparseflash.score import checked_score_tensors, want_gradients
 
 
 def warmup(
@@ -91,7 +91,8 @@ def warmup(
         key = torch.empty(batch, kv_heads, k_len, head_dim, **of_tensors)
         value = torch.empty(*key.shape[:3], value_dim, **of_tensors)
         gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
-        facts = CallFacts(key_lengths, bias is not None, *gradients, max_logits=max_logits)
+        reads = want_gradients(score_tensors)
+        facts = CallFacts(key_lengths, bias is not None, *gradients, False, max_logits, reads)
         plan = find_plan(query, key, value, mask, options, facts)
         call = Call(plan)
         call.score_tensors = checked_score_tensors(plan.spec.score, score_tensors, query)
@@ -101,7 +102,7 @@ def warmup(
             call.key_lengths = torch.full((batch,), k_len, dtype=torch.int32, device=device)
         if bias is not None:
             call.bias = checked_bias(bias, query, q_len, k_len)
-        calls.append((call, (query, key, value), (*[backward] * 3, *gradients)))
+        calls.append((call, (query, key, value), (*[backward] * 3, *gradients, reads)))
     compile_passes(calls)
 
 

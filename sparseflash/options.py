@@ -53,8 +53,8 @@ class AttentionOptions:
         precision: Of float32 products: "ieee", or "tf32", which lets a backend round operands
             to 10 bits where the device multiplies those faster.
         deterministic: False lets a backend choose a faster backward pass that adds to the
-            gradient of query in no fixed order, so that its last bits differ from run to run,
-            and that accumulates one in float32 meanwhile. True under
+            gradients of query and score tensors in no fixed order, so that their last bits differ
+            from run to run, and that accumulates the first in float32 meanwhile. True under
             torch.use_deterministic_algorithms.
         backend: "auto", or the name of a backend, which then never falls back.
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from torch import (
     Size,
@@ -47,6 +48,8 @@ class ScoreFunction:
             "hopper"; None if there is none. "hopper" takes none that makes tiles of its own, by
             tl.full, tl.zeros, tl.arange and the like.
         tensors: float or int, and the dims, of each score tensor: see from_torch.
+        reads: How f depends on what it reads, for the gradients of score tensors, which there are
+            none of without it; from_torch makes it.
 
     Raises:
         TypeError: `name` is no text, or `torch` no function.
@@ -60,6 +63,7 @@ class ScoreFunction:
     torch: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | float]]
     triton: Any = None
     tensors: tuple[tuple[type, int], ...] = ()
+    reads: "ReadDerivatives | None" = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -86,6 +90,7 @@ class ScoreFunction:
                 function gets them after `key`, to be indexed by one integer for each dim, such as
                 document[batch, query]; an index past either end reads the nearest entry. A
                 function with score tensors may also mask a pair: torch.where(same, score, -inf).
+                It is differentiated by what it reads of floats, too.
 
         Raises:
             TypeError: `name` is no text, f is not one number for each pair, or a tensor is
@@ -104,15 +109,20 @@ class ScoreFunction:
         traced = _traced(name, function, float32, kinds)
         declared = tuple(zip(kinds, _dims_of_reads(name, traced.graph), strict=True))
         run = partial(_run, name, function, kinds)
+        derive = partial(_derive, name, function, kinds) if float in kinds else None
         if find_spec("triton") is None:
-            return cls(name, run, tensors=declared)
-        from sparseflash.backends.triton_common.score_source import triton_function
+            return cls(name, run, None, declared, derive and ReadDerivatives(derive))
+        from sparseflash.backends.triton_common import score_source
 
         try:
-            jitted = triton_function(name, traced.graph, partial(getattr, traced), declared)
+            jitted = score_source.triton_function(name, traced, declared)
+            if derive is None:
+                return cls(name, run, jitted, declared)
+            numbers, of_reads = _traced_reads(name, function, float32, kinds)
+            adder = score_source.triton_adder(name, of_reads, numbers, declared)
         except ValueError as error:
             raise ValueError(f"score function {name!r}: {error}") from error
-        return cls(name, run, jitted, declared)
+        return cls(name, run, jitted, declared, ReadDerivatives(derive, adder))
 
     def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
         """What `torch` makes of (score, batch, head, query, key) and the score tensors.
@@ -141,6 +151,19 @@ class ScoreFunction:
         return result
 
 
+class ReadDerivatives(NamedTuple):
+    """How a score function f depends on what it reads from score tensors.
+
+    torch: of the arguments of f: for each read of floats the number of its tensor, the place of
+        the entry in the flattened tensor and df / dentry, which broadcast to the scores
+    triton: of the arguments of f in Triton, dS and read_sums.ReadSums: adds dS df / dentry of a
+        tile to the sums of each entry; None if there is none
+    """
+
+    torch: Callable[..., list[tuple[int, Tensor, Tensor]]]
+    triton: Any = None
+
+
 class ScoreTensors:
     """The score tensors of a call, each contiguous, int64 or of the dtype of the scores."""
 
@@ -155,6 +178,24 @@ class ScoreTensors:
         facts = tuple((x.is_floating_point(), x.shape) for x in self.tensors)
         layout = _layout(facts, self.tensors[0].device)
         return _joined(floats), _joined(integers), layout
+
+    def new_sums(self) -> Tensor:
+        """Zeros for the gradients of all that are float, one after another."""
+        found = [x for x in self.tensors if x.is_floating_point()]
+        return found[0].new_zeros(sum(x.numel() for x in found))
+
+    def parts_of(self, sums: Tensor | None) -> list[Tensor | None]:
+        """Of what new_sums made, the part of each tensor in its shape; None of integers, and
+        everywhere where there are no sums.
+        """
+        parts, begin = [], 0
+        for x in self.tensors:
+            part = None
+            if sums is not None and x.is_floating_point():
+                part = sums[begin : begin + x.numel()].view(x.shape)
+                begin += x.numel()
+            parts.append(part)
+        return parts
 
 
 def _joined(tensors: list[Tensor]) -> Tensor | None:
@@ -200,20 +241,31 @@ def checked_score_tensors(
                 f"{name} must be of {dims} dims, none of them 0, on {query.device}, got "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        if is_grad_enabled() and x.requires_grad:
+        if function and function.reads is None and is_grad_enabled() and x.requires_grad:
             raise ValueError(
-                f"{name} must not require a gradient, which no score tensor has: detach it, or "
-                "pass a bias, which has one"
+                f"{name} must not require a gradient: score function {function.name!r} was "
+                "differentiated by hand, and only ScoreFunction.from_torch differentiates by "
+                "score tensors"
             )
-        found.append(x.detach().to(wide if kind is float else int64).contiguous())
+        found.append(x.to(wide if kind is float else int64).contiguous())
     return ScoreTensors(found) if found else None
 
 
-class _Indexed:
-    """A score tensor as a score function gets it."""
+def want_gradients(tensors: Sequence[Tensor]) -> bool:
+    """Whether autograd will ask for the gradient of a score tensor; others are refused later."""
+    if not (is_grad_enabled() and isinstance(tensors, Sequence)):
+        return False
+    return any(getattr(x, "requires_grad", False) for x in tensors)
 
-    def __init__(self, stand_in: Tensor):
-        self._stand_in = stand_in
+
+class _Indexed:
+    """A score tensor as a score function gets it.
+
+    reads: where what is read of floats is recorded, to be differentiated by, and at which indices
+    """
+
+    def __init__(self, stand_in: Tensor, reads: list[tuple[Tensor, list[Tensor]]] | None = None):
+        self._stand_in, self._reads = stand_in, reads
 
     def __getitem__(self, indices: Any) -> Tensor:
         found = []
@@ -224,7 +276,11 @@ class _Indexed:
                 got = getattr(index, "dtype", type(index).__name__)
                 raise TypeError(f"a score tensor must be indexed by integers, got {got}")
             found.append(index)
-        return ops.sparseflash.read(self._stand_in, found)
+        entry = ops.sparseflash.read(self._stand_in, found)
+        if self._reads is not None and entry.is_floating_point():
+            entry = entry.detach().requires_grad_()
+            self._reads.append((entry, found))
+        return entry
 
 
 @library.custom_op("sparseflash::read", mutates_args=(), schema="(Tensor x, Tensor[] i) -> Tensor")
@@ -235,8 +291,11 @@ def _traced_read(x: Tensor, i: list[Tensor]) -> Tensor:
 
 def _read(x: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """x at indices that broadcast, each clamped to the entries that there are."""
-    at = zip(indices, x.shape, strict=True)
-    return x[tuple(i.to(x.device).clamp(0, n - 1) for i, n in at)]
+    return x[tuple(_clamped(x.shape, indices, x.device))]
+
+
+def _clamped(shape: Size, indices: Sequence[Tensor], where: device) -> list[Tensor]:
+    return [i.to(where).clamp(0, n - 1) for i, n in zip(indices, shape, strict=True)]
 
 
 def _dims_of_reads(name: str, graph: fx.Graph) -> list[int]:
@@ -262,6 +321,21 @@ def _run(
     return changed.expand(score.shape), slope
 
 
+def _derive(
+    name: str, function: Callable, kinds: tuple[type, ...], score: Tensor, *rest: Tensor
+) -> list[tuple[int, Tensor, Tensor]]:
+    """See ReadDerivatives.torch."""
+    numbers, module = _traced_reads(name, function, score.dtype, kinds)
+    results, found = iter(module(score, *rest)), []
+    for number in numbers:
+        shape, slope, place = rest[4 + number].shape, next(results), 0
+        indices = [*islice(results, len(shape))]
+        for n, index in zip(shape, _clamped(shape, indices, score.device), strict=True):
+            place = place * n + index
+        found.append((number, place, slope))
+    return found
+
+
 # Of single numbers they change nothing, and they would of tensors.
 _COPIES = ("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy", "view")
 
@@ -271,22 +345,63 @@ def _traced(
     name: str, function: Callable, score_dtype: dtype, kinds: tuple[type, ...] = ()
 ) -> fx.GraphModule:
     """(f, df / dscore) of single numbers, as operations that serve tensors of any shape."""
-    from torch._decomp import core_aten_decompositions  # these take half a second
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     def both(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
         score = score.detach().requires_grad_()
-        changed = function(score, *pair[:4], *map(_Indexed, pair[4:]))
-        if not isinstance(changed, Tensor):
-            raise TypeError(f"f must be a tensor, got {type(changed).__name__}")
-        if not changed.is_floating_point():
-            raise TypeError(f"f must be of a floating-point dtype, got {changed.dtype}")
-        if changed.dim():
-            raise TypeError(f"f must be one number for each pair, got {tuple(changed.shape)}")
+        changed = _changed(function(score, *pair[:4], *map(_Indexed, pair[4:])))
         if not changed.requires_grad:
             return changed, zeros_like(score)
         (slope,) = autograd.grad(changed, score, ones_like(changed))
         return changed, slope
+
+    return _trace(name, both, score_dtype, kinds)
+
+
+@lru_cache(maxsize=256)
+def _traced_reads(
+    name: str, function: Callable, score_dtype: dtype, kinds: tuple[type, ...]
+) -> tuple[list[int], fx.GraphModule]:
+    """The number of the tensor of each read that f depends on, and, of single numbers, df / dentry
+    and the indices of each of these reads, one after another.
+    """
+    numbers = []
+
+    def of_reads(score: Tensor, *pair: Tensor) -> list[Tensor]:
+        reads = [[] for _ in kinds]
+        changed = _changed(function(score, *pair[:4], *map(_Indexed, pair[4:], reads)))
+        listed = [(number, *read) for number, of_one in enumerate(reads) for read in of_one]
+        if not changed.requires_grad:
+            return []
+        entries = [entry for _, entry, _ in listed]
+        slopes = autograd.grad(changed, entries, ones_like(changed), allow_unused=True)
+        results = []
+        for (number, _, indices), slope in zip(listed, slopes, strict=True):
+            if slope is not None:
+                numbers.append(number)
+                results += [slope, *indices]
+        return results
+
+    module = _trace(name, of_reads, score_dtype, kinds)
+    return numbers, module
+
+
+def _changed(result: Any) -> Tensor:
+    """The result of a score function for single numbers, which is one."""
+    if not isinstance(result, Tensor):
+        raise TypeError(f"f must be a tensor, got {type(result).__name__}")
+    if not result.is_floating_point():
+        raise TypeError(f"f must be of a floating-point dtype, got {result.dtype}")
+    if result.dim():
+        raise TypeError(f"f must be one number for each pair, got {tuple(result.shape)}")
+    return result
+
+
+def _trace(
+    name: str, of_numbers: Callable, score_dtype: dtype, kinds: tuple[type, ...]
+) -> fx.GraphModule:
+    """The operations of a function of single numbers: a score, its pair and what it reads."""
+    from torch._decomp import core_aten_decompositions  # these take half a second
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     dtypes = [int64] * 4 + [score_dtype if kind is float else int64 for kind in kinds]
     pair = [zeros((), dtype=each, device="cpu") for each in dtypes]
@@ -294,7 +409,7 @@ def _traced(
         with inference_mode(False), enable_grad():
             score = zeros((), dtype=score_dtype, device="cpu")
             simple: Any = core_aten_decompositions()
-            module = make_fx(both, simple)(score, *pair)
+            module = make_fx(of_numbers, simple)(score, *pair)
     except TypeError as error:
         raise TypeError(f"score function {name!r} cannot be traced: {error}") from error
     except RuntimeError as error:

@@ -74,7 +74,8 @@ class Backend(Protocol):
             needs: Whether each of the gradients is wanted.
 
         Returns:
-            The gradients of query, key, value, bias and blocks, None where `needs` says no. That
-            of the blocks is float32 (batch, heads, nq, nk): see masks.DynamicMask.
+            The gradients of query, key, value, bias, blocks and score tensors, None where `needs`
+            says no. That of the blocks is float32 (batch, heads, nq, nk): see masks.DynamicMask.
+            That of the score tensors is one tensor for all: see ScoreTensors.new_sums.
         """
         ...

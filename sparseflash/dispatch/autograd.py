@@ -20,13 +20,15 @@ def run(
         query, key, value: Checked tensors.
         block_scores: Those of a DynamicMask, if they get the gradient of its blocks.
     """
-    if not _is_differentiated(query, key, value, call.bias, block_scores):
+    read = () if call.score_tensors is None else call.score_tensors.tensors
+    if not _is_differentiated(query, key, value, call.bias, block_scores, *read):
         return call.forward(query, key, value)  # autograd would double the host time
     if not call.plan.cache and call.plan.backend.compiles:
         differentiable = (query, key, value, call.bias, block_scores)
-        needs = tuple([x is not None and x.requires_grad for x in differentiable])
-        compile_before_first_call(call, (query, key, value), needs)
-    return _apply(query, key, value, call.bias, block_scores, call)
+        needs = [x is not None and x.requires_grad for x in differentiable]
+        needs.append(any(x.requires_grad for x in read))
+        compile_before_first_call(call, (query, key, value), tuple(needs))
+    return _apply(query, key, value, call.bias, block_scores, call, *read)
 
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:
@@ -47,9 +49,8 @@ class _BlockSparseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, block_scores, call):
+    def forward(ctx, query, key, value, bias, block_scores, call, *read):
         out, lse = call.forward(query, key, value)
-        read = () if call.score_tensors is None else call.score_tensors.tensors
         ctx.save_for_backward(query, key, value, out, lse, call.key_lengths, bias, *read)
         ctx.plan, ctx.seed = call.plan, call.seed
         ctx.set_materialize_grads(False)
@@ -58,18 +59,21 @@ class _BlockSparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
-            return (None,) * 6
+            return (None,) * len(ctx.needs_input_grad)
         grad_out, grad_lse = _plain("out", grad_out), _plain("lse", grad_lse)
         tensors = ctx.saved_tensors
         saved, call = tensors[:5], Call(ctx.plan, tensors[5], ctx.seed, tensors[6])
+        read = None
         if len(tensors) > 7:
-            call.score_tensors = ScoreTensors(tensors[7:])
-        needs = ctx.needs_input_grad[:5]
+            read = call.score_tensors = ScoreTensors(tensors[7:])
+        needs = (*ctx.needs_input_grad[:5], any(ctx.needs_input_grad[6:]))
         if torch.is_grad_enabled():  # the gradients may be differentiated once more
             grads = _Gradients.apply(call, needs, grad_out, grad_lse, *saved)
         else:
             grads = call.backward(grad_out, grad_lse, saved, needs)
-        return *grads, None
+        if read is None:
+            return *grads[:5], None
+        return *grads[:5], None, *read.parts_of(grads[5])
 
     @staticmethod
     def jvp(ctx, *tangents):

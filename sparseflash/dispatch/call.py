@@ -110,7 +110,8 @@ class Call:
         saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of query, key, value, bias and block scores, None where `needs` says no.
+        """The gradients of query, key, value, bias, block scores and score tensors, None where
+        `needs` says no.
 
         Args:
             grad_out: Gradient of out, None for zeros.
@@ -128,7 +129,8 @@ class Call:
             spec = self.spec
             of_masks = reduce(grads[4], "b (h g) i j -> b h i j", "sum", g=spec.mask_group)
             masks = (spec.mask_batch, spec.mask_heads // spec.mask_group)
-            return *grads[:4], of_masks.sum_to_size(*masks, *of_masks.shape[2:])
+            of_masks = of_masks.sum_to_size(*masks, *of_masks.shape[2:])
+            return *grads[:4], of_masks, *grads[5:]
         return grads
 
     def _runs_elsewhere(self) -> bool:

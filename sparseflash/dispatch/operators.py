@@ -6,7 +6,7 @@ mask. A pattern is compiled when the graph runs, at the lengths it runs with, so
 every sequence length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +22,7 @@ from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.options import OPTION_NAMES, AttentionOptions
-from sparseflash.score import ScoreFunction, ScoreTensors
+from sparseflash.score import ScoreFunction, ScoreTensors, want_gradients
 
 _TYPES = {
     float: "float",
@@ -99,6 +99,10 @@ def traced_attention(
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         from sparseflash.dispatch import transforms  # imports torch's compiler
 
+        if want_gradients(read):
+            raise NotImplementedError(
+                "torch.func differentiates no score_tensors; torch.autograd does"
+            )
         return transforms.attention(query, key, value, *rest)
     return attention(query, key, value, *rest)
 
@@ -119,18 +123,21 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     "sparseflash::attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
 )
 def attention_backward(*arguments: Any) -> list[Tensor]:
-    """The gradients of those of (query, key, value, bias, block_scores) that `needs` names."""
+    """The gradients of those of (query, key, value, bias, block_scores) that `needs` names, and
+    of the score tensors if it does: one tensor for all, see ScoreTensors.new_sums.
+    """
     bound = _bind(attention_backward, arguments)
     needs = bound["needs"]
     saved = tuple([bound[name] for name in ("query", "key", "value", "out", "lse")])
-    grads = _call(bound, needs[3:]).backward(
+    *grads, of_read = _call(bound, needs[3:]).backward(
         bound["grad_out"], bound["grad_lse"], saved, tuple(needs)
     )
-    return [
+    found = [
         _with_strides_of(grad, torch.empty_like(bound[name], device="meta"))
         for grad, name in zip(grads, _DIFFERENTIABLE, strict=True)
         if grad is not None
     ]
+    return found if of_read is None else [*found, of_read]
 
 
 def _bind(operator, arguments: tuple) -> dict[str, Any]:
@@ -139,8 +146,8 @@ def _bind(operator, arguments: tuple) -> dict[str, Any]:
     return dict(zip(names, arguments, strict=True))
 
 
-def _call(bound: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> Call:
-    """needs: whether the gradients of bias and of block_scores are wanted."""
+def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) -> Call:
+    """needs: whether the gradients of bias, of block_scores and of score_tensors are wanted."""
     mask, seed = find(bound["mask"]), bound["seed"]
     call = plan_call(
         *(bound["query"], bound["key"], bound["value"]),
@@ -150,6 +157,7 @@ def _call(bound: dict[str, Any], needs: tuple[bool, bool] = (False, False)) -> C
         bias=bound["bias"],
         differentiates_bias=needs[0],
         differentiates_blocks=needs[1],
+        differentiates_score_tensors=needs[2],
         max_logits=bound["max_logits"],
         **{name: bound[name] for name in OPTION_NAMES},
     )
@@ -177,8 +185,10 @@ def _(*arguments):
 @attention_backward.register_fake
 def _(*arguments):
     bound = _bind(attention_backward, arguments)
-    needs = zip(_DIFFERENTIABLE, bound["needs"], strict=True)
-    return [torch.empty_like(bound[name]) for name, needed in needs if needed]
+    *needs, needs_read = bound["needs"]
+    named = zip(_DIFFERENTIABLE, needs, strict=True)
+    found = [torch.empty_like(bound[name]) for name, needed in named if needed]
+    return [*found, ScoreTensors(bound["score_tensors"]).new_sums()] if needs_read else found
 
 
 def save_for_backward(ctx, inputs, output):
@@ -196,17 +206,21 @@ def save_for_backward(ctx, inputs, output):
 def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_backward):
     """The gradient of each argument of operators.attention, None where it has none."""
     needs = ctx.needs_input_grad
-    nothing = tuple([None] * len(x) if isinstance(x, list) else None for x in needs)
+    found: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in needs]
     if grad_out is None and grad_lse is None:
-        return nothing
+        return tuple(found)
+    read = [argument.name for argument in attention._opoverload._schema.arguments].index(
+        "score_tensors"
+    )
+    needs_read = isinstance(needs[read], list) and any(needs[read])
     bound = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
-    bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": list(needs[:5])}
+    bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": [*needs[:5], needs_read]}
     names = [argument.name for argument in attention_backward._opoverload._schema.arguments]
     grads = iter(backward(*(bound[name] for name in names)))
-    return tuple(
-        next(grads) if needed is True else none
-        for needed, none in zip(needs, nothing, strict=True)
-    )
+    found[:5] = [next(grads) if needed else None for needed in needs[:5]]
+    if needs_read:
+        found[read] = ScoreTensors(bound["score_tensors"]).parts_of(next(grads))
+    return tuple(found)
 
 
 attention.register_autograd(differentiate, setup_context=save_for_backward)

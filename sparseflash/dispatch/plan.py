@@ -29,6 +29,7 @@ def plan_call(
     differentiates_bias: bool = False,
     differentiates_blocks: bool = False,
     max_logits: bool = False,
+    differentiates_score_tensors: bool = False,
     **options: Any,
 ) -> Call:
     """The call of these arguments.
@@ -46,6 +47,7 @@ def plan_call(
         differentiates_bias,
         differentiates_blocks,
         max_logits=max_logits,
+        differentiates_score_tensors=differentiates_score_tensors,
     )
     plan = find_plan(query, key, value, mask, options, facts)
     lengths = lengths_in_range(key_lengths, key.shape[2], key.device)

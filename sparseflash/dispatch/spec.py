@@ -25,6 +25,7 @@ class CallFacts(NamedTuple):
         differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
         positions: Whether tokens stand elsewhere in a longer sequence.
         max_logits: Whether the maximum logits are asked for.
+        differentiates_score_tensors: Whether the gradient of a score tensor may be asked for.
     """
 
     has_key_lengths: bool = False
@@ -33,6 +34,7 @@ class CallFacts(NamedTuple):
     differentiates_blocks: bool = False
     positions: bool = False
     max_logits: bool = False
+    differentiates_score_tensors: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +51,8 @@ class AttentionSpec(AttentionOptions):
         mask_group: Query heads that share a mask of their key head; 1 where masks are of query
             heads or of all.
         mask_batch: 1 if all batch elements share one mask, else batch.
-        has_key_lengths, bias, differentiates_bias, differentiates_blocks, max_logits: As in
-            CallFacts.
+        has_key_lengths, bias, differentiates_bias, differentiates_blocks, max_logits,
+            differentiates_score_tensors: As in CallFacts.
         positions: As in CallFacts, if the call depends on it: dropout, score functions and biases
             do.
     """
@@ -76,6 +78,7 @@ class AttentionSpec(AttentionOptions):
     differentiates_blocks: bool = False
     positions: bool = False
     max_logits: bool = False
+    differentiates_score_tensors: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -158,6 +161,7 @@ _ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
     "softcap": lambda spec: spec.softcap is not None,
     "score function": lambda spec: spec.score is not None,
     "score tensors": lambda spec: spec.score is not None and bool(named(spec.score).tensors),
+    "gradient of score tensors": lambda spec: spec.differentiates_score_tensors,
     "bias": lambda spec: spec.bias,
     "gradient of bias": lambda spec: spec.differentiates_bias,
     "mask of each batch element": lambda spec: spec.mask_batch > 1,

@@ -137,7 +137,8 @@ class _Backward:
     def __init__(self, ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
         self._prepared: Prepared = ctx.prepared
         self._calls = ctx.calls
-        self._grad_out, self._grad_lse, self._needs = grad_out, grad_lse, ctx.needs_input_grad[:5]
+        self._grad_out, self._grad_lse = grad_out, grad_lse
+        self._needs = (*ctx.needs_input_grad[:5], False)  # ranks read no score tensors
         self._query, self._key, self._value, _, self._out, self._lse, *self._saved = (
             ctx.saved_tensors
         )
@@ -195,12 +196,12 @@ class _Backward:
                 torch.zeros_like(like, memory_format=torch.contiguous_format)
                 if like is not None and needed
                 else None
-                for like, needed in zip(self._inputs, self._needs, strict=True)
+                for like, needed in zip(self._inputs, self._needs[:5], strict=True)
             ]
         else:
             saved = (self._query, self._key, self._value, self._out, self._lse)
             grads = prepared.own.backward(self._grad_out, self._grad_lse, saved, self._needs)
-            self._grads = [*grads]
+            self._grads = [*grads[:5]]
             if grads[4] is not None:
                 self._grads[4] = self._scattered(grads[4], None, prepared.part.columns, Heads())
         # Where more than two gradients are added up they are rounded once.
@@ -240,7 +241,8 @@ class _Backward:
             here(self._out),
             here(self._lse),
         )
-        return call.backward(here(self._grad_out), here(self._grad_lse), saved, self._needs)
+        grads = here(self._grad_out), here(self._grad_lse)
+        return call.backward(*grads, saved, self._needs)[:5]
 
     def _returned(self, number: int, grads: tuple[Tensor | None, ...] | None) -> "list[_Return]":
         """The gradients of what a step brought, sent back; nothing where none are wanted."""

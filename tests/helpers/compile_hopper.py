@@ -68,7 +68,7 @@ def call(
     out, lse = hopper.forward(call, query, key, key)
     grad_out = query if grad_out is None else grad_out
     grad_lse = lse if with_grad_lse else None
-    needs = (True, True, True, False, False)
+    needs = (True, True, True, False, False, False)
     hopper.backward(call, grad_out, grad_lse, (query, key, key, out, lse), needs)
 
 

@@ -90,7 +90,9 @@ def call(
     else:
         lse = torch.empty(query.shape[:3])
         sums = which == "ds_sums"
-        needs = (which == "dq", which == "dkdv", which == "dkdv", sums and bias is not None, sums)
+        reads = call.spec.differentiates_score_tensors
+        needs = (which == "dq", which == "dkdv", which == "dkdv")
+        needs = (*needs, sums and bias is not None, sums and not reads, sums and reads)
         triton_backend.backward(call, out, None, (query, key, value, out, lse), needs)
 
 
@@ -129,7 +131,11 @@ def first_choices(architecture: int):
             (torch.bfloat16, 128, {"score": READING.name}),
         ):
             yield which, dtype, head_dim, best(which, dtype, head_dim), options
-    yield "ds_sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64), {"bias": True}
+    sums = ("ds_sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64))
+    yield *sums, {"bias": True}
+    reads = {"score": READING.name, "differentiates_score_tensors": True}
+    yield *sums, {**reads, "deterministic": False}
+    yield *sums, {**reads, "softcap": 20.0}
 
 
 def every_choice(architecture: int):
@@ -176,16 +182,18 @@ def report(architecture: int, choices):
         mask = causal(2 * side, (side, side))
         with configured(config, which):
             call(which, query, mask, **(options | tensors))
-        (kernel,) = compiled(KERNELS[which])
-        yield {
-            "variant": f"{which} {dtype} d{head_dim} {config} {options}",
-            "shared": kernel.metadata.shared,
-            "estimate": configs.shared_memory(config, which, dtype, head_dim),
-            "limit": SHARED_MEMORY[architecture],
-            "stack": stack_bytes(kernel.asm["cubin"]),
-            "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
-            "wants_warpgroups": dtype != torch.float32 and min(config.bm, config.bn) >= 64,
-        }
+        kernels = compiled(KERNELS[which])
+        assert len(kernels) == 1 + (which == "ds_sums" and "softcap" in options)
+        for kernel in kernels:
+            yield {
+                "variant": f"{which} {dtype} d{head_dim} {config} {options}",
+                "shared": kernel.metadata.shared,
+                "estimate": configs.shared_memory(config, which, dtype, head_dim),
+                "limit": SHARED_MEMORY[architecture],
+                "stack": stack_bytes(kernel.asm["cubin"]),
+                "warpgroup_products": kernel.asm["ptx"].count("wgmma.mma_async"),
+                "wants_warpgroups": dtype != torch.float32 and min(config.bm, config.bn) >= 64,
+            }
 
 
 def report_calls(architecture: int):

@@ -9,7 +9,13 @@ import masks
 import sparseflash
 from sparseflash.backends import hopper
 from sparseflash.distributed import context_parallel_attention, make_plan
-from sparseflash.testing import check_attention, make_inputs, poisoned_empty
+from sparseflash.testing import (
+    assert_close_to_reference,
+    check_attention,
+    make_inputs,
+    poisoned_empty,
+)
+from sparseflash.testing.reference import standard_attention
 from tests.helpers.calls import spec_of
 
 HAS_GPU = torch.cuda.is_available()
@@ -41,10 +47,23 @@ def with_all(score, batch, head, query, key, pair, position, factor, first):
 
 
 from_torch = sparseflash.ScoreFunction.from_torch
+
+
+def in_soft_documents(score, batch, head, query, key, weight, document):
+    same = document[batch, query] == document[batch, key]
+    return torch.where(same, score * weight[document[batch, key]] + weight[0], -torch.inf)
+
+
+def with_numbers_of_floats(score, batch, head, query, key, number, slopes):
+    return score * slopes[number[head].long()]
+
+
 SLOPES = from_torch("slopes of heads", with_slopes, (float,))
 TABLE = from_torch("table of distances", with_table, [float])
 DOCUMENTS = from_torch("in documents", in_documents, (int, int))
 EVERYTHING = from_torch("every kind", with_all, (float, int, float, float))
+SOFT_DOCUMENTS = from_torch("soft documents", in_soft_documents, (float, int))
+NUMBERS = from_torch("numbers of floats", with_numbers_of_floats, (float, float))
 
 
 def tensors_of(score, device="cpu", batch=1, heads=2):
@@ -62,6 +81,8 @@ def tensors_of(score, device="cpu", batch=1, heads=2):
             normal(heads, batch).half(),
             normal(1),
         ],
+        SOFT_DOCUMENTS: [normal(3), documents[1] - (torch.arange(k_len) < 8).int()],
+        NUMBERS: [torch.arange(heads).flip(0).float(), normal(heads)],
     }
     return [x.to(device) for x in made[score]]
 
@@ -143,31 +164,196 @@ def test_documents_one_after_another(backend):
 
 
 def test_gradients_in_float64():
-    tensors = make_inputs(1, 2, 9, 12, 3, dtype=torch.float64)[:3]
-    read = tensors_of(EVERYTHING)
-    attend = partial(sparseflash.attention, score=EVERYTHING, score_tensors=read, backend="cpu")
-    assert torch.autograd.gradcheck(attend, [x.requires_grad_() for x in tensors])
+    pair, position, factor, first = tensors_of(EVERYTHING)
+    tensors = make_inputs(1, 2, 5, 7, 3, dtype=torch.float64)[:3]
+    tensors = (*tensors, pair[..., :5, :7], factor, first)
+
+    def attend(query, key, value, pair, factor, first):
+        read = {"score": EVERYTHING, "score_tensors": [pair, position, factor, first]}
+        return sparseflash.attention(query, key, value, CAUSAL, return_lse=True, **read)
+
+    assert torch.autograd.gradcheck(attend, [x.double().requires_grad_() for x in tensors])
 
 
-def test_in_graphs():
+def with_gradients(score, device, batch=1):
+    """Score tensors, and those of them that are float, which require a gradient."""
+    read = tensors_of(score, device, batch)
+    return read, [x.requires_grad_() for x in read if x.is_floating_point()]
+
+
+def check_gradients(backend, score, pattern=CAUSAL, *, dtype=torch.float32, lengths=LENGTHS,
+                    deterministic=True, **options):  # fmt: skip
+    """Holds the gradients of score tensors to the error budget, and returns them."""
+    device, batch = BACKENDS[backend], 2 if backend == "cpu" else 1
+    inputs = make_inputs(batch, 2, *lengths, 16, kv_heads=1, dtype=dtype, device=device)
+    mask, grad_lse = pattern(lengths, 16, device), inputs[3][..., 0]
+    read, wanted = with_gradients(score, device, batch)
+    options |= {"score": score, "score_tensors": read}
+
+    def gradients(attend, **keywords):
+        out, lse = attend(*inputs[:3], mask, **options, **keywords)
+        grads = inputs[3].to(out.dtype), grad_lse.to(lse.dtype)
+        return torch.autograd.grad((out, lse), wanted, grads)
+
+    keywords = {"return_lse": True, "backend": backend, "deterministic": deterministic}
+    with poisoned_empty():
+        found = gradients(sparseflash.attention, **keywords)
+    exact, eager = (gradients(standard_attention, dtype=x) for x in (torch.float64, dtype))
+    for number, results in enumerate(zip(found, exact, eager, strict=True)):
+        doubles = (x.double() for x in results)
+        assert_close_to_reference(*doubles, dtype=dtype, name=f"gradient {number}")
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("score", [SLOPES, TABLE, EVERYTHING], ids=lambda score: score.name)
+def test_gradients_of_tensors(backend, score, deterministic):
+    check_gradients(backend, score, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_tensors_in_half_precision(backend, dtype):
+    if backend == "triton" and (dtype, HAS_GPU) == (torch.bfloat16, False):
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
+    check_gradients(backend, TABLE, HOLES, dtype=dtype)
+
+
+def test_gradients_of_tensors_with_every_other_option(backend):
+    lengths = torch.tensor([45] * (2 if backend == "cpu" else 1), device=BACKENDS[backend])
+    bias = torch.randn(2, 86, device=BACKENDS[backend])
+    options = {"softcap": 3.0, "bias": bias, "dropout_p": 0.2, "seed": 3, "key_lengths": lengths}
+    check_gradients(backend, EVERYTHING, HOLES, **options)
+
+
+def test_gradients_of_tensors_and_few_queries(backend):
+    check_gradients(backend, SLOPES, lengths=(2, 50))
+
+
+def test_gradients_of_tensors_and_pairs_that_a_function_masks(backend):
+    device = BACKENDS[backend]
+    inputs = make_inputs(1, 2, *LENGTHS, 16, kv_heads=1, device=device)
+    read, wanted = with_gradients(SOFT_DOCUMENTS, device)
+    options = {"score": SOFT_DOCUMENTS, "score_tensors": read}
+    document = read[1][0].clamp(0, 2)
+    within = document[: LENGTHS[0], None] == document
+    mask = HOLES(LENGTHS, 16, device)
+    allowed = within & mask.to_dense().to(device)
+    out = sparseflash.attention(*inputs[:3], mask, backend=backend, **options)
+    grads = torch.autograd.grad(out, wanted, inputs[3])
+    expected, _ = standard_attention(*inputs[:3], allowed, **options)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, wanted, inputs[3].double()))
+
+
+def test_every_sum_of_one_call(backend):
+    """Gradients of score tensors, a bias and blocks are those that each has alone."""
+    device = BACKENDS[backend]
+    inputs = make_inputs(1, 2, *LENGTHS, 16, device=device)
+    (slopes,), _ = with_gradients(SLOPES, device)
+    bias = torch.randn(1, 86, device=device, requires_grad=True)
+    scores = torch.rand(3, 4, device=device, requires_grad=True)
+    support = masks.full()(LENGTHS, 16, device)
+
+    def gradients(*wanted):
+        slopes_here, bias_here, scores_here = (
+            x if any(x is y for y in wanted) else x.detach() for x in (slopes, bias, scores)
+        )
+        out = sparseflash.attention(
+            *inputs[:3], support.select_topk(scores_here, 2), bias=bias_here, score=SLOPES,
+            score_tensors=[slopes_here], backend=backend,
+        )  # fmt: skip
+        return torch.autograd.grad(out, wanted, inputs[3])
+
+    together = gradients(slopes, bias, scores)
+    for found, leaf in zip(together, (slopes, bias, scores), strict=True):
+        assert torch.equal(found, *gradients(leaf))
+
+
+def test_sums_are_the_same_bits_in_any_order():
+    *tensors, grad_out = make_inputs(3, 2, 20, 30, 16, device=BACKENDS[FIRST])
+    (table,), _ = with_gradients(TABLE, BACKENDS[FIRST])
+
+    def gradient(order):
+        here = (x[order] for x in tensors)
+        options = {"score": TABLE, "score_tensors": [table], "backend": "triton"}
+        out = sparseflash.attention(*here, CAUSAL, **options)
+        return torch.autograd.grad(out, table, grad_out[order])[0]
+
+    assert torch.equal(gradient([0, 1, 2]), gradient([2, 0, 1]))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_sums_that_are_not_finite_do_not_look_as_if_they_were(backend, number):
+    inputs = make_inputs(1, 2, 20, 20, 16, device=BACKENDS[backend])
+    (slopes,), _ = with_gradients(SLOPES, BACKENDS[backend])
+    out = sparseflash.attention(*inputs[:3], score=SLOPES, score_tensors=[slopes], backend=backend)
+    inputs[3][0, 1, 3, 2] = number
+    (grad,) = torch.autograd.grad(out, slopes, inputs[3])
+    assert grad.isfinite().tolist() == [True, False]
+
+
+def test_one_tensor_alone_has_a_gradient(backend):
+    device = BACKENDS[backend]
+    inputs = make_inputs(1, 2, *LENGTHS, 16, device=device)
+    read, _ = with_gradients(EVERYTHING, device)
+    grads = []
+    for listed in (read, [*(x.detach() for x in read[:3]), read[3]]):
+        out = sparseflash.attention(
+            *inputs[:3], score=EVERYTHING, score_tensors=listed, backend=backend
+        )
+        grads.append(torch.autograd.grad(out, read[3], inputs[3])[0])
+    assert torch.equal(*grads)
+
+
+def test_a_tensor_of_numbers_has_the_gradient_0(backend):
+    inputs = make_inputs(1, 2, *LENGTHS, 16, device=BACKENDS[backend])
+    read, _ = with_gradients(NUMBERS, BACKENDS[backend])
+    options = {"score": NUMBERS, "score_tensors": read}
+    out = sparseflash.attention(*inputs[:3], backend=backend, **options)
+    of_numbers, of_slopes = torch.autograd.grad(out, read, inputs[3])
+    assert (of_numbers == 0).all()
+    expected, _ = standard_attention(*inputs[:3], **options)
+    (exact,) = torch.autograd.grad(expected, read[1], inputs[3].double())
+    torch.testing.assert_close(of_slopes, exact)
+
+
+@pytest.mark.parametrize("score", [DOCUMENTS, EVERYTHING], ids=lambda score: score.name)
+def test_in_graphs(score):
     device = BACKENDS[FIRST]
     tensors = make_inputs(1, 2, *LENGTHS, 16, kv_heads=1, device=device)[:3]
-    tensors = [x.requires_grad_() for x in tensors]
-    read = tensors_of(DOCUMENTS, device)
+    read, wanted = with_gradients(score, device)
+    wanted = [*(x.requires_grad_() for x in tensors), *wanted]
     mask = CAUSAL(LENGTHS, 16, device)
 
     def attend(*tensors):
-        return sparseflash.attention(
-            *tensors[:3], mask, score=DOCUMENTS, score_tensors=tensors[3:]
-        )
+        return sparseflash.attention(*tensors[:3], mask, score=score, score_tensors=tensors[3:])
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     results = [f(*tensors, *read) for f in (compiled, attend)]
     assert torch.equal(*results)
-    grads = [torch.autograd.grad(x.square().sum(), tensors) for x in results]
+    grads = [torch.autograd.grad(x.square().sum(), wanted) for x in results]
     assert all(map(torch.equal, *grads))
     torch._dynamo.reset()
+
+
+def test_derivatives_that_score_tensors_do_not_have():
+    query = torch.ones(1, 2, 20, 8, device=BACKENDS[FIRST])
+    (slopes,), _ = with_gradients(SLOPES, BACKENDS[FIRST])
+
+    def attend(slopes):
+        return sparseflash.attention(
+            query, query, query, score=SLOPES, score_tensors=[slopes]
+        ).sum()
+
+    with pytest.raises(NotImplementedError, match=r"torch\.func differentiates no score_"):
+        torch.func.grad(attend)(slopes.detach())
+    (grad,) = torch.autograd.grad(attend(slopes), slopes, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+    by_hand = sparseflash.ScoreFunction("by hand", SLOPES.torch, None, SLOPES.tensors)
+    with pytest.raises(ValueError, match=r"score_tensors\[0\] must not require a gradient: "):
+        sparseflash.attention(query, query, query, score=by_hand, score_tensors=[slopes])
 
 
 def test_tensors_that_change_before_the_backward_pass_are_an_error():
@@ -183,11 +369,16 @@ def test_tensors_that_change_before_the_backward_pass_are_an_error():
 
 def test_hopper_does_not_take_them_and_is_passed_over():
     query = torch.zeros(1, 2, 256, 64, dtype=torch.float16)
-    spec = spec_of(query, query, masks.full()(256, 128), score=SLOPES)
-    assert spec.extras - hopper.extras == {"score tensors"}
+    facts = {"score": SLOPES, "differentiates_score_tensors": True}
+    spec = spec_of(query, query, masks.full()(256, 128), **facts)
+    assert spec.extras - hopper.extras == {"score tensors", "gradient of score tensors"}
     slopes = torch.ones(2)
-    found = sparseflash.explain(query, query, query, score=SLOPES, score_tensors=[slopes])
-    assert "takes no score tensors" in str(found)
+    options = {"score": SLOPES, "score_tensors": [slopes], "bias": torch.zeros(1, 511)}
+    assert "takes no score tensors" in str(sparseflash.explain(query, query, query, **options))
+    for tensor in (slopes, options["bias"]):
+        tensor.requires_grad_()
+    found = str(sparseflash.explain(query, query, query, **options))
+    assert "takes no gradient of bias; takes no gradient of score tensors" in found
 
 
 WRONG = {
@@ -199,7 +390,6 @@ WRONG = {
         torch.ones(2, 1)
     ],
     r"score_tensors\[0\] must be of 1 dims, none of them 0, on cpu, got \(0,\)": [torch.ones(0)],
-    r"score_tensors\[0\] must not require a gradient": [torch.ones(2, requires_grad=True)],
 }
 
 

@@ -60,7 +60,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         lse_here = lse.new_empty((*q_here.shape[:2], 1))
         max_here = torch.empty_like(lse_here)
         for part in problem.parts():
-            scores, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
+            scores, _, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
             row_max = problem.max_of_rows(scores)
             max_here[:, part] = row_max / LOG2E
             # A row of nothing but -inf keeps a finite maximum: its P is 0 and not NaN.
@@ -91,9 +91,9 @@ def backward(
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, bias and blocks; see sparseflash.backends.base."""
+    """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
-    needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
+    needs_query, needs_key, needs_value, needs_bias, needs_blocks, needs_reads = needs
     spec, table, bias = call.spec, call.table, call.bias
     bq, bk = rows_of_block(table, spec), table.block_size[1]
     q, grad_o = _blocks(query, bq), _blocks(grad_out, bq)
@@ -108,6 +108,11 @@ def backward(
     grad_bias = q.new_zeros(bias.numel() if bias is not None else 0)
     rows, columns = table.by_query.num_rows, table.by_key.num_rows
     grad_blocks = q.new_zeros((spec.batch, spec.heads, rows, columns) if needs_blocks else 0)
+    grad_reads, read_sums = None, {}
+    if needs_reads and call.score_tensors is not None:
+        grad_reads = call.score_tensors.new_sums()
+        parts = call.score_tensors.parts_of(grad_reads)
+        read_sums = {i: part.view(-1) for i, part in enumerate(parts) if part is not None}
 
     for problem in problems(call):
         q_here, grad_o_here = problem.queries_of(q), problem.queries_of(grad_o)
@@ -122,17 +127,20 @@ def backward(
                 problem.to_segments(x[:, part])
                 for x in (q_here, grad_o_here, lse_here, delta_here)
             )
-            scores, derivative = problem.scores(part, q_part, k_here, with_derivative=True)
+            scores, derivative, reads = problem.scores(part, q_part, k_here, True, needs_reads)
             p = scores.sub_(lse_part).exp2_()
             if needs_value:
                 grad_v_here.baddbmm_(_drop(p, keep_mask).mT, grad_o_part)
-            if needs_query or needs_key or needs_bias or needs_blocks:
+            if needs_query or needs_key or needs_bias or needs_blocks or needs_reads:
                 dp = _drop(problem.product("grad", grad_o_part, v_here.mT), keep_mask)
                 ds = dp.sub_(delta_part).mul_(p)
                 if needs_bias and bias is not None:
                     grad_bias.index_add_(0, problem.places(bias, part).flatten(), ds.flatten())
                 if needs_blocks:
                     problem.add_block_sums(grad_blocks, ds, part)
+                for number, place, slope in reads:
+                    found = (ds * slope).sum_to_size(place.shape)
+                    read_sums[number].index_add_(0, place.flatten(), found.flatten())
                 if derivative is not None:
                     ds.mul_(derivative)
                 if needs_query:
@@ -149,6 +157,7 @@ def backward(
         _sequence(grad_v, value).to(value.dtype) if needs_value else None,
         grad_bias.view_as(bias) if needs_bias and bias is not None else None,
         grad_blocks if needs_blocks else None,
+        grad_reads,
     )
 
 

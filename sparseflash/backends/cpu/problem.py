@@ -123,17 +123,24 @@ class Problem:
         return torch.baddbmm(result, a, b, beta=0, alpha=alpha, out=result)
 
     def scores(
-        self, part: slice, query: Tensor, key: Tensor, with_derivative: bool = False
-    ) -> tuple[Tensor, Tensor | float | None]:
-        """(scores, derivative), both (problems * segments, part, width).
+        self,
+        part: slice,
+        query: Tensor,
+        key: Tensor,
+        with_derivative: bool = False,
+        with_reads: bool = False,
+    ) -> tuple[Tensor, Tensor | float | None, list[tuple[int, Tensor, Tensor]]]:
+        """(scores, derivative, reads), the first two (problems * segments, part, width).
 
         scores = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked. The
-        derivative is that of score and softcap, None if it is 1 or not asked for.
+        derivative is that of score and softcap, None if it is 1 or not asked for. For the reads,
+        none if they are not asked for, see score.ReadDerivatives.
         query: those of `part`, for every segment
         """
         cap = self._spec.softcap
         factor = self._spec.scale * (1 / cap if cap else LOG2E)
         scores, derivative = self.product("scores", query, key.mT, factor), None
+        reads = []
         if cap:
             # 1 - tanh^2, but without the cancellation where the cap is reached.
             derivative = scores.cosh().pow_(-2) if with_derivative else None
@@ -141,7 +148,10 @@ class Problem:
         if self._spec.score is not None:
             function = named(self._spec.score)
             read = (*self._pairs(part), *self._score_tensors)
-            changed, of_score = function.of_tensors(scores / LOG2E, *read)
+            capped = scores / LOG2E
+            if with_reads and function.reads is not None:
+                reads = function.reads.torch(capped, *read)
+            changed, of_score = function.of_tensors(capped, *read)
             scores.copy_(changed).mul_(LOG2E)
             derivative = of_score if derivative is None else derivative * of_score
         if self._bias is not None:
@@ -150,7 +160,7 @@ class Problem:
             self._add_tile_mask(scores, self._tile_mask, part)
         if self._padding_mask is not None:
             scores.add_(self._padding_mask)
-        return scores, derivative
+        return scores, derivative, reads
 
     def places(self, bias: Tensor, part: slice) -> Tensor:
         """Where in the flattened bias each pair's is: int64, in the shape of scores."""

@@ -57,7 +57,7 @@ def backward(
     )
     # Each entry of the other gradients is a sum over many queries.
     any_query = reached.any()
-    natural = (reached, touched, touched, any_query, any_query)
+    natural = (reached, touched, touched, any_query, any_query, any_query)
     return tuple(
         None if grad is None else torch.where(where, grad, other)
         for where, grad, other in zip(natural, grads, clean, strict=True)
@@ -83,6 +83,6 @@ def _queries_that_attend(call: Call, keys: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = passes.forward(counting, query, key, value)
     reached = out > 0
     saved = (query, key, value, torch.zeros_like(out), lse)
-    needs = (False, False, True, False, False)
+    needs = (False, False, True, False, False, False)
     touched = passes.backward(counting, reached.float(), None, saved, needs)[2]
     return reached, touched > 0

@@ -58,7 +58,7 @@ def backward(
     tensors = (query, grad_out, key, value, lse_delta)
     if all(needs[:3]) and uses_fused_backward(table, spec):
         _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
-        return *_fused(call, *tensors), None, None
+        return *_fused(call, *tensors), None, None, None
     # dQ first: its kernel writes the LSE and delta that the kernel of dK and dV reads.
     if needs_query:
         grad_query = _dq(call, out, lse, grad_lse, *tensors)
@@ -73,7 +73,7 @@ def backward(
         if needs_value:
             _, grad_value = _dkdv(call, *tensors, with_key=False)
     grad_key, grad_value = (grad_key if needs_key else None, grad_value if needs_value else None)
-    return grad_query, grad_key, grad_value, None, None
+    return grad_query, grad_key, grad_value, None, None, None
 
 
 def empty_lse_delta(query: Tensor, block: int) -> Tensor:

@@ -383,6 +383,7 @@ def kernel_variant(
     precision: str,
     tma: bool,
     packed_rows: int,
+    adds_reads: bool,
 ) -> KernelVariant:
     """The configuration of one pass, with the compile-time constants that follow from it.
 
@@ -398,6 +399,7 @@ def kernel_variant(
         precision: Of float32 products.
         tma: Whether TMA can read the tensors that the loop reads.
         packed_rows: Rows that a tile of "decode" should hold: see choose.
+        adds_reads: Whether "ds_sums" adds up the gradients of score tensors.
 
     Raises:
         ValueError: No configuration fits the device.
@@ -438,4 +440,7 @@ def kernel_variant(
         "maxnreg": config.registers,
         "enable_fp_fusion": True,
     }
+    if pass_name == "ds_sums":
+        reads = named(score).reads if score is not None and adds_reads else None
+        constants["ADD_READS"] = None if reads is None else reads.triton
     return KernelVariant(config, constants)

@@ -108,7 +108,7 @@ def _prepare(
     chosen = kernel_variant(
         *(pass_name, spec.device, spec.dtype, spec.head_dim, spec.value_dim, block_size),
         *(spec.dropout_p > 0, spec.softcap is not None, spec.score, spec.bias, spec.precision),
-        *(describable, packed_rows),
+        *(describable, packed_rows, spec.differentiates_score_tensors),
     )
     config = chosen.config
     constants: dict[str, Any] = {"GROUP": group}
@@ -163,7 +163,7 @@ def launch_pass(
     prepared: PreparedPass,
     kernel: Any,
     tensors: dict[str, Tensor],
-    others: tuple[Tensor | int | None, ...],
+    others: tuple[Tensor | float | None, ...],
     grid: tuple[int, int, int] | None = None,
 ) -> None:
     """Launches the kernel of a pass.

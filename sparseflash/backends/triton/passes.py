@@ -5,8 +5,9 @@
     dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
 
 The backward pass is a kernel over query rows (dQ) and one over key rows (dK and dV); both compute
-P anew, tile by tile, and so does a third where a bias or the blocks of a DynamicMask want a
-gradient. None adds to memory that another program writes, so the same inputs give the same bits.
+P anew, tile by tile, and so does a third where a bias, the blocks of a DynamicMask or score
+tensors want a gradient. None adds floats to memory that another program writes, so the same inputs
+give the same bits: sums of score tensors are in fixed point, unless deterministic is False.
 """
 
 import torch
@@ -47,8 +48,9 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
-    needs_query, needs_key, needs_value, needs_bias, needs_blocks = needs
-    grad_query = grad_key = grad_value = grad_bias = grad_blocks = None
+    needs_query, needs_key, needs_value, *needs_sums = needs
+    grad_query = grad_key = grad_value = None
+    sums: tuple[Tensor | None, ...] = (None, None, None)
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
     lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
@@ -67,11 +69,10 @@ def backward(
         tensors = {**inputs, "grad_out": grad_out, **outputs}
         prepared = prepare_pass(call.plan, "dkdv", tensors)
         launch_pass(call, prepared, key_value_gradient_kernel, tensors, (lse_delta,))
-    if needs_bias or needs_blocks:
-        tensors = {**inputs, "grad_out": grad_out}
-        grad_bias, grad_blocks = _ds_sums(call, tensors, lse_delta, needs_bias, needs_blocks)
+    if any(needs_sums):
+        sums = _ds_sums(call, {**inputs, "grad_out": grad_out}, lse_delta, *needs_sums)
     grad_key, grad_value = (grad_key if needs_key else None, grad_value if needs_value else None)
-    return grad_query, grad_key, grad_value, grad_bias, grad_blocks
+    return grad_query, grad_key, grad_value, *sums
 
 
 def _launch_lse_delta(call: Call, out: Tensor, grad_out: Tensor, lse_arguments: tuple) -> None:
@@ -99,8 +100,9 @@ def _ds_sums(
     lse_delta: Tensor,
     needs_bias: bool,
     needs_blocks: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of bias and blocks, each None where it is not needed."""
+    needs_reads: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of bias, blocks and score tensors, each None where it is not needed."""
     spec, table = call.spec, call.table
     prepared = prepare_pass(call.plan, "ds_sums", tensors)
     tiles = {"p": prepared.tiles_per_row, "r": table.block_size[1] // prepared.config.bn}
@@ -112,11 +114,28 @@ def _ds_sums(
         by_distance = lse_delta.new_zeros(spec.heads, programs, spec.q_len + spec.k_len - 1)
     if needs_blocks:
         by_tile = lse_delta.new_zeros(spec.batch, spec.heads, row_tiles, key_tiles)
-    others = (lse_delta, by_distance, by_tile, spec.batch)
-    launch_pass(call, prepared, ds_sums_kernel, tensors, others, (programs, spec.heads, 1))
+
+    def launch_sums(by_distance: Tensor | None, by_tile: Tensor | None, *reads: Tensor | None):
+        others = (lse_delta, by_distance, by_tile, *reads, steps, spec.batch)
+        launch_pass(call, prepared, ds_sums_kernel, tensors, others, (programs, spec.heads, 1))
+
+    steps, any_order, largest, fixed = 0.0, None, None, None
+    if needs_reads and call.score_tensors is not None:
+        any_order = call.score_tensors.new_sums()
+        if spec.deterministic:
+            largest = torch.zeros_like(any_order, dtype=torch.int32)
+            any_order, fixed = None, torch.zeros_like(any_order, dtype=torch.int64)
+            # So many of the largest summand fit into 63 bits.
+            pairs = spec.batch * spec.heads * spec.q_len * spec.k_len
+            steps = 2.0 ** (62 - pairs.bit_length())
+            launch_sums(None, None, None, largest, None)
+    launch_sums(by_distance, by_tile, any_order, largest, fixed)
     grad_bias = grad_blocks = None
     if by_distance is not None and call.bias is not None:
         grad_bias = by_distance.sum(1).sum_to_size(call.bias.shape)
     if by_tile is not None:
         grad_blocks = reduce(by_tile, "b h (i p) (j r) -> b h i j", "sum", **tiles)
-    return grad_bias, grad_blocks
+    if largest is not None and fixed is not None:
+        unit = largest.view(torch.float32).double() / steps
+        any_order = (fixed * unit).float()
+    return grad_bias, grad_blocks, any_order

@@ -6,15 +6,19 @@ the same ones serve a tile.
 
 import linecache
 import math
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import fx
+
+from sparseflash.backends.triton_common.read_sums import add_read
+
+Declared = tuple[tuple[type, int], ...]
 
 ARGUMENTS = ("score", "batch", "head", "query", "key")
 TENSORS = ("floats", "integers", "layout")
@@ -81,54 +85,78 @@ class UntranslatableError(ValueError):
     """A function has an operation that is not translated; the message names it."""
 
 
-def triton_function(
-    name: str,
-    graph: fx.Graph,
-    constants: Callable[[str], Any],
-    tensors: tuple[tuple[type, int], ...] = (),
-) -> Any:
+def triton_function(name: str, traced: fx.GraphModule, tensors: Declared = ()) -> Any:
     """The jit function of a traced function, (score, batch, head, query, key) -> (f, derivative).
 
     With score tensors its last arguments are the pointers of score_mods.ScorePointers.
 
     Args:
         name: Of the score function.
-        graph: Of operations of aten on single numbers.
-        constants: The value of an attribute of the graph.
+        traced: Operations of aten on single numbers.
         tensors: Those of the ScoreFunction.
 
     Raises:
         UntranslatableError: The graph has an operation or a constant that is not translated.
     """
-    source = triton_source(graph, constants, tensors)
-    filename = f"<score function {name}>"
-    # Triton reads the source of a function; nothing else keeps that of one made of a text.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    space = {
-        "__name__": f"sparseflash.score.{name}",
-        **{"tl": tl, "sign": sign, "tanh": tanh},
-        **{"remainder": remainder, "floor_divide": floor_divide, "nearest": nearest},
-    }
-    exec(compile(source, filename, "exec"), space)
-    return triton.jit(space["score_function"])
+    return _jit(name, "score_function", triton_source(traced, tensors))
 
 
-def triton_source(
-    graph: fx.Graph,
-    constants: Callable[[str], Any],
-    tensors: tuple[tuple[type, int], ...] = (),
-) -> str:
+def triton_adder(
+    name: str, traced: fx.GraphModule, numbers: Sequence[int], tensors: Declared
+) -> Any:
+    """The jit function that adds what a tile has for the gradients of score tensors.
+
+    (score, batch, head, query, key, *ScorePointers, dS, ReadSums) -> None
+
+    Args:
+        name: Of the score function.
+        traced: Of each read df / dentry and its indices: operations of aten on single numbers.
+        numbers: Of which tensor each read is.
+        tensors: Those of the ScoreFunction.
+
+    Raises:
+        UntranslatableError: The graph has an operation or a constant that is not translated.
+    """
+    lines, names, _, results = _translated(traced, tensors)
+    begins, values = _begins(tensors), iter(results)
+    for number in numbers:
+        slope = names[next(values)]
+        indices = [names[index] for index in islice(values, tensors[number][1])]
+        lines.append(f"add_read(sums, {_place(begins[number], indices)}, ds * ({slope}))")
+    arguments = (*ARGUMENTS, *TENSORS, "ds", "sums")
+    return _jit(name, "add_reads", _definition("add_reads", arguments, [*lines, "return"]))
+
+
+def triton_source(traced: fx.GraphModule, tensors: Declared = ()) -> str:
     """The definition of the function, one line an operation."""
-    lines, names, of_score = [], {}, set()
-    begins = accumulate([1 + dims for _, dims in tensors], initial=0)
+    lines, names, of_score, (function, derivative) = _translated(traced, tensors)
+    tile = "" if function in of_score else " + score * 0.0"
+    lines.append(f"return {names[function]}{tile}, {names[derivative]}")
+    arguments = (*ARGUMENTS, *(TENSORS if tensors else ()))
+    return _definition("score_function", arguments, lines)
+
+
+class _Translated(NamedTuple):
+    """lines: of the function; names: of each node in them; of_score: nodes that depend on the
+    score, so that they are tiles; results: nodes that the function returns
+    """
+
+    lines: list[str]
+    names: dict[fx.Node, Any]
+    of_score: set[fx.Node]
+    results: Any
+
+
+def _translated(traced: fx.GraphModule, tensors: Declared) -> _Translated:
+    lines, names, of_score, results = [], {}, set(), ()
     kinds = ["floats" if kind is float else "integers" for kind, _ in tensors]
-    placeholders = iter([*ARGUMENTS, *zip(kinds, begins, strict=False)])
-    for node in graph.nodes:
+    placeholders = iter([*ARGUMENTS, *zip(kinds, _begins(tensors), strict=True)])
+    for node in traced.graph.nodes:
         if node.op == "placeholder":
             names[node] = next(placeholders)
             of_score |= {node} if names[node] == "score" else set()
         elif node.op == "get_attr":
-            names[node] = _constant(constants(node.target), node.target)
+            names[node] = _constant(getattr(traced, node.target), node.target)
         elif node.op == "call_function" and getattr(node.target, "__name__", "") == READ:
             names[node] = f"v{len(lines)}"
             lines.append(f"{names[node]} = {_read(node, names)}")
@@ -139,24 +167,49 @@ def triton_source(
             lines.append(f"{names[node]} = {_expression(node, names)}")
             of_score |= {node} if of_score.intersection(node.all_input_nodes) else set()
         elif node.op == "output":
-            function, derivative = node.args[0]
-            tile = "" if function in of_score else " + score * 0.0"
-            lines.append(f"return {names[function]}{tile}, {names[derivative]}")
+            results = node.args[0]
+    return _Translated(lines, names, of_score, results)
+
+
+def _definition(function: str, arguments: Iterable[str], lines: list[str]) -> str:
     body = "".join(f"    {line}\n" for line in lines)
-    arguments = [*ARGUMENTS, *(TENSORS if tensors else ())]
-    return f"def score_function({', '.join(arguments)}):\n{body}"
+    return f"def {function}({', '.join(arguments)}):\n{body}"
+
+
+def _jit(name: str, function: str, source: str) -> Any:
+    """The jit function that a text defines."""
+    filename = f"<{function} of {name}>"
+    # Triton reads the source of a function; nothing else keeps that of one made of a text.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    space = {
+        "__name__": f"sparseflash.score.{name}",
+        **{"tl": tl, "sign": sign, "tanh": tanh, "add_read": add_read},
+        **{"remainder": remainder, "floor_divide": floor_divide, "nearest": nearest},
+    }
+    exec(compile(source, filename, "exec"), space)
+    return triton.jit(space[function])
+
+
+def _begins(tensors: Declared) -> list[int]:
+    """Where the numbers of each tensor begin in the layout."""
+    return [*accumulate((1 + dims for _, dims in tensors), initial=0)][:-1]
 
 
 def _read(node: fx.Node, names: dict[fx.Node, Any]) -> str:
-    """An entry of a score tensor, whose sizes follow its place in the layout."""
+    """An entry of a score tensor."""
     arguments: Any = node.args
     stand_in, indices = arguments
     pointer, begin = names[stand_in]
+    return f"tl.load({pointer} + {_place(begin, [names[index] for index in indices])})"
+
+
+def _place(begin: int, indices: Iterable[str]) -> str:
+    """Where an entry is among all of its kind; sizes follow where a tensor begins."""
     place = "0"
     for size, index in enumerate(indices, begin + 1):
-        entry = f"nearest({names[index]}, layout + {size})"
+        entry = f"nearest({index}, layout + {size})"
         place = entry if place == "0" else f"({place}) * tl.load(layout + {size}) + {entry}"
-    return f"tl.load({pointer} + (tl.load(layout + {begin}) + {place}))"
+    return f"(tl.load(layout + {begin}) + {place})"
 
 
 def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -172,9 +172,9 @@ def test_computes_only_what_is_needed():
     def grads(*needs):
         return cpu.backward(call, grad_out, None, saved, needs)
 
-    everything = grads(True, True, True, False, False)
+    everything = grads(True, True, True, False, False, False)
     for i in range(3):
-        needs = [j == i for j in range(5)]
+        needs = [j == i for j in range(6)]
         found = grads(*needs)
         assert [g is not None for g in found] == needs
         assert torch.equal(found[i], everything[i])

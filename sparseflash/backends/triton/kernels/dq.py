@@ -113,7 +113,7 @@ def add_query_gradient(
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
-        ds, derivative, k = score_gradients(
+        ds, derivative, k, _ = score_gradients(
             q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
             keys, values, mods, dropout, shape, of_values, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
@@ -133,7 +133,7 @@ def score_gradients(
     keys, values, mods, dropout, shape, of_values,
     PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dS before soft cap and score function, their derivative, K) of one tile."""
+    """(dS before soft cap and score function, their derivative, K, Q K^T) of one tile."""
     MASKED: tl.constexpr = PARTIAL or CLIPPED
     k = tensors.stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
@@ -153,4 +153,4 @@ def score_gradients(
     if dropout.DROPOUT:
         keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, False)
         dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
-    return p * (dp - delta[:, None]), derivative, k
+    return p * (dp - delta[:, None]), derivative, k, products

@@ -1,13 +1,17 @@
-"""dS summed over each distance, the gradient of a bias, and over each tile, that of the blocks.
+"""Sums of dS: over each distance, the gradient of a bias; over each tile, that of the blocks; and
+over the pairs that read each entry of a score tensor, the gradient of the tensor.
 
 A program takes every n-th tile of BM query rows of a head, one after another, and loops over the
 key blocks of their row. A step computes dS (BM, BN) as the kernel of dQ does and adds
 
     its sum to by_tile (batch, heads, query tiles, key tiles), if blocks want a gradient;
-    its diagonals to by_distance (heads, programs, q_len + k_len - 1), if a bias wants one.
+    its diagonals to by_distance (heads, programs, q_len + k_len - 1), if a bias wants one;
+    dS times the derivative of the score function by what it reads to sums of each entry, if score
+        tensors want one.
 
 The sums over distances of a program are its own, so their order is always the same; the host adds
-up those of all programs of a head.
+up those of all programs of a head. Those of entries of score tensors are shared by all programs:
+see triton_common.read_sums.
 """
 
 import triton
@@ -18,6 +22,8 @@ from sparseflash.backends.triton.kernels.dq import score_gradients
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
 from sparseflash.backends.triton.kernels.signature import unspecialized
 from sparseflash.backends.triton_common import score_mods
+from sparseflash.backends.triton_common.constants import LN2
+from sparseflash.backends.triton_common.read_sums import ReadSums
 
 
 @triton.jit(**unspecialized("query", "key", "value", "grad_out"))
@@ -27,14 +33,14 @@ def ds_sums_kernel(
     value, value_batch, value_head, value_token, value_dim,
     grad_out, grad_out_batch, grad_out_head, grad_out_token, grad_out_dim,
     key_descriptor, value_descriptor,
-    lse_delta, by_distance, by_tile, batches,
+    lse_delta, by_distance, by_tile, read_any_order, read_largest, read_fixed, read_steps, batches,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, bias, bias_head, score_floats, score_integers, score_layout,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ADD_READS: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
     ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -97,18 +103,19 @@ def ds_sums_kernel(
                                      score_mods.ScorePointers(score_floats, score_integers,
                                                               score_layout),
                                      SOFTCAP, SCORE),
+                ReadSums(read_any_order, read_largest, read_fixed, read_steps),
                 scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
-                shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION,
-                MASK_STAGES,
+                shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), ADD_READS,
+                PRECISION, MASK_STAGES,
             )  # fmt: skip
 
 
 @triton.jit
 def add_ds_sums(
     distances, tile_sums, q, do, lse_log2, delta, query_start, table, block_list, limit,
-    keys, values, mods, dropout, shape, of_values,
-    PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
-    MASK_STAGES: tl.constexpr,
+    keys, values, mods, read_sums, dropout, shape, of_values,
+    PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, ADD_READS: tl.constexpr,
+    PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds dS of the blocks of a list; PARTIAL and CLIPPED as in forward.attend."""
     tokens = query_start + tl.arange(0, shape.BM)
@@ -118,7 +125,7 @@ def add_ds_sums(
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
-        ds, _, _ = score_gradients(
+        ds, _, _, products = score_gradients(
             q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
             keys, values, mods, dropout, shape, of_values, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
@@ -126,6 +133,17 @@ def add_ds_sums(
             tl.store(tile_sums + key_start // shape.BN, tl.sum(ds))
         if distances is not None:
             add_by_distance(distances, ds, query_start, key_start, mods, shape)
+        if ADD_READS is not None:
+            s = products * (mods.scale_log2 * LN2)
+            if mods.SOFTCAP:
+                capped, _ = score_mods.tanh(s / mods.softcap)
+                s = capped * mods.softcap
+            key_tokens = key_start + tl.arange(0, shape.BN)
+            pointers = mods.pointers
+            ADD_READS(
+                s, mods.batch, mods.head, tokens[:, None], key_tokens[None, :],
+                pointers.floats, pointers.integers, pointers.layout, ds, read_sums,
+            )  # fmt: skip
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
         if PARTIAL:

@@ -187,5 +187,5 @@ def written_lse_delta(padded_len, needs_query, *call_and_gradients):
     """LSE and delta of a backward pass that is to make dQ, or nothing."""
     lse_delta = torch.full((2 * 2 * 2, padded_len), torch.nan)
     with patch(f"{hopper.__name__}.backward_pass.empty_lse_delta", return_value=lse_delta):
-        hopper.backward(*call_and_gradients, (needs_query, False, False, False, False))
+        hopper.backward(*call_and_gradients, (needs_query, False, False, False, False, False))
     return lse_delta

@@ -1,0 +1,51 @@
+"""Sums over pairs for each entry of score tensors, to which many programs add.
+
+Floats are added in any order, so the last bits of their sums differ from run to run. Sums of
+integers do not: in fixed point, with a scale of its own for each entry, they are the same bits
+in every run. The scale is that of the largest summand, which a pass before has to find.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class ReadSums(NamedTuple):
+    """Where sums go, one for each entry of all score tensors that are float.
+
+    any_order: float32 sums; None where they are to be the same bits in every run
+    largest: int32, the bits of the largest magnitude among the summands: as integers they are in
+        the order of magnitudes, and NaN is above all
+    fixed: int64 sums in units of largest / steps; None while `largest` is looked for
+    """
+
+    any_order: tl.tensor
+    largest: tl.tensor
+    fixed: tl.tensor
+    steps: tl.tensor
+
+
+@triton.jit
+def add_read(sums, place, values):
+    """Adds values (BM, BN) to the sums at `place`, which broadcasts to them.
+
+    What is read at one place by a whole row, column or tile is summed up first.
+    """
+    if len(place.shape) == 0:
+        values = tl.sum(tl.sum(values, 1), 0)
+    else:
+        if place.shape[0] == 1:
+            values = tl.sum(values, 0, keep_dims=True)
+        if place.shape[1] == 1:
+            values = tl.sum(values, 1, keep_dims=True)
+    some = values != 0.0
+    if sums.any_order is not None:
+        tl.atomic_add(sums.any_order + place, values, mask=some, sem="relaxed")
+    elif sums.fixed is None:
+        bits = tl.abs(values).to(tl.int32, bitcast=True)
+        tl.atomic_max(sums.largest + place, bits, mask=some, sem="relaxed")
+    else:
+        largest = tl.load(sums.largest + place, mask=some, other=1).to(tl.float32, bitcast=True)
+        units = tl.floor(values / largest * sums.steps + 0.5).to(tl.int64)
+        tl.atomic_add(sums.fixed + place, units, mask=some, sem="relaxed")
