@@ -23,9 +23,7 @@ def _known_patterns() -> str:
 
 
 def _builtin_calls(file: Path) -> Iterator[str]:
-    """The functions of a file that are built-in patterns; it is read, for to import it needs
-    torch.
-    """
+    """The built-in patterns that a file defines: parsed, since to import it would import torch."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef) and any(map(_is_builtin, node.decorator_list)):
             for argument in (*node.args.args, *node.args.kwonlyargs):
@@ -77,7 +75,7 @@ def draw(
 
 
 def _file_name(pattern: str) -> Path:
-    """A name of its own for every text: a digest tells apart what letters and digits do not."""
+    """A file name for each pattern: a digest distinguishes texts with equal letters and digits."""
     name = re.sub(r"\W+", "_", pattern).strip("_")[:60]
     digest = hashlib.sha256(pattern.encode()).hexdigest()[:6]
     return Path(f"{name}.png" if name == pattern else f"{name}-{digest}.png")

@@ -108,8 +108,8 @@ def _literal(node: ast.expr):
 def call_builtin(maker: str, /, *args: Any, **kwargs: Any) -> Pattern:
     """The built-in pattern `maker` with arguments that were read from a text or a file.
 
-    Such arguments are data: one that names a Python file would run it in the process of whoever
-    reads the text, so it is refused. Raises ValueError for that, and for an unknown maker.
+    Such arguments are data. One that names a Python file would run code in the process that reads
+    it, so it is refused. Raises ValueError for that, and for an unknown maker.
     """
     makers = _makers()
     if maker not in makers:

@@ -52,7 +52,7 @@ class Pattern(Handled):
         Args:
             seq_len: Tokens, an int or (q_len, k_len).
             block_size: Tokens, an int or (bq, bk); by default the pattern's own.
-            device: Where the mask is made and lives; the CPU by default.
+            device: On which the mask is made; the CPU by default.
 
         Raises:
             TypeError: A length or a side is no integer.

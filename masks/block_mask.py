@@ -211,10 +211,10 @@ class BlockMask(OnGrid, Handled):
         return BlockMask(slicing.slice_queries(self.block_set, begin, end))
 
     def take_blocks(self, rows: Tensor, columns: Tensor) -> "BlockMask":
-        """The mask of some block rows and block columns, put together in their order.
+        """The mask of some block rows and block columns, in their order.
 
-        What one rank of several needs that share a sequence. The cost is in proportion to the
-        runs and partial blocks of the mask.
+        The part of one rank in context parallelism. The cost is in proportion to the runs and
+        partial blocks of the mask.
 
         Args:
             rows: int64 (n,), numbers of block rows, ascending, on the mask's device.

@@ -22,7 +22,7 @@ from masks._core.intervals import (
 )
 from masks.block_mask import BlockMask
 
-BLOCKS_AT_ONCE = 1 << 22  # blocks of rows that are looked at together
+BLOCKS_AT_ONCE = 1 << 22  # blocks of whole rows that are processed at a time
 # More blocks than this share of a row: marking them in a row of bools takes less than a sort.
 DENSE_SHARE = 1 / 32
 BYTES_OF_PARTIAL = 40  # that a partial block takes while its mask is assembled
@@ -138,22 +138,22 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
     blocks = int(row_any.sum()) * grid.nk + grid.nq * int(column_any.sum())
     check_memory("global_tokens", nbytes + BYTES_OF_PARTIAL * blocks)
 
-    # Rows with a token meet every column, the others those with a token: filled in row by row, as
-    # a sort of all blocks would cost more than everything else.
+    # A row of blocks with a chosen query lists every column, any other the columns with a chosen
+    # key. Lists are written row by row: to sort all blocks would cost more than everything else.
     every, some = (~column_all).nonzero().flatten(), (column_any & ~column_all).nonzero().flatten()
 
     def candidates(row: Tensor) -> tuple[Tensor, Tensor]:
-        """Their flat indices and tiles in ascending rows, none of them full."""
+        """(flat index, tile) of the blocks of ascending rows that are not full."""
         meets_all = row_any[row]
         count = torch.where(meets_all, len(every), len(some))
         begin = count.cumsum(0) - count
         flat = torch.empty(int(count.sum()), dtype=torch.int64, device=grid.device)
         tile = torch.empty_like(flat)
         for column, inside in ((every, meets_all), (some, ~meets_all)):
-            place = begin[inside, None] + torch.arange(len(column), device=grid.device)
+            slot = begin[inside, None] + torch.arange(len(column), device=grid.device)
             own = row[inside, None]
-            flat[place] = own * grid.row_stride + column
-            tile[place] = row_kind[own] * len(column_bits) + column_kind[column]
+            flat[slot] = own * grid.row_stride + column
+            tile[slot] = row_kind[own] * len(column_bits) + column_kind[column]
         return flat, tile
 
     parts = (~row_all).nonzero().flatten().split(max(1, PART // grid.nk))
@@ -239,9 +239,9 @@ def on_square_blocks(grid: Grid, build: Callable[[Grid], BlockMask]) -> BlockMas
     return mask if grid.bq == grid.bk else mask.reblock(grid.block_size)
 
 
-def place(grid: Grid, parts: Sequence[tuple[BlockMask, int, int]]) -> BlockMask:
+def paste(grid: Grid, parts: Sequence[tuple[BlockMask, int, int]]) -> BlockMask:
     """The mask that holds every mask of `parts`, (mask, query, key), from that query and key on.
 
     Masks of one head, in blocks of the grid's size, that share no pair; nothing else attends.
     """
-    return BlockMask(slicing.place(grid, [(mask.block_set, q, k) for mask, q, k in parts]))
+    return BlockMask(slicing.paste(grid, [(mask.block_set, q, k) for mask, q, k in parts]))

@@ -270,7 +270,7 @@ def _overview(mask: BlockMask, reach):
 def _draw_rows(axes, mask: BlockMask) -> None:
     per_row = mask.blocks_per_row().double().mean(0).cpu()
     edges = torch.arange(len(per_row) + 1) * mask.block_size[0]
-    # With edges of its own a bar that is thinner than a pixel is seen.
+    # An edge line keeps a bar visible that is thinner than a pixel.
     steps = per_row.numpy(), edges.clamp(max=mask.seq_len[0]).numpy()
     axes.stairs(*steps, fill=True, facecolor=BLUE, edgecolor=BLUE, linewidth=1)
     label = "non-zero blocks of the row"

@@ -157,7 +157,7 @@ def _unreachable_keys(context: _Context) -> Iterator[Finding]:
                 (),
                 f"{int(unseen.sum()):,} of {len(unseen):,} keys are attended by no query of any "
                 f"head: {_tokens(unseen)}",
-                "what these tokens hold is not read in this layer, and their K and V are in vain",
+                "no query reads these tokens in this layer: their K and V are not needed",
                 "unite it with global_tokens or a window, or drop these tokens from the keys",
             )
 

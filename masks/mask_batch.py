@@ -21,7 +21,7 @@ class MaskBatch(OnGrid, Handled):
     """A mask for each batch element, each of one head or of as many as the others.
 
     Immutable. One lookup table holds all of them, and equal masks once. `==` compares all pairs.
-    masks.save takes `stacked`, of which and `num_batches` the batch can be made again.
+    To save a batch, save `stacked`: MaskBatch(stacked, num_batches) is equal to it.
 
     Attributes:
         stacked: The masks of all heads of the first batch element, then those of the next one.

@@ -55,8 +55,8 @@ def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
         (length - torch.arange(0, length, side, device=g.device)).clamp(max=side)
         for length, side in ((g.q_len, g.bq), (g.k_len, g.bk))
     )
-    # Of each row of cells the queries of the full blocks in every column, out of those that come
-    # and go where a run begins and ends.
+    # Queries in full blocks for each row of cells and each column: the cumulative sum of what runs
+    # add where they begin and subtract where they end.
     change = torch.zeros(-(-g.nq // step_q), g.nk + 1, dtype=torch.int64, device=g.device)
     _, row, begin, end = g.locate_runs(blocks.full)
     for column, sign in ((begin, 1), (end, -1)):
@@ -69,7 +69,7 @@ def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
 
 
 def _sums(numbers: Tensor, step: int) -> Tensor:
-    """Of every `step` numbers of the last dimension, and of the rest."""
+    """Sums over every `step` numbers of the last dimension; the last sum may have fewer."""
     missing = -numbers.shape[-1] % step
     return torch.nn.functional.pad(numbers, (0, missing)).unflatten(-1, (-1, step)).sum(-1)
 

@@ -1,4 +1,4 @@
-"""How functions of tokens or of blocks become block masks: every pair is asked for."""
+"""Block masks from functions of tokens or of blocks, evaluated at every pair."""
 
 import functools
 import time
@@ -26,9 +26,9 @@ SECONDS_UNTIL_BAR = 2.0
 def from_predicate(
     grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
 ) -> BlockMask:
-    """attends(q, k) on int64 token indices that broadcast, (n, 1) and (1, k_len).
+    """The mask of attends(q, k), a function of int64 token indices (n, 1) and (1, k_len).
 
-    Read strip by strip, on all cores of a CPU, with a progress bar when it takes long.
+    Evaluated strip by strip, on all cores of a CPU, with a progress bar when it takes long.
     """
     with _modes_of_masks(grid.device):
         return _from_pairs(grid, name, attends)
@@ -61,7 +61,7 @@ def _from_pairs(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tenso
 def from_block_predicate(
     grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]
 ) -> BlockMask:
-    """attends(i, j) on int64 block indices that broadcast, (nq, 1) and (1, nk)."""
+    """The mask of attends(i, j), a function of int64 block indices (n, 1) and (1, nk)."""
     parts = []
     with _modes_of_masks(grid.device):
         j = torch.arange(grid.nk, device=grid.device)[None]
@@ -74,8 +74,10 @@ def from_block_predicate(
 
 @contextmanager
 def _modes_of_masks(device: torch.device) -> Iterator[None]:
-    """The modes of torch in which functions are called: those that a new thread has, so that a
-    mask is the same whichever thread makes it; and no gradients, which no mask has.
+    """The modes of torch in which functions are called: no autocast, no gradients.
+
+    A new thread begins without autocast and inference mode, so a mask is the same whichever thread
+    evaluates it.
     """
     no_autocast = torch.autocast(device.type, enabled=False)
     with torch.inference_mode(False), torch.no_grad(), no_autocast:
@@ -83,7 +85,7 @@ def _modes_of_masks(device: torch.device) -> Iterator[None]:
 
 
 def _in_threads(read: Callable, strips: list) -> Iterator:
-    """map, with a thread for each core; torch's own threads rest meanwhile."""
+    """map with a thread for each core, in each of which torch uses no other threads."""
     threads = torch.get_num_threads()
 
     def start() -> None:

@@ -24,10 +24,11 @@ class Cache(dict):
 
 
 class Handled:
-    """An immutable dataclass with a `handle`: a text that finds the object while it lives.
+    """An immutable dataclass with a `handle`, a string by which `find` returns the object.
 
-    Compiled graphs hold tensors, numbers and text, so they refer to a mask by its handle. A handle
-    means nothing to another process. Copies are the object itself; pickles hold the fields alone.
+    Compiled graphs hold tensors, numbers and strings, so they refer to a mask by its handle. A
+    handle is valid in its own process, as long as the object exists. Copies are the object itself;
+    pickles hold the fields alone.
     """
 
     handle: str

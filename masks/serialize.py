@@ -220,7 +220,7 @@ def _checks(
 
 
 def _alike(*columns: Tensor) -> bool:
-    """Whether these are lists of as many int64."""
+    """Whether these are one-dimensional int64 tensors of one length."""
     return all(c.dtype == torch.int64 and c.shape == (c.numel(),) for c in columns) and (
         len({c.shape for c in columns}) == 1
     )

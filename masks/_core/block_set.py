@@ -9,7 +9,7 @@ A mask of 3 x 4 blocks, F full, P partial, . empty:
 
 The form is canonical. A block is full when all of its pairs inside the sequence attend, whether or
 not the sequence clips it. An empty block is not stored. Bits outside the sequence are 0, and bit
-tiles are distinct. `assemble` is the one place that establishes this.
+tiles are distinct. `assemble` alone establishes this.
 """
 
 from collections.abc import Callable, Sequence

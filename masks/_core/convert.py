@@ -18,7 +18,7 @@ from masks._core.intervals import empty, from_bool_matrix, from_points
 if TYPE_CHECKING:
     import scipy.sparse
 
-STRIP = 1 << 22  # pairs that are looked at together when a mask is read pair by pair
+STRIP = 1 << 22  # pairs that are read at a time
 
 
 def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockSet:
@@ -108,7 +108,7 @@ def _tensor_of(blocks) -> Tensor:
             f"{type(blocks).__name__} of {array.dtype}"
         )
     if array.dtype.kind in "ui":
-        # torch has few operations on unsigned integers, and tells 0 and 1 apart in any other.
+        # torch has few operations on unsigned integers.
         array = array.astype(np.int64, copy=False)
     return torch.as_tensor(array, device="cpu")
 
@@ -170,7 +170,7 @@ def _strip_blocks(
     short_q, short_k = -strip.shape[0] % grid.bq, -strip.shape[1] % grid.bk
     if short_q or short_k:
         strip = torch.nn.functional.pad(strip, (0, short_k, 0, short_q))
-    # Most blocks are all false or all true, which words of eight bools at a time tell.
+    # Most blocks are all false or all true: eight bools are compared at a time.
     octets = strip.contiguous().view(torch.int64).view(-1, grid.bq, grid.nk, grid.bk // 8)
     full = _fold(torch.bitwise_and, octets) == 0x0101010101010101
     row, column = ((_fold(torch.bitwise_or, octets) != 0) & ~full).nonzero(as_tuple=True)
@@ -210,7 +210,7 @@ def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> BlockSet:
 
 
 def _is_scipy(matrix: object) -> bool:
-    """Whether it is a matrix of scipy.sparse, which whoever has one has imported."""
+    """Whether it is a scipy.sparse matrix; where there is one, scipy.sparse has been imported."""
     sparse = sys.modules.get("scipy.sparse")
     return sparse is not None and sparse.issparse(matrix)
 

@@ -57,7 +57,7 @@ class _Recorder(TorchDispatchMode):
 class ElementwiseFunction:
     """A function of q, int64 (q_len, 1), and k, int64 (1, k_len), recorded by `record`.
 
-    Values are known by the identity of the tensors that were recorded, which the steps keep alive.
+    Values are stored by the id of the recorded tensor, to which the steps hold a reference.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
@@ -79,8 +79,9 @@ class ElementwiseFunction:
     def prepare(self, q: Tensor, k: Tensor) -> bool:
         """Computes for all queries and keys what does not depend on the pair.
 
-        False where a step may be no function of the pair alone: then every pair has to be asked
-        for.
+        Returns:
+            Whether every step is a function of the pair alone. If not, the function itself has to
+            be called for every pair.
         """
         self.q_len, self.k_len = len(q), k.shape[1]
         sample_q, sample_k = map(id, self.sample)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Numbers that are computed on together. Fewer would stay in the caches of a CPU, but threads wait
-# for one another after every operation, which takes long where its cores are busy.
+# Elements of a chunk. Smaller chunks would stay in the caches of a CPU, but threads wait for one
+# another after every operation, which takes long where the cores are busy.
 PART = 1 << 21
 
 
@@ -67,10 +67,10 @@ class Runs(NamedTuple):
 
 
 def in_parts(rule: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """rule(*tensors) of an elementwise rule, part after part on a CPU.
+    """rule(*tensors) of an elementwise rule, chunk by chunk on a CPU.
 
-    Its intermediate results are memory that is used again. Of all numbers at once they are memory
-    that the system has to clear first, which takes several times as long as the arithmetic.
+    Chunks reuse the memory of intermediate results. For all elements at once the system would
+    first zero fresh pages, which takes several times as long as the arithmetic.
     """
     if tensors[0].is_cuda or len(tensors[0]) <= PART:
         return rule(*tensors)

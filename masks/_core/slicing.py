@@ -1,7 +1,7 @@
-"""Parts of a mask and masks at other places: crops, slices of queries, parts of longer masks.
+"""Parts of a mask, and masks as parts of a longer one: crops, slices of queries, documents.
 
 Moving a mask by whole blocks renumbers it. Moved by (dq, dk) tokens that are no whole blocks, a
-block of the result meets up to 2 x 2 blocks of the mask, and its pairs are cut out of theirs.
+block of the result overlaps up to 2 x 2 blocks of the mask, of which it takes its pairs.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def slice_queries(blocks: BlockSet, begin: int, end: int) -> BlockSet:
         return assemble(target, blocks.head_to_mask, full, partial, bit_tiles, tile)
     rows = _assembled_rows(blocks, replace(g, q_len=above + target.q_len), first)
     moved = _move(rows, g.bq - above, 0)
-    return _assembled(target, rows.head_to_mask, [_place(moved, target, [(-1, 0)])])
+    return _assembled(target, rows.head_to_mask, [_paste(moved, target, [(-1, 0)])])
 
 
 def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
@@ -107,7 +107,7 @@ def _new_numbers(numbers: Tensor, count: int) -> Tensor:
     return new
 
 
-def place(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
+def paste(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
     """The mask of the pairs of every part, (blocks, query, key), from that query and key on.
 
     The parts have one head and blocks of the grid's size, and share no pair. Parts that are the
@@ -117,11 +117,11 @@ def place(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
     for blocks, query, key in parts:
         (down, dq), (right, dk) = divmod(query, grid.bq), divmod(key, grid.bk)
         alike.setdefault((id(blocks), dq, dk), (blocks, []))[1].append((down, right))
-    placed = [
-        _place(_move(blocks, dq, dk), grid, corners)
+    pasted = [
+        _paste(_move(blocks, dq, dk), grid, corners)
         for (_, dq, dk), (blocks, corners) in alike.items()
     ]
-    return _assembled(grid, (0,), placed)
+    return _assembled(grid, (0,), pasted)
 
 
 def _assembled_rows(blocks: BlockSet, target: Grid, first: int) -> BlockSet:
@@ -142,7 +142,7 @@ def _rows(blocks: BlockSet, target: Grid, first: int) -> tuple[Runs, Tensor, Ten
 
 
 class _MovedBlocks(NamedTuple):
-    """Blocks that are surely full, other candidates, and their tiles."""
+    """Blocks that are known to be full, and other candidates with their tiles."""
 
     grid: Grid
     num_masks: int
@@ -155,21 +155,22 @@ class _MovedBlocks(NamedTuple):
 def _move(blocks: BlockSet, dq: int, dk: int) -> _MovedBlocks:
     """The mask moved down by dq and right by dk tokens, less than a block each, in a larger grid.
 
-    Block (row, column) of the result meets the blocks (row - 1 | row, column - 1 | column), of
-    which its pairs begin bq - dq rows and bk - dk columns from the first.
+    Block (row, column) of the result overlaps the blocks (row - 1 | row, column - 1 | column). Its
+    pairs begin bq - dq rows and bk - dk columns after the first pair of these.
     """
     g = blocks.grid
     larger = replace(g, q_len=(g.nq + 1) * g.bq, k_len=(g.nk + 1) * g.bk)
-    # A clipped block does not fill its place in a longer sequence.
+    # A clipped full block is partial in a longer sequence.
     unclipped, partial, _ = list_clipped_as_partial(blocks, keys=True, queries=True)
     mask, row, begin, end = g.locate_runs(unclipped)
     runs, points = larger.runs(mask, row, begin, end), g.renumber(partial, larger)
-    # Along a side where blocks stay in line only one block is met.
+    # Along a side that moves by whole blocks only one block is overlapped.
     shifts = [i * larger.row_stride + j for i in range(1 + (dq > 0)) for j in range(1 + (dk > 0))]
     moved = [runs.shift(distance) for distance in shifts]
     full = combine(lambda *inside: torch.stack(inside).all(0), *moved)
-    met = from_points(torch.unique(torch.cat([points + distance for distance in shifts])))
-    some = combine(lambda t, m, f: (t | m) & ~f, union(*moved), met, full).expand()
+    overlapped = from_points(torch.unique(torch.cat([points + distance for distance in shifts])))
+    parts = union(*moved), overlapped, full
+    some = combine(lambda runs, points, f: (runs | points) & ~f, *parts).expand()
 
     mask, row, column = (t[:, None, None] for t in larger.locate(some))
     two = torch.arange(-1, 1, device=g.device)
@@ -180,7 +181,7 @@ def _move(blocks: BlockSet, dq: int, dk: int) -> _MovedBlocks:
     return _MovedBlocks(larger, blocks.num_masks, full, some, tile, pack(pairs))
 
 
-def _place(
+def _paste(
     moved: _MovedBlocks, grid: Grid, corners: Sequence[tuple[int, int]]
 ) -> tuple[Runs, Tensor, Tensor, Tensor]:
     """(full, candidates, tile, bit tiles) with block (0, 0) at each of `corners`, unsorted."""
@@ -198,13 +199,13 @@ def _place(
 
 
 def _assembled(
-    grid: Grid, head_to_mask: tuple[int, ...], placed: list[tuple[Runs, Tensor, Tensor, Tensor]]
+    grid: Grid, head_to_mask: tuple[int, ...], pasted: list[tuple[Runs, Tensor, Tensor, Tensor]]
 ) -> BlockSet:
-    """The canonical set of what was placed; candidates of several parts at one block made one.
+    """The canonical set of pasted parts; candidates of several parts at one block become one.
 
     No two parts have a pair in common, so the words of their tiles add up to those of the union.
     """
-    fulls, flats, tiles, parts = zip(*placed, strict=True)
+    fulls, flats, tiles, parts = zip(*pasted, strict=True)
     first_tile = accumulate((len(part) for part in parts), initial=0)
     bit_tiles = torch.cat(parts)
     tile = torch.cat([t + start for t, start in zip(tiles, first_tile, strict=False)])

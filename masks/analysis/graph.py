@@ -24,7 +24,7 @@ from masks.block_mask import BlockMask
 from masks.builders import check_memory
 from masks.patterns import causal
 
-WORDS_AT_ONCE = 1 << 22  # words of 64 bits that are gathered together
+WORDS_AT_ONCE = 1 << 22  # words of 64 bits that are gathered at a time
 
 
 class Ranges(NamedTuple):

@@ -11,7 +11,7 @@ from masks._parse import optional_pattern
 from masks._pattern import Pattern, builtin
 from masks.arguments import check_integers
 from masks.block_mask import BlockMask
-from masks.builders import from_intervals, from_runs, place
+from masks.builders import from_intervals, from_runs, paste
 
 
 @builtin(pattern=optional_pattern)
@@ -82,12 +82,12 @@ def _own_pattern(
     }
     if not built:
         return from_runs(grid, empty(grid.device))
-    # One object for all documents of a size: place computes it once.
+    # One object for all documents of a size: paste computes it once.
     heads = [
         {size: mask.head(h) for size, mask in built.items()}
         for h in range(next(iter(built.values())).num_heads)
     ]
     corners = [(size, *start) for size, start in zip(sizes, starts, strict=False) if size in built]
     return block_mask.stack(
-        [place(grid, [(head[size], q, k) for size, q, k in corners]) for head in heads]
+        [paste(grid, [(head[size], q, k) for size, q, k in corners]) for head in heads]
     )

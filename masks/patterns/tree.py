@@ -6,7 +6,7 @@ from masks._core.grid import Grid
 from masks._pattern import Pattern, builtin
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
-from masks.builders import from_intervals, place
+from masks.builders import from_intervals, paste
 
 
 @builtin()
@@ -47,6 +47,6 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
         begin = torch.zeros(nodes, dtype=torch.int64, device=grid.device)
         prefix = from_intervals(grid, begin, begin + prefix_len)
         own = BlockMask.from_dense(ancestors.to(grid.device), grid.block_size)
-        return prefix | place(grid, [(own, 0, prefix_len)])
+        return prefix | paste(grid, [(own, 0, prefix_len)])
 
     return Pattern(f"tree({nodes} nodes, prefix_len={prefix_len})", build)
