@@ -32,7 +32,7 @@ def check_integers(name: str, values: Any, least: int = -INT64_MAX) -> list[int]
     values = to_python(values)
     if not isinstance(values, Sequence):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    return [check_integer(name, value, least) for value in values]
+    return [check_integer(f"{name}[{i}]", value, least) for i, value in enumerate(values)]
 
 
 def check_floating(name: str, tensor: Any) -> None:

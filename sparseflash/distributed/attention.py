@@ -100,6 +100,8 @@ def context_parallel_attention(
     """
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
+    if not isinstance(check, bool | None):
+        raise TypeError(f"check must be a bool or None, got {check!r}")
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         shared = (mask, key_lengths, bias, sinks, check, options)
         out, lse = _with_shared_heads(query, key, value, plan, group, *shared)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import masks
 from masks import BlockMask
+from masks._parse import UNREADABLE
 from masks.arguments import check_integer, check_integers
 from masks.mask_batch import check_block_mask
 from masks.registry import Cache
@@ -35,7 +36,7 @@ from sparseflash.distributed.assign import (
     costs,
     heavy_rows,
 )
-from sparseflash.distributed.model import Split, chosen_split
+from sparseflash.distributed.model import CHOICES, Split, chosen_split
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
 
@@ -89,16 +90,15 @@ class ContextPlan:
 
     def shard(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
         """The part of one rank of a tensor that holds the whole sequence along `dim`."""
-        if tensor.shape[dim] != self.seq_len:
-            raise ValueError(
-                f"tensor must have {self.seq_len} tokens in dim {dim}, got {tuple(tensor.shape)}"
-            )
+        _check_tokens("tensor", tensor, dim, self.seq_len, f"{self.seq_len} tokens")
         return tensor.index_select(dim, self.positions(rank).to(tensor.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """The whole of the shards of all ranks, rank after rank; see `gather` for those that each
         rank has one of.
         """
+        if not isinstance(shards, Sequence):
+            raise TypeError(f"shards must be a list of tensors, got {type(shards).__name__}")
         if len(shards) != self.ranks:
             raise ValueError(f"shards must be of {self.ranks} ranks, got {len(shards)}")
         for rank, shard in enumerate(shards):
@@ -110,11 +110,7 @@ class ContextPlan:
     def check_length(self, name: str, tensor: Tensor, rank: int, dim: int) -> None:
         """Raises ValueError where a tensor has not as many tokens as the rank."""
         expected = len(self.positions(rank))
-        if tensor.shape[dim] != expected:
-            raise ValueError(
-                f"{name} must have the {expected} tokens of rank {rank} in dim {dim}, got "
-                f"{tuple(tensor.shape)}"
-            )
+        _check_tokens(name, tensor, dim, expected, f"the {expected} tokens of rank {rank}")
 
     def mask_of(self, rank: int) -> BlockMask:
         """The queries of one rank against all keys: what a DynamicMask of a call selects from."""
@@ -222,8 +218,17 @@ class ContextPlan:
         Args:
             kv_heads, head_dim, dtype, batch: Of keys and values.
             heads: Of queries, which travel where rows are shared; by default kv_heads.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong; the message names it.
         """
-        queries = batch * (kv_heads if heads is None else heads)
+        heads = kv_heads if heads is None else heads
+        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "heads": heads}
+        for name, size in sizes.items():
+            check_integer(name, size, least=1, most=2**31 - 1)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        queries = batch * heads
         return report_of(self, batch, kv_heads, queries, head_dim, dtype)
 
     def save(self, path: str | Path) -> None:
@@ -242,20 +247,17 @@ class ContextPlan:
         """What `save` wrote.
 
         Raises:
-            ValueError: The file holds no plan.
+            ValueError: The file holds no plan, or a damaged one.
+        OSError: There is no such file, or it cannot be read.
         """
         mask = masks.load(path)
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(HEADER)
-            if header is None or not isinstance(mask, BlockMask):
-                raise ValueError(f"file {path} holds no context plan")
-            owner, shared = file.get_tensor("owner"), file.get_tensor("shared")
-            facts = json.loads(header)
-        if facts.get("split") not in ("rows", "keys") or not isinstance(facts.get("ranks"), int):
-            raise ValueError(f"file {path} holds a context plan with a damaged header: {header}")
-        _check_owner(owner.tolist(), Workload(mask).units, facts["ranks"])
-        chosen = (facts["rounds"], facts["split"], facts["groups"])
-        return ContextPlan(mask, facts["ranks"], facts["strategy"], owner, *chosen, shared)
+        try:
+            with safe_open(path, framework="pt") as file:
+                owner, shared = file.get_tensor("owner"), file.get_tensor("shared")
+                facts = json.loads((file.metadata() or {})[HEADER])
+            return _saved_plan(mask, facts, owner, shared)
+        except (SafetensorError, *UNREADABLE) as error:
+            raise ValueError(f"file {path} holds no context plan: {error!r}") from error
 
     def __repr__(self) -> str:
         report = self.report()
@@ -340,16 +342,11 @@ def make_plan(
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.
     """
-    check_block_mask(mask)
-    if mask.grid.q_len != mask.grid.k_len:
-        raise ValueError(f"mask must have as many queries as keys, got {mask.seq_len}")
-    units = -(-mask.grid.q_len // max(mask.block_size))
-    ranks = _ranks(ranks, units)
-    if round_tokens is not None:
-        round_tokens = check_integer("round_tokens", round_tokens, least=mask.grid.bk)
+    _check_mask(mask)
+    ranks = _ranks(ranks, Workload(mask).units)
     if not isinstance(fetch_cost, int | float) or not 0 < fetch_cost < math.inf:
         raise ValueError(f"fetch_cost must be a positive number, got {fetch_cost!r}")
-    _check_split(split, round_tokens)
+    round_tokens = _checked_rounds(round_tokens, split, mask)
     chosen = None if shared_rows is None else _checked_rows(shared_rows, mask.grid.nq)
     named = strategy if isinstance(strategy, str) else tuple(check_integers("strategy", strategy))
     key = (ranks, named, round_tokens, split, chosen, float(fetch_cost))
@@ -395,11 +392,44 @@ def _strategies(
     return {name: each for name, each in STRATEGIES.items() if strategy in (name, "auto")}
 
 
-def _check_split(split: str, round_tokens: int | None) -> None:
+def _saved_plan(mask: Any, facts: Mapping[str, Any], owner: Tensor, shared: Tensor) -> ContextPlan:
+    """The plan of what a file holds. Raises where a part of it is missing or makes no sense."""
+    _check_mask(mask)
+    chosen = facts["split"], check_integer("groups", facts["groups"])
+    if chosen not in CHOICES:
+        raise ValueError(f"split and groups must be one of {CHOICES}, got {chosen}")
+    rounds = _checked_rounds(facts["rounds"], chosen[0], mask)
+    units, numbers = Workload(mask).units, check_integers("owner", owner)
+    ranks = _ranks(facts["ranks"], units)
+    _check_owner(numbers, units, ranks)
+    rows = torch.tensor(_checked_rows(shared, mask.grid.nq), dtype=torch.int64)
+    name = str(facts["strategy"])
+    return ContextPlan(mask, ranks, name, torch.tensor(numbers), rounds, *chosen, rows)
+
+
+def _check_mask(mask: Any) -> None:
+    check_block_mask(mask)
+    if mask.grid.q_len != mask.grid.k_len:
+        raise ValueError(f"mask must have as many queries as keys, got {mask.seq_len}")
+
+
+def _check_tokens(name: str, tensor: Any, dim: Any, count: int, tokens: str) -> None:
+    """Raises where a tensor has not `count` tokens, called `tokens`, along `dim`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    dim = check_integer("dim", dim, least=-tensor.dim(), most=tensor.dim() - 1)
+    if tensor.shape[dim] != count:
+        raise ValueError(f"{name} must have {tokens} in dim {dim}, got {tuple(tensor.shape)}")
+
+
+def _checked_rounds(round_tokens: int | None, split: str, mask: BlockMask) -> int | None:
     if split not in ("auto", "rows", "keys"):
         raise ValueError(f'split must be "auto", "rows" or "keys", got {split!r}')
-    if split == "rows" and round_tokens is not None:
+    if round_tokens is None:
+        return None
+    if split == "rows":
         raise ValueError(f'round_tokens must be None with split "rows", got {round_tokens}')
+    return check_integer("round_tokens", round_tokens, least=mask.grid.bk)
 
 
 def _fastest(
@@ -422,7 +452,7 @@ def _fastest(
 
 
 def _checked_rows(rows: Sequence[int] | Tensor, count: int) -> tuple[int, ...]:
-    numbers = tuple(check_integers("shared_rows", rows)) if len(rows) else ()
+    numbers = tuple(check_integers("shared_rows", rows))
     inside = all(0 <= row < count for row in numbers)
     if not inside or any(later <= row for row, later in pairwise(numbers)):
         raise ValueError(

@@ -118,9 +118,14 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
         group: Of the ranks; by default all processes.
 
     Raises:
-        ValueError: The shard has another length, or the group another size; or the shard requires
-            a gradient, which would be lost.
+        TypeError, ValueError: An argument is wrong, or the shard requires a gradient, which would
+            be lost; the message names it. Ranks on which all is right wait for this one until the
+            time-out of the group.
     """
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
+    if not isinstance(shard, Tensor):
+        raise TypeError(f"shard must be a tensor, got {type(shard).__name__}")
     if shard.requires_grad and torch.is_grad_enabled():
         raise ValueError("shard must not require a gradient: detach it, or gather under no_grad")
     found = resolved(group, plan.ranks)

@@ -15,6 +15,7 @@ import torch
 import masks
 import sparseflash
 from masks import BlockMask, DynamicMask, MaskBatch, interop
+from sparseflash.distributed import gather, make_plan
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
 
 MEMORY = 2 * 2**30  # bytes that a case may take beside what the process has
@@ -192,6 +193,30 @@ MASKS = {
 @pytest.mark.filterwarnings("ignore:Sparse .* beta state")
 def test_masks(fuzz, name, run):
     fuzz(partial(check_call, *MASKS[name], True, ()), run)
+
+
+PLAN = make_plan(MASK, 1)
+SHARD = torch.zeros(2, 40)
+PLANS = {
+    "make_plan": (
+        make_plan,
+        {"mask": MASK, "ranks": 2, "strategy": [0, 1, 1], "round_tokens": 16, "split": "auto"}
+        | {"shared_rows": [1], "fetch_cost": 2.0},
+    ),
+    "report": (
+        PLAN.report,
+        {"kv_heads": 2, "head_dim": 8, "dtype": torch.float32, "batch": 3, "heads": 4},
+    ),
+    "shard": (PLAN.shard, {"tensor": SHARD, "rank": 0, "dim": 1}),
+    "unshard": (PLAN.unshard, {"shards": [SHARD], "dim": 1}),
+    "gather": (gather, {"shard": SHARD, "plan": PLAN, "dim": 1, "group": None}),
+}
+
+
+@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", PLANS)
+def test_context_plans(fuzz, name, run):
+    fuzz(partial(check_call, *PLANS[name], True, ()), run)
 
 
 # What torch raises for sizes that no memory holds, and for tensors of other shapes.

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import masks
+from sparseflash.distributed import ContextPlan, make_plan
 
 SECONDS = 1.0
 MEGABYTES = 200
@@ -49,6 +50,9 @@ def ends_soon_in_a_value_error(read, given) -> None:
         found = None
     assert time.monotonic() - began < SECONDS
     assert peak_megabytes() - memory < MEGABYTES
+    if isinstance(found, ContextPlan):
+        assert repr(found)
+        assert found.part(0)
     if isinstance(found, masks.BlockMask):
         assert repr(found)
         assert found.table().nbytes
@@ -103,7 +107,8 @@ def damaged_file(rng: random.Random, data: bytes) -> bytes:
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     metadata = header["__metadata__"]
-    metadata["masks"] = damaged_json(rng, metadata["masks"])
+    name = rng.choice(list(metadata))
+    metadata[name] = damaged_json(rng, metadata[name])
     written = json.dumps(header).encode()
     return struct.pack("<Q", len(written)) + written + data[8 + length :]
 
@@ -152,18 +157,38 @@ def test_json_texts(fuzz, cases):
     fuzz(check, cases)
 
 
+def damage(rng: random.Random, path) -> None:
+    """Changes the tensors of a file that has some, or its bytes."""
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    if rng.random() < 0.5 and len(header) > 1:
+        damaged_tensors(rng, path, header["__metadata__"])
+    else:
+        path.write_bytes(damaged_file(rng, path.read_bytes()))
+
+
 def test_files(fuzz, cases, tmp_path):
     path = tmp_path / "saved"
 
     def check(rng: random.Random) -> None:
-        saved = rng.choice([*MASKS, masks.parse(rng.choice(PATTERNS))])
-        masks.save(saved, path)
-        if rng.random() < 0.5 and isinstance(saved, masks.BlockMask):
-            (length,) = struct.unpack("<Q", path.read_bytes()[:8])
-            header = json.loads(path.read_bytes()[8 : 8 + length])
-            damaged_tensors(rng, path, header["__metadata__"])
-        else:
-            path.write_bytes(damaged_file(rng, path.read_bytes()))
+        masks.save(rng.choice([*MASKS, masks.parse(rng.choice(PATTERNS))]), path)
+        damage(rng, path)
         ends_soon_in_a_value_error(masks.load, path)
+
+    fuzz(check, cases)
+
+
+def test_plans(fuzz, cases, tmp_path):
+    path = tmp_path / "saved"
+    mask = masks.stack([masks.causal(), masks.local(20)])(200, 16)
+    plans = [
+        make_plan(mask, 3, round_tokens=32, shared_rows=[2, 5]),
+        *(make_plan(mask.head(1), 2, split=split) for split in ("rows", "keys")),
+    ]
+
+    def check(rng: random.Random) -> None:
+        rng.choice(plans).save(path)
+        damage(rng, path)
+        ends_soon_in_a_value_error(ContextPlan.load, path)
 
     fuzz(check, cases)

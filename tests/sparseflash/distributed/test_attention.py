@@ -178,6 +178,14 @@ def test_wrong_arguments_are_named():
         TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got 3"
     ):
         context_parallel_attention(*tensors, plan, group=3)
+    with pytest.raises(TypeError, match="check must be a bool or None, got 'no'"):
+        context_parallel_attention(*tensors, plan, check="no")
+    with pytest.raises(TypeError, match="shard must be a tensor, got NoneType"):
+        gather(None, plan, 2)
+    with pytest.raises(TypeError, match="plan must be a ContextPlan, got BlockMask"):
+        gather(tensors, plan.mask, 2)
+    with pytest.raises(ValueError, match="dim must be at most 4, got 9"):
+        gather(tensors, plan, 9)
     three = make_plan(masks.stack([masks.causal()] * 3)(100, 16), 1)
     with pytest.raises(ValueError, match="plan must be of a mask of 1 or 2 heads, got 3"):
         context_parallel_attention(*tensors, three)

@@ -272,6 +272,9 @@ def test_a_plan_says_what_it_moves():
     ("arguments", "error", "message"),
     [
         ((masks.causal(), 2), TypeError, "mask must be a BlockMask, got Pattern"),
+        ((masks.MaskBatch(CAUSAL, 1), 2), TypeError, r"got MaskBatch; mask\[b\] is one"),
+        ((CAUSAL, 2, torch.zeros(4, 4)), TypeError, r"strategy\[0\] must be an integer, got \["),
+        ((CAUSAL, 2, 0.01), TypeError, "strategy must be a sequence of integers, got 0.01"),
         ((masks.full()((64, 128), 16), 2), ValueError, "mask must have as many queries as keys"),
         ((CAUSAL, 0), ValueError, "ranks must be at least 1"),
         ((CAUSAL, 65), ValueError, "ranks must be at most the 64 units of the mask, got 65"),
@@ -300,12 +303,58 @@ def test_wrong_lengths_and_ranks_are_named():
     for wrong in (0.0, "3", None, float("inf")):
         with pytest.raises(ValueError, match="fetch_cost must be a positive number, got"):
             make_plan(CAUSAL, 2, fetch_cost=wrong)
+    with pytest.raises(TypeError, match="shared_rows must be a sequence of integers, got 3"):
+        make_plan(CAUSAL, 2, shared_rows=3)
     with pytest.raises(ValueError, match="rank must be at most 1"):
         plan.positions(2)
     with pytest.raises(ValueError, match="tensor must have 4096 tokens in dim 1"):
         plan.shard(torch.zeros(1, 4095), 0, dim=1)
     with pytest.raises(ValueError, match=r"shards\[1\] must have the 2048 tokens of rank 1"):
         plan.unshard([torch.zeros(2048), torch.zeros(2047)], dim=0)
+
+
+@pytest.mark.parametrize(
+    ("of_plan", "message"),
+    [
+        (lambda plan: plan.shard(None, 0, 0), "tensor must be a tensor, got NoneType"),
+        (lambda plan: plan.shard(torch.zeros(4096), 0, 1), "dim must be at most 0, got 1"),
+        (lambda plan: plan.shard(torch.zeros(4096), 0, "x"), "dim must be an integer, got 'x'"),
+        (lambda plan: plan.unshard(None, 0), "shards must be a list of tensors, got NoneType"),
+        (lambda plan: plan.unshard([[], []], 0), r"shards\[0\] must be a tensor, got list"),
+        (lambda plan: plan.report(3, "x"), "head_dim must be an integer, got 'x'"),
+        (lambda plan: plan.report(0), "kv_heads must be at least 1, got 0"),
+        (lambda plan: plan.report(batch=-1), "batch must be at least 1, got -1"),
+        (lambda plan: plan.report(heads=0), "heads must be at least 1, got 0"),
+        (lambda plan: plan.report(2, 16, "bf16"), "dtype must be a .* torch.dtype, got 'bf16'"),
+    ],
+)
+def test_wrong_arguments_of_a_plan_are_named(of_plan, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        of_plan(make_plan(CAUSAL, 2))
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("ranks", "renks"),
+        ("rounds", "raunds"),
+        ('\\"rows\\"', '\\"rowz\\"'),
+        ('groups\\": ', 'groups\\":9'),
+        ('ranks\\": 2', 'ranks\\": 3'),
+        ('rounds\\": null', 'rounds\\": 1e3 '),
+        ('"owner"', '"ownes"'),
+        ('"shared"', '"sharey"'),
+        ("context_plan", "context_plam"),
+    ],
+)
+def test_a_damaged_plan_is_named(part, other, tmp_path):
+    path = tmp_path / "plan.safetensors"
+    make_plan(CAUSAL, 2, "zigzag", split="rows").save(path)
+    whole = path.read_bytes()
+    assert part.encode() in whole
+    path.write_bytes(whole.replace(part.encode(), other.encode()))
+    with pytest.raises(ValueError, match="safetensors holds no context plan: "):
+        ContextPlan.load(path)
 
 
 def _tokens(columns, plan):
