@@ -50,6 +50,12 @@ class Row:
     trained: dict[str, tuple[str, str]]
 
 
+def other_runs(name: str) -> dict[str, tuple[str, str]]:
+    """The runs of an attention that runs/attentions.sh makes, as in Row."""
+    tasks = ("listops", "text", "image", "pathfinder")
+    return {task: (f"{task}-attentions", f"{task}-{name}") for task in tasks}
+
+
 FLASH, TAY, NYSTROM = "Dao 2022", "Tay 2021", "Xiong 2021"
 PATHS = ("path-x", "path-256")
 COLUMNS = (*TASKS, *PATHS)
@@ -109,19 +115,56 @@ ROWS = (
             "path-x": ("path-x-dense", "path-x-dense"),
         },
     ),
-    Row("Linformer", "linformer", (35.6, 55.9, 77.7, 37.8, 67.6, *NEITHER), 2.5, FLASH, {}),
-    Row("linear", "linear", (38.8, 63.2, 80.7, 42.6, 72.5, *NEITHER), 2.3, FLASH, {}),
-    Row("Performer", "performer", (36.8, 63.6, 82.2, 42.1, 69.9, *NEITHER), 1.8, FLASH, {}),
-    Row("local", "local(64) of 64", (36.1, 60.2, 76.7, 40.6, 66.6, *NEITHER), 1.7, FLASH, {}),
-    Row("Reformer", "reformer", (36.5, 63.8, 78.5, 39.6, 69.4, *NEITHER), 1.3, FLASH, {}),
-    Row("SMYRF", "smyrf", (36.1, 64.1, 79.0, 39.6, 70.5, *NEITHER), 1.7, FLASH, {}),
+    Row(
+        "Linformer",
+        "linformer",
+        (35.6, 55.9, 77.7, 37.8, 67.6, *NEITHER),
+        2.5,
+        FLASH,
+        other_runs("linformer"),
+    ),
+    Row(
+        "linear",
+        "linear",
+        (38.8, 63.2, 80.7, 42.6, 72.5, *NEITHER),
+        2.3,
+        FLASH,
+        other_runs("linear"),
+    ),
+    Row(
+        "Performer",
+        "performer",
+        (36.8, 63.6, 82.2, 42.1, 69.9, *NEITHER),
+        1.8,
+        FLASH,
+        other_runs("performer"),
+    ),
+    Row(
+        "local",
+        "local(64) of 64",
+        (36.1, 60.2, 76.7, 40.6, 66.6, *NEITHER),
+        1.7,
+        FLASH,
+        other_runs("local"),
+    ),
+    Row(
+        "Reformer",
+        "reformer",
+        (36.5, 63.8, 78.5, 39.6, 69.4, *NEITHER),
+        1.3,
+        FLASH,
+        other_runs("reformer"),
+    ),
+    Row(
+        "SMYRF", "smyrf", (36.1, 64.1, 79.0, 39.6, 70.5, *NEITHER), 1.7, FLASH, other_runs("smyrf")
+    ),
     Row(
         "Nystromformer",
         "nystromformer",
         (37.15, 65.52, 79.56, 41.58, 70.94, None, None),
         None,
         NYSTROM,
-        {},
+        other_runs("nystromformer"),
     ),
     Row(
         "Longformer",
@@ -129,7 +172,7 @@ ROWS = (
         (35.63, 62.85, 56.89, 42.22, 69.71, FAILS, None),
         None,
         TAY,
-        {},
+        other_runs("longformer"),
     ),
     Row(
         "BigBird",
@@ -137,7 +180,7 @@ ROWS = (
         (36.05, 64.02, 59.29, 40.83, 74.87, FAILS, None),
         None,
         TAY,
-        {},
+        other_runs("bigbird"),
     ),
 )
 # What reads no context, or no contour, and answers best; and what the most frequent class gives.

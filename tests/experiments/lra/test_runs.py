@@ -10,6 +10,7 @@ import pytest
 
 from experiments.attention import parse_attention
 from experiments.lra import curriculum, page, presets
+from experiments.packaged import PACKAGED
 
 ROOT = Path(curriculum.__file__).parents[2]
 SCRIPTS = sorted((ROOT / "experiments/lra/runs").glob("*.sh"))
@@ -37,7 +38,7 @@ def test_commands_name_what_exists(script, tmp_path):
             elif option == "--stage":
                 curriculum.Stage.parse(value)
             elif option == "--model.encoder.attention":
-                parse_attention(value, 64)
+                assert value in PACKAGED or parse_attention(value, 64)
             elif option == "--config" and value.startswith("experiments"):
                 assert (ROOT / value).exists()
 
@@ -61,6 +62,7 @@ def test_rows_of_the_page_are_groups_of_the_scripts(tmp_path):
             if command[1].endswith(".results"):
                 groups |= {(command[2], Path(group).name) for group in command[3:]}
     assert {(row.record, row.group) for row in page.TRAINED} <= groups
+    assert {run for row in page.ROWS for run in row.trained.values()} <= groups
 
 
 TRAINING = ("experiments.lra.seeds", "experiments.lra.curriculum")

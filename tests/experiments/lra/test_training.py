@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from experiments.lra import __main__ as entry
-from experiments.lra import command, presets
+from experiments.lra import command, page, presets
 from experiments.lra.batches import ArenaData, StepBatches
 from experiments.lra.callbacks import (
     Averaged,
@@ -326,6 +326,40 @@ def test_other_passes_have_the_losses_of_eager_ones(tmp_path, passes):
         for kind in ("eager", passes)
     )
     assert other == pytest.approx(eager, rel=1e-3)
+
+
+class Longer(Majority):
+    """The same over 64 tokens, which every attention of the comparison takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape = Shape(seq_len=64, vocabulary=3, classes=2)
+
+
+PACKAGES = {
+    "nystromformer": "nystrom_attention",
+    "performer": "performer_pytorch",
+    "linformer": "linformer",
+    "reformer": "transformers",
+}
+
+
+@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp")
+@pytest.mark.parametrize("label", [row.label for row in page.ROWS if row.label])
+def test_every_attention_of_the_comparison_trains(label, tmp_path):
+    attention = label.partition(" of ")[0]
+    pytest.importorskip(PACKAGES.get(attention, "torch"), reason="an optional extra, lra-peers")
+    encoder = replace(ENCODER, attention=attention)
+    torch.manual_seed(0)  # as `fit` begins
+    begin = Learner(Longer(), encoder, OptimizerConfig(), ObjectiveConfig())
+    begin = dict(begin.classifier.named_parameters())
+    trainer, learner, data, losses = fit(tmp_path, task=Longer(), encoder=encoder, steps=4)
+    assert all(math.isfinite(loss) for loss in losses.values())
+    for name, parameter in learner.classifier.named_parameters():
+        assert not torch.equal(parameter, begin[name]), name
+    trainer.test(learner, data, verbose=False)
+    assert 0 <= trainer.callback_metrics["test/accuracy"] <= 1
 
 
 def test_graphs_are_refused_where_they_cannot_be(tmp_path):
