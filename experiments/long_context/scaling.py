@@ -2,30 +2,32 @@
 
     torchrun --nproc-per-node 2 -m experiments.long_context.scaling weak
     torchrun --nproc-per-node 2 -m experiments.long_context.scaling strong
+    python -m experiments.long_context.scaling weak --dry-run --ranks 8
 
 Measured on 1, 2, 4, ... of the processes, forward and forward with backward, planned from the mask
 and beside it an all-gather and a ring with the same kernels. Before a case is timed, its output
 and gradients are compared with those of the all-gather. On CPUs it runs over gloo, at small sizes.
 
+- What the model of time predicts of every plan is in the record before anything is measured.
+  --machine gives it the rates that `experiments.long_context.calibrate` found in other records.
+  --dry-run plans and predicts, and measures nothing: it needs no other process.
 - A time is the median over runs of the slowest rank; ranks start each run together.
 - Exposed communication is the time less that of the same run in which nothing is exchanged.
 - Weak efficiency compares the useful FLOP/s of a rank with those of one rank alone: of most
   patterns the work of a token grows with the sequence.
 
-The rows go to long-context-KIND-RANKS-<device>.json.
+The rows go to long-context-KIND-RANKS-<device>.json, and pictures beside it.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Annotated, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,40 +35,24 @@ import typer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import masks
 from experiments.cli import RESULTS, Output, Overwrite
 from experiments.instruments import Log, command
-from experiments.long_context import baselines
-from experiments.long_context.baselines import RingPlan, all_gather_attention, ring_plan
+from experiments.long_context.baselines import all_gather_attention
+from experiments.long_context.cases import Case, Kind, Predicted, Way, cases, predicted
+from experiments.long_context.exchange import counted, nothing_exchanged
+from experiments.long_context.plots import draw
 from experiments.memory import peak_bytes
 from experiments.record import useful_flops
-from masks import BlockMask, DynamicMask, Pattern
-from sparseflash.distributed import (
-    ContextPlan,
-    context_parallel_attention,
-    make_plan,
-    passes,
-    shared_rows,
-)
+from masks import BlockMask, DynamicMask
+from sparseflash.distributed import ContextPlan, context_parallel_attention, gather
+from sparseflash.distributed.simulate import Attention, Machine
 
 TOKENS_A_RANK, TOKENS = 2**17, 2**20
-BLOCK = 128
 TOLERANCE = 0.05  # of the largest value: parts are rounded to bfloat16 before they are merged
 BUDGET_S = 1.0  # of runs of one pass of one implementation
 MAX_RUNS = 10
+OWN = (Way.PLAN, 1)  # what efficiency is relative to
 TIMEOUT = timedelta(minutes=5)
-
-
-class Kind(StrEnum):
-    """Weak: the tokens of a rank stay. Strong: those of the sequence stay."""
-
-    WEAK, STRONG = "weak", "strong"
-
-
-class Way(StrEnum):
-    """Implementations."""
-
-    PLAN, GATHER, RING = "plan", "all-gather", "ring"
 
 
 @dataclass(frozen=True)
@@ -82,9 +68,10 @@ class Row:
         forward_ms, total_ms: Forward; forward and backward.
         exposed_forward_ms, exposed_total_ms: Of these, what the exchange adds.
         tflops: Useful TFLOP/s of a rank in total_ms.
-        receive_mb: Most megabytes that a rank receives in a forward pass.
+        receive_mb: Most megabytes that a rank receives in a forward pass, by the plan.
+        counted_mb: The same, counted in a run.
+        gathered_mb: What a rank receives in an all-gather or a ring, by the plan.
         shared_rows: Block rows that all ranks share.
-        gathered_mb: What a rank receives in an all-gather or a ring.
         imbalance: Most blocks of a rank over the mean.
         peak_bytes: Most memory of a rank during both passes, beyond inputs.
         difference: Largest difference of out and gradients to the all-gather, over the largest
@@ -107,8 +94,9 @@ class Row:
     exposed_total_ms: float
     tflops: float
     receive_mb: float
-    shared_rows: int
+    counted_mb: float
     gathered_mb: float
+    shared_rows: int
     imbalance: float
     peak_bytes: int
     difference: float
@@ -116,33 +104,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of a case, the ranks of it, and the device of this one."""
+    """Sizes of the attention, the ranks of a case, and the device of this one."""
 
-    kind: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ranks: int
-    seq_len: int
+    kind: Kind
+    sizes: Attention
     group: ProcessGroup | None
     rank: int
     device: torch.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
-
-def patterns(window: int) -> dict[str, Pattern]:
-    """The masks of the comparison; `window` tokens."""
-    local_global = masks.local(window // 2) | masks.global_tokens(list(range(BLOCK)))
-    return {
-        "window": masks.local((window - 1, 0)),
-        "butterfly": masks.butterfly(),
-        "local+global": local_global,
-        "random 1/16": masks.random(1 / 16, seed=0),
-        "top-k": masks.full(),
-    }
 
 
 def main(
@@ -155,42 +123,73 @@ def main(
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
     window: Annotated[int, typer.Option(min=1, help="Tokens; of top-k too.")] = 4096,
     only: Annotated[str, typer.Option(help="Patterns, separated by commas; all if empty.")] = "",
+    machine: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="For predictions: what the command calibrate wrote."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict only.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Most ranks of a dry run; those of torchrun if left.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="No new case after so long.")] = 480.0,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
     """Measures weak or strong scaling on the processes that torchrun started."""
     begin = time.monotonic()
-    device = _start()
-    count, rank = dist.get_world_size(), dist.get_rank()
-    sizes = [n for n in (2**i for i in range(12)) if n <= count]
-    # All ranks make all groups.
-    groups = {n: cast(ProcessGroup, dist.new_group(list(range(n)))) for n in sizes}
-    chosen = {n: p for n, p in patterns(window).items() if not only or n in only.split(",")}
+    if ranks is not None and not dry_run:
+        raise typer.BadParameter("--ranks is of a --dry-run: torchrun says how many there are")
+    rates = Machine() if machine is None else _machine(machine)
+    count = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if dry_run and rank > 0:
+        return
+    device = torch.device("cpu") if dry_run else _start()
+    dtype = torch.bfloat16 if dry_run or device.type == "cuda" else torch.float32
+    sizes = Attention(heads, kv_heads, head_dim, dtype=dtype)
+    counts = [n for n in (2**i for i in range(12)) if n <= count]
+    chosen = only.split(",") if only else []
+    length = tokens or (TOKENS_A_RANK if kind is Kind.WEAK else TOKENS)
+    found = list(cases(kind, length, counts, window, chosen))
+    said = [predicted(case, rates, sizes) for case in found]
     log = None
     if rank == 0:
-        name = f"long-context-{kind}-{count}"
-        log = Log(name, device.type, output, overwrite, window=window, torchrun=count)
-    for pattern_name, pattern in chosen.items():
-        for n in sizes:
+        name = f"long-context-{kind}-{count}" + ("-predicted" if dry_run else "")
+        facts = {"machine": asdict(rates), "predicted": [asdict(each) for each in said]}
+        facts |= {"window": window, "torchrun": count, "kind": kind}
+        log = Log(name, device.type, output, overwrite, **facts)
+        log.add("begin", [], {}, complete=dry_run)
+    if not dry_run:
+        # All ranks make all groups.
+        groups = {n: cast(ProcessGroup, dist.new_group(list(range(n)))) for n in counts}
+        for case in found:
             left = seconds - (time.monotonic() - begin)
             if not _agreed(left > 0, device):
                 continue
-            total = tokens or (TOKENS_A_RANK if kind is Kind.WEAK else TOKENS)
-            length = total * n if kind is Kind.WEAK else total
             rows = []
-            if rank < n:
-                group = groups[n] if n > 1 else None
-                sizes_of = (heads, kv_heads, head_dim, n, length, group, rank, device)
-                rows = measure(Setting(kind, *sizes_of), pattern_name, pattern, window)
+            if rank < case.ranks:
+                group = groups[case.ranks] if case.ranks > 1 else None
+                rows = measure(Setting(kind, sizes, group, rank, device), case)
             if log is not None:
-                log.add(f"{pattern_name}, {n} ranks", rows, {}, complete=False)
+                log.add(f"{case.pattern}, {case.ranks} ranks", rows, {}, complete=False)
             dist.barrier()
     if log is not None:
-        log.add("end", [], {}, complete=True)
-        _show(log)
-    dist.barrier()
-    dist.destroy_process_group()
+        _show_predicted(said)
+        if not dry_run:
+            log.add("end", [], {}, complete=True)
+            _show(log, said)
+        for path in draw(log.path):
+            print(f"wrote {path}")
+    if not dry_run:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _machine(path: Path) -> Machine:
+    try:
+        return Machine.load(path)
+    except ValueError as error:
+        raise typer.BadParameter(f"--machine: {error}") from None
 
 
 def _start() -> torch.device:
@@ -211,43 +210,36 @@ def _agreed(mine: bool, device: torch.device) -> bool:
     return bool(said)
 
 
-def measure(setting: Setting, name: str, pattern: Pattern, window: int) -> list[Row]:
-    """The rows of one mask on one number of ranks, equal on all of them."""
-    mask = pattern(setting.seq_len, BLOCK)
-    plan = make_plan(mask, setting.ranks)
-    contiguous = make_plan(mask, setting.ranks, "contiguous")
-    ways: dict[Way, ContextPlan] = {Way.PLAN: plan, Way.GATHER: contiguous}
-    if setting.ranks > 1:
-        ways[Way.RING] = ring_plan(mask, setting.ranks)
-    k = window // BLOCK if name == "top-k" else None
-    density = mask.density if k is None else min(k * BLOCK / setting.seq_len, 1.0)
-    whole = _inputs(setting)
+def measure(setting: Setting, case: Case) -> list[Row]:
+    """The rows of a case, equal on all of its ranks."""
+    whole = _inputs(setting, case.seq_len)
     expected, rows = None, []
-    for way in (Way.GATHER, Way.PLAN, Way.RING):
-        if way in ways:
-            attend, own = _prepared(setting, way, ways[way], whole, k)
-            found = _gathered(setting, ways[way], _passes(attend, own))
-            expected = found if expected is None else expected
-            difference = max(_difference(*pair) for pair in zip(found, expected, strict=True))
-            if not difference < TOLERANCE:
-                raise RuntimeError(f"{way} on {name} differs from the all-gather by {difference}")
-            del found
-            facts = (setting, name, way, ways[way], density, difference)
-            rows.append(_row(*facts, attend, own))
-            del attend, own
+    for way, plan in case.plans.items():  # the all-gather first
+        attend, own = _prepared(setting, way, plan, whole, case.k)
+        found = _gathered(setting, plan, _passes(attend, own))
+        expected = found if expected is None else expected
+        difference = max(_difference(*pair) for pair in zip(found, expected, strict=True))
+        if not difference < TOLERANCE:
+            raise RuntimeError(
+                f"{way} on {case.pattern} differs from the all-gather by {difference}"
+            )
+        del found
+        rows.append(_row(setting, case, way, difference, attend, own))
+        del attend, own
     return rows
 
 
-def _inputs(setting: Setting) -> tuple[Tensor, ...]:
+def _inputs(setting: Setting, seq_len: int) -> tuple[Tensor, ...]:
     """query, key, value and the gradient of out of the whole sequence, the same on every rank."""
-    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+    sizes = setting.sizes
+    heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
     generator = torch.Generator(setting.device).manual_seed(0)
     return tuple(
         torch.randn(
-            *(1, n, setting.seq_len, setting.head_dim),
+            *(1, n, seq_len, sizes.head_dim),
             generator=generator,
             device=setting.device,
-            dtype=setting.dtype,
+            dtype=sizes.dtype,
         )
         for n in heads
     )
@@ -288,9 +280,7 @@ def _gathered(
     setting: Setting, plan: ContextPlan, shards: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Sums over the dims of each token, of the whole sequence: little, and of every element."""
-    from sparseflash.distributed import gather
-
-    weights = torch.linspace(-1, 1, setting.head_dim, device=setting.device)
+    weights = torch.linspace(-1, 1, setting.sizes.head_dim, device=setting.device)
     sums = [(x.float() * weights).sum(-1) for x in shards]
     return tuple(gather(x, plan, 2, setting.group) for x in sums)
 
@@ -301,10 +291,8 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 def _row(
     setting: Setting,
-    name: str,
+    case: Case,
     way: Way,
-    plan: ContextPlan,
-    density: float,
     difference: float,
     attend: Callable[..., Tensor],
     own: tuple[Tensor, ...],
@@ -317,68 +305,41 @@ def _row(
         return _passes(attend, own)
 
     forward_ms, total_ms = _time(setting, forward), _time(setting, both)
-    with _nothing_exchanged():
+    with nothing_exchanged():
         silent = (_time(setting, forward), _time(setting, both))
+    with counted() as received:
+        forward()
     # Both passes keep what they return until the next run: the memory of one step of training.
     peak = _over_ranks(setting, peak_bytes(both, setting.device))
-    sizes = (setting.kv_heads, setting.head_dim, setting.dtype)
-    report = plan.report(*sizes, heads=setting.heads)
+    plan, sizes = case.plans[way], setting.sizes
+    report = sizes.report(plan)
     gathered = max(report.gathered_bytes) / 1e6
-    everything = way is Way.GATHER or isinstance(plan, RingPlan)
-    flops = useful_flops(
-        setting.heads, (setting.seq_len, setting.seq_len), setting.head_dim, density, "forward"
-    )
+    lengths = (case.seq_len, case.seq_len)
+    flops = useful_flops(sizes.heads, lengths, sizes.head_dim, case.density, "forward")
     return Row(
         kind=setting.kind,
-        pattern=name,
+        pattern=case.pattern,
         implementation=way,
         strategy=plan.strategy,
-        ranks=setting.ranks,
-        seq_len=setting.seq_len,
-        heads=setting.heads,
-        kv_heads=setting.kv_heads,
-        head_dim=setting.head_dim,
-        density=density,
+        ranks=case.ranks,
+        seq_len=case.seq_len,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        density=case.density,
         forward_ms=forward_ms,
         total_ms=total_ms,
         exposed_forward_ms=forward_ms - silent[0],
         exposed_total_ms=total_ms - silent[1],
-        tflops=3.5 * flops / setting.ranks / (total_ms * 1e9),
-        receive_mb=gathered if everything else max(report.receive_bytes) / 1e6,
-        shared_rows=0 if everything else report.shared_rows,
+        tflops=3.5 * flops / case.ranks / (total_ms * 1e9),
+        receive_mb=max(report.receive_bytes) / 1e6 if way is Way.PLAN else gathered,
+        counted_mb=_over_ranks(setting, sum(received)) / 1e6,
         gathered_mb=gathered,
+        shared_rows=report.shared_rows if way is Way.PLAN else 0,
         imbalance=report.imbalance,
         peak_bytes=int(peak),
         difference=difference,
     )
-
-
-@contextmanager
-def _nothing_exchanged() -> Iterator[None]:
-    """Exchanges bring zeros at once. Of what an all-gather brings, own keys stand for all."""
-
-    class Silent(passes.Exchange):
-        def __init__(self, group, source, send_splits, receive_splits, what, received=None):
-            if received is None:
-                received = source.new_empty(sum(receive_splits), *source.shape[1:])
-            self._received = received.zero_()
-
-        def wait(self) -> Tensor:
-            return self._received
-
-    def repeated(shard: Tensor, group: ProcessGroup) -> Tensor:
-        return shard.repeat(group.size(), *[1] * (shard.dim() - 1))
-
-    def own(tensor: Tensor, group: ProcessGroup) -> Tensor:
-        return tensor[: len(tensor) // group.size()]
-
-    with (
-        mock.patch.object(passes, "Exchange", Silent),
-        mock.patch.object(shared_rows, "Exchange", Silent),
-        mock.patch.object(baselines, "all_gather", repeated),
-        mock.patch.object(baselines, "reduce_scatter", own),
-    ):
-        yield
 
 
 def _time(setting: Setting, run: Callable[[], object]) -> float:
@@ -415,26 +376,44 @@ def _over_ranks(setting: Setting, number: float) -> float:
     return float(most)
 
 
-def efficiency(row: Row, rows: list[Row]) -> float | None:
-    """The useful FLOP/s of a rank over those of one rank alone with the plan; None without it."""
-    alone = [r for r in rows if (r.pattern, r.implementation, r.ranks) == (row.pattern, "plan", 1)]
-    return row.tflops / alone[0].tflops if alone else None
+def _show_predicted(said: list[Predicted]) -> None:
+    from rich.table import Table
+
+    from experiments.report import wide_console
+
+    table = Table(title="Predicted of the plans", title_justify="left")
+    for name in ("pattern", "strategy", "ranks", "tokens", "forward ms", "both ms", "exposed ms"):
+        table.add_column(name, justify="left" if name in ("pattern", "strategy") else "right")
+    for each in said:
+        p = each.prediction
+        times = (f"{t:.2f}" for t in (p.forward_ms, p.total_ms, p.exposed_ms))
+        table.add_row(each.pattern, p.strategy, f"{p.ranks}", f"{each.seq_len}", *times)
+    wide_console().print(table)
 
 
-def _show(log: Log) -> None:
+def _show(log: Log, said: list[Predicted]) -> None:
+    rows: list[Row] = log.rows
+    alone = {row.pattern: row.tflops for row in rows if (row.implementation, row.ranks) == OWN}
+    modelled = {(p.pattern, p.prediction.ranks): p.prediction.total_ms for p in said}
+
     def share(row: Row) -> str:
-        found = efficiency(row, log.rows)
-        return "" if found is None else f"{found:.3f}"
+        return f"{row.tflops / alone[row.pattern]:.3f}" if row.pattern in alone else ""
+
+    def model(row: Row) -> str:
+        planned = row.implementation == Way.PLAN
+        return f"{modelled[row.pattern, row.ranks]:.2f}" if planned else ""
 
     figures: dict[str, Callable[[Row], str]] = {
         "ranks": lambda row: f"{row.ranks}",
         "tokens": lambda row: f"{row.seq_len}",
         "forward ms": lambda row: f"{row.forward_ms:.2f}",
         "both ms": lambda row: f"{row.total_ms:.2f}",
+        "predicted": model,
         "exposed ms": lambda row: f"{row.exposed_forward_ms:.2f}, {row.exposed_total_ms:.2f}",
-        "TFLOP/s a rank": lambda row: f"{row.tflops:.1f}",
+        "TFLOP/s a rank": lambda row: f"{row.tflops:.3g}",
         "efficiency": share,
-        "received MB": lambda row: f"{row.receive_mb:.1f}",
+        "received MB": lambda row: f"{row.counted_mb:.1f}",
+        "by plan": lambda row: f"{row.receive_mb:.1f}",
         "of all": lambda row: f"{row.gathered_mb:.1f}",
         "peak MB": lambda row: f"{row.peak_bytes / 1e6:.0f}",
         "difference": lambda row: f"{row.difference:.1e}",

@@ -30,6 +30,7 @@ from masks._parse import parse
 from sparseflash.distributed.assign import STRATEGIES
 from sparseflash.distributed.model import Division, Split, divided
 from sparseflash.distributed.plan import ContextPlan, make_plan
+from sparseflash.distributed.report import Report
 
 BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -57,9 +58,11 @@ class Machine:
     call_us: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("tflops", "bandwidth", "backward_tflops"):
-            rate = getattr(self, name)
-            if not (rate is None and name == "backward_tflops") and not rate > 0:
+        rates = {"tflops": self.tflops, "bandwidth": self.bandwidth}
+        if self.backward_tflops is not None:
+            rates["backward_tflops"] = self.backward_tflops
+        for name, rate in rates.items():
+            if not rate > 0:
                 raise ValueError(f"{name} must be above 0, got {rate}")
         for name in ("latency_us", "call_us"):
             if not getattr(self, name) >= 0:
@@ -85,12 +88,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Attention:
-    """Sizes of the attention; elements of 2 bytes."""
+    """Sizes of the attention."""
 
     heads: int = 16
     kv_heads: int = 16
     head_dim: int = 128
     batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    def report(self, plan: ContextPlan) -> Report:
+        """What a plan moves of it."""
+        sizes = (self.kv_heads, self.head_dim, self.dtype, self.batch, self.heads)
+        return plan.report(*sizes)
 
 
 @dataclass(frozen=True)
@@ -119,18 +128,20 @@ class Demand:
     @staticmethod
     def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
         """The demand of a plan; see `predict`."""
-        sizes = (attention.kv_heads, attention.head_dim, torch.bfloat16, attention.batch)
-        report = plan.report(*sizes, attention.heads)
+        report = attention.report(plan)
         division = divided(plan.workload, plan.owner, plan.ranks)
         heads = attention.batch * attention.heads / plan.mask.num_heads
-        block = 4 * attention.head_dim * plan.mask.grid.bq * plan.mask.grid.bk
-        blocks = (division.own, division.fetched, division.ready, division.waiting)
         forward = torch.tensor([report.receive_bytes, report.send_bytes])
         backward = torch.tensor([report.backward_receive_bytes, report.backward_send_bytes])
         return Demand(
-            *(plan.split, plan.groups, heads * block),
-            *((each * selected).tolist() for each in blocks),
-            division.waiting_rows.tolist(),
+            split=plan.split,
+            groups=plan.groups,
+            block_flops=heads * 4 * attention.head_dim * plan.mask.grid.bq * plan.mask.grid.bk,
+            own=(division.own * selected).tolist(),
+            fetched=(division.fetched * selected).tolist(),
+            ready=(division.ready * selected).tolist(),
+            waiting=(division.waiting * selected).tolist(),
+            waiting_rows=division.waiting_rows.tolist(),
             moved=forward.double().amax(0).tolist(),
             returned=backward.double().amax(0).tolist(),
         )
@@ -199,8 +210,7 @@ def predict(
     forward, backward = demand.times(machine)
     slowest = float((forward + backward).max())
     blocks, block_ms = demand.blocks, sum(demand.block_ms(machine))
-    sizes = (attention.kv_heads, attention.head_dim, torch.bfloat16, attention.batch)
-    report = plan.report(*sizes, attention.heads)
+    report = attention.report(plan)
     return Prediction(
         ranks=plan.ranks,
         strategy=plan.strategy,
@@ -209,7 +219,7 @@ def predict(
         receive_mb=max(report.receive_bytes) / 1e6,
         forward_ms=float(forward.max()),
         total_ms=slowest,
-        exposed_ms=slowest - float(blocks.max()) * block_ms - 2 * machine.call_us / 1e3,
+        exposed_ms=max(slowest - float(blocks.max()) * block_ms - 2 * machine.call_us / 1e3, 0.0),
         efficiency=float(blocks.mean()) * block_ms / max(slowest, 1e-12),
     )
 

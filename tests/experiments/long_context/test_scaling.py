@@ -1,4 +1,4 @@
-"""The scaling script: what it measures, and a run over gloo."""
+"""The scaling script: what it plans, predicts and measures, and runs over gloo."""
 
 import json
 import subprocess
@@ -7,12 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import typer
+from typer.testing import CliRunner
 
 import masks
+from experiments.long_context import plots, scaling
 from experiments.long_context.baselines import ring_plan
-from experiments.long_context.scaling import BLOCK, patterns
+from experiments.long_context.cases import BLOCK, Case, Kind, Way, cases, patterns, predicted
+from sparseflash.distributed import make_plan
+from sparseflash.distributed.simulate import Attention, Machine
 
 ROOT = Path(__file__).parents[3]
+SMALL = ["--tokens", "512", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
+SMALL += ["--window", "256"]
+
+
+def run(*arguments: str):
+    app = typer.Typer()
+    app.command()(scaling.main)
+    return CliRunner().invoke(app, list(arguments))
 
 
 def test_a_ring_brings_every_shard_once():
@@ -31,22 +45,115 @@ def test_patterns_have_the_same_blocks_in_a_row_at_every_length():
         assert torch.equal(short[0, 8:16], long[0, 8:16])
 
 
+def test_cases_keep_the_tokens_of_a_rank_or_those_of_the_sequence():
+    found = [
+        [(case.pattern, case.ranks, case.seq_len) for case in cases(kind, 512, [1, 4], 256, only)]
+        for kind, only in ((Kind.WEAK, ["window"]), (Kind.STRONG, ["top-k"]))
+    ]
+    assert found[0] == [("window", 1, 512), ("window", 4, 2048)]
+    assert found[1] == [("top-k", 1, 512), ("top-k", 4, 512)]
+    assert len(list(cases(Kind.WEAK, 512, [1, 2], 256, ()))) == 10
+
+
+def test_of_blocks_that_the_device_chooses_all_are_fetched_and_few_computed():
+    """So fetching one takes longer, relative to computing those of a row."""
+    mask = masks.full()(65536, BLOCK)
+    case, every = (Case("top-k", mask, 2, k) for k in (32, None))
+    assert case.plans[Way.PLAN] is make_plan(mask, 2, fetch_cost=4.0 * 512 / 32)
+    assert (case.plans[Way.PLAN].split, every.plans[Way.PLAN].split) == ("keys", "rows")
+    assert (case.selected, case.density) == (1 / 16, 1 / 16)
+    some, all_ = (predicted(each, Machine(), Attention()) for each in (case, every))
+    assert sum(some.demand.own + some.demand.fetched) * 16 == mask.nnz_blocks
+    assert some.demand.moved == all_.demand.moved
+    assert some.prediction.efficiency < all_.prediction.efficiency
+
+
+def test_a_dry_run_predicts_what_a_run_would_measure(tmp_path, monkeypatch):
+    machine = tmp_path / "machine.json"
+    machine.write_text('{"machine": {"tflops": 2.0}}')
+    arguments = ["weak", "--dry-run", "--ranks", "8", "--only", "window,top-k", *SMALL]
+    arguments += ["--output", str(tmp_path), "--machine", str(machine)]
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "long-context-weak-8-predicted-cpu.json").read_text())
+    assert (record["complete"], record["rows"]) == (True, [])
+    assert record["machine"]["tflops"] == 2.0
+    found = [(each["pattern"], each["prediction"]["ranks"]) for each in record["predicted"]]
+    assert found == [(name, ranks) for name in ("window", "top-k") for ranks in (1, 2, 4, 8)]
+    for each in record["predicted"]:
+        assert each["seq_len"] == 512 * each["prediction"]["ranks"]
+        assert len(each["demand"]["moved"]) == each["prediction"]["ranks"]
+    for suffix in ("png", "svg"):
+        assert (tmp_path / f"long-context-weak-8-predicted-cpu.{suffix}").exists()
+    # Of the processes of torchrun one does it.
+    monkeypatch.setenv("RANK", "1")
+    assert run(*arguments[:2], "--output", str(tmp_path / "none")).exit_code == 0
+    assert not (tmp_path / "none").exists()
+
+
+def test_wrong_options_are_named():
+    assert "--ranks is of a --dry-run" in run("weak", "--ranks", "8").output
+    arguments = ["weak", "--dry-run", "--machine", __file__]
+    assert "must hold" in run(*arguments).output
+
+
+def test_predictions_are_on_disk_before_anything_is_measured(tmp_path, monkeypatch):
+    def start():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return torch.device("cpu")
+
+    def measure(*_):
+        raise RuntimeError("the first measurement")
+
+    monkeypatch.setattr(scaling, "_start", start)
+    monkeypatch.setattr(scaling, "measure", measure)
+    try:
+        done = run("strong", *SMALL, "--output", str(tmp_path))
+    finally:
+        dist.destroy_process_group()
+    assert "the first measurement" in str(done.exception)
+    record = json.loads((tmp_path / "long-context-strong-1-cpu.json").read_text())
+    assert (record["complete"], record["rows"]) == (False, [])
+    assert len(record["predicted"]) == 5
+
+
+def test_pictures_show_gains_relative_to_one_rank():
+    def row(way, ranks, ms, rate):
+        sizes = {"pattern": "window", "implementation": way, "ranks": ranks, "tflops": rate}
+        figures = {"counted_mb": 1.0, "exposed_total_ms": -0.1, "peak_bytes": 2e6}
+        return sizes | figures | {"total_ms": ms}
+
+    rows = [row("plan", 1, 8.0, 3.0), row("plan", 2, 5.0, 2.4), row("all-gather", 2, 8.0, 1.5)]
+    lines = plots.measured(rows)
+    assert lines["window", "plan", 1]["exposed"] == 0
+    for kind, gains in ((Kind.WEAK, [1, 0.8]), (Kind.STRONG, [1, 1.6])):
+        figure = plots._figure(kind, lines)
+        assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx(gains)
+        assert len(figure.axes) == 4
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert labels == ["plan", "all-gather", "ideal"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["weak", "strong"])
-def test_a_run_on_two_processes(tmp_path, kind):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+@pytest.mark.parametrize(("kind", "ranks"), [("strong", 2), ("weak", 4)])
+def test_a_run_on_several_processes(tmp_path, kind, ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--standalone", "-m", "experiments.long_context.scaling", kind]
-    command += ["--tokens", "512", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
-    command += ["--window", "256", "--output", str(tmp_path)]
+    command += [*SMALL, "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob(f"long-context-{kind}-2-*.json")
+    (path,) = tmp_path.glob(f"long-context-{kind}-{ranks}-*.json")
     record = json.loads(path.read_text())
-    rows = record["rows"]
+    rows, counts = record["rows"], [n for n in (1, 2, 4) if n <= ranks]
     assert record["complete"]
-    assert len(rows) == 5 * (2 + 3)
-    assert {row["seq_len"] for row in rows} == ({512, 1024} if kind == "weak" else {512})
+    assert path.with_suffix(".svg").exists()
+    assert len(rows) == 5 * (2 + 3 * (len(counts) - 1))
+    assert {row["seq_len"] for row in rows} == {512 * n if kind == "weak" else 512 for n in counts}
+    planned = [(each["pattern"], each["prediction"]["ranks"]) for each in record["predicted"]]
+    measured = [(r["pattern"], r["ranks"]) for r in rows if r["implementation"] == "plan"]
+    assert planned == measured
     for row in rows:
         assert row["difference"] < 1e-4
-        assert row["receive_mb"] <= row["gathered_mb"]
+        assert row["counted_mb"] == pytest.approx(row["receive_mb"])
         assert row["total_ms"] > 0

@@ -1,0 +1,119 @@
+"""What scaling measures: masks, sizes and plans, and what the model of time says of each."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import masks
+from experiments.long_context.baselines import ring_plan
+from masks import BlockMask, Pattern
+from sparseflash.distributed import ContextPlan, make_plan
+from sparseflash.distributed.plan import FETCH_COST
+from sparseflash.distributed.simulate import Attention, Demand, Machine, Prediction, predict
+
+BLOCK = 128
+TOP_K = "top-k"
+
+
+class Kind(StrEnum):
+    """Weak: the tokens of a rank stay. Strong: those of the sequence stay."""
+
+    WEAK, STRONG = "weak", "strong"
+
+
+class Way(StrEnum):
+    """Implementations."""
+
+    PLAN, GATHER, RING = "plan", "all-gather", "ring"
+
+
+def patterns(window: int) -> dict[str, Pattern]:
+    """The masks of the comparison; `window` tokens."""
+    local_global = masks.local(window // 2) | masks.global_tokens(list(range(BLOCK)))
+    return {
+        "window": masks.local((window - 1, 0)),
+        "butterfly": masks.butterfly(),
+        "local+global": local_global,
+        "random 1/16": masks.random(1 / 16, seed=0),
+        TOP_K: masks.full(),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A mask on a number of ranks.
+
+    Attributes:
+        pattern: Its name.
+        mask: Of top-k the support.
+        ranks: How many share it.
+        k: Blocks that each block row selects of the mask; None for all.
+    """
+
+    pattern: str
+    mask: BlockMask
+    ranks: int
+    k: int | None
+
+    @property
+    def seq_len(self) -> int:
+        return self.mask.grid.q_len
+
+    @property
+    def selected(self) -> float:
+        """The share of the blocks of the mask that are computed."""
+        return 1.0 if self.k is None else min(self.k / self.mask.grid.nk, 1.0)
+
+    @property
+    def density(self) -> float:
+        return self.mask.density * self.selected
+
+    @cached_property
+    def plans(self) -> dict[Way, ContextPlan]:
+        """The plan of each way that there is on so many ranks."""
+        cost = FETCH_COST / self.selected
+        plans = {
+            Way.GATHER: make_plan(self.mask, self.ranks, "contiguous"),
+            Way.PLAN: make_plan(self.mask, self.ranks, fetch_cost=cost),
+        }
+        if self.ranks > 1:
+            plans[Way.RING] = ring_plan(self.mask, self.ranks)
+        return plans
+
+
+def cases(
+    kind: Kind, tokens: int, ranks: Sequence[int], window: int, only: Sequence[str]
+) -> Iterator[Case]:
+    """One after another; `tokens` of a rank (weak) or of the sequence (strong)."""
+    chosen = {name: p for name, p in patterns(window).items() if not only or name in only}
+    for name, pattern in chosen.items():
+        made: dict[int, BlockMask] = {}
+        for count in ranks:
+            length = tokens * count if kind is Kind.WEAK else tokens
+            made[length] = made.get(length) or pattern(length, BLOCK)
+            yield Case(name, made[length], count, window // BLOCK if name == TOP_K else None)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the model of time says of the plan of a case, and what it read.
+
+    Attributes:
+        pattern, seq_len: Of the case.
+        prediction: By the machine of the run.
+        demand: Of which the prediction follows for any machine.
+    """
+
+    pattern: str
+    seq_len: int
+    prediction: Prediction
+    demand: Demand
+
+
+def predicted(case: Case, machine: Machine, attention: Attention) -> Predicted:
+    """The prediction of the plan of a case."""
+    plan = case.plans[Way.PLAN]
+    found = predict(plan, machine, attention, case.selected)
+    demand = Demand.of(plan, attention, case.selected)
+    return Predicted(case.pattern, case.seq_len, found, demand)

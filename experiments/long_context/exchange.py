@@ -1,0 +1,67 @@
+"""Runs in which ranks exchange nothing, and runs in which what they exchange is counted."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from experiments.long_context import baselines
+from sparseflash.distributed import passes, shared_rows, transport
+
+
+@contextmanager
+def nothing_exchanged() -> Iterator[None]:
+    """Exchanges bring zeros at once. Of what an all-gather brings, own keys stand for all."""
+
+    class Silent(transport.Exchange):
+        def __init__(self, group, source, send_splits, receive_splits, what, received=None):
+            if received is None:
+                received = source.new_empty(sum(receive_splits), *source.shape[1:])
+            self._received = received.zero_()
+
+        def wait(self) -> Tensor:
+            return self._received
+
+    def repeated(shard: Tensor, group: ProcessGroup) -> Tensor:
+        return shard.repeat(group.size(), *[1] * (shard.dim() - 1))
+
+    def own(tensor: Tensor, group: ProcessGroup) -> Tensor:
+        return tensor[: len(tensor) // group.size()]
+
+    with _replaced(Silent, all_gather=repeated, reduce_scatter=own):
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """A list of the bytes that came from other ranks, an entry for each exchange."""
+    found: list[int] = []
+
+    class Counting(transport.Exchange):
+        def __init__(self, group, source, send_splits, receive_splits, *rest, **named):
+            others = sum(receive_splits) - receive_splits[group.rank()]
+            found.append(others * source.element_size() * source.shape[1:].numel())
+            super().__init__(group, source, send_splits, receive_splits, *rest, **named)
+
+    gather = baselines.all_gather
+
+    def counting_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
+        found.append(shard.nbytes * (group.size() - 1))
+        return gather(shard, group)
+
+    with _replaced(Counting, all_gather=counting_gather):
+        yield found
+
+
+@contextmanager
+def _replaced(exchange: type[transport.Exchange], **of_baselines: Any) -> Iterator[None]:
+    """Every place that exchanges something uses these instead."""
+    with ExitStack() as stack:
+        for module in (passes, shared_rows):
+            stack.enter_context(mock.patch.object(module, "Exchange", exchange))
+        for name, function in of_baselines.items():
+            stack.enter_context(mock.patch.object(baselines, name, function))
+        yield

@@ -1,0 +1,155 @@
+"""The picture of a record of scaling: a column for each pattern, a row for each figure.
+
+Received are the most megabytes of a rank in a forward pass; exposed milliseconds and peak memory
+are those of both passes.
+
+python -m experiments.long_context.plots results/long-context-weak-2-nvidia-h200.json
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from experiments.instruments import command
+from experiments.long_context.cases import Kind, Way
+from experiments.plots import COLOURS, MARKERS
+
+PREDICTED = "plan, predicted"
+LOOKS: dict[str, dict[str, Any]] = {
+    name: {"color": COLOURS[i], "marker": MARKERS[i], "markersize": 5, "linewidth": 1.4}
+    for i, name in enumerate(Way)
+}
+LOOKS[PREDICTED] = LOOKS[Way.PLAN] | {"linestyle": "--", "markerfacecolor": "white"}
+Figures = dict[str, float]  # of one implementation on one number of ranks
+
+
+def main(
+    record: Annotated[Path, typer.Argument(exists=True, help="Written by the command scaling.")],
+) -> None:
+    """Draws a record of scaling again, beside it."""
+    for path in draw(record):
+        print(f"wrote {path}")
+
+
+def draw(record: Path) -> list[Path]:
+    """Writes the picture of a record beside it, as PNG and SVG."""
+    found = json.loads(record.read_text())
+    lines = measured(found["rows"]) | modelled(found["predicted"])
+    figure = _figure(Kind(found["kind"]), lines)
+    environment = found["environment"]
+    commit = (environment["git"]["commit"] or "no commit")[:10]
+    origin = f"{environment['device']}, {environment['date'][:10]}, {commit}"
+    figure.supxlabel(origin, x=0.995, ha="right", fontsize=6.5, color="#666666")
+    paths = [record.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return paths
+
+
+def measured(rows: list[dict]) -> dict[tuple[str, str, int], Figures]:
+    """What is drawn of measured rows, by pattern, implementation and ranks."""
+    return {
+        (row["pattern"], row["implementation"], row["ranks"]): {
+            "ms": row["total_ms"],
+            "rate": row["tflops"],
+            "moved": row["counted_mb"],
+            "exposed": max(row["exposed_total_ms"], 0.0),
+            "memory": row["peak_bytes"] / 1e6,
+        }
+        for row in rows
+    }
+
+
+def modelled(predicted: list[dict]) -> dict[tuple[str, str, int], Figures]:
+    """Likewise of predictions."""
+    lines = {}
+    for each in predicted:
+        found, demand = each["prediction"], each["demand"]
+        flops = 3.5 * sum(demand["own"] + demand["fetched"]) * demand["block_flops"]
+        lines[each["pattern"], PREDICTED, found["ranks"]] = {
+            "ms": found["total_ms"],
+            "rate": flops / found["ranks"] / (found["total_ms"] * 1e9),
+            "moved": found["receive_mb"],
+            "exposed": found["exposed_ms"],
+        }
+    return lines
+
+
+def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
+    patterns = list(dict.fromkeys(pattern for pattern, *_ in lines))
+    ranks = sorted({count for *_, count in lines})
+
+    def gain(pattern: str, name: str, count: int) -> float | None:
+        # Of all ways, relative to one rank with the plan; of predictions, to that prediction.
+        alone = lines.get((pattern, name if name == PREDICTED else Way.PLAN, 1))
+        here = lines[pattern, name, count]
+        if alone is None:
+            return None
+        weak = kind is Kind.WEAK
+        return here["rate"] / alone["rate"] if weak else alone["ms"] / here["ms"]
+
+    def field(name: str) -> Callable[[str, str, int], float | None]:
+        return lambda *key: lines[key].get(name)
+
+    headings: dict[str, Callable[[str, str, int], float | None]] = {
+        "weak efficiency" if kind is Kind.WEAK else "times one rank": gain,
+        "received MB": field("moved"),
+        "exposed ms": field("exposed"),
+        "peak MB": field("memory"),
+    }
+    if not any("memory" in found for found in lines.values()):  # which no model says
+        del headings["peak MB"]
+    shape = (len(headings), len(patterns))
+    size = (1.2 + 2.3 * len(patterns), 0.8 + 1.9 * len(headings))
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for row, (heading, value) in zip(axes, headings.items(), strict=True):
+        row[0].set_ylabel(heading)
+        for ax, pattern in zip(row, patterns, strict=True):
+            for name in LOOKS:
+                points = {
+                    count: found
+                    for count in ranks
+                    if (pattern, name, count) in lines
+                    and (found := value(pattern, name, count)) is not None
+                }
+                ax.plot(list(points), list(points.values()), **LOOKS[name])
+    for ax, pattern in zip(axes[0], patterns, strict=True):
+        ax.set_title(pattern, fontsize=10)
+        ideal = [1] * len(ranks) if kind is Kind.WEAK else ranks
+        ax.plot(ranks, ideal, color="#BBBBBB", linewidth=1, zorder=0)
+    for ax in axes.flat:
+        _dress(ax, ranks)
+    for ax in axes[-1]:
+        ax.set_xlabel("ranks")
+    drawn = [name for name in LOOKS if any(name == key[1] for key in lines)]
+    handles = [Line2D([], [], label=name, **LOOKS[name]) for name in drawn]
+    handles.append(Line2D([], [], color="#BBBBBB", linewidth=1, label="ideal"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def _dress(ax: Axes, ranks: list[int]) -> None:
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(ranks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.set_ylim(0, 1.08 * ax.dataLim.y1 or 1)
+    ax.grid(color="#DDDDDD", linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(labelsize=8)
+
+
+if __name__ == "__main__":
+    command(main)
