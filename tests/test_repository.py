@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 README = ROOT / "README.md"
+FLOORS = ("lra", "long-documents")  # whose records programs set beside what they measure
 
 
 def run(*command: str | Path) -> str:
@@ -94,6 +95,19 @@ def test_every_folder_of_code_is_distributed():
     ]
     folders = {file.parent for root in roots for file in (ROOT / root).rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_data_that_programs_read_is_distributed():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    distributed = {
+        path
+        for package, patterns in config["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
+    settings = {*(ROOT / "experiments").rglob("*.yaml")}
+    records = {ROOT / "experiments/results" / f"{name}-floors.json" for name in FLOORS}
+    assert settings | records <= distributed
 
 
 def test_ci_runs_the_test_command_of_the_readme_and_then_all_other_tests():

@@ -31,10 +31,12 @@ def floors(
     authors: Annotated[int, typer.Option(min=2)] = 50,
     output: Annotated[Path, typer.Option(dir_okay=False, help="the record")] = RESULTS
     / FLOORS.name,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measures what counted words and counted bytes say, and goes on where it was stopped."""
     from experiments.long_documents.floors import measure
 
+    output_folder(output.parent, overwrite)
     try:
         measure(data_root / "books", lengths, authors, output)
     except ValueError as error:

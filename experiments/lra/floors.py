@@ -26,6 +26,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from experiments.cli import SHIPPED, Overwrite, output_folder
 from experiments.environment import environment
 from experiments.files import write_json
 from experiments.lra.tasks import FilmPairs, ListOps, MissingData, Pathfinder, Samples, Task, films
@@ -42,7 +43,7 @@ from experiments.lra.tasks.listops import (
 from experiments.lra.tasks.pathfinder import FreshImages
 from experiments.lra.tasks.snakes import DIFFICULTIES
 
-RESULTS = Path(__file__).parents[1] / "results" / "lra-floors.json"
+RESULTS = SHIPPED / "lra-floors.json"
 SIDES = (32, 64, 128, 256)
 LEVELS = 5
 WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 1024, 4000, 3e-3
@@ -64,6 +65,7 @@ def main(
     ),
     task: Annotated[list[str] | None, typer.Option(help="measured anew; all by default")] = None,
     data_root: Annotated[Path, typer.Option(file_okay=False, help="of film pairs")] = Path("data"),
+    overwrite: Overwrite = False,
 ) -> None:
     """Measures the floors of ListOps, Pathfinder and film pairs and writes their record.
 
@@ -77,6 +79,7 @@ def main(
         measures[FilmPairs.name] = partial(film_pairs_floors, data_root)
     if unknown := set(task or ()) - measures.keys():
         raise typer.BadParameter(f"unknown task {sorted(unknown)}; known: {list(measures)}")
+    output_folder(output.parent, overwrite)
     record = json.loads(output.read_text()) if output.exists() else {"floors": {}, "measured": {}}
     facts = environment(torch.device("cpu")) | {"samples": samples}
     for name in task or measures:

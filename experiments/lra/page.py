@@ -18,7 +18,8 @@ from typing import Annotated
 
 import typer
 
-from experiments.lra import floors, results
+from experiments.cli import SHIPPED
+from experiments.lra import floors
 from experiments.lra.speed import TASKS, Implementation
 
 README = Path(__file__).parent / "README.md"
@@ -342,7 +343,7 @@ def written(page: str) -> str:
 @cache
 def record(name: str) -> dict | None:
     """A record of results/, or None."""
-    path = results.RESULTS / f"lra-{name}-nvidia-h200.json"
+    path = SHIPPED / f"lra-{name}-nvidia-h200.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -504,7 +505,7 @@ def pictures() -> str:
     shown = []
     for title, name in PICTURES:
         path = f"lra-{name}-nvidia-h200-curves.png"
-        if (results.RESULTS / path).exists():
+        if (SHIPPED / path).exists():
             shown.append(f"![{title}](../results/{path})")
     return "\n".join(shown)
 

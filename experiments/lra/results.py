@@ -23,20 +23,22 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
+from experiments.cli import RESULTS, Output, Overwrite, output_folder
 from experiments.files import write_json
 from experiments.lra.seeds import summary_of
 from experiments.plots import COLOURS
 
-RESULTS = Path(__file__).parents[1] / "results"
 CURRICULUM = "curriculum.json"
 
 
 def main(
     name: Annotated[str, typer.Argument(help="of the record")],
     groups: Annotated[list[Path], typer.Argument(exists=True, file_okay=False)],
-    output: Annotated[Path, typer.Option(file_okay=False)] = RESULTS,
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
 ) -> None:
     """Writes the record of trained runs and draws their curves."""
+    output_folder(output, overwrite)
     try:
         record = record_of(name, {group.name: ended(group) for group in groups})
     except ValueError as error:

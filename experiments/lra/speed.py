@@ -28,6 +28,7 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 from experiments.attention import NAMED
+from experiments.cli import RESULTS, Output, Overwrite, output_folder
 from experiments.environment import device_name, environment
 from experiments.files import write_json
 from experiments.lra import presets
@@ -38,7 +39,6 @@ from experiments.memory import METHOD, peak_bytes
 from experiments.packaged import PACKAGED
 from experiments.timing import Clock, Timing, time_call
 
-RESULTS = Path(__file__).parents[1] / "results"
 BUDGET_MS = 200
 DENSE = ("standard", "sdpa", "flash")
 
@@ -151,13 +151,14 @@ def main(
     scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
     compiled: Annotated[bool, typer.Option(help="by torch.compile, but for our kernels")] = False,
     name: Annotated[str, typer.Option(help="of the table, in the name of its file")] = "arena",
-    output: Annotated[Path, typer.Option(file_okay=False, writable=True)] = RESULTS,
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measures training steps of every attention on every task."""
     console = Console(width=132)
     if unknown := [name for name in tasks.split(",") if name not in KNOWN]:
         raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(KNOWN)}")
-    output.mkdir(parents=True, exist_ok=True)  # an error comes before all is measured
+    output_folder(output, overwrite)  # an error comes before all is measured
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         cases = {task: case_of(task, real, scale) for task in tasks.split(",")}

@@ -2,15 +2,23 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from experiments import cli
 
 COMMANDS = (
     *("bench", "speedup", "report"),
     *("instruments.counters", "instruments.power", "instruments.host_time"),
+)
+PROGRAMS = (
+    *COMMANDS,
+    *("instruments.tune", "io_complexity", "language_model.__main__", "long_context.scaling"),
+    *("long_documents.__main__", "lra.floors", "lra.results", "lra.seeds", "lra.speed"),
+    "pretraining",
 )
 
 
@@ -40,6 +48,43 @@ def test_results_go_into_the_current_folder_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = cli.output_file(cli.RESULTS, "speedup", "cpu", overwrite=False)
     assert path.resolve() == tmp_path / "results/speedup-cpu.json"
+
+
+def app_of(program: str) -> typer.Typer:
+    module = import_module(f"experiments.{program}")
+    if hasattr(module, "app"):
+        return module.app
+    app = typer.Typer()
+    app.command()(module.main)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "output"),
+    [
+        ("bench", ["speedup"], cli.SHIPPED),
+        ("io_complexity", [], cli.SHIPPED),
+        ("long_documents.__main__", ["floors"], cli.SHIPPED / "long-documents-floors.json"),
+        ("lra.results", ["image", "."], cli.SHIPPED),
+        ("lra.speed", [], cli.SHIPPED),
+        ("lra.floors", [], cli.SHIPPED / "lra-floors.json"),
+    ],
+)
+def test_no_program_writes_into_the_package(program, arguments, output):
+    done = CliRunner().invoke(app_of(program), [*arguments, "--output", str(output)])
+    assert done.exit_code == 2
+    assert "lies inside the package" in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_goes_into_the_package_by_default(program):
+    command = typer.main.get_command(app_of(program))
+    commands = (command, *getattr(command, "commands", {}).values())
+    outputs = [p for each in commands for p in each.params if "--output" in p.opts]
+    assert outputs
+    for output in outputs:
+        if output.default is not None:
+            assert not (cli.ROOT / output.default).is_relative_to(cli.SHIPPED.parent)
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -5,13 +5,13 @@ import json
 import pytest
 import typer
 
-from experiments.lra import page, results
+from experiments.lra import page
 
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
     """An empty folder of records."""
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "SHIPPED", tmp_path)
     page.record.cache_clear()
     yield tmp_path
     page.record.cache_clear()

@@ -135,7 +135,7 @@ def test_a_row_of_the_table():
 def test_a_folder_that_cannot_be_is_told_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("measured"))
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(typer.BadParameter, match=r"--output: .*Not a directory"):
         speed.main(tasks="image", output=tmp_path / "file" / "folder")
 
 
