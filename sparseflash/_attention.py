@@ -104,9 +104,9 @@ def attention(
             The backend hopper takes none.
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
-            the largest of its masked scores S, sinks not among them. LSE does not tell it. Its
-            maximum over batch and queries is what QK-Clip compares with a threshold, head by head.
-            The backend hopper does not take it.
+            the largest of its masked scores S, sinks not among them. Its maximum over batch and
+            queries is what QK-Clip compares with a threshold, head by head. The backend hopper
+            does not take it.
         **options: scale, softcap, score, dropout_p, precision, deterministic and backend: see
             AttentionOptions.
 

@@ -49,13 +49,13 @@ def block_mass(
     query, key = query.float(), key.float()
     if bias is not None:
         bias = checked_bias(bias, query, query.shape[2], key.shape[2])
-    if key_lengths is not None:  # each part of the keys sees lengths that are cut to it
+    if key_lengths is not None:  # clamped to each part of the keys below
         key_lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     block_mask = fitted_mask(checked_mask(mask), query, key)
     bq, bk = block_mask.block_size
     q_len, k_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
-    # Values that say in which block a key is make attention add the probabilities of its keys up;
-    # they tell as many blocks apart as a value has entries.
+    # With values that are one-hot in the block of the key, attention sums P over the keys of each
+    # block: of as many blocks at a time as a value has entries.
     width = head_dim * bk
     parts, lses = [], []
     for start in range(0, k_len, width):

@@ -61,7 +61,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     Reference:
         Xiao et al., "Efficient streaming language models with attention sinks", 2023.
     """
-    # In place of -inf the least number: of two scores of -inf the difference would be NaN.
+    # The least number instead of -inf: the difference of two scores of -inf would be NaN.
     least = torch.finfo(lse.dtype).min
     sinks = sinks.to(lse.dtype).clamp(min=least).view(-1, 1)
     share = torch.sigmoid(lse - sinks).unsqueeze(-1)

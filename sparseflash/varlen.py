@@ -70,7 +70,7 @@ def attention_varlen(
             masks.parse reads it, or None for all of them; or a BlockMask or DynamicMask of the
             packed lengths (total_q, total_k), of which the pairs within documents attend.
         sinks, seed, score_tensors, return_lse, return_max_logits: As in sparseflash.attention.
-        **options: Those of AttentionOptions. A score function is given the places of tokens among
+        **options: Those of AttentionOptions. A score function gets the positions of tokens among
             all documents.
 
     Returns:
@@ -200,7 +200,7 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
 
     Args:
         x: (total, ...).
-        keep: bool (batch, seq), true in as many places as x has tokens.
+        keep: bool (batch, seq), true at as many positions as x has tokens.
 
     Returns:
         (batch, seq, ...).
@@ -215,7 +215,7 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
     _check_keep(keep, keep.shape if isinstance(keep, Tensor) else ())
     keep = keep.to(x.device)
     if int(keep.sum()) != len(x):
-        raise ValueError(f"keep must be true in {len(x)} places, got {int(keep.sum())}")
+        raise ValueError(f"keep must be true at {len(x)} positions, got {int(keep.sum())}")
     return x.new_zeros(*keep.shape, *x.shape[1:]).index_put((keep,), x)
 
 

@@ -51,9 +51,9 @@ def empty_max_logits(query: Tensor) -> Tensor:
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a call stand in a longer sequence, of which it attends some blocks.
+    """The positions of a call's tokens in a longer sequence, of which it attends some blocks.
 
-    query:   int64 (nq,), the place of the first token of each block of queries
+    query:   int64 (nq,), the position of the first token of each block of queries
     key:     int64 (nk,), likewise of keys
     seq_len: tokens of the longer sequence
     """
@@ -72,8 +72,8 @@ class Call:
         key_lengths: int32 (batch,) on the device; None if all keys count.
         seed: Of dropout.
         bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs.
-        positions: Where its tokens stand in a longer sequence, whose bias it then has; None for a
-            call of a whole one.
+        positions: Those of its tokens in a longer sequence, to which its bias then belongs; None
+            where the call is of a whole sequence.
         max_logits: Where its forward pass writes the maximum logits, like lse; None if nowhere.
         score_tensors: What its score function reads; None if that is nothing.
     """

@@ -23,7 +23,7 @@ class CallFacts(NamedTuple):
         bias: Whether there is a bias of distances.
         differentiates_bias: Whether its gradient may be asked for.
         differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
-        positions: Whether tokens stand elsewhere in a longer sequence.
+        positions: Whether its tokens are part of a longer sequence: see Positions.
         max_logits: Whether the maximum logits are asked for.
         differentiates_score_tensors: Whether the gradient of a score tensor may be asked for.
     """

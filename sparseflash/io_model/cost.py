@@ -1,4 +1,4 @@
-"""What kernels do, and the least time that a device takes for it."""
+"""What kernels compute and move, and the least time that a device takes for it."""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class KernelCost(NamedTuple):
     waves: float = 0.0
 
     def seconds(self, device: Device) -> dict[str, float]:
-        """The time that each part of the device takes at least."""
+        """The least time of each unit of the device: its work over its rate."""
         needs = (
             *(self.flops, self.exponentials, self.shared_bytes),
             *(self.l2_bytes, self.memory_bytes),
@@ -77,12 +77,12 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The least time: of each kernel that of the part of the device that it keeps longest."""
+        """The least time: the sum over kernels of that of the unit that bounds each."""
         return sum(max(kernel.seconds(self.device).values()) for kernel in self.kernels)
 
     @property
     def bound_by(self) -> str:
-        """The part of the device that sets most of the least time."""
+        """The unit of the device that bounds most of that time."""
         total: dict[str, float] = {}
         for kernel in self.kernels:
             part, seconds = max(kernel.seconds(self.device).items(), key=lambda entry: entry[1])
@@ -91,7 +91,7 @@ class Cost:
 
     @property
     def filled_waves(self) -> float:
-        """Share of the waves of work tiles that are filled where all take as long."""
+        """Work tiles over those of whole waves: the share of the device that tails leave busy."""
         filled = sum(k.flops * k.waves / max(math.ceil(k.waves), 1) for k in self.kernels)
         return filled / self.flops if filled else 1.0
 

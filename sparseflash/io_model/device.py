@@ -1,4 +1,4 @@
-"""What devices can do at most."""
+"""The rates and capacities of devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,14 +8,14 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at most.
+    """The rates and capacities of a device.
 
     Args:
         name: Of the device.
         capability: Compute capability.
         multiprocessors: How many there are.
         clock: Cycles a second.
-        matrix_flops: FLOP/s of products of 16-bit numbers.
+        matrix_flops: FLOP/s of the tensor cores, of 16-bit operands.
         memory_bandwidth: Bytes a second of device memory.
         l2_bytes: Capacity of L2.
         l2_bytes_per_cycle: That L2 delivers.
@@ -34,7 +34,7 @@ class Device:
 
     @property
     def rates(self) -> dict[str, float]:
-        """What is done in a second of each thing that a kernel needs.
+        """The rate of each unit: FLOPs, exponentials or bytes a second.
 
         A multiprocessor computes 16 exponentials and reads or writes 128 bytes of shared memory
         in a cycle (CUDA C++ Programming Guide, throughput of native arithmetic instructions, and

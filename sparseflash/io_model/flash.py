@@ -116,8 +116,8 @@ def attention(
     Raises:
         TypeError: The mask is no BlockMask, or the dtype none of torch.
         ValueError: The direction, the backend or the device is unknown, or has no kernel for it; a
-            size is not positive; heads do not go together; there are as few queries as in a step
-            of decoding.
+            size is not positive; `heads` is no multiple of `kv_heads` or of the heads of the mask;
+            there are as few queries as in a step of decoding.
 
     Reference:
         Dao et al. 2022, Theorem 2, Theorem 5, Proposition 4; the order of loops is that of Dao

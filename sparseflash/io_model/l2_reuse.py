@@ -1,4 +1,4 @@
-"""Which blocks come from device memory again: a simulation of what L2 keeps.
+"""Which blocks are loaded from device memory again: a simulation of L2.
 
 Work tiles run in waves. All of a wave load their next block at the same time, so a block that
 several of them load in one step is read once. Each load may replace any other block: NVIDIA does

@@ -16,7 +16,7 @@ from sparseflash._attention import attention
 from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
 
 SECONDS = 0.2  # of measurement for each pattern
-TURNS = 3  # among which it is shared
+ROUNDS = 3  # of measurement, among which these are shared
 
 Progress = Callable[[int, int], None]
 
@@ -282,11 +282,11 @@ class _Study:
             timers.append(Timer("run()", globals={"run": run}, num_threads=threads))
         # Alternately: what slows the machine for a while slows every pattern.
         with torch.no_grad():
-            turns = [
-                [timer.blocked_autorange(min_run_time=SECONDS / TURNS).median for timer in timers]
-                for _ in range(TURNS)
+            rounds = [
+                [timer.blocked_autorange(min_run_time=SECONDS / ROUNDS).median for timer in timers]
+                for _ in range(ROUNDS)
             ]
-        self.times += (torch.tensor(turns).double().median(0).values * 1e3).tolist()
+        self.times += (torch.tensor(rounds).double().median(0).values * 1e3).tolist()
 
     def _check(self, call: AttentionCall, first: AttentionCall) -> None:
         facts, of_first = (

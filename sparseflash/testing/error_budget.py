@@ -148,7 +148,7 @@ def assert_close_to_reference(
     infinite = reference.isinf()
     same = torch.equal(actual.isinf(), infinite)
     same = same and torch.equal(actual[infinite].double(), reference[infinite])
-    assert same, f"{name}: infinities in other places than the reference"
+    assert same, f"{name}: infinities at other positions than in the reference"
     norms = ("largest absolute", "relative Frobenius")
     budgets = error_budget(reference, eager, dtype)
     for norm, error, budget in zip(norms, _errors(actual, reference), budgets, strict=True):

@@ -174,7 +174,7 @@ def test_padding_is_left_out_and_put_back():
         (
             lambda x: sparseflash.pad(x[0], torch.ones(2, 2).bool()),
             ValueError,
-            "keep must be true in 3 places, got 4",
+            "keep must be true at 3 positions, got 4",
         ),
         (lambda x: sparseflash.pad(x, None), TypeError, "keep must be a bool tensor, got None"),
         (

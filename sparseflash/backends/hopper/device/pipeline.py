@@ -33,7 +33,7 @@ class NamedBarrierPipeline(NamedTuple):
 
     empty_barriers: index of the named barrier of stage 0 among those of pipelines; those of the
         other stages follow
-    num_threads:    threads that meet at one, those of the producer included
+    num_threads:    threads that arrive at each, those of the producer included
     """
 
     buffers: gl.shared_memory_descriptor

@@ -9,8 +9,8 @@ Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In
 
 Each warpgroup owns 64 of the 128 queries. Ping-pong: they issue S_i = Q K_i^T and O += P_{i-1}
 V_{i-1} alternately, so that the tensor cores work for one while the other is in softmax; within a
-warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup, and other
-CTAs on the same multiprocessor take the place of the second one.
+warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup, which
+other CTAs on the same multiprocessor overlap with.
 
 Base-2 online softmax: `row_max` is the running maximum of the raw scores, `row_sum` the running
 sum of exp2(scale_log2 * (S - row_max)), spread over the threads that share a row, scale_log2 =
@@ -210,7 +210,7 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
 
 @gluon.jit
 def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.constexpr):
-    """Waits for loads in the place of both warpgroups and signals their ping-pong barriers.
+    """Waits for loads on behalf of both warpgroups and signals their ping-pong barriers.
 
     Triton lowers mbarrier.wait in a partition of several warps with a partition-wide bar.sync,
     which would join the four warps of a warpgroup in every step. This warp must release every
@@ -260,7 +260,7 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
     work_state = PipelineState(0, 0)
     prime(key_pipeline)
     prime(value_pipeline)
-    # Warpgroup 0 issues first. Both warpgroups have the same tiles, so every later wait meets one
+    # Warpgroup 0 issues first. Both warpgroups have the same tiles, so every later wait has one
     # signal.
     if WARPGROUP == 1:
         pingpong_signal(WARPGROUP, LOAD_WAIT_WARPS)
