@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
 from numpy import generic, ndarray
 from torch import Tensor
 
@@ -40,6 +41,12 @@ def check_floating(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         got = getattr(tensor, "dtype", type(tensor).__name__)
         raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+
+
+def check_floating_dtype(name: str, dtype: Any) -> None:
+    """Raises TypeError for what is no floating-point dtype of torch."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
 
 
 def to_python(value: Any) -> Any:

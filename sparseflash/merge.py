@@ -18,7 +18,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Args:
         outs: Each (..., q_len, value_dim), of one dtype.
         lses: Each (..., q_len), natural logarithms, float32 or wider. A query without a key in
-            any set gets out 0, lse -inf and zero gradients.
+            any set gets out 0, lse -inf and zero gradients; one with an lse of inf or NaN gets
+            NaN.
 
     Returns:
         (out, lse) like one of each, computed in the dtype of the lses.
@@ -82,6 +83,9 @@ def without_pairs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        if not isinstance(tensors, Sequence | Tensor):
+            raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(
             f"outs and lses must be as many, at least 1, got {len(outs)}, {len(lses)}"

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import masks
 from masks import BlockMask
 from masks._parse import UNREADABLE
-from masks.arguments import check_integer, check_integers
+from masks.arguments import check_floating_dtype, check_integer, check_integers
 from masks.mask_batch import check_block_mask
 from masks.registry import Cache
 from sparseflash.distributed.assign import (
@@ -226,8 +226,7 @@ class ContextPlan:
         sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "heads": heads}
         for name, size in sizes.items():
             check_integer(name, size, least=1, most=2**31 - 1)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        check_floating_dtype("dtype", dtype)
         queries = batch * heads
         return report_of(self, batch, kv_heads, queries, head_dim, dtype)
 

@@ -72,16 +72,15 @@ class Report:
                 f"of these {self.shared_bytes / 1e6:.2f} MB are queries and results of "
                 f"{self.shared_rows} shared block rows"
             )
-        return "\n".join(
-            [
-                *lines,
-                f"strategy {self.strategy}, split by {self.split}, imbalance {self.imbalance:.3f}",
-                f"moves {sum(self.receive_bytes) / 1e6:.2f} MB, {self.share:.2%} of the "
-                f"{gathered:.2f} MB of an all-gather or a ring",
-                f"equal shares of the sequence move at least "
-                f"{self.least_bytes * len(self.tokens) / 1e6:.2f} MB",
-            ]
-        )
+        lines += [
+            f"strategy {self.strategy}, split by {self.split}, imbalance {self.imbalance:.3f}",
+            f"moves {sum(self.receive_bytes) / 1e6:.2f} MB, {self.share:.2%} of the "
+            f"{gathered:.2f} MB of an all-gather or a ring",
+        ]
+        if self.least_bytes:
+            least = self.least_bytes * len(self.tokens) / 1e6
+            lines.append(f"equal shares of the sequence move at least {least:.2f} MB")
+        return "\n".join(lines)
 
     def plot(self) -> "Figure":
         """Blocks, and bytes received and sent, of every rank."""

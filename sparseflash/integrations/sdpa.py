@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, broadcast_shapes
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +18,8 @@ class replace_sdpa(TorchFunctionMode):
     Calls of the lengths of a BlockMask attend by it, and by a Pattern those with as many keys as
     queries. Other calls, such as those of cross-attention, run as they are. Calls within torch's
     own functions are not seen, such as those of torch.nn.MultiheadAttention; see
-    nn.SparseAttention.from_torch.
+    nn.SparseAttention.from_torch. A call may not have an attn_mask, a dropout_p of 1 or a scale
+    that is not above 0.
 
         with sparseflash.replace_sdpa("local(256)"):
             out = model(x)
@@ -28,11 +29,15 @@ class replace_sdpa(TorchFunctionMode):
         backend: As in sparseflash.attention.
 
     Raises:
-        TypeError, ValueError: The mask is none. Calls raise ValueError for an attn_mask.
+        TypeError, ValueError: The mask is none. Calls raise them for what they may not have.
     """
 
     def __init__(self, mask: Pattern | BlockMask | str, *, backend: str = "auto"):
         super().__init__()
+        if not isinstance(mask, Pattern | BlockMask | str):
+            raise TypeError(
+                f"mask must be a Pattern, its text or a BlockMask, got {type(mask).__name__}"
+            )
         self.mask = mask if isinstance(mask, BlockMask) else as_pattern(mask)
         self.backend = backend
 
@@ -62,12 +67,35 @@ class replace_sdpa(TorchFunctionMode):
             raise ValueError(
                 f"attn_mask must be None where attention is replaced, got {tuple(attn_mask.shape)}"
             )
+        tensors = _broadcast(query, key, value, enable_gqa)
         mask = self._causal() if is_causal else self.mask
         options = {"scale": scale, "dropout_p": dropout_p, "backend": self.backend}
-        return attention(query, key, value, mask, **options)
+        return attention(*tensors, mask, **options)
 
     def _causal(self) -> Pattern | BlockMask:
         causal = masks.causal().with_block_size(self.mask.block_size)
         if isinstance(self.mask, BlockMask):
             return self.mask & causal(self.mask.seq_len, device=self.mask.device)
         return self.mask & causal
+
+
+def _broadcast(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with the batch, and unless heads are grouped the heads, that torch gives them.
+
+    Raises:
+        ValueError: They do not broadcast.
+    """
+    if key.dim() != 4 or value.dim() != 4:
+        return query, key, value  # attention refuses them
+    heads = query.shape[1], key.shape[1]
+    if not enable_gqa and len({*heads} - {1}) > 1:
+        raise ValueError(f"enable_gqa must be True for query and key of {heads} heads")
+    try:
+        lead = broadcast_shapes(*(x.shape[: 1 if enable_gqa else 2] for x in (query, key, value)))
+    except RuntimeError as error:
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        raise ValueError(f"query, key and value must broadcast, got {shapes}") from error
+    query, key, value = (x.expand(*lead, *x.shape[len(lead) :]) for x in (query, key, value))
+    return query, key, value

@@ -1,6 +1,7 @@
 """Multi-head attention with a sparsity pattern."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Unpack
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import linear
 import masks
 from masks import BlockMask, Pattern
 from masks._parse import as_pattern
+from masks.arguments import check_integer
 from sparseflash._attention import attention
 from sparseflash.arguments import check_key_lengths, lengths_in_range
 from sparseflash.dispatch.spec import FEW_QUERIES
@@ -64,11 +66,9 @@ class SparseAttention(nn.Module):
     ):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        if min(embed_dim, num_heads, kv_heads) < 1:
-            raise ValueError(
-                "embed_dim, num_heads and kv_heads must be positive, got "
-                f"{embed_dim}, {num_heads} and {kv_heads}"
-            )
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads}
+        for name, size in sizes.items():
+            check_integer(name, size, least=1)
         if embed_dim % num_heads or num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim {embed_dim} and be a multiple of kv_heads "
@@ -81,8 +81,8 @@ class SparseAttention(nn.Module):
                 f"rotary must be of head_dim {self.head_dim} (embed_dim / num_heads), got "
                 f"{rotary.head_dim}"
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if not isinstance(dropout, Real) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
         self.pattern = _pattern(pattern, num_heads, kv_heads)
         if "dropout_p" in options:
             raise TypeError("dropout_p must be given as dropout, which counts in training alone")
@@ -109,9 +109,14 @@ class SparseAttention(nn.Module):
         there.
 
         Raises:
+            TypeError: `module` is no MultiheadAttention.
             ValueError: The module has keys or values of other dimensions, bias_kv or zero
                 attention.
         """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(
+                f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}"
+            )
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("module must have no kdim, vdim, add_bias_kv or add_zero_attn")
         sparse = cls(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from masks.arguments import check_integer
+from masks.arguments import check_floating_dtype, check_integer
 
 
 class KeyValueCache:
@@ -31,8 +31,7 @@ class KeyValueCache:
     ):
         sizes = {"batch": batch, "kv_heads": kv_heads, "max_len": max_len, "head_dim": head_dim}
         shape = tuple(check_integer(name, size, least=1) for name, size in sizes.items())
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype must be floating-point, got {dtype}")
+        check_floating_dtype("dtype", dtype)
         self._keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
         self.length = 0
 

@@ -102,6 +102,8 @@ def test_huge_and_equal_logits():
         ([torch.zeros(2, 3)], [torch.zeros(3)], "lses must be"),
         ([torch.zeros(2, 3)], [torch.zeros(2, device="meta")], r"lses must be \(2,\) on cpu"),
         ([torch.zeros(2, 3), torch.zeros(1, 3)], 2 * [torch.zeros(2)], "outs must share"),
+        (None, [torch.zeros(2)], "outs must be a list of tensors, got NoneType"),
+        ([torch.zeros(2, 3)], None, "lses must be a list of tensors, got NoneType"),
         ([torch.zeros(2, 3)], [torch.zeros(2).half()], "lses must be float32"),
         ([torch.zeros(2, 3).int()], [torch.zeros(2)], "outs must be floating-point"),
     ],

@@ -242,6 +242,8 @@ def test_report_counts_bytes_of_keys_and_values():
     assert report.gathered_bytes == [2048 * 2 * 2 * 32 * 4] * 2
     assert sum(report.receive_bytes) >= 2 * report.least_bytes > 0
     assert "50.00%" in str(report)
+    assert "at least 0.03 MB" in str(report)
+    assert "at least" not in str(make_plan(masks.local(64)(4096, 64), 2).report())
     assert "shared" not in str(report)
     assert len(report.plot().axes) == 2
     shared = make_plan(CAUSAL, 2, "contiguous", shared_rows=[30, 31]).report(2, 32, torch.float32)

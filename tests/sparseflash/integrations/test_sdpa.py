@@ -53,11 +53,43 @@ def test_grouped_heads():
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 4), (2, 1), (1, 1)])
+def test_keys_are_broadcast_as_torch_does(shape):
+    query, key, value = tensors()
+    key, value = (x[: shape[0], : shape[1]] for x in (key, value))
+    with sparseflash.replace_sdpa(PATTERN):
+        out = sdpa(query, key, value)
+    expected = sdpa(query, key, value, PATTERN(40).to_dense())
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), (key, value)),
+        torch.autograd.grad(expected.sum(), (key, value)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, r"enable_gqa must be True for query and key of \(4, 2\) heads"),
+        ({"enable_gqa": True, "scale": 0.0}, "scale must be positive and finite, got 0.0"),
+        ({"enable_gqa": True, "dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
+        ({"value": torch.zeros(3, 4, 40, 8)}, r"query, key and value must broadcast, got \[\(2"),
+        ({"value": torch.zeros(4, 40, 8)}, r"value must be \(batch, heads, seq, head_dim\)"),
+    ],
+)
+def test_calls_that_are_not_replaced_are_named(changed, message):
+    query, key, value = tensors(kv_heads=2)
+    if "value" in changed:
+        key = query
+    with sparseflash.replace_sdpa(PATTERN), pytest.raises(ValueError, match=message):
+        sdpa(query, key, **{"value": value} | changed)
+
+
 def test_an_attn_mask_is_refused():
     with (
         pytest.raises(ValueError, match=r"attn_mask must be None .*, got \(40, 40\)"),
         sparseflash.replace_sdpa(PATTERN),
     ):
         sdpa(*tensors(), torch.ones(40, 40).bool())
-    with pytest.raises(TypeError, match="pattern must be a Pattern or its text"):
+    with pytest.raises(TypeError, match="mask must be a Pattern, its text or a BlockMask, got Te"):
         sparseflash.replace_sdpa(torch.ones(4, 4))

@@ -263,8 +263,13 @@ def test_copies_share_their_pattern():
             r"memory must be \(batch, seq, 32\), got \(1, 2, 16\)",
         ),
         (lambda: SparseAttention.from_torch(torch_attention(kdim=5)), "no kdim"),
-        (lambda: SparseAttention(32, 0), "num_heads and kv_heads must be positive, got 32, 0"),
+        (lambda: SparseAttention(32, 0), "num_heads must be at least 1, got 0"),
+        (lambda: SparseAttention("a", 4), "embed_dim must be an integer, got 'a'"),
+        (lambda: SparseAttention(32, 4, kv_heads=1.0), "kv_heads must be an integer, got 1.0"),
         (lambda: SparseAttention(32, 4, dropout=2.0), r"dropout must be in \[0, 1\), got 2.0"),
+        (lambda: SparseAttention(32, 4, dropout="x"), r"dropout must be in \[0, 1\), got 'x'"),
+        (lambda: SparseAttention.from_torch(None), "module must be a torch.nn.*, got NoneType"),
+        (lambda: KeyValueCache(1, 4, 5, 8, dtype="bf16"), "dtype must be .*, got 'bf16'"),
         (lambda: SparseAttention(32, 4, rotary=Rotary(16)), "rotary must be of head_dim 8"),
         (lambda: SparseAttention.from_torch(torch_attention(add_bias_kv=True)), "add_bias_kv"),
         (lambda: SparseAttention.from_torch(torch_attention(add_zero_attn=True)), "add_zero_attn"),
@@ -317,7 +322,7 @@ def test_copies_share_their_pattern():
     ],
 )
 def test_bad_input_names_the_argument(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 
