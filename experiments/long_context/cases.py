@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+import numpy
+
 import masks
 from experiments.long_context.baselines import ring_plan
 from masks import BlockMask, Pattern
@@ -28,16 +30,25 @@ class Way(StrEnum):
     PLAN, GATHER, RING = "plan", "all-gather", "ring"
 
 
-def patterns(window: int) -> dict[str, Pattern]:
-    """The masks of the comparison; `window` tokens."""
+def patterns(window: int, seq_len: int) -> dict[str, Pattern]:
+    """The masks of the comparison, by name: `window` tokens; documents of `seq_len` in all."""
     local_global = masks.local(window // 2) | masks.global_tokens(list(range(BLOCK)))
     return {
         "window": masks.local((window - 1, 0)),
         "butterfly": masks.butterfly(),
         "local+global": local_global,
+        "documents": masks.documents(document_lengths(2 * window, seq_len)),
         "random 1/16": masks.random(1 / 16, seed=0),
         TOP_K: masks.full(),
     }
+
+
+def document_lengths(mean: int, seq_len: int) -> list[int]:
+    """Lognormal lengths of about this mean; a longer sequence has those of a shorter one first."""
+    rng, lengths = numpy.random.default_rng(0), []
+    while (left := seq_len - sum(lengths)) > 0:
+        lengths.append(min(left, 1 + int(mean * rng.lognormal(-0.5, 1.0))))
+    return lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +96,20 @@ class Case:
 def cases(
     kind: Kind, tokens: int, ranks: Sequence[int], window: int, only: Sequence[str]
 ) -> Iterator[Case]:
-    """One after another; `tokens` of a rank (weak) or of the sequence (strong)."""
-    chosen = {name: p for name, p in patterns(window).items() if not only or name in only}
-    for name, pattern in chosen.items():
+    """One after another; `tokens` of a rank (weak) or of the sequence (strong).
+
+    Raises:
+        ValueError: One of `only` is no pattern.
+    """
+    names = [*patterns(window, tokens)]
+    if unknown := [name for name in only if name not in names]:
+        raise ValueError(f"patterns must be of {names}, got {unknown[0]!r}")
+    for name in only or names:
         made: dict[int, BlockMask] = {}
         for count in ranks:
             length = tokens * count if kind is Kind.WEAK else tokens
-            made[length] = made.get(length) or pattern(length, BLOCK)
+            if length not in made:
+                made[length] = patterns(window, length)[name](length, BLOCK)
             yield Case(name, made[length], count, window // BLOCK if name == TOP_K else None)
 
 

@@ -139,18 +139,20 @@ def main(
     begin = time.monotonic()
     if ranks is not None and not dry_run:
         raise typer.BadParameter("--ranks is of a --dry-run: torchrun says how many there are")
-    rates = Machine() if machine is None else _machine(machine)
     count = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     if dry_run and rank > 0:
         return
+    counts = [n for n in (2**i for i in range(12)) if n <= count]
+    length = tokens or (TOKENS_A_RANK if kind is Kind.WEAK else TOKENS)
+    try:
+        rates = Machine() if machine is None else Machine.load(machine)
+        found = list(cases(kind, length, counts, window, only.split(",") if only else ()))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     device = torch.device("cpu") if dry_run else _start()
     dtype = torch.bfloat16 if dry_run or device.type == "cuda" else torch.float32
     sizes = Attention(heads, kv_heads, head_dim, dtype=dtype)
-    counts = [n for n in (2**i for i in range(12)) if n <= count]
-    chosen = only.split(",") if only else []
-    length = tokens or (TOKENS_A_RANK if kind is Kind.WEAK else TOKENS)
-    found = list(cases(kind, length, counts, window, chosen))
     said = [predicted(case, rates, sizes) for case in found]
     log = None
     if rank == 0:
@@ -183,13 +185,6 @@ def main(
     if not dry_run:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _machine(path: Path) -> Machine:
-    try:
-        return Machine.load(path)
-    except ValueError as error:
-        raise typer.BadParameter(f"--machine: {error}") from None
 
 
 def _start() -> torch.device:

@@ -14,7 +14,16 @@ from typer.testing import CliRunner
 import masks
 from experiments.long_context import plots, scaling
 from experiments.long_context.baselines import ring_plan
-from experiments.long_context.cases import BLOCK, Case, Kind, Way, cases, patterns, predicted
+from experiments.long_context.cases import (
+    BLOCK,
+    Case,
+    Kind,
+    Way,
+    cases,
+    document_lengths,
+    patterns,
+    predicted,
+)
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.simulate import Attention, Machine
 
@@ -41,7 +50,7 @@ def test_a_ring_brings_every_shard_once():
 
 def test_patterns_have_the_same_blocks_in_a_row_at_every_length():
     for name in ("window", "local+global"):
-        short, long = (patterns(512)[name](n, BLOCK).blocks_per_row() for n in (4096, 8192))
+        short, long = (patterns(512, n)[name](n, BLOCK).blocks_per_row() for n in (4096, 8192))
         assert torch.equal(short[0, 8:16], long[0, 8:16])
 
 
@@ -52,7 +61,14 @@ def test_cases_keep_the_tokens_of_a_rank_or_those_of_the_sequence():
     ]
     assert found[0] == [("window", 1, 512), ("window", 4, 2048)]
     assert found[1] == [("top-k", 1, 512), ("top-k", 4, 512)]
-    assert len(list(cases(Kind.WEAK, 512, [1, 2], 256, ()))) == 10
+    assert len(list(cases(Kind.WEAK, 512, [1, 2], 256, ()))) == 12
+
+
+def test_documents_of_a_longer_sequence_are_those_of_a_shorter_one_and_more():
+    short, long = (document_lengths(1000, n) for n in (50_000, 100_000))
+    assert (sum(short), sum(long)) == (50_000, 100_000)
+    assert short[:-1] == long[: len(short) - 1]
+    assert 700 < 100_000 / len(long) < 1400
 
 
 def test_of_blocks_that_the_device_chooses_all_are_fetched_and_few_computed():
@@ -95,6 +111,7 @@ def test_wrong_options_are_named():
     assert "--ranks is of a --dry-run" in run("weak", "--ranks", "8").output
     arguments = ["weak", "--dry-run", "--machine", __file__]
     assert "must hold" in run(*arguments).output
+    assert "patterns must be of ['window'" in run("weak", "--dry-run", "--only", "diagonal").output
 
 
 def test_predictions_are_on_disk_before_anything_is_measured(tmp_path, monkeypatch):
@@ -115,7 +132,7 @@ def test_predictions_are_on_disk_before_anything_is_measured(tmp_path, monkeypat
     assert "the first measurement" in str(done.exception)
     record = json.loads((tmp_path / "long-context-strong-1-cpu.json").read_text())
     assert (record["complete"], record["rows"]) == (False, [])
-    assert len(record["predicted"]) == 5
+    assert len(record["predicted"]) == 6
 
 
 def test_pictures_show_gains_relative_to_one_rank():
@@ -148,7 +165,7 @@ def test_a_run_on_several_processes(tmp_path, kind, ranks):
     rows, counts = record["rows"], [n for n in (1, 2, 4) if n <= ranks]
     assert record["complete"]
     assert path.with_suffix(".svg").exists()
-    assert len(rows) == 5 * (2 + 3 * (len(counts) - 1))
+    assert len(rows) == 6 * (2 + 3 * (len(counts) - 1))
     assert {row["seq_len"] for row in rows} == {512 * n if kind == "weak" else 512 for n in counts}
     planned = [(each["pattern"], each["prediction"]["ranks"]) for each in record["predicted"]]
     measured = [(r["pattern"], r["ranks"]) for r in rows if r["implementation"] == "plan"]

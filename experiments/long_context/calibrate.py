@@ -1,0 +1,207 @@
+"""The rates of a machine, fitted to measured scaling, and their error on patterns left out.
+
+    python -m experiments.long_context.calibrate results/long-context-*-2-nvidia-h200.json
+
+reads what `experiments.long_context.scaling` wrote, and finds the rates by which the model of time
+of `sparseflash.distributed.simulate` is nearest to the times of the plans: least squares of the
+logarithms of both passes and of the forward pass. Each pattern is also left out of a fit of its
+own and predicted by it: that is the error that is shown, predicted over measured less 1. The rates
+and all errors go to long-context-machine-<device>.json, which `scaling` and `simulate` take as
+--machine.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy
+import typer
+from scipy.optimize import least_squares
+
+from experiments.cli import RESULTS, Output, Overwrite
+from experiments.instruments import Log, command
+from experiments.long_context.cases import Way
+from sparseflash.distributed.simulate import Demand, Machine
+
+RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us")
+OUTLIER = 0.2  # of a logarithm: beyond it a point pulls less than by its square
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan that was measured: milliseconds of the slowest rank."""
+
+    kind: str
+    pattern: str
+    ranks: int
+    seq_len: int
+    demand: Demand
+    forward_ms: float
+    total_ms: float
+
+    def modelled(self, machine: Machine) -> tuple[float, float]:
+        """Milliseconds of the forward pass, and of both."""
+        forward, backward = self.demand.times(machine)
+        return float(forward.max()), float((forward + backward).max())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point, predicted by a machine that was fitted to the other patterns.
+
+    Attributes:
+        kind, pattern, ranks, seq_len: What was measured.
+        forward_ms, total_ms: Measured.
+        predicted_forward_ms, predicted_total_ms: Predicted.
+        forward_error, total_error: Predicted over measured, less 1.
+    """
+
+    kind: str
+    pattern: str
+    ranks: int
+    seq_len: int
+    forward_ms: float
+    predicted_forward_ms: float
+    forward_error: float
+    total_ms: float
+    predicted_total_ms: float
+    total_error: float
+
+
+def main(
+    records: Annotated[list[Path], typer.Argument(exists=True, help="Written by scaling.")],
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+) -> None:
+    """Fits the rates of a machine, and predicts each pattern from the others."""
+    try:
+        device, points = read(records)
+        machine, rows = fitted(points), held_out(points)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    errors = [abs(row.total_error) for row in rows]
+    facts = {
+        "machine": asdict(machine),
+        "records": [path.name for path in records],
+        "measured_on": device,
+        "median_error": statistics.median(errors),
+        "most_error": max(errors),
+    }
+    log = Log(
+        "long-context-machine", "cuda" if "NVIDIA" in device else "cpu", output, overwrite, **facts
+    )
+    log.add("end", rows, {}, complete=True)
+    figures = {
+        "ranks": lambda row: f"{row.ranks}",
+        "tokens": lambda row: f"{row.seq_len}",
+        "forward ms": lambda row: f"{row.forward_ms:.2f}",
+        "predicted": lambda row: f"{row.predicted_forward_ms:.2f}",
+        "both ms": lambda row: f"{row.total_ms:.2f}",
+        "predicted ": lambda row: f"{row.predicted_total_ms:.2f}",
+        "error": lambda row: f"{row.total_error:+.1%}",
+    }
+    log.show("Each pattern predicted from the others", ("kind", "pattern"), figures)
+    print(f"error of both passes: median {facts['median_error']:.1%}, most {max(errors):.1%}")
+    print(", ".join(f"{name} {getattr(machine, name):.4g}" for name in RATES))
+
+
+def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
+    """The device of all records, and the plans that were measured in them.
+
+    Raises:
+        ValueError: A file is no record of scaling, or two are of different devices.
+    """
+    devices, points = {}, []
+    for path in records:
+        try:
+            found = json.loads(path.read_text())
+            devices[found["environment"]["device"]] = path
+            demands = {
+                (each["pattern"], each["prediction"]["ranks"]): Demand(**each["demand"])
+                for each in found["predicted"]
+            }
+            points += [
+                Point(
+                    *(row["kind"], row["pattern"], row["ranks"], row["seq_len"]),
+                    *(demands[row["pattern"], row["ranks"]], row["forward_ms"], row["total_ms"]),
+                )
+                for row in found["rows"]
+                if row["implementation"] == Way.PLAN
+            ]
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"file {path} must be a record of scaling: {error!r}") from error
+    if len(devices) > 1:
+        raise ValueError(f"records must be of one device, got {sorted(devices)}")
+    return next(iter(devices)), points
+
+
+def fitted(points: Sequence[Point]) -> Machine:
+    """The machine whose modelled times are nearest to the measured ones.
+
+    What no point tells, such as the bandwidth where none of several ranks is there, stays what the
+    model has without measurements.
+    """
+    start = Machine(backward_tflops=Machine.tflops, call_us=10.0)
+    # One rank tells the rates of blocks, of which the fit of all starts.
+    start = _nearest([point for point in points if point.ranks == 1], start)
+    return _nearest(points, start)
+
+
+def held_out(points: Sequence[Point]) -> list[Row]:
+    """Each point, predicted by the machine that is fitted to the points of other patterns.
+
+    Raises:
+        ValueError: There are not two patterns.
+    """
+    patterns = list(dict.fromkeys(point.pattern for point in points))
+    if len(patterns) < 2:
+        raise ValueError(f"records must be of two patterns or more, got {patterns}")
+    rows = []
+    for pattern in patterns:
+        machine = fitted([point for point in points if point.pattern != pattern])
+        rows += [_row(point, machine) for point in points if point.pattern == pattern]
+    return rows
+
+
+def _row(point: Point, machine: Machine) -> Row:
+    forward, total = point.modelled(machine)
+    return Row(
+        kind=point.kind,
+        pattern=point.pattern,
+        ranks=point.ranks,
+        seq_len=point.seq_len,
+        forward_ms=point.forward_ms,
+        predicted_forward_ms=forward,
+        forward_error=forward / point.forward_ms - 1,
+        total_ms=point.total_ms,
+        predicted_total_ms=total,
+        total_error=total / point.total_ms - 1,
+    )
+
+
+def _nearest(points: Sequence[Point], start: Machine) -> Machine:
+    """The machine nearest to the points, from a start of which all rates are above 0."""
+    if not points:
+        return start
+    measured = numpy.log([(point.forward_ms, point.total_ms) for point in points])
+    first = numpy.log([getattr(start, name) for name in RATES])
+
+    def machine(logarithms: numpy.ndarray) -> Machine:
+        return Machine(**dict(zip(RATES, numpy.exp(logarithms).tolist(), strict=True)))
+
+    def differences(logarithms: numpy.ndarray) -> numpy.ndarray:
+        modelled = [point.modelled(machine(logarithms)) for point in points]
+        return (numpy.log(modelled) - measured).ravel()
+
+    bounds = (first - math.log(1e6), first + math.log(1e6))
+    return machine(
+        least_squares(differences, first, bounds=bounds, loss="soft_l1", f_scale=OUTLIER).x
+    )
+
+
+if __name__ == "__main__":
+    command(main)

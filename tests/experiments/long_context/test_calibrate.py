@@ -1,0 +1,105 @@
+"""Fitting the rates of a machine, to times that a known machine would take."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments.long_context import calibrate
+from experiments.long_context.calibrate import Point, fitted, held_out, read
+from experiments.long_context.cases import Kind, cases, predicted
+from sparseflash.distributed.simulate import Attention, Machine
+
+KNOWN = Machine(1.5, 20.0, 300.0, 1.0, 40.0)
+
+
+@pytest.fixture(scope="module")
+def said():
+    made = cases(Kind.WEAK, 4096, [1, 2, 4], 1024, ["window", "butterfly", "random 1/16"])
+    return [predicted(case, Machine(), Attention(4, 4, 64)) for case in made]
+
+
+@pytest.fixture
+def points(said):
+    found = []
+    for each in said:
+        point = Point("weak", each.pattern, each.prediction.ranks, each.seq_len, each.demand, 0, 0)
+        forward, total = point.modelled(KNOWN)
+        found.append(replace(point, forward_ms=forward, total_ms=total))
+    return found
+
+
+def test_the_rates_of_a_known_machine_are_found(points):
+    machine = fitted(points)
+    for name in ("tflops", "backward_tflops", "latency_us", "bandwidth", "call_us"):
+        assert getattr(machine, name) == pytest.approx(getattr(KNOWN, name), rel=0.02), name
+
+
+def test_one_rank_leaves_the_exchange_as_it_was(points):
+    machine = fitted([point for point in points if point.ranks == 1])
+    assert machine.tflops == pytest.approx(KNOWN.tflops, rel=0.01)
+    assert machine.bandwidth == pytest.approx(Machine().bandwidth, rel=0.05)
+
+
+def test_a_pattern_is_predicted_from_the_others(points):
+    assert max(abs(row.total_error) for row in held_out(points)) < 0.01
+    slow = [
+        replace(p, forward_ms=2 * p.forward_ms, total_ms=2 * p.total_ms)
+        if p.pattern == "butterfly"
+        else p
+        for p in points
+    ]
+    errors = {(row.pattern, row.ranks): row.total_error for row in held_out(slow)}
+    # The others say nothing of what makes it slow.
+    for ranks in (1, 2, 4):
+        assert errors["butterfly", ranks] == pytest.approx(-0.5, abs=0.01)
+    assert max(abs(found) for (name, _), found in errors.items() if name != "butterfly") > 0.02
+
+
+def record_of(points, said, device="cpu"):
+    rows = [
+        {"implementation": way, **{name: getattr(p, name) for name in names}}
+        for p in points
+        for way in ("all-gather", "plan")
+        if (names := ("kind", "pattern", "ranks", "seq_len", "forward_ms", "total_ms"))
+    ]
+    return {
+        "environment": {"device": device},
+        "predicted": [asdict(each) for each in said],
+        "rows": rows,
+    }
+
+
+def run(*arguments: str):
+    app = typer.Typer()
+    app.command()(calibrate.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_writes_what_simulate_reads(points, said, tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record_of(points, said)))
+    assert read([path]) == ("cpu", points)
+    done = run(str(path), "--output", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "error of both passes: median 0.0%, most 0.0%" in done.output
+    written = tmp_path / "long-context-machine-cpu.json"
+    assert Machine.load(written).tflops == pytest.approx(KNOWN.tflops, rel=0.02)
+    record = json.loads(written.read_text())
+    assert record["records"] == ["record.json"]
+    assert record["most_error"] == max(abs(row["total_error"]) for row in record["rows"])
+    assert len(record["rows"]) == len(points)
+
+
+def test_wrong_records_are_named(points, said, tmp_path):
+    first, second, third = (tmp_path / f"{i}.json" for i in range(3))
+    first.write_text(json.dumps(record_of(points, said)))
+    second.write_text(json.dumps(record_of(points, said, "another")))
+    third.write_text(json.dumps(record_of([p for p in points if p.pattern == "window"], said)))
+    assert "records must be of one device" in run(str(first), str(second)).output
+    assert "records must be of two patterns" in run(str(third)).output
+    third.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="must be a record of scaling: KeyError"):
+        read([third])
