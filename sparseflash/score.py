@@ -31,6 +31,8 @@ from torch import (
     zeros_like,
 )
 
+ARGUMENTS = ("score", "batch", "head", "query", "key")
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreFunction:
@@ -48,6 +50,7 @@ class ScoreFunction:
             "hopper"; None if there is none. "hopper" takes none that makes tiles of its own, by
             tl.full, tl.zeros, tl.arange and the like.
         tensors: float or int, and the dims, of each score tensor: see from_torch.
+        of_query: Whether f depends on the place of the query; from_torch finds out.
         reads: How f depends on what it reads, for the gradients of score tensors, which there are
             none of without it; from_torch makes it.
 
@@ -63,6 +66,7 @@ class ScoreFunction:
     torch: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | float]]
     triton: Any = None
     tensors: tuple[tuple[type, int], ...] = ()
+    of_query: bool = True
     reads: "ReadDerivatives | None" = None
 
     def __post_init__(self) -> None:
@@ -110,19 +114,20 @@ class ScoreFunction:
         declared = tuple(zip(kinds, _dims_of_reads(name, traced.graph), strict=True))
         run = partial(_run, name, function, kinds)
         derive = partial(_derive, name, function, kinds) if float in kinds else None
-        if find_spec("triton") is None:
-            return cls(name, run, None, declared, derive and ReadDerivatives(derive))
-        from sparseflash.backends.triton_common import score_source
+        of_query = bool([*traced.graph.nodes][ARGUMENTS.index("query")].users)
+        jitted = adder = None
+        if find_spec("triton") is not None:
+            from sparseflash.backends.triton_common import score_source
 
-        try:
-            jitted = score_source.triton_function(name, traced, declared)
-            if derive is None:
-                return cls(name, run, jitted, declared)
-            numbers, of_reads = _traced_reads(name, function, float32, kinds)
-            adder = score_source.triton_adder(name, of_reads, numbers, declared)
-        except ValueError as error:
-            raise ValueError(f"score function {name!r}: {error}") from error
-        return cls(name, run, jitted, declared, ReadDerivatives(derive, adder))
+            try:
+                jitted = score_source.triton_function(name, traced, declared)
+                if derive is not None:
+                    numbers, of_reads = _traced_reads(name, function, float32, kinds)
+                    adder = score_source.triton_adder(name, of_reads, numbers, declared)
+            except ValueError as error:
+                raise ValueError(f"score function {name!r}: {error}") from error
+        reads = derive and ReadDerivatives(derive, adder)
+        return cls(name, run, jitted, declared, of_query, reads)
 
     def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
         """What `torch` makes of (score, batch, head, query, key) and the score tensors.

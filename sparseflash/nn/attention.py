@@ -20,6 +20,7 @@ from sparseflash.nn.decode_masks import decode_mask, shared_length
 from sparseflash.nn.kv_cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
 from sparseflash.options import AttentionOptions, OptionKeywords
+from sparseflash.score import named
 
 
 class SparseAttention(nn.Module):
@@ -28,7 +29,7 @@ class SparseAttention(nn.Module):
     q, k, v = x W_q, m W_k, m W_v (m is x in self-attention);  y = attention(q, k, v, pattern) W_o
 
     Parameters have the names and the layout of torch.nn.MultiheadAttention, whose state dict loads
-    when kv_heads is num_heads. Tensors are (batch, seq, embed_dim).
+    when kv_heads is num_heads and value_dim is not given. Tensors are (batch, seq, embed_dim).
 
     Args:
         embed_dim: Features of a token.
@@ -38,10 +39,13 @@ class SparseAttention(nn.Module):
             device, in blocks of its own size. A checkpoint records it as
             masks.to_json(module.pattern): the state dict is torch's.
         kv_heads: Heads of keys and values, num_heads by default, which they must divide.
+        value_dim: Features of a head of values, embed_dim / num_heads by default, as those of
+            queries and keys are.
         dropout: Of P, in training alone.
         bias: Whether the projections have one.
         rotary: Position embedding of queries and keys; in self-attention only.
-        **options: Those of AttentionOptions but dropout_p, for every call.
+        **options: Those of AttentionOptions but dropout_p, for every call. What a score function
+            reads is passed to each call.
 
     Raises:
         TypeError, ValueError: Dimensions do not divide, the pattern does not fit the heads, or an
@@ -57,6 +61,7 @@ class SparseAttention(nn.Module):
         pattern: Pattern | str | Sequence[Pattern | str] | None = None,
         *,
         kv_heads: int | None = None,
+        value_dim: int | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         rotary: Rotary | None = None,
@@ -76,6 +81,9 @@ class SparseAttention(nn.Module):
             )
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
+        self.value_dim = self.head_dim
+        if value_dim is not None:
+            self.value_dim = check_integer("value_dim", value_dim, least=1)
         if rotary is not None and rotary.head_dim != self.head_dim:
             raise ValueError(
                 f"rotary must be of head_dim {self.head_dim} (embed_dim / num_heads), got "
@@ -88,14 +96,16 @@ class SparseAttention(nn.Module):
             raise TypeError("dropout_p must be given as dropout, which counts in training alone")
         AttentionOptions(**options)
         self.dropout, self.rotary, self.options = dropout, rotary, options
-        rows = (num_heads + 2 * kv_heads) * self.head_dim
+        rows = sum(self._projections)
         self.in_proj_weight = nn.Parameter(
             torch.empty(rows, embed_dim, device=device, dtype=dtype)
         )
         self.in_proj_bias = (
             nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         )
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(
+            num_heads * self.value_dim, embed_dim, bias, device=device, dtype=dtype
+        )
         self.reset_parameters()
 
     @classmethod
@@ -146,6 +156,7 @@ class SparseAttention(nn.Module):
         *,
         key_lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        score_tensors: Sequence[Tensor] = (),
     ) -> Tensor:
         """Attention of x to itself, or to memory.
 
@@ -156,12 +167,15 @@ class SparseAttention(nn.Module):
             cache: x holds the tokens after those in the cache, and attends both. Their mask is
                 that of the pattern at the cache's max_len. The cache gets the tokens of x, unless
                 the call fails.
+            score_tensors: As in sparseflash.attention.
 
         Returns:
             Like x.
 
         Raises:
-            ValueError: A shape is wrong, or memory comes with a cache or a rotary embedding.
+            ValueError: A shape is wrong, memory comes with a cache or a rotary embedding, or there
+                are tokens in the cache and a score function that depends on the place of the
+                query, which it would count from the first token of x.
             TypeError, ValueError, BackendError: As sparseflash.attention does.
         """
         for name, tokens in (("x", x), ("memory", memory)):
@@ -174,11 +188,14 @@ class SparseAttention(nn.Module):
             offset = 0 if cache is None else cache.length
             query, key = self.rotary(query, offset), self.rotary(key, offset)
         if cache is None:
-            return self._attend(query, key, value, self.pattern, key_lengths)
+            return self._attend(query, key, value, self.pattern, key_lengths, score_tensors)
         begin = cache.length
+        if begin:
+            self._check_score_of_steps()
         try:
             key, value = cache.append(key, value)
-            return self._attend_cache(query, key, value, begin, cache, key_lengths)
+            rest = (cache, key_lengths, score_tensors)
+            return self._attend_cache(query, key, value, begin, *rest)
         except Exception:
             cache.length = begin
             raise
@@ -191,6 +208,7 @@ class SparseAttention(nn.Module):
         begin: int,
         cache: KeyValueCache,
         key_lengths: Tensor | None,
+        score_tensors: Sequence[Tensor],
     ) -> Tensor:
         """Attention of the tokens from `begin` on, which are in the cache, to all of it."""
         if key_lengths is not None:
@@ -206,7 +224,7 @@ class SparseAttention(nn.Module):
         if mask is not None:
             rows = (begin, cache.length, key.shape[2])
             mask = decode_mask(mask, cache.max_len, *rows, query.device)
-        return self._attend(query, key, value, mask, key_lengths)
+        return self._attend(query, key, value, mask, key_lengths, score_tensors)
 
     def _attend(
         self,
@@ -215,10 +233,12 @@ class SparseAttention(nn.Module):
         value: Tensor,
         mask: Pattern | BlockMask | None,
         key_lengths: Tensor | None,
+        score_tensors: Sequence[Tensor],
     ) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         options = self.options | {"dropout_p": dropout_p}
-        out = attention(query, key, value, mask, key_lengths=key_lengths, **options)
+        facts = {"key_lengths": key_lengths, "score_tensors": score_tensors}
+        out = attention(query, key, value, mask, **facts, **options)
         return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
 
     def _check(self, name: str, tokens: Tensor) -> None:
@@ -227,23 +247,39 @@ class SparseAttention(nn.Module):
                 f"{name} must be (batch, seq, {self.embed_dim}), got {tuple(tokens.shape)}"
             )
 
+    def _check_score_of_steps(self) -> None:
+        score = self.options.get("score")
+        function = named(score) if isinstance(score, str) else score
+        if function is not None and function.of_query:
+            raise ValueError(
+                f"score must not depend on the place of the query with a cache, got "
+                f"{function.name!r}: pass the place to sparseflash.attention, in a score tensor"
+            )
+
+    @property
+    def _projections(self) -> list[int]:
+        """Features of all heads of queries, keys and values."""
+        keys, values = self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
+        return [self.num_heads * self.head_dim, keys, values]
+
     def extra_repr(self) -> str:
-        return f"{self.embed_dim}, {self.num_heads}, {self.pattern}, kv_heads={self.kv_heads}"
+        values = "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
+        heads = f"kv_heads={self.kv_heads}{values}"
+        return f"{self.embed_dim}, {self.num_heads}, {self.pattern}, {heads}"
 
     def _projected(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(query, key, value), (batch, heads, seq, head_dim)"""
+        """(query, key, value), (batch, heads, seq, head_dim or value_dim)"""
+        sizes = self._projections
         if memory is None:
-            heads = _heads(linear(x, self.in_proj_weight, self.in_proj_bias), self.head_dim)
-            query, key, value = heads.split([self.num_heads, self.kv_heads, self.kv_heads], dim=1)
-            return query, key, value
-        sizes = [self.embed_dim, 2 * self.kv_heads * self.head_dim]
-        weights = self.in_proj_weight.split(sizes)
-        biases = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
-        query, both = (
-            _heads(linear(tokens, weight, bias), self.head_dim)
-            for tokens, weight, bias in zip((x, memory), weights, biases, strict=True)
-        )
-        key, value = both.chunk(2, dim=1)
+            found = linear(x, self.in_proj_weight, self.in_proj_bias).split(sizes, 2)
+        else:
+            both = [sizes[0], sizes[1] + sizes[2]]
+            weights = self.in_proj_weight.split(both)
+            biases = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split(both)
+            of_memory = linear(memory, weights[1], biases[1])
+            found = (linear(x, weights[0], biases[0]), *of_memory.split(sizes[1:], 2))
+        dims = (self.head_dim, self.head_dim, self.value_dim)
+        query, key, value = (_heads(x, dim) for x, dim in zip(found, dims, strict=True))
         return query, key, value
 
 

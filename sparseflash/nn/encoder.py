@@ -62,6 +62,8 @@ class SparseEncoderLayer(nn.Module):
         src_mask: None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        *,
+        score_tensors: Sequence[Tensor] = (),
     ) -> Tensor:
         """The layer's output, like src.
 
@@ -70,6 +72,7 @@ class SparseEncoderLayer(nn.Module):
             src_mask, is_causal: torch's; must be None and False, for the pattern is the mask.
             src_key_padding_mask: bool (batch, seq), True at padding, which must come after all
                 other tokens.
+            score_tensors: As in sparseflash.attention.
 
         Raises:
             TypeError, ValueError: An argument is wrong; the message names it.
@@ -85,13 +88,16 @@ class SparseEncoderLayer(nn.Module):
                 )
             lengths = lengths_of(src_key_padding_mask)
         if self.norm_first:
-            src = src + self._attend(self.norm1(src), lengths)
+            src = src + self._attend(self.norm1(src), lengths, score_tensors)
             return src + self._feed_forward(self.norm2(src))
-        src = self.norm1(src + self._attend(src, lengths))
+        src = self.norm1(src + self._attend(src, lengths, score_tensors))
         return self.norm2(src + self._feed_forward(src))
 
-    def _attend(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        return self.dropout1(self.self_attn(x, key_lengths=lengths))
+    def _attend(
+        self, x: Tensor, lengths: Tensor | None, score_tensors: Sequence[Tensor]
+    ) -> Tensor:
+        found = self.self_attn(x, key_lengths=lengths, score_tensors=score_tensors)
+        return self.dropout1(found)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))

@@ -7,7 +7,8 @@ from masks.arguments import check_floating_dtype, check_integer
 
 
 class KeyValueCache:
-    """The keys and values of up to max_len tokens, (batch, kv_heads, max_len, head_dim).
+    """The keys and values of up to max_len tokens, (batch, kv_heads, max_len, head_dim) and
+    (batch, kv_heads, max_len, value_dim).
 
     One for each layer and batch of sequences; for inference, without gradients.
 
@@ -15,6 +16,7 @@ class KeyValueCache:
         batch, kv_heads, max_len, head_dim: Sizes of the tensors, max_len in tokens.
         dtype: Of both tensors, floating-point.
         device: Of both tensors.
+        value_dim: head_dim by default.
 
     Raises:
         TypeError, ValueError: A size is below 1, or the dtype is not floating-point.
@@ -28,11 +30,18 @@ class KeyValueCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        *,
+        value_dim: int | None = None,
     ):
+        value_dim = head_dim if value_dim is None else value_dim
         sizes = {"batch": batch, "kv_heads": kv_heads, "max_len": max_len, "head_dim": head_dim}
-        shape = tuple(check_integer(name, size, least=1) for name, size in sizes.items())
+        for name, size in (sizes | {"value_dim": value_dim}).items():
+            check_integer(name, size, least=1)
         check_floating_dtype("dtype", dtype)
-        self._keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+        self._keys, self._values = (
+            torch.zeros(batch, kv_heads, max_len, dim, dtype=dtype, device=device)
+            for dim in (head_dim, value_dim)
+        )
         self.length = 0
 
     @property
@@ -40,7 +49,8 @@ class KeyValueCache:
         return self._keys.shape[2]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the tokens of key and value, both (batch, kv_heads, tokens, head_dim).
+        """Adds the tokens of key (batch, kv_heads, tokens, head_dim) and value (batch, kv_heads,
+        tokens, value_dim).
 
         Returns:
             The keys and the values of all tokens so far.
@@ -49,10 +59,10 @@ class KeyValueCache:
             ValueError: A tensor is of another shape, dtype or device, or there are more than
                 max_len tokens. Nothing was added then.
         """
-        batch, kv_heads, _, head_dim = self._keys.shape
         tokens = key.shape[2] if key.dim() == 4 else "tokens"
-        shape = (batch, kv_heads, tokens, head_dim)
-        for name, tensor in (("key", key), ("value", value)):
+        named = (("key", key, self._keys), ("value", value, self._values))
+        for name, tensor, stored in named:
+            shape = (*stored.shape[:2], tokens, stored.shape[3])
             if tuple(tensor.shape) != shape:
                 expected = ", ".join(map(str, shape))
                 raise ValueError(f"{name} must be ({expected}), got {tuple(tensor.shape)}")
@@ -64,7 +74,7 @@ class KeyValueCache:
         end = self.length + key.shape[2]
         if end > self.max_len:
             raise ValueError(f"cache holds {self.max_len} tokens, got {end}")
-        for stored, new in ((self._keys, key), (self._values, value)):
+        for _, new, stored in named:
             stored[:, :, self.length : end] = new.detach()
         self.length = end
         return self.first(end)

@@ -1,4 +1,3 @@
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -9,9 +8,9 @@ import torch
 
 import masks
 import sparseflash
+from sparseflash import _explain as explanation
 from sparseflash import backends
 
-explanation = sys.modules["sparseflash._explain"]  # the function has the same name
 HAS_GPU = torch.cuda.is_available()
 
 

@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import fx
 
 from sparseflash.backends.triton_common.read_sums import add_read
+from sparseflash.score import ARGUMENTS
 
 Declared = tuple[tuple[type, int], ...]
 
-ARGUMENTS = ("score", "batch", "head", "query", "key")
 TENSORS = ("floats", "integers", "layout")
 
 # What each operation of torch is in Triton. {0}, {1}, ... are its arguments.

@@ -10,12 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import masks
 import sparseflash
+from sparseflash import _explain as explanation
 from sparseflash import backends
 from sparseflash.backends import cpu
 from sparseflash.dispatch.plan import _compiled, plan_call
 from sparseflash.nn import SparseAttention
-
-explanation = sys.modules["sparseflash._explain"]
 
 
 @pytest.fixture

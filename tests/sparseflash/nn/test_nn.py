@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.functional import gelu
 
 import masks
+import sparseflash
+from sparseflash import ScoreFunction
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention, SparseEncoderLayer, attention
 
 EMBED, HEADS, LENGTH = 32, 4, 50
@@ -173,6 +175,79 @@ def test_a_module_made_of_torchs_stays_in_its_mode():
     assert SparseAttention.from_torch(torch_attention()).training
 
 
+@pytest.mark.parametrize("value_dim", [3, 24])
+def test_values_of_another_dim(value_dim):
+    module = SparseAttention(EMBED, HEADS, PATTERN, kv_heads=2, value_dim=value_dim)
+    assert module.out_proj.weight.shape == (EMBED, HEADS * value_dim)
+    x, head_dim, kv = torch.randn(2, LENGTH, EMBED), EMBED // HEADS, 2
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    sizes = [EMBED, kv * head_dim, kv * value_dim]
+    projections = zip(weight.split(sizes), bias.split(sizes), (HEADS, kv, kv), strict=True)
+    query, key, value = (
+        (x @ w.mT + b).unflatten(2, (heads, -1)).transpose(1, 2) for w, b, heads in projections
+    )
+    scores = query @ key.repeat_interleave(2, 1).mT / math.sqrt(head_dim)
+    p = scores.masked_fill(blocked(), -math.inf).softmax(-1)
+    out = p @ value.repeat_interleave(2, 1)
+    expected = module.out_proj(out.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(module(x, x), expected)
+    cache = KeyValueCache(2, kv, LENGTH, head_dim, value_dim=value_dim)
+    steps = [module(part, cache=cache) for part in x.split([30, 1, 19], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), expected)
+    assert f"value_dim={value_dim}" in repr(module)
+    layer = SparseEncoderLayer(EMBED, HEADS, pattern=PATTERN, value_dim=value_dim)
+    assert layer(x).shape == x.shape
+
+
+def by_key(score, batch, head, query, key, weights):
+    return score + weights[head, key]
+
+
+def by_distance(score, batch, head, query, key, slopes):
+    return score - slopes[head] * (query - key).abs()
+
+
+BY_KEY = ScoreFunction.from_torch("module by key", by_key, (float,))
+BY_DISTANCE = ScoreFunction.from_torch("module by distance", by_distance, (float,))
+
+
+def test_score_tensors_of_each_call():
+    module = SparseAttention(EMBED, HEADS, PATTERN, score=BY_DISTANCE)
+    x, slopes = torch.randn(2, LENGTH, EMBED), torch.rand(HEADS, requires_grad=True)
+    bias = sparseflash.alibi(slopes, LENGTH, LENGTH)
+    biased = SparseAttention(EMBED, HEADS, PATTERN)
+    biased.load_state_dict(module.state_dict())
+    expected = biased.out_proj(
+        sparseflash.attention(*biased._projected(x, None), PATTERN, bias=bias)
+        .transpose(1, 2)
+        .flatten(2)
+    )
+    results = module(x, score_tensors=[slopes]), expected
+    torch.testing.assert_close(*results)
+    grads = [torch.autograd.grad(y.square().sum(), slopes)[0] for y in results]
+    torch.testing.assert_close(*grads)
+    layer = SparseEncoderLayer(EMBED, HEADS, pattern=PATTERN, score=BY_DISTANCE).eval()
+    twice = [layer(x, score_tensors=[tensor]) for tensor in (slopes, 2 * slopes)]
+    assert not torch.allclose(*twice)
+    with pytest.raises(ValueError, match="score_tensors must be a list of the 1 tensors"):
+        layer(x)
+
+
+def test_score_functions_and_a_cache():
+    x, weights = torch.randn(1, LENGTH, EMBED), torch.randn(HEADS, LENGTH)
+    module = SparseAttention(EMBED, HEADS, PATTERN, score=BY_KEY)
+    cache = KeyValueCache(1, HEADS, LENGTH, EMBED // HEADS)
+    steps = [module(part, cache=cache, score_tensors=[weights]) for part in x.split([40, 10], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), module(x, score_tensors=[weights]))
+    module.options["score"] = BY_DISTANCE.name
+    cache.reset()
+    module(x[:, :40], cache=cache, score_tensors=[weights[:, 0]])
+    with pytest.raises(ValueError, match="score must not depend on the place of the query with"):
+        module(x[:, 40:], cache=cache, score_tensors=[weights[:, 0]])
+    assert cache.length == 40
+
+
 def test_encoder_layer_knows_activations_by_name():
     options = {"dim_feedforward": 48, "activation": "gelu"}
     theirs = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True, **options).eval()
@@ -266,6 +341,7 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention(32, 0), "num_heads must be at least 1, got 0"),
         (lambda: SparseAttention("a", 4), "embed_dim must be an integer, got 'a'"),
         (lambda: SparseAttention(32, 4, kv_heads=1.0), "kv_heads must be an integer, got 1.0"),
+        (lambda: SparseAttention(32, 4, value_dim=0), "value_dim must be at least 1, got 0"),
         (lambda: SparseAttention(32, 4, dropout=2.0), r"dropout must be in \[0, 1\), got 2.0"),
         (lambda: SparseAttention(32, 4, dropout="x"), r"dropout must be in \[0, 1\), got 'x'"),
         (lambda: SparseAttention.from_torch(None), "module must be a torch.nn.*, got NoneType"),
