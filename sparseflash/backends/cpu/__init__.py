@@ -2,7 +2,9 @@
 
 import torch
 
+from sparseflash.backends.cpu.plan import block_size_for
 from sparseflash.backends.cpu.unattended import backward, forward
+from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 
 __all__ = [
@@ -38,11 +40,7 @@ def auto_skip(spec: AttentionSpec, mask) -> list[str]:
     return []
 
 
-def block_size_for(spec: AttentionSpec, mask) -> tuple[int, int]:
-    """The block size of the mask."""
-    return spec.block_size
-
-
-def describe(call, mask, query, key, value) -> dict[str, str]:
-    """Nothing: there is one way."""
-    return {}
+def describe(call: Call, mask, query, key, value) -> dict[str, str]:
+    """The larger blocks in which small ones are read; see sparseflash.backends.base."""
+    read, own = call.table.block_size, call.spec.block_size
+    return {} if read == own else {"tiles": f"{read}, merged from blocks of {own}"}

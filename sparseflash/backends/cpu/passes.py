@@ -26,7 +26,6 @@ from torch import Tensor
 
 from sparseflash.backends.cpu.plan import rows_of_block
 from sparseflash.backends.cpu.problem import LOG2E, problems
-from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dispatch.call import Call
 
 
@@ -54,27 +53,26 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     lse = q.new_full((*q.shape[:2], 1), -math.inf)
     max_logits = None if call.max_logits is None else torch.full_like(lse, -math.inf)
     for problem in problems(call):
-        q_here = problem.queries_of(q)
+        q_here, out_here, lse_here = (problem.queries_of(x) for x in (q, out, lse))
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
-        out_here = out.new_empty((*q_here.shape[:2], v.shape[2]))
-        lse_here = lse.new_empty((*q_here.shape[:2], 1))
-        max_here = torch.empty_like(lse_here)
+        max_here = None if max_logits is None else problem.queries_of(max_logits)
         for part in problem.parts():
             scores, _, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
             row_max = problem.max_of_rows(scores)
-            max_here[:, part] = row_max / LOG2E
+            if max_here is not None:
+                max_here[:, part] = row_max / LOG2E
             # A row of nothing but -inf keeps a finite maximum: its P is 0 and not NaN.
             row_max.clamp_(min=torch.finfo(row_max.dtype).min)
             p = scores.sub_(problem.to_segments(row_max)).exp2_()
             row_sum = problem.sum_of_segments(p.sum(-1, keepdim=True))
-            lse_here[:, part] = row_max / LOG2E + row_sum.log()
+            lse_here[:, part] = row_sum.log().add_(row_max, alpha=1 / LOG2E)
             # The maximum of any other row adds 1, so the clamp changes rows without a key only.
             row_sum = row_sum.clamp_(min=1) * (1 - call.spec.dropout_p)
             products = torch.bmm(_drop(p, problem.dropout_keep_mask(part)), v_here)
             out_here[:, part] = problem.sum_of_segments(products).div_(row_sum)
         problem.write_queries(out, out_here)
         problem.write_queries(lse, lse_here)
-        if max_logits is not None:
+        if max_logits is not None and max_here is not None:
             problem.write_queries(max_logits, max_here)
     if max_logits is not None and call.max_logits is not None:
         call.max_logits.copy_(_sequence(max_logits, query).squeeze(-1))
@@ -104,7 +102,7 @@ def backward(
     # A query without a key has only scores of -inf: any finite LSE makes its P 0.
     lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
     grad_o = grad_o / (1 - call.spec.dropout_p)
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     grad_bias = q.new_zeros(bias.numel() if bias is not None else 0)
     rows, columns = table.by_query.num_rows, table.by_key.num_rows
     grad_blocks = q.new_zeros((spec.batch, spec.heads, rows, columns) if needs_blocks else 0)
@@ -118,9 +116,9 @@ def backward(
         q_here, grad_o_here = problem.queries_of(q), problem.queries_of(grad_o)
         lse_here, delta_here = problem.queries_of(lse), problem.queries_of(delta)
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
-        grad_q_here = torch.zeros_like(q_here)
-        grad_k_here = workspace.take("grad_key", k_here.shape, k.dtype).zero_()
-        grad_v_here = workspace.take("grad_value", v_here.shape, v.dtype).zero_()
+        grad_q_here = problem.queries_of(grad_q)
+        grad_k_here = problem.sums_of_keys("grad_key", grad_k)
+        grad_v_here = problem.sums_of_keys("grad_value", grad_v)
         for part in problem.parts():
             keep_mask = problem.dropout_keep_mask(part)
             q_part, grad_o_part, lse_part, delta_part = (

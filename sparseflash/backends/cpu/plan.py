@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
+from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Plan
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -30,6 +31,10 @@ CACHED_BLOCKS = 2**14
 MERGED_QUERIES = 256
 # Queries below which no part is cut; a thinner product is slow.
 PART_QUERIES = 16
+# Pairs of all heads that take as long as it takes to start one more product.
+START_PAIRS = 2**16
+# Sides of the blocks in which smaller ones are read.
+LARGER_SIDES = (32, 64, 128, 256)
 # Keys in a segment of a long row, at most and at least. Scores in longer rows are written one page
 # apart from one another, which makes the product up to twice as slow.
 SEGMENT_KEYS = (128, 512)
@@ -77,6 +82,27 @@ class Chunk:
     key_run: slice | None
 
 
+def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
+    """That of the mask, or larger blocks where its rows take longer to start than to compute.
+
+    Larger blocks have fewer rows, and pairs that are computed in vain.
+    """
+    own = spec.block_size
+    larger = [(max(own[0], side), max(own[1], side)) for side in LARGER_SIDES]
+    if spec.positions or mask.coverage(larger[0]) is None:  # the device chooses the blocks
+        return own
+    pairs = spec.batch * spec.heads * spec.q_len * spec.k_len * mask.density
+    if pairs >= START_PAIRS * -(-spec.q_len // own[0]):
+        return own
+    groups = len(_groups(mask.table(spec.device)))
+
+    def cost(size: tuple[int, int]) -> float:
+        started = min(groups, -(-spec.q_len // size[0]))
+        return START_PAIRS * started + pairs / (mask.coverage(size) or 1)
+
+    return min([own, *larger], key=cost)
+
+
 def rows_of_block(table: LookupTable, spec: AttentionSpec) -> int:
     """Queries of a block that are computed: few queries do not fill one."""
     return min(table.block_size[0], spec.q_len)
@@ -94,13 +120,11 @@ def chunks(plan: Plan) -> Iterable[Chunk]:
 
 
 def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
-    if "cpu groups" not in table.cache:
-        table.cache["cpu groups"] = _group_rows(table)
     lists = table.by_query
     size = (rows_of_block(table, spec), table.block_size[1])
     readers = _readers_of_masks(table, spec)
     copies = len(readers)
-    for group in table.cache["cpu groups"]:
+    for group in _groups(table):
         bh = readers[:, group.head].flatten()
         heads = _heads_of_problem(group, table, spec)
         first = bh % heads == 0
@@ -155,6 +179,13 @@ def keys_at_once(count: int, block_k: int) -> int:
     widths = (block_k * count // n for n in range(1, count + 1) if count % n == 0)
     width = next((w for w in widths if w <= most), block_k)
     return width if width >= least else block_k * count
+
+
+def _groups(table: LookupTable) -> list[Group]:
+    """The groups of all rows of a table, which are stored with it."""
+    if "cpu groups" not in table.cache:
+        table.cache["cpu groups"] = _group_rows(table)
+    return table.cache["cpu groups"]
 
 
 def _group_rows(table: LookupTable) -> list[Group]:

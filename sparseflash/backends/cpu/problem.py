@@ -51,7 +51,9 @@ class Problem:
         )
 
     def queries_of(self, blocks: Tensor) -> Tensor:
-        """(problems, queries, head_dim)"""
+        """(problems, queries, head_dim): of consecutive blocks a view where their strides allow
+        it, of others a copy.
+        """
         run = self._chunk.query_run
         here = blocks[run] if run else blocks.index_select(0, self._query_blocks)
         return here.reshape(len(self._chunk.bh), -1, blocks.shape[2])
@@ -61,18 +63,33 @@ class Problem:
         view where their strides allow it, of others a copy in the workspace under `name`.
         """
         if self._chunk.key_run:
-            return blocks[self._chunk.key_run].reshape(-1, self._width, blocks.shape[2])
+            return self._run_of_keys(blocks)
         here = workspace.take(name, (len(self._key_blocks), *blocks.shape[1:]), blocks.dtype)
         torch.index_select(blocks, 0, self._key_blocks, out=here)
         return here.view(-1, self._width, blocks.shape[2])
 
+    def _run_of_keys(self, blocks: Tensor) -> Tensor:
+        return blocks[self._chunk.key_run].reshape(-1, self._width, blocks.shape[2])
+
     def write_queries(self, blocks: Tensor, here: Tensor):
-        """Writes what belongs to the queries of the chunk into the blocks of all queries."""
-        blocks.index_copy_(0, self._query_blocks, here.view(-1, *blocks.shape[1:]))
+        """Writes what became of queries_of(contiguous blocks) back to where it is from."""
+        if not self._chunk.query_run:
+            blocks.index_copy_(0, self._query_blocks, here.view(-1, *blocks.shape[1:]))
+
+    def sums_of_keys(self, name: str, blocks: Tensor) -> Tensor:
+        """(problems * segments, width, head_dim), where what belongs to the keys of the chunk is
+        added up: of consecutive blocks of contiguous ones a view, of others zeros in the workspace
+        under `name`.
+        """
+        if self._chunk.key_run:
+            return self._run_of_keys(blocks)
+        shape = (len(self._key_blocks) * self._block_k // self._width, self._width)
+        return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype).zero_()
 
     def add_keys(self, blocks: Tensor, here: Tensor):
-        """Adds what belongs to the keys of the chunk to the blocks of all keys."""
-        blocks.index_add_(0, self._key_blocks, here.view(-1, *blocks.shape[1:]))
+        """Adds sums_of_keys(blocks), where they are elsewhere, to the blocks of all keys."""
+        if not self._chunk.key_run:
+            blocks.index_add_(0, self._key_blocks, here.view(-1, *blocks.shape[1:]))
 
     def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):
         """Adds what each block has of `pairs`, (problems * segments, part, width), to totals

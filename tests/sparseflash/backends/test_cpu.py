@@ -10,6 +10,7 @@ from sparseflash.backends import cpu
 from sparseflash.backends.cpu import plan
 from sparseflash.backends.cpu.workspace import Workspace
 from sparseflash.dispatch.autograd import run
+from sparseflash.dispatch.plan import plan_call
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 from tests.helpers.calls import call_on, spec_of
 
@@ -335,3 +336,35 @@ def test_results_are_no_views(length):
     out += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "seq_len", "own", "read"),
+    [
+        (masks.causal(), 32, (16, 16), (32, 32)),
+        (masks.causal(), 128, (16, 16), (128, 128)),
+        (masks.causal(), 128, (16, 64), (128, 128)),
+        (masks.causal(), 120, (128, 128), (128, 128)),
+        (masks.causal(), 2048, (64, 64), (64, 64)),
+        (masks.full(), 128, (16, 16), (16, 16)),
+        (masks.local(16), 1024, (16, 16), (16, 16)),
+    ],
+    ids=str,
+)
+def test_small_calls_start_few_products(pattern, seq_len, own, read):
+    mask = pattern(seq_len, own)
+    query = torch.randn(1, 4, seq_len, 16)
+    call = plan_call(query, query, query, mask)
+    assert call.table.block_size == read
+    assert len(list(plan.chunks(call.plan))) <= max(3, seq_len // read[0])
+    tiles = sparseflash.explain(query, query, query, mask).configuration.get("tiles", "")
+    assert tiles == (f"{read}, merged from blocks of {own}" if read != own else "")
+
+
+def test_blocks_that_only_the_device_or_another_sequence_knows_stay_as_they_are():
+    query, mask = torch.randn(1, 1, 64, 16), masks.causal()(64, 16)
+    chosen = mask.select(torch.ones(1, 1, 4, 4, dtype=torch.bool))
+    assert cpu.block_size_for(spec_of(query, query, chosen), chosen) == (16, 16)
+    part = spec_of(query, query, mask, bias=True, positions=True)
+    assert cpu.block_size_for(part, mask) == (16, 16)
+    assert cpu.block_size_for(spec_of(query, query, mask, bias=True), mask) == (64, 64)
