@@ -105,7 +105,10 @@ def save(mask: BlockMask, path: Path, title: str) -> None:
         if mask.num_heads > 1:
             axes.set_title(textwrap.shorten(f"head {', '.join(map(str, heads))}", 40))
     lines = textwrap.wrap(title, 48 * width, max_lines=3, placeholder=" ...")
-    figure.suptitle("\n".join([*lines, f"density {mask.density:.3g}"]), fontsize="medium")
+    lines.append(f"density {mask.density:.3g}")
+    if mask.num_masks > len(masks):
+        lines.append(f"the first {len(masks)} of {mask.num_masks} masks")
+    figure.suptitle("\n".join(lines), fontsize="medium")
     figure.savefig(path, dpi=150)
 
 
@@ -120,5 +123,6 @@ def _draw(axes, mask: BlockMask, head: int) -> None:
     shades = torch.where(cells > 0, FAINTEST + (1 - FAINTEST) * cells, 0).cpu().numpy()
     axes.imshow(shades, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
     axes.set(xlabel="key (tokens)", ylabel="query (tokens)", xlim=(0, k_len), ylim=(q_len, 0))
+    axes.spines[:].set_position(("outward", 2))  # points: it hides no cell of the first tokens
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(EngFormatter(sep=""))

@@ -60,6 +60,22 @@ def test_every_row_of_cells_is_seen_in_the_picture(tmp_path):
     assert int((dark[1:] & ~dark[:-1]).sum()) >= 21
 
 
+def test_the_frame_hides_no_first_or_last_token(tmp_path):
+    blocks = torch.zeros(2048, 2048, dtype=torch.bool)
+    blocks[[0, -1]] = True
+    plot.save(BlockMask.from_blocks(blocks, 16), tmp_path / "x.png", "rows")
+    column = torch.tensor(imread(tmp_path / "x.png"))[:, 400]
+    blue = column[:, 2] - column[:, 0] > 0.2
+    assert int((blue[1:] & ~blue[:-1]).sum()) == 2
+
+
+def test_masks_that_are_not_drawn_are_counted(tmp_path, figures):
+    blocks = torch.eye(20, dtype=torch.bool)[:, None].expand(20, 20, 20)
+    plot.save(BlockMask.from_blocks(blocks, 16), tmp_path / "x.png", "twenty")
+    assert len(figures[0].axes) == plot.MAX_PICTURES
+    assert figures[0]._suptitle.get_text().endswith("the first 16 of 20 masks")
+
+
 @pytest.fixture
 def figures(monkeypatch) -> list:
     """The figures that are saved."""
