@@ -233,7 +233,7 @@ def _lengths(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"{name} must be (documents + 1,), got {tuple(cu_seqlens.shape)}")
     bounds = cu_seqlens.tolist()
     if bounds != sorted(bounds) or bounds[0] != 0 or bounds[-1] != total:
