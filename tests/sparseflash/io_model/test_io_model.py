@@ -123,7 +123,7 @@ def test_bad_input_is_named():
         attention(mask, D, direction="both")
     with pytest.raises(ValueError, match="hopper, triton, got 'cpu'"):
         attention(mask, D, backend="cpu")
-    with pytest.raises(TypeError, match="compiled for a length, got Pattern"):
+    with pytest.raises(TypeError, match="mask must be a BlockMask, got Pattern"):
         attention(masks.full(), D)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"torch\.dtype, got 'half'"):
         attention(mask, D, dtype="half")  # pyright: ignore[reportArgumentType]
