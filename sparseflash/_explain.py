@@ -32,6 +32,7 @@ from sparseflash.gap import Gap, alternating, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
 from sparseflash.score import checked_score_tensors, want_gradients
+from sparseflash.timing import median_ms
 
 SECONDS = 0.2  # of measurement for each time
 
@@ -242,12 +243,5 @@ def _times(attend: Callable[..., Tensor], *tensors: Tensor) -> Times:
         torch.autograd.grad(out, inputs, grad, retain_graph=True)
 
     with torch.no_grad():
-        forward = _median(lambda: attend(*inputs))
-    return Times(forward, _median(backward))
-
-
-def _median(run: Callable[[], object]) -> float:
-    from torch.utils.benchmark import Timer  # takes long to import
-
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
+        forward = median_ms(lambda: attend(*inputs), SECONDS)
+    return Times(forward, median_ms(backward, SECONDS))

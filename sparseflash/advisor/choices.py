@@ -16,6 +16,7 @@ from masks.analysis.counts import attended_pairs, computed_pairs
 from masks.arguments import check_integer
 from sparseflash import io_model
 from sparseflash._attention import attention
+from sparseflash.timing import median_ms
 
 EXACT_CLASSES = 1 << 12  # more classes of tokens are sampled
 SAMPLES = 512
@@ -328,8 +329,6 @@ def _samples(mask: BlockMask) -> int | None:
 def _median_ms(
     inputs: Sequence[torch.Tensor], grad: torch.Tensor, mask: BlockMask, workload: Workload
 ) -> float:
-    from torch.utils.benchmark import Timer  # takes long to import
-
     query, key, value = (x.detach().requires_grad_(workload.backward) for x in inputs)
 
     def run() -> None:
@@ -337,5 +336,4 @@ def _median_ms(
         if workload.backward:
             torch.autograd.grad(out, (query, key, value), grad)
 
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
+    return median_ms(run, SECONDS)

@@ -14,6 +14,7 @@ from masks import BlockMask, Pattern
 from masks._parse import as_pattern
 from sparseflash._attention import attention
 from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
+from sparseflash.timing import median_ms
 
 SECONDS = 0.2  # of measurement for each pattern
 ROUNDS = 3  # of measurement, among which these are shared
@@ -272,21 +273,15 @@ class _Study:
         return torch.stack(recalls, dim=1), torch.stack(errors, dim=1)
 
     def _measure(self, call: AttentionCall) -> None:
-        from torch.utils.benchmark import Timer  # takes long to import
-
-        timers, threads = [], torch.get_num_threads()
+        runs = []
         for pattern in [call.base, *(within(p, call.base) for p in self.patterns)]:
             mask = pattern(call.query.shape[2], device=call.query.device)
             self.density.append(mask.density)
-            run = partial(_attend, call, mask)
-            timers.append(Timer("run()", globals={"run": run}, num_threads=threads))
+            runs.append(partial(_attend, call, mask))
         # Alternately: what slows the machine for a while slows every pattern.
         with torch.no_grad():
-            rounds = [
-                [timer.blocked_autorange(min_run_time=SECONDS / ROUNDS).median for timer in timers]
-                for _ in range(ROUNDS)
-            ]
-        self.times += (torch.tensor(rounds).double().median(0).values * 1e3).tolist()
+            rounds = [[median_ms(run, SECONDS / ROUNDS) for run in runs] for _ in range(ROUNDS)]
+        self.times += torch.tensor(rounds).double().median(0).values.tolist()
 
     def _check(self, call: AttentionCall, first: AttentionCall) -> None:
         facts, of_first = (

@@ -1,6 +1,5 @@
 """Attention inside torch's own machinery: compile, export, func, autocast, checkpointing."""
 
-import sys
 from functools import partial
 from shutil import which
 from typing import ClassVar
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import (
 import masks
 import sparseflash
 from masks import DynamicMask
+from sparseflash import _attention
 from sparseflash.dispatch import operators
 from sparseflash.reference import standard_attention
 from sparseflash.testing import make_inputs
@@ -242,7 +242,7 @@ def test_vmap_does_not_draw_dropout():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_second_derivatives_are_refused(traced, monkeypatch):
-    monkeypatch.setattr(sys.modules["sparseflash._attention"], "is_traced", lambda *_: traced)
+    monkeypatch.setattr(_attention, "is_traced", lambda *_: traced)
     tensors = inputs()
     out = sparseflash.attention(*tensors)
     grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
