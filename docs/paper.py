@@ -330,6 +330,32 @@ def accuracy(group: dict | None) -> str:
     return words if group["deviation"] is None else f"{words} ± {100 * group['deviation']:.1f}"
 
 
+def tuned() -> str:
+    """Micro F1 of a pre-trained encoder at each length, for each data set that has a record."""
+    parts = []
+    for name in TUNED:
+        path = RESULTS / f"{name}-{DEVICE}.json"
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text())
+        rows = [
+            [
+                f"{int(tokens):,}",
+                accuracy(group | {"accuracy": group["micro_f1"]}),
+                str(len(group["runs"])),
+                f"`{group['runs'][0]['attention']}`".replace("|", "\\|"),
+            ]
+            for tokens, group in record["lengths"].items()
+        ]
+        first = next(iter(record["lengths"].values()))["runs"][0]
+        parts += [f"**{record['name']}**"]
+        parts += [table(["tokens", "micro F1, %", "runs", "attention"], rows), measured(first)]
+    return paragraphs(parts)
+
+
+TUNED = ("long-documents-ecthr", "long-documents-mimic")
+
+
 # The page
 
 
@@ -349,7 +375,7 @@ def overview() -> str:
         ("Tables 1, 2", "training BERT-large and GPT-2", "below", ("pretraining",)),
         ("Tables 3, 6", "Long Range Arena, Path-X", ARENA, ("lra-arena", "lra-path-x-labels")),
         ("Table 4", "language models of longer context", "below", LANGUAGE_MODELS),
-        ("Table 5", "long documents", "below", ("long-documents-authors",)),
+        ("Table 5", "long documents", "below", ("long-documents-authors", *TUNED)),
     ):
         found = "yes" if there & set(records) else "not yet"
         rows.append([name, asks, page, found])
@@ -371,6 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
         paragraphs(map(language_model, LANGUAGE_MODELS)), "contexts.sh"
     ),
     "authors": authors,
+    "tuned": lambda: or_command(tuned(), "python -m experiments.long_documents tune"),
 }
 
 

@@ -97,15 +97,8 @@ def model_of(case: Case) -> "PreTrainedModel":
     import torch
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-    import masks
-    from sparseflash.integrations.huggingface import sparsify
-
     torch.manual_seed(case.seed)
-    own = case.attention in DENSE[:2]
-    options: dict[str, Any] = {
-        "vocab_size": case.vocabulary,
-        "attn_implementation": case.attention if own else "eager",
-    }
+    options: dict[str, Any] = {"vocab_size": case.vocabulary}
     if case.model in GPT2:
         layers, dim, heads = GPT2[case.model]
         rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), case.dropout)
@@ -118,10 +111,19 @@ def model_of(case: Case) -> "PreTrainedModel":
         options |= {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": dim}
         options |= dict.fromkeys(names, case.dropout) | {"intermediate_size": 4 * dim}
         model = BertForMaskedLM(BertConfig(max_position_embeddings=case.seq_len, **options))
-    if not own:
-        pattern = masks.full() if case.attention == "ours" else masks.parse(case.attention)
-        sparsify(model, pattern)
+    attend_by(model, case.attention)
     return model
+
+
+def attend_by(model: "PreTrainedModel", attention: str) -> None:
+    """Chooses the attention of a model: see Case. Raises ValueError for one that is none."""
+    import masks
+    from sparseflash.integrations.huggingface import sparsify
+
+    if attention in DENSE[:2]:
+        model.set_attn_implementation(attention)
+    else:
+        sparsify(model, masks.full() if attention == "ours" else masks.parse(attention))
 
 
 def batches(case: Case, books: "Books") -> Iterator[dict[str, "Tensor"]]:

@@ -1,9 +1,12 @@
-"""Classification of long documents: who wrote this passage, of 512 bytes to 64K.
+"""Classification of long documents: who wrote this passage, of 512 bytes to 64K; and several
+labels of a document by a pre-trained encoder, whose positions are repeated.
 
 python -m experiments.language_model data classic-books-markdown   # into data/books
 python -m experiments.long_documents floors      # a linear model of counted words, and of bytes
 python -m experiments.long_documents train 4096 --seeds 3 --output runs/authors
 python -m experiments.long_documents record authors runs/authors
+python -m experiments.long_documents tune ecthr ECTHR_FOLDER ROBERTA_FOLDER --tokens 4096
+python -m experiments.long_documents record-tuned runs/ecthr/*/seed*
 """
 
 from pathlib import Path
@@ -97,6 +100,80 @@ def record(
         raise typer.BadParameter(str(error)) from error
     wide_console().print(table_of(facts))
     print(f"wrote {paths[0]} and {paths[1]}")
+
+
+@app.command()
+def tune(
+    source: Annotated[str, typer.Argument(help="ecthr or mimic")],
+    data: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of its files")],
+    encoder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="as transformers saves one")
+    ],
+    tokens: Annotated[int, typer.Option(min=16, help="read of a document")] = 512,
+    attention: Annotated[str, typer.Option(help="eager, sdpa, ours, or a pattern")] = "ours",
+    steps: Annotated[int, typer.Option(min=1)] = 4000,
+    batch_size: Annotated[int, typer.Option(min=1, help="documents of a step")] = 16,
+    every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 500,
+    learning_rate: float = 2e-5,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
+    seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
+) -> None:
+    """Tunes a pre-trained encoder on documents with several labels, into
+    OUTPUT/SOURCE/TOKENS/seedN; the same command goes on."""
+    from experiments.long_documents.labelled import SOURCES
+    from experiments.long_documents.pretrained import Run, Settings
+
+    if source not in SOURCES:
+        raise typer.BadParameter(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+    try:
+        settings = Settings(
+            str(encoder),
+            tokens,
+            attention,
+            steps,
+            batch_size,
+            every,
+            learning_rate,
+            warmup_steps,
+            seed,
+        )
+        folder = output / source / str(tokens) / f"seed{seed}"
+        result = Run(settings, SOURCES[source](data), folder).train(seconds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if result is None:
+        print("the time is up: the same command goes on")
+        raise typer.Exit(1)
+    print(f"{tokens:,} tokens, seed {seed}: micro F1 {100 * result['micro_f1']:.1f} %")
+
+
+@app.command()
+def record_tuned(
+    runs: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="of `tune`")],
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+) -> None:
+    """Gathers seeds and lengths of one data set into a record."""
+    import re
+
+    from experiments.files import write_json
+    from experiments.long_documents.pretrained import gather
+
+    try:
+        facts = gather(runs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    folder = output_folder(output, overwrite)
+    machine = re.sub(r"\W+", "-", facts["device"].lower())
+    path = folder / f"long-documents-{facts['name']}-{machine}.json"
+    write_json(path, facts)
+    for tokens, group in facts["lengths"].items():
+        print(
+            f"{int(tokens):,} tokens, {len(group['runs'])} runs: {100 * group['micro_f1']:.1f} %"
+        )
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -137,6 +137,17 @@ def test_table_5(paper, tmp_path):
     assert row(paper.authors(), "512") == ["45.0 ± 7.1", "2", "30.0", "10.0"]
 
 
+def test_table_5_by_the_paper_s_method(paper, tmp_path):
+    assert paper.TABLES["tuned"]().startswith("*Not measured yet")
+    runs = [{"attention": "local(8) | butterfly()", "environment": FACTS}] * 2
+    lengths = {"1024": {"micro_f1": 0.743, "deviation": 0.01, "runs": runs}}
+    record = {"name": "ecthr", "lengths": lengths}
+    write_json(tmp_path / "long-documents-ecthr-nvidia-h200.json", record)
+    shown = paper.TABLES["tuned"]().replace("\\|", "or")
+    assert row(shown, "1,024") == ["74.3 ± 1.0", "2", "`local(8) or butterfly()`"]
+    assert row(paper.overview(), "Table 5")[-1] == "yes"
+
+
 def test_a_page_without_marks_is_an_error(paper):
     with pytest.raises(ValueError, match="the page needs <!-- overview -->"):
         paper.written("no marks")

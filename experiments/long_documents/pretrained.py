@@ -1,0 +1,299 @@
+"""A pre-trained encoder of transformers on documents longer than it was trained for.
+
+Its positions are repeated, and it is tuned on documents with several labels: Table 5 of the
+FlashAttention paper.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from experiments.environment import environment
+from experiments.files import write_json
+from experiments.long_documents.labelled import Document, Labelled
+from experiments.lra.batches import StepBatches
+from experiments.lra.learner import read_checkpoint
+from experiments.pretraining import attend_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+POSITIONS = "embeddings.position_embeddings.weight"
+MULTIPLE = 64  # tokens, of which a batch has a whole number
+RESULT = "result.json"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides what a run computes.
+
+    Attributes:
+        encoder: Folder of a model and its tokenizer, as transformers saves them.
+        tokens: Read of a document.
+        attention: As in experiments.pretraining.Case.
+        steps: Of the whole run.
+        batch_size: Documents of a step.
+        every: Steps between validations; the best of them is tested.
+        learning_rate, warmup_steps: Of AdamW; the rate falls in a line after the warm-up.
+        seed: Of the new layer, of the order of documents and of dropout.
+    """
+
+    encoder: str
+    tokens: int
+    attention: str = "ours"
+    steps: int = 4000
+    batch_size: int = 16
+    every: int = 500
+    learning_rate: float = 2e-5
+    warmup_steps: int = 200
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("tokens", "steps", "batch_size", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def lengthened(folder: Path, labels: int, tokens: int) -> "PreTrainedModel":
+    """The classifier of a saved encoder, its learned positions repeated up to `tokens`.
+
+    Position n has the embedding of position n modulo the length that was trained. Special rows
+    before the first position, which RoBERTa has, stay as they are.
+
+    Args:
+        folder: As transformers saves it.
+        labels: Of the new layer, whose weights are random.
+        tokens: Most of a document, the special ones included.
+
+    Raises:
+        ValueError: The folder holds no encoder with learned positions.
+
+    Reference:
+        Beltagy, Peters, Cohan 2020, Longformer.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    options: dict[str, Any] = {"num_labels": labels, "local_files_only": True}
+    try:
+        short = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+        config = AutoConfig.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} holds no encoder of transformers: {error}") from error
+    weights = short.state_dict()
+    names = [name for name in weights if name.endswith(POSITIONS)]
+    if len(names) != 1:
+        raise ValueError(f"{folder} must hold an encoder with learned positions")
+    padding = getattr(short.get_submodule(names[0].removesuffix(".weight")), "padding_idx", None)
+    special = 0 if padding is None else padding + 1
+    trained = weights[names[0]][special:]
+    repeated = trained.repeat(-(-tokens // len(trained)), 1)[:tokens]
+    weights[names[0]] = torch.cat([weights[names[0]][:special], repeated])
+    config.max_position_embeddings = special + tokens
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.load_state_dict(weights)
+    return model
+
+
+class Batches:
+    """Documents as tokens, padded to the longest of a batch."""
+
+    def __init__(self, settings: Settings, data: Labelled):
+        from transformers import AutoTokenizer
+
+        # Where there is none, transformers makes one without words.
+        if not (Path(settings.encoder) / TOKENIZER).exists():
+            raise ValueError(f"{settings.encoder} must hold {TOKENIZER}, a fast tokenizer")
+        read = AutoTokenizer.from_pretrained(settings.encoder, local_files_only=True)
+        self.read, self.settings, self.data = read, settings, data
+
+    def training(self, start: int) -> Iterator[dict[str, Tensor]]:
+        """Of each step from `start` on; functions of seed and step alone."""
+        own, settings = self.data.splits["train"], self.settings
+        for indices in StepBatches(len(own), settings.batch_size, settings.seed, start, 0, 1):
+            yield self.of([own[i] for i in indices])
+
+    def evaluation(self, split: str) -> Iterator[dict[str, Tensor]]:
+        own, size = self.data.splits[split], self.settings.batch_size
+        for begin in range(0, len(own), size):
+            yield self.of(own[begin : begin + size])
+
+    def of(self, documents: list[Document]) -> dict[str, Tensor]:
+        """input_ids and attention_mask (batch, tokens), targets (batch, labels)."""
+        read = self.read(
+            [document.text for document in documents],
+            truncation=True,
+            max_length=self.settings.tokens,
+            padding=True,
+            pad_to_multiple_of=math.gcd(MULTIPLE, self.settings.tokens),
+            return_tensors="pt",
+        )
+        targets = torch.zeros(len(documents), len(self.data.labels))
+        for row, document in zip(targets, documents, strict=True):
+            row[list(document.labels)] = 1.0
+        return {name: read[name] for name in ("input_ids", "attention_mask")} | {
+            "targets": targets
+        }
+
+
+class Run:
+    """A classifier in training, which goes on exactly from its last checkpoint.
+
+    Args:
+        settings: Of the run.
+        data: Documents.
+        output: Its folder.
+    """
+
+    def __init__(self, settings: Settings, data: Labelled, output: Path):
+        self.settings, self.data, self.output = settings, data, output
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.batches = Batches(settings, data)
+        torch.manual_seed(settings.seed)  # of the new layer
+        model = lengthened(Path(settings.encoder), len(data.labels), settings.tokens)
+        attend_by(model, settings.attention)
+        self.model = nn.Module.to(model, self.device)
+        rate = settings.learning_rate
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.01)
+        self.step, self.curve = 0, []
+        self.facts = asdict(settings) | {"name": data.name, "data": data.sha256}
+        self.last, self.best = output / "last.ckpt", output / "best.ckpt"
+        if self.last.exists():
+            self._load(self.last)
+
+    def train(self, seconds: float | None = None) -> dict | None:
+        """To the end, or for so many seconds.
+
+        Returns:
+            What result.json holds, or None where time was up.
+        """
+        end = None if seconds is None else time.time() + seconds
+        left = self.settings.steps - self.step
+        batches = islice(self.batches.training(self.step), left)
+        for batch in track(batches, f"training, {self.settings.tokens:,} tokens", left):
+            self._train_step(batch)
+            if self.step % self.settings.every == 0 or self.step == self.settings.steps:
+                self._validate()
+            elif end is not None and time.time() > end:
+                self._save(self.last)
+            if end is not None and time.time() > end and self.step < self.settings.steps:
+                return None
+        self._load(self.best)
+        result = self.facts | {
+            "labels": len(self.data.labels),
+            "documents": {split: len(own) for split, own in self.data.splits.items()},
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "micro_f1": self.micro_f1("test"),
+            "tested_step": self.step,
+            "curve": self.curve,
+            "environment": environment(self.device),
+        }
+        write_json(self.output / RESULT, result)
+        return result
+
+    def _train_step(self, batch: dict[str, Tensor]) -> None:
+        settings = self.settings
+        warm, steps = settings.warmup_steps, settings.steps
+        part = min((self.step + 1) / max(warm, 1), (steps - self.step) / max(steps - warm, 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(part, 1.0)
+        # Exact resumption needs no saved random state.
+        torch.manual_seed(1_000_003 * settings.seed + self.step)
+        self.model.train()
+        logits, targets = self._logits(batch)
+        binary_cross_entropy_with_logits(logits, targets).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def _logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        moved = {name: part.to(self.device) for name, part in batch.items()}
+        targets = moved.pop("targets")
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.model(**moved).logits.float(), targets
+
+    def _validate(self) -> None:
+        found = self.micro_f1("validation")
+        is_best = found > max((point["micro_f1"] for point in self.curve), default=-1.0)
+        self.curve.append({"step": self.step, "micro_f1": found})
+        if is_best:
+            self._save(self.best)
+        self._save(self.last)
+
+    def _save(self, path: Path) -> None:
+        state = {"facts": self.facts, "step": self.step, "model": self.model.state_dict()}
+        if path == self.last:
+            state |= {"curve": self.curve, "optimizer": self.optimizer.state_dict()}
+        self.output.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")
+        torch.save(state, draft)
+        draft.replace(path)
+
+    def _load(self, path: Path) -> None:
+        state = read_checkpoint(path)
+        if state.get("facts") != self.facts:
+            raise ValueError(f"{path} is of a run with other settings or data: move it away first")
+        self.model.load_state_dict(state["model"])
+        self.step = state["step"]
+        if path == self.last:
+            self.curve = state["curve"]
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    @torch.no_grad()
+    def micro_f1(self, split: str) -> float:
+        """Of all labels of all documents at once; one is guessed where it is likelier than not."""
+        self.model.eval()
+        right = guessed = true = 0
+        for batch in self.batches.evaluation(split):
+            logits, targets = self._logits(batch)
+            guesses = logits > 0
+            right += int((guesses & (targets > 0)).sum())
+            guessed, true = guessed + int(guesses.sum()), true + int(targets.sum())
+        return 2 * right / (guessed + true) if guessed + true else 0.0
+
+
+def gather(folders: list[Path]) -> dict:
+    """A record of runs of one data set: for each length the mean, the deviation and the runs.
+
+    Raises:
+        ValueError: A folder holds no result, or data or device are not one.
+    """
+    runs = []
+    for folder in folders:
+        path = folder / RESULT
+        if not path.exists():
+            raise ValueError(f"{folder} holds no {RESULT}: its run did not end")
+        runs.append(json.loads(path.read_text()))
+    for what, found in {
+        "data": {run["data"] for run in runs},
+        "device": {run["environment"]["device"] for run in runs},
+    }.items():
+        if len(found) != 1:
+            raise ValueError(f"runs of a record must have one {what}, got {sorted(found)}")
+    lengths = {}
+    for tokens in sorted({run["tokens"] for run in runs}):
+        own = [run for run in runs if run["tokens"] == tokens]
+        found = np.array([run["micro_f1"] for run in own])
+        deviation = float(found.std(ddof=1)) if len(own) > 1 else None
+        lengths[str(tokens)] = {
+            "micro_f1": float(found.mean()),
+            "deviation": deviation,
+            "runs": own,
+        }
+    return {
+        "name": runs[0]["name"],
+        "device": runs[0]["environment"]["device"],
+        "lengths": lengths,
+    }
