@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.cli import SHIPPED
 from experiments.lra import page, speed
 
 PAGE = (Path(speed.__file__).parent / "README.md").read_text().splitlines()
@@ -57,7 +58,7 @@ def test_trained_runs_in_sentences():
     ],
 )
 def test_long_sequences(record, task, printed):
-    path = speed.RESULTS / f"lra-{record}-nvidia-h200.json"
+    path = SHIPPED / f"lra-{record}-nvidia-h200.json"
     steps = [step for step in json.loads(path.read_text())["steps"] if step["task"] == task]
     measured = {f"{step['peak_bytes'] // 2**20:,}" for step in steps} | {
         f"{1e3 * step['batch'] / step['median_ms']:.0f}"
@@ -69,7 +70,7 @@ def test_long_sequences(record, task, printed):
 
 
 def test_memory_is_linear():
-    arena = json.loads((speed.RESULTS / "lra-arena-nvidia-h200.json").read_text())["steps"]
+    arena = json.loads((SHIPPED / "lra-arena-nvidia-h200.json").read_text())["steps"]
     tokens = {step["seq_len"]: {} for step in arena}
     for step in arena:
         if step["task"] != "retrieval":  # two documents a sample
