@@ -1,6 +1,7 @@
 """What each rank does in tests of attention over a sequence that ranks share."""
 
 import os
+import random
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import masks
 import sparseflash
-from masks import BlockMask
+from masks import BlockMask, DynamicMask
 from sparseflash.distributed import (
     ContextPlan,
     context_parallel_attention,
@@ -69,18 +70,31 @@ def errors(
     mask = mask_of(mask_name)
     plan = plan_of(mask, dist.get_world_size(), strategy, split)
     extras = dict(extras)
-    *tensors, grad_out, grad_lse = inputs(extras.pop("dtype", torch.float64))
+    tensors = inputs(extras.pop("dtype", torch.float64))
+    return _errors(rank, plan, (mask, None), tensors, extras)
+
+
+def _errors(
+    rank: int,
+    plan: ContextPlan,
+    used: tuple[BlockMask | DynamicMask, DynamicMask | None],
+    given: tuple[Tensor, ...],
+    extras: dict[str, Any],
+) -> dict[str, float]:
+    """See `errors`; `used` are the mask of the whole sequence and what this rank selects of it."""
+    *tensors, grad_out, grad_lse = given
+    extras = dict(extras)
     shared = {name: extras.pop(name) for name in ("bias", "sinks") if name in extras}
 
     whole = [x.clone().requires_grad_() for x in tensors]
     whole_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
-    out, lse = sparseflash.attention(*whole, mask, return_lse=True, **whole_shared, **extras)
+    out, lse = sparseflash.attention(*whole, used[0], return_lse=True, **whole_shared, **extras)
     grad_lse = grad_lse * lse.isfinite()
     torch.autograd.backward([out, lse], [grad_out, grad_lse.to(lse.dtype)])
 
     own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
     own_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
-    call = {**own_shared, **extras}
+    call = {**own_shared, **extras, "mask": used[1]}
     own_out, own_lse = context_parallel_attention(*own, plan, return_lse=True, **call)
     own_grads = (plan.shard(grad_out, rank, 2), plan.shard(grad_lse.to(lse.dtype), rank, 2))
     torch.autograd.backward([own_out, own_lse], own_grads)
@@ -95,6 +109,58 @@ def errors(
     return {name: _difference(*pair) for name, pair in found.items()}
 
 
+def fuzzed(rank: int, seed: int) -> dict[str, float]:
+    """The differences to one process of a call of which all is drawn, alike on all ranks."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ranks, block = dist.get_world_size(), rng.choice(((16, 16), (32, 16), (16, 32)))
+    batch, kv_heads, dims = rng.randint(1, 2), rng.randint(1, 2), rng.choice((8, 24))
+    heads = kv_heads * rng.randint(1, 3)
+    length = rng.randint(max(block) * (ranks - 1) + 1, 300)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def chosen(share: float, *size: int) -> Tensor:
+        return torch.rand(size, generator=generator) < share
+
+    grid = [-(-length // side) for side in block]
+    num_masks = rng.choice((1, kv_heads, heads))
+    dense = chosen(rng.choice((0.1, 0.5, 0.9)), num_masks, *grid)
+    for dim, side in enumerate(block):
+        dense = dense.repeat_interleave(side, dim + 1)
+    dense = dense[:, :length, :length] & chosen(rng.choice((0.3, 1.0)), 1, length, length)
+    mask = BlockMask.from_dense(dense if num_masks > 1 else dense[0], block)
+
+    units = -(-length // max(block))
+    own = [*range(ranks), *(rng.randrange(ranks) for _ in range(units - ranks))]
+    strategy = rng.choice((*STRATEGIES[:2], "auto", own))
+    selects = rng.random() < 0.4
+    rows = () if selects else tuple(row for row in range(grid[0]) if rng.random() < 0.15)
+    options: dict[str, Any] = {"shared_rows": rows}
+    options |= rng.choice(({"split": "rows"}, {"split": "keys"}, {"round_tokens": 3 * block[1]}))
+    plan = make_plan(mask, ranks, strategy, **options)
+
+    used: tuple[BlockMask | DynamicMask, DynamicMask | None] = (mask, None)
+    if selects:
+        most = num_masks if num_masks > 1 else heads
+        blocks = chosen(0.6, rng.choice((1, batch)), rng.choice((1, most)), *grid)
+        mine = blocks[:, :, plan.part(rank).rows]
+        used = (mask.select(blocks), plan.mask_of(rank).select(mine))
+    every = {
+        "key_lengths": torch.tensor([rng.randint(0, length) for _ in range(batch)]),
+        "bias": normal(heads, 2 * length - 1),
+        "sinks": normal(heads),
+        "softcap": rng.uniform(0.5, 20),
+        "scale": rng.uniform(0.2, 2) * dims**-0.5,
+    }
+    extras = {name: value for name, value in every.items() if rng.random() < 0.4}
+    if rng.random() < 0.5:
+        extras |= {"dropout_p": 0.3, "seed": rng.randrange(2**40)}
+    shapes = [(batch, n, length, dims) for n in (heads, kv_heads, kv_heads, heads)]
+    given = tuple(normal(*shape) for shape in (*shapes, (batch, heads, length)))
+    return _errors(rank, plan, used, given, extras)
+
+
 def _strategy(name: str, ranks: int) -> str | list[int]:
     if name != "shuffled":
         return name
@@ -104,7 +170,7 @@ def _strategy(name: str, ranks: int) -> str | list[int]:
 
 def _difference(found: Tensor, expected: Tensor) -> float:
     assert torch.equal(found.isinf(), expected.isinf())
-    return float((found - expected).nan_to_num().abs().max())
+    return float((found - expected).detach().nan_to_num().abs().max())
 
 
 def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[list[int]]:
