@@ -7,7 +7,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
 
 import masks
@@ -107,6 +108,52 @@ def _errors(
         dist.all_reduce(mine.grad)
         found[name] = (mine.grad, whole_shared[name].grad)
     return {name: _difference(*pair) for name, pair in found.items()}
+
+
+class Layer(nn.Module):
+    """Projections around attention over a shared sequence."""
+
+    def __init__(self, plan: ContextPlan):
+        super().__init__()
+        self.plan, width = plan, HEADS * DIMS
+        self.qkv = nn.Linear(width, width + 2 * KV_HEADS * DIMS, dtype=torch.float64)
+        self.out = nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(2, (-1, DIMS)).transpose(1, 2)
+        query, key, value = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        found = context_parallel_attention(query, key, value, self.plan, dropout_p=0.2, seed=3)
+        return torch.tanh(x + self.out(found.transpose(1, 2).flatten(2)))
+
+
+def compiled_errors(rank: int, backend: str) -> dict[str, float]:
+    """The differences of two compiled layers to the same ones as they are; and, as "graphs", how
+    many graphs were compiled.
+    """
+    torch.manual_seed(0)
+    plan = make_plan(mask_of("window and sink"), dist.get_world_size(), "zigzag")
+    layers = nn.Sequential(Layer(plan), Layer(plan))
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(BATCH, LENGTH, HEADS * DIMS, generator=generator, dtype=torch.float64)
+    graphs = []
+
+    def counting(graph, operands):
+        graphs.append(graph)
+        return lookup_backend(backend)(graph, operands)
+
+    found = []
+    for run in (layers, torch.compile(layers, backend=counting)):
+        for _ in range(2):  # a second call compiles nothing
+            layers.zero_grad()
+            x = plan.shard(whole, rank, 1).requires_grad_()
+            out = run(x)
+            out.square().sum().backward()
+            compiled = len(graphs)
+        found.append({"out": out.detach(), "x": x.grad})
+        found[-1] |= {name: p.grad for name, p in layers.named_parameters()}
+        assert len(graphs) == compiled, "compiled again"
+    eager, made = found
+    return {name: _difference(made[name], eager[name]) for name in eager} | {"graphs": len(graphs)}
 
 
 def fuzzed(rank: int, seed: int) -> dict[str, float]:

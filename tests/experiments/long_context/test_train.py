@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from experiments.long_context.corpus import Task
 from experiments.long_context.train import Settings, Training
@@ -29,14 +32,19 @@ def train(rank: int, settings: Settings, folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    started = Ranks(1, folder / "meeting")
-    found = {}
-    for task in (Task.COPY, Task.RETRIEVAL):
-        (found[task],) = started.run(train, replace(SETTINGS, task=task), folder / task)
-    yield found
+def one_rank(tmp_path_factory):
+    started = Ranks(1, tmp_path_factory.mktemp("one") / "meeting")
+    yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def one_process(one_rank, tmp_path_factory):
+    """The losses of every task."""
+    folder, found = tmp_path_factory.mktemp("losses"), {}
+    for task in (Task.COPY, Task.RETRIEVAL):
+        (found[task],) = one_rank.run(train, replace(SETTINGS, task=task), folder / task)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +52,46 @@ def two_ranks(tmp_path_factory):
     started = Ranks(2, tmp_path_factory.mktemp("two") / "meeting")
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    started = Ranks(4, tmp_path_factory.mktemp("four") / "meeting")
+    yield started
+    started.close()
+
+
+def first_step(rank: int, settings: Settings, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """The loss of the first step and the whole gradients."""
+    folder.mkdir(exist_ok=True)
+    training = Training(settings, folder, torch.device("cpu"))
+    with mock.patch.object(training.optimizer, "zero_grad"):
+        loss = training._train_step()
+    grads = {}
+    for name, parameter in training.model.named_parameters():
+        grad = parameter.grad
+        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return loss, grads
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_four_ranks_of_data_and_context_step_like_one_process(
+    four_ranks, one_rank, tmp_path, context
+):
+    """Of a mesh of 2 x 2, and of one of 1 x 4; parameters are sharded over all four (FSDP2)."""
+    ((expected, gradients),) = one_rank.run(first_step, SETTINGS, tmp_path / "one")
+    settings = replace(SETTINGS, context=context)
+    for loss, grads in four_ranks.run(first_step, settings, tmp_path / "four"):
+        assert loss == pytest.approx(expected, abs=1e-12)
+        assert grads.keys() == gradients.keys()
+        for name, grad in gradients.items():
+            assert grad.abs().max() > 0
+            torch.testing.assert_close(grads[name], grad, atol=1e-12, rtol=1e-9)
+
+
+def test_four_ranks_train_like_one_process(one_process, four_ranks, tmp_path):
+    for losses in four_ranks.run(train, replace(SETTINGS, context=2), tmp_path / "run"):
+        assert losses == pytest.approx(one_process[Task.COPY], abs=1e-10)
 
 
 @pytest.mark.parametrize("task", [Task.COPY, Task.RETRIEVAL])

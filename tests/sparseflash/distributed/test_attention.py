@@ -114,6 +114,16 @@ def test_bytes_moved_are_those_of_the_plan(ranks, mask):
                 assert min(forward) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_layers_around_it_are_compiled(two_ranks, backend):
+    """It breaks the graph: what stands before a call and after it is compiled, once."""
+    for answer in two_ranks.run(cases.compiled_errors, backend):
+        assert isinstance(answer, dict), answer
+        assert answer.pop("graphs") == 2
+        assert max(answer.values()) < EXACT
+
+
 @pytest.mark.parametrize("split", ["rows", "rounds", "shared rows"])
 def test_the_same_inputs_give_the_same_bits(two_ranks, split):
     assert two_ranks.run(cases.same_bits, split) == [True, True]
