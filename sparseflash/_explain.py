@@ -1,8 +1,9 @@
 """What a call would do, and whether it pays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, Unpack
 
 import torch
@@ -32,14 +33,14 @@ from sparseflash.gap import Gap, alternating, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
 from sparseflash.score import checked_score_tensors, want_gradients
-from sparseflash.timing import median_ms
 
-SECONDS = 0.2  # of measurement for each time
+TIMED = {"called": "measured", "full called": "full", "dense": "dense"}  # fields of Explanation
+DEVICE = {"device": "called", "full": "full called"}  # the same calls without the host
 
 
 @dataclass(frozen=True)
 class Times:
-    """Median milliseconds."""
+    """Median milliseconds of calls in a row."""
 
     forward: float
     backward: float
@@ -181,67 +182,77 @@ def explain(
         dropout_p=spec.dropout_p,
         enable_gqa=spec.heads != spec.kv_heads,
     )
-    explanation = replace(
-        explanation,
-        measured=_times(partial(attend, mask=fitted), query, key, value),
-        full=_times(partial(attend, mask=full), query, key, value),
-        dense=_times(dense, query, key, value),
-    )
-    if not isinstance(fitted, BlockMask):
-        return explanation
-    forward, backward = _gaps(attend, spec, chosen, fitted, full, (query, key, value))
-    return replace(explanation, forward_gap=forward, backward_gap=backward)
-
-
-def _gaps(
-    attend: Callable[..., Tensor],
-    spec: AttentionSpec,
-    backend: Backend,
-    mask: BlockMask,
-    full: BlockMask,
-    tensors: tuple[Tensor, ...],
-) -> tuple[Gap, Gap]:
-    """The gap of the forward and of the backward pass."""
-    read = mask.reblock(backend.block_size_for(spec, mask))
-    without = variants(read)
-    inputs = [x.clone().requires_grad_() for x in tensors]
-    calls = {
-        name: partial(attend, *inputs, mask=each)
-        for name, each in ({"called": mask, "device": mask, "full": full} | without).items()
-        if name != "device" or spec.device.type != "cpu"
+    called = {
+        "called": partial(attend, mask=fitted),
+        "full called": partial(attend, mask=full),
+        "dense": dense,
     }
+    if not isinstance(fitted, BlockMask):
+        return replace(explanation, **_times(_measured(called, {}, query, key, value)))
+    read = fitted.reblock(chosen.block_size_for(spec, fitted))
+    without = variants(read)
+    alone = {name: partial(attend, mask=each) for name, each in without.items()}
+    if spec.device.type != "cpu":
+        alone |= {name: called[same] for name, same in DEVICE.items()}
+    passes = _measured(called, alone, query, key, value)
+    gaps = [
+        split(
+            {name: milliseconds[same] for name, same in DEVICE.items()} | milliseconds,
+            without,
+            read.density,
+            fitted.density,
+            _filled(spec, chosen, fitted, direction),
+            _filled(spec, chosen, full, direction),
+        )
+        for direction, milliseconds in zip(io_model.DIRECTIONS, passes, strict=True)
+    ]
+    times = _times(passes)
+    return replace(explanation, **times, forward_gap=gaps[0], backward_gap=gaps[1])
+
+
+def _measured(
+    called: Mapping[str, Callable[..., Tensor]],
+    alone: Mapping[str, Callable[..., Tensor]],
+    *tensors: Tensor,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds of the forward and of the backward pass of each, in as many rounds.
+
+    Args:
+        called: Functions of the tensors that are timed with the host.
+        alone: Those that are timed without it.
+        tensors: Query, key, value.
+    """
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    runs = {name: partial(attend, *inputs) for name, attend in (called | alone).items()}
     with torch.no_grad():
-        forward = alternating(calls, spec.device)
-    grad = torch.randn_like(calls["called"]())
+        forward = alternating(runs, inputs[0].device, called)
+    outs = {name: run() for name, run in runs.items()}
+    grad = torch.randn_like(outs["called"])
     backward = alternating(
         {
-            name: partial(torch.autograd.grad, call(), inputs, grad, retain_graph=True)
-            for name, call in calls.items()
+            name: partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+            for name, out in outs.items()
         },
-        spec.device,
+        inputs[0].device,
+        called,
     )
+    return forward, backward
+
+
+def _times(passes: tuple[dict[str, list[float]], ...]) -> dict[str, Times]:
+    """The fields of an Explanation for what was timed with the host."""
+    return {
+        field: Times(*(median(milliseconds[name]) for milliseconds in passes))
+        for name, field in TIMED.items()
+    }
+
+
+def _filled(spec: AttentionSpec, backend: Backend, mask: BlockMask, direction: str) -> float:
+    """Share of the waves of work tiles that is filled; 1 where no model says it."""
     device = device_like(spec.device)
+    if device is None or backend.name not in io_model.BACKENDS or spec.few_queries:
+        return 1.0
     sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
-    gaps = []
-    for direction, times in (("forward", forward), ("backward", backward)):
-        filled = 1.0
-        modelled = backend.name in io_model.BACKENDS and not spec.few_queries
-        if device is not None and modelled:
-            facts = {"dtype": spec.dtype, "backend": backend.name, "device": device}
-            cost = io_model.attention(mask, spec.head_dim, direction=direction, **sizes, **facts)
-            filled = cost.filled_waves
-        gaps.append(split(times, without, read.density, mask.density, filled))
-    return gaps[0], gaps[1]
-
-
-def _times(attend: Callable[..., Tensor], *tensors: Tensor) -> Times:
-    inputs = [x.clone().requires_grad_() for x in tensors]
-    out = attend(*inputs)
-    grad = torch.randn_like(out)
-
-    def backward():
-        torch.autograd.grad(out, inputs, grad, retain_graph=True)
-
-    with torch.no_grad():
-        forward = median_ms(lambda: attend(*inputs), SECONDS)
-    return Times(forward, median_ms(backward, SECONDS))
+    facts = {"dtype": spec.dtype, "backend": backend.name, "device": device}
+    cost = io_model.attention(mask, spec.head_dim, direction=direction, **sizes, **facts)
+    return cost.filled_waves

@@ -3,8 +3,8 @@
 A mask of density s should take s times as long as the full mask. What it takes longer is split by
 masks that leave one cause after the other out, each with as many blocks as the mask itself:
 
-    called       the call as it is, with the time of the host
-    device       the same, the host ahead of the device
+    called       the call as it is, one after the other
+    device       the same, the host so far ahead that the device never waits for it
     whole        its blocks, all full
     contiguous   as many full blocks in every row, side by side
     equal        as many in all, side by side, in rows of equal length
@@ -12,12 +12,19 @@ masks that leave one cause after the other out, each with as many blocks as the 
 
 The time of equal rows is a sum of rows and blocks, of which `twice` gives that of a block; what
 is left of a row is its prologue and epilogue. Work tiles that do not fill the last wave of those
-that run at a time are its tail. Every part is the difference of two neighbours, so all parts and
-the ideal time add up to the measured one.
+that run at a time are its tail, and it counts where it is longer than that of the full mask in
+proportion. Every part is the difference of two neighbours, so all parts and the ideal time add up
+to the measured one.
+
+All are measured in one way: calls in a row, alternating with those of the others. On a GPU calls
+before the counted ones let its clock settle under their load, and events on its stream time those
+that are counted. So what begins and ends a row of calls is in none of the times, and where the
+host is ahead by itself, launch and host cost nothing.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -28,10 +35,12 @@ from masks import BlockMask
 
 ROUNDS = 7
 MIN_ROUNDS, BUDGET_SECONDS = 5, 2.0  # fewer rounds where they take longer than that
-BURST = 20  # calls in a row at most
-BURST_MS = 2.0
-# The device waits so many cycles, some 10 ms, while the host enqueues a burst.
-HIDING_CYCLES = 20_000_000
+ESTIMATES = 3  # calls that set how many follow one another
+CPU_MS, CPU_CALLS = 2.0, 20  # of calls in a row, at most
+WARM_UP_MS, COUNTED_MS = 10.0, 20.0  # of calls in a row on a GPU
+# Calls for each of both: the device queues some 1,000 launches, and a call has up to four.
+MOST_CALLS = 100
+CYCLES = 2e9  # a second, as fast as any clock
 
 Run = Callable[[], object]
 CHANGES = {
@@ -52,8 +61,8 @@ class Gap:
     """Milliseconds of one pass.
 
     Args:
-        measured: Of the call.
-        ideal: The density times the full mask.
+        measured: Of the call, calls in a row.
+        ideal: The density times the full mask, the host ahead.
         parts: Of the gap between both, by the names of CHANGES; some may be negative.
         noise: How far each part was from that in a round at most: one no larger says nothing.
     """
@@ -116,23 +125,24 @@ def split(
     tile_density: float,
     density: float,
     filled: float,
+    filled_by_full: float,
 ) -> Gap:
     """The gap of a pass.
 
     Args:
         measured: Milliseconds of "called", "device", "full" and of each of `variants`, in
-            as many rounds. "device" is left out where it is the host.
+            as many rounds.
         masks: Those of `variants`.
         tile_density: Of the mask in the blocks that the backend reads.
         density: Of the mask in its own blocks.
         filled: Share of the waves of work tiles that is filled.
+        filled_by_full: The same of the full mask.
     """
-    measured = {"device": measured["called"], **measured}
     times = {name: median(found) for name, found in measured.items()}
     rounds = (dict(zip(measured, of, strict=True)) for of in zip(*measured.values(), strict=True))
-    densities = tile_density, density
-    parts = _parts(times, masks, *densities, filled)
-    in_rounds = [_parts(of_round, masks, *densities, filled) for of_round in rounds]
+    facts = masks, tile_density, density, filled, filled_by_full
+    parts = _parts(times, *facts)
+    in_rounds = [_parts(of_round, *facts) for of_round in rounds]
     noise = {name: max(abs(of[name] - cost) for of in in_rounds) for name, cost in parts.items()}
     return Gap(times["called"], times["full"] * density, parts, noise)
 
@@ -143,9 +153,10 @@ def _parts(
     tile_density: float,
     density: float,
     filled: float,
+    filled_by_full: float,
 ) -> dict[str, float]:
     blocks, twice = masks["equal"].nnz_blocks, masks["twice"].nnz_blocks
-    equal = times["equal"]
+    equal, ideal = times["equal"], times["full"] * density
     of_blocks = equal
     if twice > blocks:
         of_blocks = (times["twice"] - equal) / (twice - blocks) * blocks
@@ -156,50 +167,84 @@ def _parts(
         "partial blocks": times["device"] - times["whole"],
         "gather": times["whole"] - times["contiguous"],
         "load imbalance": times["contiguous"] - equal,
-        "tail of the grid": equal * (1 - filled),
+        "tail of the grid": equal * (1 - filled) - ideal * (1 - filled_by_full),
         "prologue and epilogue": (equal - of_blocks) * filled,
         "larger tiles": in_tiles - in_blocks,
-        "remainder": in_blocks - times["full"] * density,
+        "remainder": in_blocks - ideal * filled_by_full,
     }
 
 
-def alternating(runs: Mapping[str, Run], device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each in several rounds, measured in alternation: "called" with the time of
-    the host, the others without it where the device can be kept waiting.
+@dataclass(frozen=True)
+class _Calls:
+    """Calls in a row, some before those that are counted.
+
+    The device waits so many cycles before them, in which the host gets ahead, or waits as well:
+    a pause changes the clock of a GPU.
     """
-    counts = {}
-    for name, run in runs.items():
-        run()
-        counts[name] = max(1, min(BURST, int(BURST_MS / max(_burst(run, 1, device, False), 1e-3))))
+
+    run: Run
+    warm_up: int
+    count: int
+    cycles: int = 0
+    host_ahead: bool = False
+
+
+def alternating(
+    runs: Mapping[str, Run], device: torch.device, with_host: Collection[str]
+) -> dict[str, list[float]]:
+    """Milliseconds of a call of each in several rounds, measured in alternation: of those in
+    `with_host` as they follow one another, of the others with the host ahead of a GPU.
+    """
+    planned = {name: _planned(run, device, name not in with_host) for name, run in runs.items()}
+    measured = _on_gpu if device.type == "cuda" else _on_cpu
     found: dict[str, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + BUDGET_SECONDS
-    for turn in range(ROUNDS):
-        if turn >= MIN_ROUNDS and time.perf_counter() > end:
+    for number in range(ROUNDS):
+        if number >= MIN_ROUNDS and time.perf_counter() > end:
             break
-        for name, run in runs.items():
-            hides_host = device.type == "cuda" and name != "called"
-            found[name].append(_burst(run, counts[name], device, hides_host))
+        for name, calls in planned.items():
+            found[name].append(measured(calls, device))
     return found
 
 
-def _burst(run: Run, count: int, device: torch.device, hides_host: bool) -> float:
-    """Milliseconds of one of `count` runs in a row."""
-    if hides_host:
-        with torch.cuda.device(device):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(HIDING_CYCLES)
-            begin.record()
-            for _ in range(count):
-                run()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) / count
+def _planned(run: Run, device: torch.device, host_ahead: bool) -> _Calls:
+    """As many calls as fit into the time of a round."""
+    run()
     _wait(device)
     begin = time.perf_counter()
-    for _ in range(count):
+    for _ in range(ESTIMATES):
         run()
+    enqueued = time.perf_counter() - begin
     _wait(device)
-    return (time.perf_counter() - begin) * 1e3 / count
+    each_ms = max((time.perf_counter() - begin) * 1e3 / ESTIMATES, 1e-3)
+    if device.type != "cuda":
+        return _Calls(run, 0, max(1, min(CPU_CALLS, int(CPU_MS / each_ms))))
+    warm_up, count = (min(MOST_CALLS, math.ceil(ms / each_ms)) for ms in (WARM_UP_MS, COUNTED_MS))
+    host = enqueued / ESTIMATES * (warm_up + count)
+    return _Calls(run, warm_up, count, int(host * CYCLES), host_ahead)
+
+
+def _on_gpu(calls: _Calls, device: torch.device) -> float:
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(calls.cycles)
+        if not calls.host_ahead:
+            _wait(device)
+        for _ in range(calls.warm_up):
+            calls.run()
+        begin.record()
+        for _ in range(calls.count):
+            calls.run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / calls.count
+
+
+def _on_cpu(calls: _Calls, _: torch.device) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls.count):
+        calls.run()
+    return (time.perf_counter() - begin) * 1e3 / calls.count
 
 
 def _wait(device: torch.device) -> None:

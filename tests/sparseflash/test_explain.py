@@ -7,15 +7,9 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash import _explain as explanation
-from sparseflash import backends
+from sparseflash import _explain, backends
 
 HAS_GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    monkeypatch.setattr(explanation, "SECONDS", 0.01)
 
 
 def tensors(seq_len=100, kv_heads=2, head_dim=16):
@@ -56,14 +50,15 @@ def test_times():
 
 @pytest.fixture
 def timed(monkeypatch):
-    """What is timed, in order; the n-th takes n ms forward and 10 n backward."""
+    """What is timed with the host, in order; the n-th takes n ms forward and 10 n backward."""
     found = []
 
-    def times(attend, *tensors):
-        found.append(attend)
-        return explanation.Times(len(found), 10 * len(found))
+    def measured(called, alone, *tensors):
+        found.extend(called.values())
+        names = [*called, *alone]
+        return [{name: [ms * n] * 5 for n, name in enumerate(names, 1)} for ms in (1, 10)]
 
-    monkeypatch.setattr(explanation, "_times", times)
+    monkeypatch.setattr(_explain, "_measured", measured)
     return found
 
 
@@ -82,10 +77,10 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
     assert dense.func is torch.nn.functional.scaled_dot_product_attention
     assert dense.keywords == {"scale": 0.3, "dropout_p": 0.1, "enable_gqa": True}
     assert (found.measured.forward, found.full.forward, found.dense.forward) == (1, 2, 3)
-    assert found.predicted == explanation.Times(2 * mask.density, 20 * mask.density)
+    assert found.predicted == _explain.Times(2 * mask.density, 20 * mask.density)
     assert "full mask: forward 2.000 ms, backward 20.000 ms" in str(found)
     for dense, faster in (((3, 30), False), ((2, 8), True), ((0.5, 12), False)):
-        other = replace(found, dense=explanation.Times(*dense))
+        other = replace(found, dense=_explain.Times(*dense))
         assert other.dense_is_faster == faster
         assert ("dense attention is faster here" in str(other)) == faster
 

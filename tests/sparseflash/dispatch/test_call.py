@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import masks
 import sparseflash
-from sparseflash import _explain as explanation
 from sparseflash import backends
 from sparseflash.backends import cpu
 from sparseflash.dispatch.plan import _compiled, plan_call
@@ -137,7 +136,7 @@ def test_lengths_on_a_gpu_are_clamped_while_a_graph_is_captured_and_else_checked
 
 
 @pytest.fixture
-def passed(only_backend, monkeypatch):
+def passed(only_backend):
     """Every (pass, call) that the backend "cpu", now the only one, is given."""
     found = []
 
@@ -150,7 +149,6 @@ def passed(only_backend, monkeypatch):
         return cpu.backward(call, *rest)
 
     only_backend(forward=forward, backward=backward)
-    monkeypatch.setattr(explanation, "SECONDS", 1e-3)
     return found
 
 
