@@ -21,7 +21,6 @@ import typer
 from experiments.cli import ExportTo, ImportFrom, Seconds
 from experiments.files import write_json
 from experiments.lra.exported import EVALUATION_SECONDS, compact
-from experiments.lra.tasks.snakes import DIFFICULTIES
 from experiments.pieces import export, restore
 
 PROGRESS, RESULT = "progress.json", "curriculum.json"
@@ -51,6 +50,8 @@ class Stage:
         Raises:
             ValueError: For any other text.
         """
+        from experiments.lra.tasks.snakes import DIFFICULTIES
+
         try:
             difficulty, shorter, enough, steps = text.split(":")
             stage = cls(difficulty, float(shorter), float(enough), int(steps))

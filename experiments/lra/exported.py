@@ -3,8 +3,6 @@
 import io
 from pathlib import Path
 
-import torch
-
 # That a run takes for its last validation and its test, after the time for training is up.
 EVALUATION_SECONDS = 40.0
 # Of a checkpoint from which nothing goes on: the best one is tested and started from only.
@@ -31,6 +29,8 @@ def contents(folder: Path, below: Path, resumable: bool) -> dict[str, bytes]:
 
 def compact(path: Path, resumable: bool) -> bytes:
     """A checkpoint without what nothing reads: of one that is not resumed, all but its weights."""
+    import torch
+
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if not resumable:
         checkpoint = {k: v for k, v in checkpoint.items() if k not in RESUMPTION_ONLY}

@@ -2,56 +2,28 @@
 
     python -m experiments.lra.floors --samples 20000 --output runs/lra-floors.json
 
-ListOps: readers that see the outer levels only and guess every deeper list by its operator.
-Pathfinder: classifiers that see where the discs are, or how far apart, and no contour.
-FilmPairs: a threshold on the words that two reviews share.
+`floor_readers` has the classifiers that are measured.
 """
 
 import json
-import re
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from math import log, sqrt
-from os import cpu_count
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numba
-import numpy as np
-import torch
 import typer
 from rich.console import Console
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from experiments.cli import SHIPPED, Overwrite, output_folder
-from experiments.environment import environment
 from experiments.files import write_json
-from experiments.lra.tasks import FilmPairs, ListOps, MissingData, Pathfinder, Samples, Task, films
-from experiments.lra.tasks.listops import (
-    CLOSE,
-    DIGIT,
-    MAX_ARGUMENTS,
-    MAX_DEPTH,
-    OPERATOR,
-    Expressions,
-    apply,
-    generate,
-)
-from experiments.lra.tasks.pathfinder import FreshImages
-from experiments.lra.tasks.snakes import DIFFICULTIES
+
+if TYPE_CHECKING:
+    from experiments.lra.tasks import Task
 
 RESULTS = SHIPPED / "lra-floors.json"
 SIDES = (32, 64, 128, 256)
-LEVELS = 5
-WIDTH, BATCH, STEPS, LEARNING_RATE = 128, 1024, 4000, 3e-3
-CHECKED_EVERY = 500
-WORD = re.compile(rb"[a-z']+")
 
 
-def floors(task: Task) -> dict[str, float]:
+def floors(task: "Task") -> dict[str, float]:
     """The measured floors of a task, none for those that have a class prior only."""
     return json.loads(RESULTS.read_text())["floors"].get(task.name, {})
 
@@ -71,12 +43,18 @@ def main(
 
     Other tasks of the record stay as they are.
     """
-    measures = {ListOps().name: partial(listops_floors, samples)}
+    import torch
+
+    from experiments.environment import environment
+    from experiments.lra import floor_readers
+    from experiments.lra.tasks import FilmPairs, ListOps, MissingData, Pathfinder, films
+
+    measures = {ListOps().name: partial(floor_readers.listops_floors, samples)}
     undirected = (Pathfinder(s, distractors="described", directions="any") for s in SIDES[:2])
     for pathfinder in (*map(Pathfinder, SIDES), *undirected):
-        measures[pathfinder.name] = partial(pathfinder_floors, pathfinder, samples)
+        measures[pathfinder.name] = partial(floor_readers.pathfinder_floors, pathfinder, samples)
     if task is not None or (data_root / films.FOLDER).exists():
-        measures[FilmPairs.name] = partial(film_pairs_floors, data_root)
+        measures[FilmPairs.name] = partial(floor_readers.film_pairs_floors, data_root)
     if unknown := set(task or ()) - measures.keys():
         raise typer.BadParameter(f"unknown task {sorted(unknown)}; known: {list(measures)}")
     output_folder(output.parent, overwrite)
@@ -91,188 +69,6 @@ def main(
         write_json(output, record)
         Console().print({name: record["floors"][name]})
     Console().print(f"wrote {output}")
-
-
-def listops_floors(samples: int, seed: int = 1) -> dict[str, float]:
-    """Accuracy of the readers of 0, 1, ... levels below the root operator."""
-    arrays = generate(samples, seed)
-    expressions, held_out = Expressions(arrays), samples // 5
-    roots = arrays["tokens"][arrays["offsets"][:-1]] - OPERATOR
-    labels = arrays["labels"].astype(np.int64)
-    guesses = np.array(
-        [np.bincount(labels[held_out:][roots[held_out:] == op]).argmax() for op in range(4)]
-    )
-    right = np.zeros(LEVELS)
-    for n in range(held_out):
-        (ids,), label, _ = expressions[n]
-        right += [read(ids, levels, guesses) == label for levels in range(LEVELS)]
-    names = ["root operator only", *(f"root and {n} levels" for n in range(1, LEVELS))]
-    return dict(zip(names, (right / held_out).round(4).tolist(), strict=True))
-
-
-@numba.njit(nogil=True)
-def read(ids, levels, guesses):
-    """The value of an expression to a reader that guesses every list `levels` below the root."""
-    operators = np.zeros(MAX_DEPTH, np.int64)
-    values = np.zeros((MAX_DEPTH, MAX_ARGUMENTS), np.int64)
-    counts = np.zeros(MAX_DEPTH, np.int64)
-    depth = 0
-    for token in ids:
-        if OPERATOR <= token < CLOSE:
-            operators[depth], counts[depth] = token - OPERATOR, 0
-            depth += 1
-            continue
-        if token == CLOSE:
-            depth -= 1
-            if depth == levels:
-                value = guesses[operators[depth]]
-            else:
-                value = apply(operators[depth], values[depth, : counts[depth]])
-        else:
-            value = token - DIGIT
-        if depth > 0:
-            values[depth - 1, counts[depth - 1]] = value
-            counts[depth - 1] += 1
-    return value
-
-
-def pathfinder_floors(task: Pathfinder, samples: int) -> dict[str, float]:
-    """Accuracy of small networks that see the distance of the discs, or their coordinates.
-
-    Coordinates as they are say more than coordinates that are turned and mirrored at random where
-    contours prefer a direction, as those of the release do in images of 32 and 64 pixels.
-    """
-    discs, labels = _discs(task, samples)
-    centred = (discs / (task.side - 1) - 0.5).flatten(1)
-    turned, plain = torch.stack(symmetries(centred)), torch.stack(swaps(centred))
-    return {
-        "distance of the discs": _network_accuracy(_apart(plain), labels),
-        "coordinates of the discs, turned and mirrored": _coordinates_accuracy(turned, labels),
-        "coordinates of the discs": _coordinates_accuracy(plain, labels),
-    }
-
-
-def _coordinates_accuracy(forms: Tensor, labels: Tensor) -> float:
-    return _network_accuracy(torch.cat([forms, _apart(forms)], -1), labels)
-
-
-def _apart(forms: Tensor) -> Tensor:
-    return (forms[:, :, :2] - forms[:, :, 2:]).norm(dim=-1, keepdim=True)
-
-
-def _discs(task: Pathfinder, samples: int) -> tuple[Tensor, Tensor]:
-    segments, rules = DIFFICULTIES[task.difficulty], replace(task.rules, distractors="none")
-    images = FreshImages(task.side, segments, "floors", task.seed, samples, rules=rules)
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        drawings = list(pool.map(images.draw, range(samples)))
-    discs = torch.from_numpy(np.stack([drawing.discs for drawing in drawings])).float()
-    return discs, torch.tensor([drawing.label for drawing in drawings])
-
-
-def swaps(discs: Tensor) -> list[Tensor]:
-    """The same pairs of points, (n, 4), in both orders: an image does not say which is first."""
-    return [discs, discs[:, (2, 3, 0, 1)]]
-
-
-def symmetries(discs: Tensor) -> list[Tensor]:
-    """The same pairs of points, (n, 4) from the centre of the image, turned, mirrored, swapped."""
-    forms = []
-    for order in ((0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0)):
-        for sign in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
-            forms.append(discs[:, order] * torch.tensor(sign * 2))
-    return forms
-
-
-def _network_accuracy(forms: Tensor, labels: Tensor) -> float:
-    """Test accuracy, on the last fifth, of a network as it was best on the fifth before.
-
-    forms: (symmetries, samples, features); a batch takes each sample in a random form.
-    """
-    torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    forms, labels = forms.to(device), labels.to(device)
-    fifth = len(labels) // 5
-    network = nn.Sequential(
-        nn.BatchNorm1d(forms.shape[-1]),
-        *(nn.Linear(forms.shape[-1], WIDTH), nn.GELU()),
-        *(nn.Linear(WIDTH, WIDTH), nn.GELU()),
-        nn.Linear(WIDTH, 2),
-    ).to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    best = tested = 0.0
-    for step in range(1, STEPS + 1):
-        sample = torch.randint(len(labels) - 2 * fifth, (BATCH,), device=device)
-        form = torch.randint(len(forms), (BATCH,), device=device)
-        loss = cross_entropy(network(forms[form, sample]), labels[sample])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if step % CHECKED_EVERY == 0:
-            right = _right(network, forms, labels)
-            chosen_on = float(right[-2 * fifth : -fifth].mean())
-            if chosen_on > best:
-                best, tested = chosen_on, float(right[-fifth:].mean())
-    return round(tested, 4)
-
-
-@torch.no_grad()
-def _right(network: nn.Module, forms: Tensor, labels: Tensor) -> Tensor:
-    """Whether each sample is answered rightly by the mean over its forms."""
-    network.eval()
-    answers = torch.stack([network(form) for form in forms]).mean(0).argmax(-1)
-    network.train()
-    return (answers == labels).double()
-
-
-def film_pairs_floors(data_root: Path) -> dict[str, float]:
-    """Accuracy of a threshold on the words that both reviews share, each weighted by its rarity.
-
-    Their weight is divided by those of all words of either review (the cosine of both), or not.
-    """
-    splits = FilmPairs().splits(data_root)
-    train, test = (_words(splits[split]) for split in ("train", "test"))
-    frequency = Counter(word for documents, _ in train for words in documents for word in words)
-    rarity = {word: log((2 * len(train) + 1) / (n + 1)) ** 2 for word, n in frequency.items()}
-    never = log(2 * len(train) + 1) ** 2  # of words that the training reviews do not have
-
-    def similarities(first: set[bytes], second: set[bytes]) -> tuple[float, float]:
-        both, one, other = (
-            sum(rarity.get(word, never) for word in words)
-            for words in (first & second, first, second)
-        )
-        return both / sqrt(one * other) if one * other else 0.0, both
-
-    scores = [np.array([similarities(*documents) for documents, _ in p]) for p in (train, test)]
-    labels = [np.array([label for _, label in pairs]) for pairs in (train, test)]
-    return {
-        name: threshold_accuracy(scores[0][:, n], labels[0], scores[1][:, n], labels[1])
-        for n, name in enumerate(("shared words", "shared words, not divided by the lengths"))
-    }
-
-
-def threshold_accuracy(
-    scores: np.ndarray, labels: np.ndarray, tested: np.ndarray, right: np.ndarray
-) -> float:
-    """Accuracy on `tested` of the threshold that is best for `scores`: above it the label is 1."""
-    order = np.argsort(scores, kind="stable")
-    below, above = np.cumsum(labels[order] == 0), np.cumsum((labels[order] == 1)[::-1])[::-1]
-    best = (below[:-1] + above[1:]).argmax()
-    level = scores[order][best : best + 2].mean()
-    return round(float(((tested > level) == right).mean()), 4)
-
-
-def _words(pairs: Samples) -> list[tuple[list[set[bytes]], int]]:
-    samples = (pairs[i] for i in range(len(pairs)))
-    return [
-        ([set(WORD.findall(_bytes(ids).lower())) for ids in sample.documents], sample.label)
-        for sample in samples
-    ]
-
-
-def _bytes(ids: np.ndarray) -> bytes:
-    return (ids - 1).astype(np.uint8).tobytes()
 
 
 if __name__ == "__main__":

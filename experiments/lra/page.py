@@ -19,8 +19,7 @@ from typing import Annotated
 import typer
 
 from experiments.cli import SHIPPED
-from experiments.lra import floors
-from experiments.lra.speed import TASKS, Implementation
+from experiments.lra import TASKS, floors
 
 README = Path(__file__).parent / "README.md"
 NOT_RUN, OPEN = "not run", "–"
@@ -458,6 +457,8 @@ def task_of(step: dict) -> str:
 
 
 def label_of(step: dict) -> str:
+    from experiments.lra.steps import Implementation
+
     return Implementation(step["attention"], step["block_size"]).label
 
 

@@ -19,7 +19,7 @@ import sys
 import torch
 
 import sparseflash
-from experiments.instruments.tune import configured
+from experiments.instruments.tuning import configured
 from masks import BlockMask, DynamicMask
 from sparseflash.backends import triton as triton_backend
 from sparseflash.backends.triton import configs

@@ -5,7 +5,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from experiments.lra import floors
+from experiments.lra import floor_readers, floors
 from experiments.lra.tasks import ListOps, Pathfinder, Text, listops
 
 
@@ -13,11 +13,11 @@ def test_readers_see_so_many_levels():
     # [MAX 1 [MIN 5 [MED 7 7 7] ] ], and 9 is the guess for every MAX, 0 for every MIN, 4 for MED
     source = "( ( ( [MAX 1 ) ( ( ( [MIN 5 ) ( ( ( ( [MED 7 ) 7 ) 7 ) ] ) ) ] ) ) ] )"
     ids, guesses = listops.tokenize(source), torch.tensor([0, 9, 4, 0]).numpy()
-    assert [floors.read(ids, levels, guesses) for levels in range(4)] == [9, 1, 4, 5]
+    assert [floor_readers.read(ids, levels, guesses) for levels in range(4)] == [9, 1, 4, 5]
 
 
 def test_listops_floors_are_those_of_the_literature():
-    measured = list(floors.listops_floors(3000).values())
+    measured = list(floor_readers.listops_floors(3000).values())
     assert abs(measured[0] - 0.364) < 0.06
     assert measured == sorted(measured)
 
@@ -32,16 +32,18 @@ def test_readers_guess_what_they_were_not_tested_on(monkeypatch):
             "labels": np.where(np.arange(samples) < samples // 5, 3, 7),
         }
 
-    monkeypatch.setattr(floors, "generate", generate)
-    assert list(floors.listops_floors(20).values()) == [0.0, 1.0, 1.0, 1.0, 1.0]
+    monkeypatch.setattr(floor_readers, "generate", generate)
+    assert list(floor_readers.listops_floors(20).values()) == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_networks_see_distances_and_places_of_discs_alone(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        floors, "_network_accuracy", lambda forms, labels: seen.append((forms, labels)) or 0.5
+        floor_readers,
+        "_network_accuracy",
+        lambda forms, labels: seen.append((forms, labels)) or 0.5,
     )
-    found = floors.pathfinder_floors(Pathfinder(), 6)
+    found = floor_readers.pathfinder_floors(Pathfinder(), 6)
     assert list(found.values()) == [0.5, 0.5, 0.5]
     images = Pathfinder(distractors="none").images("floors", 6)
     drawings = [images.draw(i) for i in range(6)]
@@ -57,9 +59,9 @@ def test_networks_see_distances_and_places_of_discs_alone(monkeypatch):
 
 
 def test_absolute_coordinates_say_more_where_contours_have_a_direction(monkeypatch):
-    monkeypatch.setattr(floors, "STEPS", 500)
-    monkeypatch.setattr(floors, "BATCH", 256)
-    found = floors.pathfinder_floors(Pathfinder(), 8000)
+    monkeypatch.setattr(floor_readers, "STEPS", 500)
+    monkeypatch.setattr(floor_readers, "BATCH", 256)
+    found = floor_readers.pathfinder_floors(Pathfinder(), 8000)
     assert found["coordinates of the discs"] > 0.6
     assert found["coordinates of the discs, turned and mirrored"] < 0.6
 
@@ -67,7 +69,7 @@ def test_absolute_coordinates_say_more_where_contours_have_a_direction(monkeypat
 def test_a_threshold_is_chosen_on_one_set_and_tested_on_another():
     scores, labels = np.array([0.1, 0.9, 0.2, 0.8]), np.array([0, 1, 0, 1])
     tested, right = np.array([0.4, 0.6, 0.3, 0.7]), np.array([0, 1, 1, 0])
-    assert floors.threshold_accuracy(scores, labels, tested, right) == 0.5
+    assert floor_readers.threshold_accuracy(scores, labels, tested, right) == 0.5
 
 
 def test_shared_words_tell_films_that_name_their_own(tmp_path):
@@ -81,7 +83,7 @@ def test_shared_words_tell_films_that_name_their_own(tmp_path):
     for split in ("train", "validation", "test"):
         (folder / f"{split}.tsv").write_text("\n".join(lines) + "\n")
     # Digits are no words: "actor" and "word" are shared where the label is 1.
-    assert set(floors.film_pairs_floors(tmp_path).values()) == {1.0}
+    assert set(floor_readers.film_pairs_floors(tmp_path).values()) == {1.0}
 
 
 def test_long_reviews_share_words_of_any_film(tmp_path):
@@ -99,7 +101,7 @@ def test_long_reviews_share_words_of_any_film(tmp_path):
             texts = [f"{same} {text}" for text in own] if n % 2 == 0 else ["an actor"] * 2
             lines.append(f"{n % 2}.0\ta\tb\t{texts[0]}\t{texts[1]}\n")
         (folder / f"{split}.tsv").write_text("".join(lines))
-    found = floors.film_pairs_floors(tmp_path)
+    found = floor_readers.film_pairs_floors(tmp_path)
     assert found["shared words"] == 1.0
     assert found["shared words, not divided by the lengths"] < 0.6
 
@@ -110,7 +112,7 @@ def letters(number: int) -> str:
 
 def test_floors_are_written_where_they_are_asked_for(tmp_path, monkeypatch):
     for name in ("listops_floors", "pathfinder_floors"):
-        monkeypatch.setattr(floors, name, lambda *arguments: {"floor": 0.5})
+        monkeypatch.setattr(floor_readers, name, lambda *arguments: {"floor": 0.5})
     app = Typer()
     app.command()(floors.main)
     monkeypatch.chdir(tmp_path)
@@ -128,21 +130,21 @@ def test_floors_are_written_where_they_are_asked_for(tmp_path, monkeypatch):
 
 
 def test_a_network_is_tested_where_it_was_neither_trained_nor_chosen(monkeypatch):
-    monkeypatch.setattr(floors, "CHECKED_EVERY", 1)
-    monkeypatch.setattr(floors, "STEPS", 3)
+    monkeypatch.setattr(floor_readers, "CHECKED_EVERY", 1)
+    monkeypatch.setattr(floor_readers, "STEPS", 3)
     chosen_on, tested_on = iter((0.5, 0.9, 0.7)), iter((0.6, 0.4, 1.0))
 
     def right(network, forms, labels):
         parts = [torch.full((2,), float(part)) for part in (next(chosen_on), next(tested_on))]
         return torch.cat([torch.ones(6), *parts])
 
-    monkeypatch.setattr(floors, "_right", right)
-    assert floors._network_accuracy(torch.rand(1, 10, 1), torch.ones(10).long()) == 0.4
+    monkeypatch.setattr(floor_readers, "_right", right)
+    assert floor_readers._network_accuracy(torch.rand(1, 10, 1), torch.ones(10).long()) == 0.4
 
 
 def test_symmetries_keep_distances():
     discs = torch.randn(5, 4)
-    forms = floors.symmetries(discs)
+    forms = floor_readers.symmetries(discs)
     assert len({tuple(form[0].tolist()) for form in forms}) == 16
     apart = [(form[:, :2] - form[:, 2:]).norm(dim=-1) for form in forms]
     for distance in apart:
@@ -150,14 +152,14 @@ def test_symmetries_keep_distances():
 
 
 def test_networks_find_what_coordinates_tell(monkeypatch):
-    monkeypatch.setattr(floors, "STEPS", 500)
-    monkeypatch.setattr(floors, "BATCH", 64)
+    monkeypatch.setattr(floor_readers, "STEPS", 500)
+    monkeypatch.setattr(floor_readers, "BATCH", 64)
     apart = torch.rand(1, 2000, 1)
     labels = (apart[0, :, 0] > 0.5).long()
-    assert floors._network_accuracy(apart, labels) > 0.95
-    assert floors._network_accuracy(torch.rand(1, 2000, 1), labels) < 0.6
+    assert floor_readers._network_accuracy(apart, labels) > 0.95
+    assert floor_readers._network_accuracy(torch.rand(1, 2000, 1), labels) < 0.6
     labels[1200:] = 1 - labels[1200:]
-    assert floors._network_accuracy(apart, labels) < 0.05
+    assert floor_readers._network_accuracy(apart, labels) < 0.05
 
 
 def test_measured_floors_are_found_by_task():

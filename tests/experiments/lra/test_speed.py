@@ -5,9 +5,9 @@ import pytest
 import torch
 import typer
 
-from experiments.lra import speed
+from experiments.lra import TASKS, speed, steps
 from experiments.lra.model import Classifier
-from experiments.lra.speed import Step
+from experiments.lra.steps import Step
 from experiments.timing import Timing
 
 
@@ -21,15 +21,15 @@ def read(folder, name):
 
 
 def test_means_are_geometric_and_over_all_tasks():
-    steps = [
+    rows = [
         *(step("a", name, "cpu", ms) for name, ms in (("standard", 8.0), ("flash", 4.0))),
         *(step("b", name, "cpu", ms) for name, ms in (("standard", 8.0), ("flash", 1.0))),
         step("a", "linear", "cpu", 1.0),
     ]
-    assert speed.means(steps)["cpu"] == pytest.approx({"standard": 1.0, "flash": 4.0})
-    by_graph = [replace(one, clock="graph", median_ms=1.0) for one in steps]
-    assert speed.means([*steps, *by_graph])["cpu"] == speed.means(steps)["cpu"]
-    assert set(speed.means(by_graph)["graph"].values()) == {1.0}
+    assert steps.means(rows)["cpu"] == pytest.approx({"standard": 1.0, "flash": 4.0})
+    by_graph = [replace(one, clock="graph", median_ms=1.0) for one in rows]
+    assert steps.means([*rows, *by_graph])["cpu"] == steps.means(rows)["cpu"]
+    assert set(steps.means(by_graph)["graph"].values()) == {1.0}
 
 
 def test_table_is_measured_and_kept(tmp_path, capsys):
@@ -54,13 +54,13 @@ def test_table_is_measured_and_kept(tmp_path, capsys):
 def test_a_step_that_no_graph_holds_is_told_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
     def measured(task, case, implementation, compiled, device):
         yield step(task, implementation.attention, "events", 2.0)
-        speed.timed(waits, speed.Clock.GRAPH)
+        steps.timed(waits, steps.Clock.GRAPH)
 
     def waits():
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(speed, "measure", measured)
-    monkeypatch.setattr(speed, "time_call", lambda prepare, clock, budget: prepare()())
+    monkeypatch.setattr(steps, "measure", measured)
+    monkeypatch.setattr(steps, "time_call", lambda prepare, clock, budget: prepare()())
     speed.main(tasks="image", only=["reformer"], name="small", output=tmp_path)
     record = read(tmp_path, "lra-small-*.json")
     assert len(record["steps"]) == 1
@@ -69,7 +69,7 @@ def test_a_step_that_no_graph_holds_is_told_and_the_others_are_kept(tmp_path, mo
     ]
     assert "image: reformer: no CUDA graph" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="not permitted"):
-        speed.timed(waits, speed.Clock.EVENTS)
+        steps.timed(waits, steps.Clock.EVENTS)
 
 
 def test_a_step_that_needs_more_memory_than_there_is_is_told_by_either_clock(
@@ -78,11 +78,11 @@ def test_a_step_that_needs_more_memory_than_there_is_is_told_by_either_clock(
     def full(*arguments):
         raise torch.OutOfMemoryError("out of memory\nby far")
 
-    monkeypatch.setattr(speed, "time_call", full)
-    for clock in (speed.Clock.EVENTS, speed.Clock.GRAPH):
+    monkeypatch.setattr(steps, "time_call", full)
+    for clock in (steps.Clock.EVENTS, steps.Clock.GRAPH):
         with pytest.raises(torch.OutOfMemoryError):
-            speed.timed(lambda: None, clock)
-    monkeypatch.setattr(speed, "measure", full)
+            steps.timed(lambda: None, clock)
+    monkeypatch.setattr(steps, "measure", full)
     speed.main(tasks="image", only=["linear"], compiled=True, name="small", output=tmp_path)
     record = read(tmp_path, "lra-small-*.json")
     assert record["failed"] == [["image", "linear", "out of memory"]]
@@ -100,40 +100,40 @@ def test_models_are_compiled_and_made_as_the_implementation_says(monkeypatch):
         def compile(self, **options):
             made.append(options)
 
-    monkeypatch.setattr(speed, "Classifier", Small)
-    monkeypatch.setattr(speed, "training_step", lambda *arguments: lambda: None)
-    monkeypatch.setattr(speed, "peak_bytes", lambda *arguments: 7)
-    monkeypatch.setattr(speed, "timed", lambda step, clock: Timing(2.0, 1.0, 3.0, 5))
-    case, cpu = speed.case_of("image"), torch.device("cpu")
-    (found,) = speed.measure("image", case, speed.Implementation("butterfly()", 64), True, cpu)
+    monkeypatch.setattr(steps, "Classifier", Small)
+    monkeypatch.setattr(steps, "training_step", lambda *arguments: lambda: None)
+    monkeypatch.setattr(steps, "peak_bytes", lambda *arguments: 7)
+    monkeypatch.setattr(steps, "timed", lambda step, clock: Timing(2.0, 1.0, 3.0, 5))
+    case, cpu = steps.case_of("image"), torch.device("cpu")
+    (found,) = steps.measure("image", case, steps.Implementation("butterfly()", 64), True, cpu)
     (config, shape), options = made
     assert (config.attention, config.block_size, shape) == ("butterfly()", 64, case.shape)
     assert options == {"dynamic": False}
     assert (found.median_ms, found.low_ms, found.high_ms, found.peak_bytes) == (2.0, 1.0, 3.0, 7)
-    list(speed.measure("image", case, speed.Implementation("flash"), False, cpu))
+    list(steps.measure("image", case, steps.Implementation("flash"), False, cpu))
     assert len(made) == 3
 
 
 def test_a_step_trains():
-    case = replace(speed.case_of("image"), batch=1)
+    case = replace(steps.case_of("image"), batch=1)
     model = Classifier(replace(case.model, layers=1), case.shape)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    speed.training_step(model, case, torch.device("cpu"))()
+    steps.training_step(model, case, torch.device("cpu"))()
     changed = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
     assert all(changed)
 
 
 def test_a_row_of_the_table():
-    steps = [step("image", "standard", "graph", 8.0), step("image", "flash", "graph", 2.0)]
-    steps = [replace(one, peak_bytes=3 * 2**20) for one in steps]
-    table = speed.table_of("image", speed.case_of("image"), steps)
+    measured = [step("image", "standard", "graph", 8.0), step("image", "flash", "graph", 2.0)]
+    measured = [replace(one, peak_bytes=3 * 2**20) for one in measured]
+    table = steps.table_of("image", steps.case_of("image"), measured)
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert rows[1] == ("flash", "graph", "2.00", "2000", "4.00", "3")
     assert table.title == "image: batch 256, N = 1024"
 
 
 def test_a_folder_that_cannot_be_is_told_before_measuring(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr(steps, "measure", lambda *arguments: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(typer.BadParameter, match=r"--output: .*Not a directory"):
         speed.main(tasks="image", output=tmp_path / "file" / "folder")
@@ -145,27 +145,27 @@ def test_unknown_tasks_list_the_known_ones():
 
 
 def test_cases_are_those_of_the_presets():
-    case = speed.case_of("path-x")
+    case = steps.case_of("path-x")
     assert (case.shape.seq_len, case.model.layers, case.model.order) == (128 * 128, 6, "tiles")
     own = case.implementations[-1]
     assert (own.attention.split(" | ")[0], own.block_size) == ("neighborhood2d(16, 3)", 64)
-    assert speed.case_of("image").batch == 256
-    assert {speed.case_of(task).model.attention_dropout for task in speed.TASKS} == {0.0}
+    assert steps.case_of("image").batch == 256
+    assert {steps.case_of(task).model.attention_dropout for task in TASKS} == {0.0}
 
 
 def test_what_cannot_run_is_recorded(tmp_path, monkeypatch):
     def measure(*arguments):
         raise ImportError("no package")
 
-    monkeypatch.setattr(speed, "measure", measure)
+    monkeypatch.setattr(steps, "measure", measure)
     speed.main(tasks="image", only=["linear"], scale=256, name="none", output=tmp_path)
     record = read(tmp_path, "lra-none-*.json")
     assert record["failed"] == [["image", "linear", "no package"]]
 
 
 def test_real_batches_have_the_lengths_masks_and_dropout_of_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "BATCHES", 2)
-    case = speed.case_of("pathfinder", tmp_path, scale=128)
+    monkeypatch.setattr(steps, "BATCHES", 2)
+    case = steps.case_of("pathfinder", tmp_path, scale=128)
     assert [batch.ids.shape for batch in case.real] == [(2, 1, 1024)] * 2
     assert not torch.equal(case.real[0].ids, case.real[1].ids)
     assert case.model.mask_black
@@ -177,7 +177,7 @@ def test_real_batches_have_the_lengths_masks_and_dropout_of_a_run(tmp_path, monk
             seen.append(ids)
             return super().forward(ids[:, 0].float())
 
-    speed.training_step(Small(1024, 2), case, torch.device("cpu"))()
+    steps.training_step(Small(1024, 2), case, torch.device("cpu"))()
     assert [torch.equal(*pair) for pair in zip(seen, (b.ids for b in case.real), strict=True)] == [
         True,
         True,
@@ -185,6 +185,6 @@ def test_real_batches_have_the_lengths_masks_and_dropout_of_a_run(tmp_path, monk
 
 
 def test_data_that_are_missing_are_named_before_measuring(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr(steps, "measure", lambda *arguments: pytest.fail("measured"))
     with pytest.raises(typer.BadParameter, match=r"aclImdb.* is missing"):
         speed.main(tasks="pathfinder,text", real=tmp_path, output=tmp_path)

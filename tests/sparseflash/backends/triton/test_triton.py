@@ -125,7 +125,7 @@ def test_dropout(seed):
 
 @pytest.mark.parametrize(("bm", "bn"), [(16, 16), (32, 16), (16, 32), (32, 32)])
 def test_dropout_does_not_depend_on_tiles(bm, bn):
-    from experiments.instruments.tune import configured
+    from experiments.instruments.tuning import configured
     from sparseflash.backends.triton import configs
 
     inputs = make_inputs(1, 2, 64, 64, 16, device=DEVICE)

@@ -5,14 +5,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments.instruments import tune
-from experiments.instruments.tune import Problem, agree, fastest, fitting, save
+from experiments.instruments import tuning
+from experiments.instruments.tuning import Problem, agree, fastest, fitting, save
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
 from tests.helpers.tuned import H200, configuration_in_use
 
 PROBLEM = Problem("bf16", head_dim=128, block_size=128, batch=1, heads=2, seq_len=256)
-PROBLEMS = [(which, 0) for which in configs.PASSES] + [("decode", n) for n in tune.PACKED]
+PROBLEMS = [(which, 0) for which in configs.PASSES] + [("decode", n) for n in tuning.PACKED]
 
 
 def row(density, median_ms, **changes):
@@ -46,7 +46,7 @@ def test_configurations_are_ranked_by_the_product_of_their_times(capsys):
 
 
 def test_a_later_run_replaces_its_own_rows_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "environment", lambda device: {})
+    monkeypatch.setattr(tuning, "environment", lambda device: {})
     path = tmp_path / "tune.json"
     save(path, "dq", PROBLEM, [row("1", 4.0)])
     save(path, "forward", PROBLEM, [row("1", 2.0)])
@@ -63,10 +63,10 @@ def test_a_later_run_replaces_its_own_rows_only(tmp_path, monkeypatch):
 
 
 def test_a_step_of_decoding_is_measured_with_few_and_with_many_heads():
-    assert tune.problems("dq", PROBLEM) == [PROBLEM]
-    steps = tune.problems("decode", PROBLEM)
+    assert tuning.problems("dq", PROBLEM) == [PROBLEM]
+    steps = tuning.problems("decode", PROBLEM)
     assert [(step.packed, step.q_len, step.seq_len) for step in steps] == [
-        (packed, 1, tune.CACHED) for packed in tune.PACKED
+        (packed, 1, tuning.CACHED) for packed in tuning.PACKED
     ]
     assert PROBLEM.q_len == PROBLEM.seq_len
 
@@ -89,6 +89,6 @@ def test_a_wrong_result_is_not_timed():
 def test_every_pass_is_measured_on_both_masks(which, packed):
     problem = replace(PROBLEM, packed=packed)
     config = Config(16 if packed == 4 else 64, 64, 4, 2)
-    rows = list(tune.measure(which, problem, config, Console()))
+    rows = list(tuning.measure(which, problem, config, Console()))
     assert [r["density"] for r in rows] == ["1", "1/16"]
     assert all(r["median_ms"] > 0 for r in rows)
