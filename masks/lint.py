@@ -80,7 +80,12 @@ def lint(
     single = isinstance(masks, BlockMask)
     given = listed(masks)
     context = _Context(given, within, layers if single else layers or len(given))
-    return [found for rule in RULES if rule not in ignore for found in RULES[rule](context)]
+    return [
+        Finding(rule, *found)
+        for rule, find in RULES.items()
+        if rule not in ignore
+        for found in find(context)
+    ]
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,9 @@ class _Context:
         return [(tuple(at), mask) for mask, at in layers.items()]
 
 
+_Found = tuple[tuple[int, ...], tuple[int, ...], str, str, str]  # a Finding without its rule
+
+
 def _heads_of_masks(mask: BlockMask) -> list[tuple[int, ...]]:
     """The heads that read each of the distinct masks."""
     return [
@@ -113,12 +121,11 @@ def _heads_of_masks(mask: BlockMask) -> list[tuple[int, ...]]:
     ]
 
 
-def _empty_queries(context: _Context) -> Iterator[Finding]:
+def _empty_queries(context: _Context) -> Iterator[_Found]:
     for layers, heads, mask in context.distinct():
         empty = keys_per_query(mask)[0] == 0
         if bool(empty.any()):
-            yield Finding(
-                "empty-queries",
+            yield (
                 layers,
                 heads,
                 f"{int(empty.sum()):,} of {len(empty):,} queries have no key: {_tokens(empty)}",
@@ -127,7 +134,7 @@ def _empty_queries(context: _Context) -> Iterator[Finding]:
             )
 
 
-def _causal_leaks(context: _Context) -> Iterator[Finding]:
+def _causal_leaks(context: _Context) -> Iterator[_Found]:
     if context.within is None:
         return
     for layers, heads, mask in context.distinct():
@@ -136,8 +143,7 @@ def _causal_leaks(context: _Context) -> Iterator[Finding]:
             keys = keys_per_query(outside)[0]
             query = int((keys > 0).nonzero()[0])
             row = outside.slice_queries(query, query + 1).to_dense()[0]
-            yield Finding(
-                "leaks",
+            yield (
                 layers,
                 heads,
                 f"{int(keys.sum()):,} pairs are outside of {context.within}, the first of query "
@@ -147,12 +153,11 @@ def _causal_leaks(context: _Context) -> Iterator[Finding]:
             )
 
 
-def _unreachable_keys(context: _Context) -> Iterator[Finding]:
+def _unreachable_keys(context: _Context) -> Iterator[_Found]:
     for layers, mask in context.by_layer():
         unseen = (keys_per_query(mask.T) == 0).all(0)
         if bool(unseen.any()):
-            yield Finding(
-                "unreachable-keys",
+            yield (
                 layers,
                 (),
                 f"{int(unseen.sum()):,} of {len(unseen):,} keys are attended by no query of any "
@@ -162,7 +167,7 @@ def _unreachable_keys(context: _Context) -> Iterator[Finding]:
             )
 
 
-def _heavy_rows(context: _Context) -> Iterator[Finding]:
+def _heavy_rows(context: _Context) -> Iterator[_Found]:
     for layers, heads, mask in context.distinct():
         for side, rows, passes in (
             ("query", mask.blocks_per_row()[0], "forward and dQ"),
@@ -174,8 +179,7 @@ def _heavy_rows(context: _Context) -> Iterator[Finding]:
                 continue
             heavy = rows > HEAVY * mean
             bound = most * MULTIPROCESSORS / float(rows.sum())
-            yield Finding(
-                "heavy-rows",
+            yield (
                 layers,
                 heads,
                 f"{int(heavy.sum()):,} of {len(rows):,} rows of {side} blocks have more than "
@@ -186,7 +190,7 @@ def _heavy_rows(context: _Context) -> Iterator[Finding]:
             )
 
 
-def _useless_pairs(context: _Context) -> Iterator[Finding]:
+def _useless_pairs(context: _Context) -> Iterator[_Found]:
     for layers, heads, mask in context.distinct():
         computed, attended = computed_pairs(mask), attended_pairs(mask)
         if not attended or attended >= USEFUL * computed:
@@ -202,8 +206,7 @@ def _useless_pairs(context: _Context) -> Iterator[Finding]:
             best = max(shares, key=lambda side: (shares[side], side))
             if shares[best] > 1.2 * attended / computed:
                 change = f"blocks of {best}, in which {shares[best]:.0%} are useful; or {change}"
-        yield Finding(
-            "useless-pairs",
+        yield (
             layers,
             heads,
             f"{attended / computed:.1%} of {computed:,} computed pairs attend",
@@ -212,12 +215,11 @@ def _useless_pairs(context: _Context) -> Iterator[Finding]:
         )
 
 
-def _many_bit_tiles(context: _Context) -> Iterator[Finding]:
+def _many_bit_tiles(context: _Context) -> Iterator[_Found]:
     for layers, mask in context.by_layer():
         nbytes = mask.block_set.bit_tiles.numel() * 4
         if nbytes > LARGE_BIT_TILES:
-            yield Finding(
-                "many-bit-tiles",
+            yield (
                 layers,
                 (),
                 f"{mask.num_bit_tiles:,} distinct bit tiles of {mask.partial_blocks:,} partial "
@@ -228,12 +230,11 @@ def _many_bit_tiles(context: _Context) -> Iterator[Finding]:
             )
 
 
-def _equal_heads(context: _Context) -> Iterator[Finding]:
+def _equal_heads(context: _Context) -> Iterator[_Found]:
     for layers, mask in context.by_layer():
         for heads in _heads_of_masks(mask):
             if mask.num_heads > 1 and len(heads) > 1:
-                yield Finding(
-                    "equal-heads",
+                yield (
                     layers,
                     heads,
                     f"{len(heads)} of {mask.num_heads} heads have equal masks",
@@ -242,7 +243,7 @@ def _equal_heads(context: _Context) -> Iterator[Finding]:
                 )
 
 
-def _dead_layers(context: _Context) -> Iterator[Finding]:
+def _dead_layers(context: _Context) -> Iterator[_Found]:
     if context.layers is None or context.masks[0].seq_len != context.masks[0].seq_len[::-1]:
         return
     given = context.masks[0] if len(context.masks) == 1 else context.masks
@@ -251,8 +252,7 @@ def _dead_layers(context: _Context) -> Iterator[Finding]:
     added = (*field.added, *(False,) * (context.layers - field.layers))
     dead = tuple(layer for layer in range(until) if not added[layer])
     if dead:
-        yield Finding(
-            "dead-layers",
+        yield (
             dead,
             (),
             f"{len(dead)} of {context.layers} layers connect no pair that was not connected "
@@ -262,7 +262,7 @@ def _dead_layers(context: _Context) -> Iterator[Finding]:
         )
 
 
-RULES: dict[str, Callable[[_Context], Iterator[Finding]]] = {
+RULES: dict[str, Callable[[_Context], Iterator[_Found]]] = {
     "empty-queries": _empty_queries,
     "leaks": _causal_leaks,
     "unreachable-keys": _unreachable_keys,
