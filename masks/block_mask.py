@@ -64,7 +64,12 @@ class BlockMask(OnGrid, Handled):
 
     @staticmethod
     def from_dense(dense: Tensor, block_size: Size = 128) -> "BlockMask":
-        """The mask of a bool (q_len, k_len) or (heads, q_len, k_len) tensor, exactly."""
+        """The mask of a bool (q_len, k_len) or (heads, q_len, k_len) tensor, exactly.
+
+        Raises:
+            TypeError: `dense` is no bool tensor.
+            ValueError: It is empty or has another number of dimensions.
+        """
         return BlockMask(convert.from_dense(dense, block_size))
 
     @staticmethod
@@ -73,6 +78,10 @@ class BlockMask(OnGrid, Handled):
 
         A bsr_array whose blocks are `block_size` is read block by block, any other format entry by
         entry; neither goes through a dense matrix.
+
+        Raises:
+            TypeError: `matrix` is no scipy.sparse array or matrix.
+            ValueError: It has not 2 dimensions.
         """
         return BlockMask(convert.from_scipy(matrix, block_size))
 
@@ -200,13 +209,20 @@ class BlockMask(OnGrid, Handled):
         return BlockMask(transpose(self.block_set))
 
     def crop(self, q_len: int, k_len: int) -> "BlockMask":
-        """The mask of the first q_len queries and k_len keys, in tokens."""
+        """The mask of the first q_len queries and k_len keys, in tokens.
+
+        Raises:
+            TypeError, ValueError: A length is no integer, below 1, or above that of the mask.
+        """
         return BlockMask(slicing.crop(self.block_set, q_len, k_len))
 
     def slice_queries(self, begin: int, end: int) -> "BlockMask":
         """The mask of the queries from `begin` to before `end`, in tokens.
 
         What a step of decoding needs. The cost is in proportion to the blocks of those queries.
+
+        Raises:
+            TypeError, ValueError: The ends are no integers, or not in order within the queries.
         """
         return BlockMask(slicing.slice_queries(self.block_set, begin, end))
 
@@ -288,8 +304,14 @@ class BlockMask(OnGrid, Handled):
         return self.select(blocks.scatter_(-1, column, best > -torch.inf), scores)
 
     def select_threshold(self, scores: Tensor, threshold: float | Tensor) -> "DynamicMask":
-        """The blocks of this mask whose scores, as in select, are above the threshold, a number or
-        a tensor that broadcasts to them.
+        """The blocks of this mask whose scores are above a threshold.
+
+        Args:
+            scores: As in select.
+            threshold: A number, or a tensor that broadcasts to the scores.
+
+        Raises:
+            TypeError, ValueError: As select does.
         """
         check_floating("scores", scores)
         if not isinstance(threshold, (Real, Tensor)):

@@ -219,6 +219,7 @@ def to_cudnn_intervals(mask: BlockMask, batch: int = 1) -> Tensor:
     intervals [0, F0), [F1, F2), ..., which may be empty.
 
     Args:
+        mask: Any.
         batch: Batch elements, each of which gets the intervals.
 
     Returns:
@@ -251,6 +252,7 @@ def from_cudnn_intervals(
         intervals: Integers (heads, endpoints, q_len), of an odd number of endpoints, from 0 to
             k_len.
         k_len: Keys, in tokens.
+        block_size: Tokens, one number or (bq, bk).
 
     Raises:
         TypeError: `intervals` are no tensor of integers.

@@ -94,8 +94,11 @@ class ContextPlan:
         return tensor.index_select(dim, self.positions(rank).to(tensor.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole of the shards of all ranks, rank after rank; see `gather` for those that each
-        rank has one of.
+        """The whole tensor, of the shards of all ranks; see `gather` where each rank has one.
+
+        Raises:
+            TypeError, ValueError: `shards` is no list of one tensor for each rank, or a tensor has
+                not as many tokens as its rank.
         """
         if not isinstance(shards, Sequence):
             raise TypeError(f"shards must be a list of tensors, got {type(shards).__name__}")

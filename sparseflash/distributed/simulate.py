@@ -225,7 +225,7 @@ def predict(
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens, in units of 1024 with K, of 1024 * 1024 with M."""
+    """A number of tokens, in units of 1024 with K, of 1024 * 1024 with M. Raises ValueError."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if not number.isdecimal() or unit not in _UNITS:
         raise ValueError(f"tokens must be a number, with K or M or without, got {text!r}")

@@ -33,7 +33,15 @@ class Rotary(nn.Module):
         self.head_dim, self.base = head_dim, base
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """x: (batch, heads, seq, head_dim), whose first token has the position `offset`."""
+        """Rotates features i and i + d / 2 of a head by the angle position * base^(-2 i / d).
+
+        Args:
+            x: (batch, heads, seq, head_dim).
+            offset: Position of the first token.
+
+        Raises:
+            ValueError: `x` has another shape.
+        """
         if x.dim() != 4 or x.shape[3] != self.head_dim:
             raise ValueError(
                 f"x must be (batch, heads, seq, {self.head_dim}), got {tuple(x.shape)}"

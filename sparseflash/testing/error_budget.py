@@ -40,14 +40,19 @@ def make_inputs(
     seed: int = 0,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normally distributed (query, key, value, grad_out) with standard deviation `scale`.
+    """Normally distributed (query, key, value, grad_out).
 
     Args:
+        batch, heads, q_len, k_len, head_dim: Sizes of query and key.
         value_dim: Dims of value and grad_out, head_dim if None.
+        kv_heads: Heads of key and value, heads if None.
+        dtype, device: Of the tensors.
         strides: "contiguous", (batch, heads, seq, head_dim) in this order; "bshd", a transposed
             view of (batch, seq, heads, head_dim); "sliced", a window of a larger tensor in every
             dimension; "expanded", one batch element with stride 0 over the batch; or
             "strided_last", every second number of the last dimension.
+        seed: Of the random numbers.
+        scale: Their standard deviation.
 
     Raises:
         ValueError: `strides` is none of these.
@@ -180,6 +185,7 @@ def check_attention(
 
     Args:
         attention_fn: (query, key, value) -> (out, lse), with this mask and these options.
+        query, key, value: What it is called with.
         mask: As in standard_attention.
         grad_out, grad_lse: Gradients of the results, random by default.
         **options: Those of standard_attention.

@@ -1,10 +1,14 @@
 """Pages are as long as they may be, name what exists, and leave out no public name."""
 
+import ast
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,18 +85,39 @@ def test_public_name_has_a_summary(module, name):
     assert len(summary) <= 250, summary
 
 
+def routines(found: Any) -> list[tuple[str, Any]]:
+    """A public function; or the public functions of a class or a module."""
+    if not inspect.isclass(found) and not inspect.ismodule(found):
+        return [(found.__name__, found)]
+    public = [n for n, m in vars(found).items() if inspect.isroutine(m) and not n.startswith("_")]
+    members = [(name, getattr(found, name)) for name in public]
+    return [m for m in members if inspect.isclass(found) or m[1].__module__ == found.__name__]
+
+
+def explained(member: Any) -> set[str]:
+    """The parameters that a docstring explains."""
+    own = inspect.getdoc(member) or ""
+    section = re.search(r"^Args:\n((?: {4}.*\n?|\n)*)", own, re.MULTILINE)
+    entries = re.findall(r"^ {4}(?! )([*\w, ]+):", section[1], re.MULTILINE) if section else []
+    return {part.strip(" *") for entry in entries for part in entry.split(",")}
+
+
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
 def test_parameters_that_a_docstring_explains_exist(module, name):
     found = getattr(importlib.import_module(module), name)
-    documented = [(name, found)]
-    if inspect.isclass(found):
-        documented += [
-            (n, getattr(found, n)) for n, m in vars(found).items() if inspect.isroutine(m)
-        ]
-    for path, member in documented:
-        own = not path.startswith("_") and (inspect.getdoc(member) or "")
-        if own and (section := re.search(r"^Args:\n((?: {4}.*\n?|\n)*)", own, re.MULTILINE)):
-            explained = re.findall(r"^ {4}(?! )([*\w, ]+):", section[1], re.MULTILINE)
-            names = {part.strip(" *") for entry in explained for part in entry.split(",")}
+    for path, member in [(name, found), *routines(found)]:
+        if names := explained(member):
             fields = {*getattr(member, "__annotations__", {}), *vars(found)}
             assert names <= {*inspect.signature(member).parameters} | fields, path
+
+
+@pytest.mark.parametrize("entry", re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE))
+def test_a_docstring_explains_all_parameters_or_none_and_names_errors(entry):
+    for path, member in routines(pkgutil.resolve_name(entry)):
+        if not inspect.isfunction(member):
+            continue
+        parameters = {*inspect.signature(member).parameters} - {"self", "cls"}
+        assert explained(member) in (set(), parameters), path
+        tree = ast.parse(textwrap.dedent(inspect.getsource(member)))
+        raises = any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(tree))
+        assert not raises or path == "main" or "Raises" in inspect.getdoc(member), path
