@@ -102,7 +102,9 @@ def read_ecthr(folder: Path) -> Labelled:
 
 def _lines(path: Path) -> Iterator[tuple[str, dict]]:
     """The objects of a file of JSON lines, each with where it stands."""
-    with rich.progress.open(path, encoding="utf-8", description=path.name, transient=True) as file:
+    with rich.progress.open(
+        path, "r", encoding="utf-8", description=path.name, transient=True
+    ) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:
