@@ -1,4 +1,5 @@
-"""Writes the tables of README.md from the records of runs and measurements.
+"""Writes the tables of README.md, and what the README of the project says of Path-X and Text, from
+the records of runs and measurements.
 
     python -m experiments.lra.page
     python -m experiments.lra.page --check   # only says whether they are current
@@ -9,9 +10,10 @@ says so.
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Annotated
@@ -22,6 +24,7 @@ from experiments.cli import SHIPPED
 from experiments.lra import TASKS, floors
 
 README = Path(__file__).parent / "README.md"
+FRONT = Path(__file__).parents[2] / "README.md"
 NOT_RUN, OPEN = "not run", "–"
 FAILS = "chance"  # of a published figure
 SPEED_HEAD = ("", "ListOps", "Text", "Retrieval", "Image", "Pathfinder")
@@ -295,16 +298,6 @@ TRAINED = (
     Trained("Pathfinder 64, traced, easier images", "pathfinder64", "pathfinder64-traced", DISCS),
     Trained("Path-X, traced, easier images", "path-x", "path-x-traced", DISCS),
 )
-PICTURES = (
-    ("Pathfinder 32, labels alone", "pathfinder32-labels"),
-    ("Pathfinder 64, labels alone", "pathfinder64-labels"),
-    ("Path-X, labels alone", "path-x-labels"),
-    ("ListOps, Nystromformer protocol", "listops"),
-    ("ListOps, larger model", "listops-large"),
-    ("Pathfinder 32, traced", "pathfinder32"),
-    ("Pathfinder 64, traced", "pathfinder64"),
-    ("Path-X, traced", "path-x"),
-)
 FLOORS = {
     "root operator only": "root operator only",
     "root and one level": "root and 1 levels",
@@ -318,21 +311,32 @@ def main(
     check: Annotated[bool, typer.Option(help="write nothing; say whether it is current")] = False,
 ) -> None:
     """Writes the tables of the page of Long Range Arena."""
-    page = README.read_text()
-    current = written(page)
+    wanted = {
+        README: written(README.read_text()),
+        FRONT: written(FRONT.read_text(), SENTENCES, between=""),
+    }
     if check:
-        raise typer.Exit(current != page)
-    README.write_text(current)
+        raise typer.Exit(any(path.read_text() != text for path, text in wanted.items()))
+    for path, text in wanted.items():
+        path.write_text(text)
 
 
-def written(page: str) -> str:
+def written(
+    page: str, parts: Mapping[str, Callable[[], str]] | None = None, between: str = "\n"
+) -> str:
     """A page with its tables written anew.
+
+    Args:
+        page: Its text.
+        parts: What stands between the marks of each name; TABLES if None.
+        between: What stands between a mark and them.
 
     Raises:
         ValueError: For a page without the marks of a table.
     """
-    for name, table in TABLES.items():
-        marked = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", re.DOTALL)
+    for name, table in (TABLES if parts is None else parts).items():
+        marks = rf"(?<=<!-- {name} -->{between}).*?(?={between}<!-- /{name} -->)"
+        marked = re.compile(marks, re.DOTALL)
         if not marked.search(page):
             raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} -->")
         page = marked.sub(lambda _, table=table: table(), page)
@@ -501,14 +505,81 @@ def trained_row(row: Trained) -> list[str]:
     ]
 
 
+def runs_table() -> str:
+    """Every run of every record: what it read, and what its test gave."""
+    head = ["group", "seed", "steps", "tested after", "samples read", "seconds"]
+    head += ["test accuracy, ± standard error", "tested on", "disc pairs right"]
+    rows = []
+    for name, label in trained_groups():
+        group = group_of(name, label)
+        rows += [run_row(label, run) for run in group["runs"]] if group else []
+    return markdown(head, rows)
+
+
+def trained_groups() -> list[tuple[str, str]]:
+    """The records and groups that both tables of accuracies name, each once."""
+    compared = (run for row in ROWS for run in row.trained.values())
+    return [*dict.fromkeys([*((row.record, row.group) for row in TRAINED), *compared])]
+
+
+def run_row(label: str, run: dict) -> list[str]:
+    cells = [f"`{label}`", str(run["seed"]), f"{run['steps']:,}"]
+    cells += [f"{run['tested_step']:,}" if "tested_step" in run else ""]
+    cells += [f"{run['steps'] * run['batch_size']:,}"]
+    cells += [f"{run['seconds']:,.0f}" if run.get("seconds") else ""]
+    if run["stuck"]:
+        return [*cells, "stuck at chance", "", ""]
+    accuracy, error = (100 * run[f"test/{name}"] for name in ("accuracy", "standard_error"))
+    moved = run.get("moved discs")
+    pairs = f"{100 * moved['both right']:.1f}" if moved else ""
+    return [*cells, f"{accuracy:.2f} ± {error:.2f}", f"{run['test/samples']:,.0f}", pairs]
+
+
 def pictures() -> str:
-    """The curves of every record that has some."""
+    """The curves of every record that has some, in the order of the tables."""
     shown = []
-    for title, name in PICTURES:
+    for name in dict.fromkeys(name for name, _ in trained_groups()):
         path = f"lra-{name}-nvidia-h200-curves.png"
         if (SHIPPED / path).exists():
-            shown.append(f"![{title}](../results/{path})")
+            shown.append(f"![Curves of {name}](../results/{path})")
     return "\n".join(shown)
+
+
+def on_path_x() -> str:
+    """Accuracy, seeds and time of Path-X, for a sentence."""
+    group = group_of("path-x-labels", "path-x-curriculum")
+    if group is None:
+        return "not run"
+    smaller = (
+        group_of(f"{n}-labels", f"{n}-curriculum") for n in ("pathfinder32", "pathfinder64")
+    )
+    before = sum(longest(each) for each in smaller if each)
+    return (
+        f"{briefly(group)} with block-sparse attention, {seeds_of(group)}, in "
+        f"{longest(group)} minutes on one H200 after at most {before} minutes on smaller images"
+    )
+
+
+def longest(group: dict) -> int:
+    """Minutes of its longest run."""
+    return ceil(max(run["seconds"] for run in group["runs"]) / 60)
+
+
+def on_text() -> str:
+    """Accuracies of Text under the published protocol, for a sentence."""
+    dense, sparse = (group_of("text", f"text-{name}") for name in ("flash", "butterfly"))
+    if not dense or not sparse:
+        return "not run"
+    return f"{briefly(dense)} dense and {briefly(sparse)} block-sparse, {seeds_of(sparse)} each"
+
+
+def briefly(group: dict) -> str:
+    return f"{100 * group['accuracy']:.1f} %"
+
+
+def seeds_of(group: dict) -> str:
+    number = len(group["runs"])
+    return "one seed" if number == 1 else f"{number} seeds"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -516,8 +587,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "floors": floor_table,
     "speed": speed_table,
     "trained": trained_table,
+    "runs": runs_table,
     "pictures": pictures,
 }
+SENTENCES: dict[str, Callable[[], str]] = {"path-x": on_path_x, "text": on_text}
 
 
 if __name__ == "__main__":

@@ -54,6 +54,25 @@ def test_deviations_and_stuck_groups(records):
     assert row(page.trained_table(), "**Path-X, labels")[3:6:2] == ["stuck at chance", ""]
 
 
+def test_every_run_has_a_row_and_sentences_their_figures(records):
+    assert page.on_path_x() == page.on_text() == "not run"
+    leave(records, [0.7, 0.8])
+    path = records / "lra-path-x-labels-nvidia-h200.json"
+    record = json.loads(path.read_text())
+    for seed, run in enumerate(record["groups"]["path-x-curriculum"]["runs"]):
+        run |= {"seed": seed, "steps": 30, "batch_size": 100, "tested_step": 20, "seconds": 61}
+        run |= {"stuck": bool(seed), "test/accuracy": 0.7, "test/standard_error": 0.01}
+        run |= {"test/samples": 1000.0}
+    path.write_text(json.dumps(record))
+    page.record.cache_clear()
+    lines = page.runs_table().splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    tested = ["70.00 ± 1.00", "1,000", "50.0"]
+    assert cells[0] == ["`path-x-curriculum`", "0", "30", "20", "3,000", "61", *tested]
+    assert cells[1][6:] == ["stuck at chance", "", ""]
+    assert page.on_path_x().startswith("75.0 % with block-sparse attention, 2 seeds, in 2 minutes")
+
+
 def test_published_figures_are_complete():
     for found in page.ROWS:
         assert len(found.published) == len(page.COLUMNS), found.name
@@ -62,9 +81,11 @@ def test_published_figures_are_complete():
 
 def test_a_page_is_checked_and_written(tmp_path, monkeypatch):
     marked = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in page.TABLES)
-    path = tmp_path / "README.md"
+    path, front = tmp_path / "README.md", tmp_path / "front.md"
     path.write_text(f"Title\n{marked}End\n")
+    front.write_text("On <!-- path-x -->old<!-- /path-x -->; <!-- text -->old<!-- /text -->.\n")
     monkeypatch.setattr(page, "README", path)
+    monkeypatch.setattr(page, "FRONT", front)
     with pytest.raises(typer.Exit) as ended:
         page.main(check=True)
     assert ended.value.exit_code
@@ -72,6 +93,7 @@ def test_a_page_is_checked_and_written(tmp_path, monkeypatch):
     page.main()
     text = path.read_text()
     assert "old" not in text
+    assert "old" not in front.read_text()
     assert text.startswith("Title\n<!-- comparison -->\n| ")
     assert text.endswith("<!-- /pictures -->\nEnd\n")
     with pytest.raises(typer.Exit) as ended:
