@@ -56,7 +56,7 @@ class Pattern(Handled):
 
         Raises:
             TypeError: A length or a side is no integer.
-            ValueError: A length is below 1, or a side other than 16, 32, 64, 128 or 256.
+            ValueError: A length is below 1, or a side other than 16, 32, 64, 128, 256 or 512.
         """
         size = self.block_size if block_size is None else block_size
         return self.build(Grid.of(seq_len, size, device))

@@ -77,7 +77,7 @@ def train(
         typer.Option(help="flash, sdpa, or patterns of heads with ; between; of layers in turn"),
     ] = ["flash"],  # noqa: B006
     positions: Annotated[str, typer.Option(help="rotary or learned")] = "rotary",
-    block_size: Annotated[int, typer.Option(min=16, max=256)] = 128,
+    block_size: Annotated[int, typer.Option(min=16, max=512)] = 128,
     dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="of the whole run")] = 4000,
     step_tokens: Annotated[int, typer.Option(min=1, help="tokens of a step")] = 2**17,

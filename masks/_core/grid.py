@@ -9,7 +9,7 @@ from masks._core import bit_tiles
 from masks._core.intervals import Runs
 from masks.arguments import check_integer
 
-BLOCK_SIDES = (16, 32, 64, 128, 256)
+BLOCK_SIDES = (16, 32, 64, 128, 256, 512)
 MAX_TOKENS = 2**31 - 1  # kernels number tokens in 32 bits
 
 

@@ -313,10 +313,10 @@ def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress | Non
 
 
 def _count(graph: TokenGraph, bits: np.ndarray, followed: np.ndarray) -> np.ndarray:
-    at_once = min(1 << 16, max(1, COUNTED_AT_ONCE // (64 * bits.shape[1])))
+    at_once = min(1 << 15, max(1, COUNTED_AT_ONCE // (64 * bits.shape[1])))
     total = np.zeros(64 * bits.shape[1])
     for i in range(0, graph.classes, at_once):
-        # Sums of at most 2**16 weights of at most 256 tokens are exact in float32.
+        # Sums of at most 2**15 weights of at most 512 tokens are exact in float32.
         weight = graph.weight[i : i + at_once].astype(np.float32)
         total += weight @ _unpacked(bits[i : i + at_once]).astype(np.float32)
     number = np.arange(len(followed))

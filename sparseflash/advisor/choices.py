@@ -119,7 +119,7 @@ def block_sizes(
     Args:
         pattern: A rule for tokens, or its text.
         workload: What attends.
-        sides: Block sizes in tokens, of 16, 32, 64, 128 and 256.
+        sides: Block sizes in tokens, of 16, 32, 64, 128, 256 and 512.
 
     Raises:
         TypeError, ValueError: As Pattern and io_model.attention do.

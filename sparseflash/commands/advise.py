@@ -65,7 +65,7 @@ def search(
     pattern: Annotated[
         list[str] | None, typer.Option(help="a candidate; by default families of patterns")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128 or 256")] = 128,
+    block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128, 256 or 512")] = 128,
     most: Annotated[int, typer.Option(min=1, help="patterns to find")] = 8,
     head_dim: HeadDim = 128,
     batch: Batch = 1,

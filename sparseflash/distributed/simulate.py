@@ -237,7 +237,7 @@ def main(
     tokens: Annotated[str, typer.Option(help="Of the sequence, such as 1M.")] = "1M",
     ranks: Annotated[str, typer.Option(help="Numbers, separated by commas.")] = "2,4,8,64",
     strategy: Annotated[str, typer.Option(help="auto, a strategy, or all.")] = "auto",
-    block_size: Annotated[int, typer.Option(min=16, max=256, help="Tokens.")] = 128,
+    block_size: Annotated[int, typer.Option(min=16, max=512, help="Tokens.")] = 128,
     heads: Annotated[int, typer.Option(min=1)] = 16,
     kv_heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,

@@ -57,7 +57,7 @@ def test_reach_as_json_has_views_of_tokens_and_pixels():
         (("full", "--seq-len", "x"), "--seq-len"),
         (("full", "--seq-len", "0"), "seq_len must be at least 1 token, got 0 "),
         (("full", "--seq-len", "3,0"), "seq_len must be at least 1 token, got (3, 0)"),
-        (("full", "--block-size", "17"), "(16, 32, 64, 128, 256), got 17 "),
+        (("full", "--block-size", "17"), "(16, 32, 64, 128, 256, 512), got 17 "),
         (("full", "--image", "3,3"), "pixels"),
         (("full", "--token", "5000"), "tokens"),
     ],

@@ -94,6 +94,10 @@ def test_block_sizes(backend, block_size):
     check(backend, PATTERNS["causal"], (100, 130), block_size=block_size)
 
 
+def test_the_largest_blocks(backend):
+    check(backend, PATTERNS["causal"], (520, 530), block_size=512, heads=1)
+
+
 @pytest.mark.parametrize("strides", STRIDES)
 def test_strides(backend, strides):
     check(backend, PATTERNS["butterfly"], (50, 50), strides=strides)

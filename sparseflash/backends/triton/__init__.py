@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from masks._core.grid import BLOCK_SIDES
 from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import EVERY_EXTRA, POSITIONS, AttentionSpec
@@ -21,7 +22,6 @@ compiles = True
 TILE = (128, 128)  # tokens
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)
-BLOCK_SIDES = (16, 32, 64, 128, 256)
 ARCHITECTURE = 80  # compute capability times ten
 # Blocks whose shorter side is a key of MIN_COVERAGE are merged into blocks of MIN_MERGED_SIDE
 # tokens or more where they cover at least that share of the TILEs that they touch. On an H200 at

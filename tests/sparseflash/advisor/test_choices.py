@@ -15,7 +15,7 @@ SMALL = Workload(1024, heads=2)
 def test_block_sizes_have_the_density_and_overhead_of_their_masks():
     found = {choice.block_size: choice for choice in block_sizes("local(20)", SMALL)}
     assert [*found] != []
-    assert set(found) == {16, 32, 64, 128, 256}
+    assert set(found) == {16, 32, 64, 128, 256, 512}
     pairs = sum(min(i + 20, 1023) - max(i - 20, 0) + 1 for i in range(1024))
     for side, choice in found.items():
         mask = masks.local(20)(1024, side)

@@ -18,7 +18,7 @@ def test_advise_lists_block_sizes(tmp_path):
     result = invoke("advise", "local(20)", *SIZE, "--plot", tmp_path / "sizes.svg", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert {choice["block_size"] for choice in found["choices"]} == {16, 32, 64, 128, 256}
+    assert {choice["block_size"] for choice in found["choices"]} == {16, 32, 64, 128, 256, 512}
     assert (found["workload"]["device"], found["workload"]["dtype"]) == ("H200", "bfloat16")
     assert (tmp_path / "sizes.svg").exists()
     shown = invoke("advise", "local(20)", *SIZE, "--device", "A100", "--no-backward").output

@@ -78,7 +78,7 @@ def test_patterns(name, lengths, head_dim, block_size):
 
 
 @pytest.mark.parametrize("min_ratio", [0.0, 2.0])  # whatever there is, or never
-@pytest.mark.parametrize("block_size", [16, 32, 64, 256, (128, 64), (32, 256)])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 512, (128, 64), (32, 256)])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_blocks_of_other_sizes(name, block_size, min_ratio, monkeypatch):
     monkeypatch.setitem(configs.MIN_COVERAGE_RATIO_FOR_128, 128, min_ratio)

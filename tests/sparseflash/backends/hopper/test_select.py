@@ -122,7 +122,7 @@ def test_reads_small_tiles_where_larger_ones_are_filled_less(
     assert ("share a multiprocessor" in tiles) == (tile == 64)
 
 
-@pytest.mark.parametrize("block_size", [(128, 128), (256, 128), (256, 256)])
+@pytest.mark.parametrize("block_size", [(128, 128), (256, 128), (512, 512)])
 def test_reads_large_tiles_of_large_blocks(block_size):
     spec = spec_like(block_size=block_size)
     assert hopper.block_size_for(spec, MASK) == (128, 128)

@@ -28,7 +28,7 @@ def test_serves_a_plain_call():
         ({"dtype": torch.float64}, ["dtype", "torch.float64", "torch.bfloat16"]),
         ({"head_dim": 7}, ["head_dim", "7", "8 to 256"]),
         ({"head_dim": 257}, ["head_dim", "257", "8 to 256"]),
-        ({"block_size": (64, 48)}, ["block_size", "(64, 48)", "(16, 32, 64, 128, 256)"]),
+        ({"block_size": (64, 48)}, ["block_size", "(64, 48)", "(16, 32, 64, 128, 256, 512)"]),
         ({"device": torch.device("meta")}, ["device", "meta", "cuda"]),
         ({"batch": 70000}, ["batch", "70000", "65535"]),
         ({"heads": 70000}, ["heads", "70000", "65535"]),
@@ -64,7 +64,7 @@ def test_refuses_calls_that_fit_no_configuration(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chosen_configurations_fit_the_device(memory, which, dtype):
     for head_dim in (8, 64, 80, 128, 256):
-        for block_size in [(16, 16), (16, 256), (64, 32), (64, 64), (256, 256)]:
+        for block_size in [(16, 16), (16, 256), (64, 32), (64, 64), (512, 512)]:
             for architecture in (80, 90):
                 facts = (which, architecture, memory, dtype, head_dim, block_size)
                 for tma in (False, True):
