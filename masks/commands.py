@@ -28,7 +28,7 @@ PatternText = Annotated[
     str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')
 ]
 SeqLen = Annotated[str, typer.Option(help="tokens: a length, or QUERIES,KEYS")]
-BlockSize = Annotated[str, typer.Option(help="tokens: 16, 32, 64, 128, 256 or 512, or QUERIES,KEYS")]
+BlockSize = Annotated[str, typer.Option(help="tokens: 16, 32, ... 512, or QUERIES,KEYS")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
