@@ -15,7 +15,7 @@ import torch
 import masks
 import sparseflash
 from masks import BlockMask, DynamicMask, MaskBatch, interop
-from sparseflash.distributed import gather, make_plan
+from sparseflash.distributed import context_parallel_attention, gather, make_plan
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
 
 MEMORY = 2 * 2**30  # bytes that a case may take beside what the process has
@@ -223,6 +223,11 @@ def test_context_plans(fuzz, name, run):
 TORCH = (RuntimeError, MemoryError, OverflowError, IndexError, AttributeError)
 
 
+def replaced_attention(query, key, value, mask, **options):
+    with sparseflash.replace_sdpa(mask):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+
 def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
     query, key, value = torch.randn(3, 2, 2, 40, 8).unbind()
     packed = torch.randn(40, 2, 8)
@@ -243,6 +248,23 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
             sparseflash.attention_varlen,
             dict(zip(("query", "key", "value"), (packed,) * 3, strict=True))
             | {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "mask": masks.causal()},
+        ),
+        "attention of a plan": (
+            context_parallel_attention,
+            tensors
+            | {"plan": PLAN, "scale": 0.3, "dropout_p": 0.1, "key_lengths": torch.tensor([3, 40])}
+            | {"softcap": 3.0, "bias": torch.zeros(2, 79), "sinks": torch.zeros(2), "seed": 3}
+            | {"mask": None, "group": None, "check": None, "backend": "cpu"},
+        ),
+        "attention replaced": (
+            replaced_attention,
+            tensors
+            | {"mask": MASK, "dropout_p": 0.1, "is_causal": True, "scale": 0.5}
+            | {"enable_gqa": False},
+        ),
+        "from_torch": (
+            SparseAttention.from_torch,
+            {"module": torch.nn.MultiheadAttention(16, 2), "pattern": masks.causal()},
         ),
         "merge_attention": (
             sparseflash.merge_attention,

@@ -4,6 +4,7 @@ What `compile_only.start` may ask of it:
     variants HEAD_DIM BLOCK    what the compiler made of all that ships
     calls HEAD_DIM             kernels compiled by calls of many lengths
     layouts HEAD_DIM           kernels compiled for tensors of many strides
+    refused HEAD_DIM           what is said of score functions that return tiles of other shapes
 """
 
 import json
@@ -173,10 +174,31 @@ def report_layouts(head_dim: int):
     yield VARIANTS.report()
 
 
+@triton.jit
+def of_query(score, batch, head, query, key):
+    return 0.1 * query, 0.0
+
+
+@triton.jit
+def of_nothing(score, batch, head, query, key):
+    return 1.0, 0.0
+
+
+def report_refused(head_dim: int):
+    """The error of each call."""
+    for function in (of_query, of_nothing):
+        name = f"{function.__name__}, compiled for Hopper"
+        score = ScoreFunction(name, lambda score, *_: (score, 1.0), function)
+        try:
+            call(masks.causal()(512, 128), head_dim, score=score)
+        except ValueError as error:
+            yield {"function": function.__name__, "error": str(error)}
+
+
 if __name__ == "__main__":
     what, *numbers = sys.argv[1:]
     VARIANTS = compile_instead_of_launching(90)
-    if what != "variants":
+    if what in ("calls", "layouts"):
         count_instead_of_compiling()
     launch.multiprocessors = lambda device: 132
     configs.MIN_FUSED_BLOCKS = 0

@@ -456,6 +456,11 @@ def _upper_half(a: Tensor, b: int) -> Tensor:
     return upper.to(torch.int32)
 
 
+def _static_assert(holds, message):
+    if not holds:
+        raise ValueError(message)
+
+
 # In place of Triton, in code that Triton and Gluon share.
 tl = SimpleNamespace(
     constexpr=constexpr,
@@ -463,6 +468,7 @@ tl = SimpleNamespace(
     expand_dims=Tensor.unsqueeze,
     minimum=lambda a, b: a.clamp(max=b),
     load=_load,
+    static_assert=_static_assert,
     **{name: getattr(torch, name) for name in ("int64", "abs", "exp2", "where")},
 )
 triton = SimpleNamespace(jit=_jit, language=tl)

@@ -112,6 +112,34 @@ def test_functions_without_a_form_for_triton_are_refused():
         sparseflash.ScoreFunction(3, bent_of_torch)
 
 
+@triton.jit
+def of_query(score, batch, head, query, key):
+    return 0.1 * query, 0.0
+
+
+@triton.jit
+def of_head(score, batch, head, query, key):
+    return score * 0.5, 0.1 * head
+
+
+OF_QUERY = sparseflash.ScoreFunction(
+    "of the query", lambda s, b, h, q, k: (0.1 * q, 0.0), of_query
+)
+OF_HEAD = sparseflash.ScoreFunction("of the head", lambda s, b, h, q, k: (s / 2, 0.1 * h), of_head)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("q_len", [3, 34])  # decoding has a kernel of its own
+def test_score_functions_of_another_shape_are_refused(backend, mask, q_len):
+    """A tile of one column would broadcast to any mask, and be right in some places alone."""
+    *tensors, grad = make_inputs(1, 2, q_len, q_len, 16, device=BACKENDS[backend])
+    leaves = [x.requires_grad_() for x in tensors]
+    with pytest.raises(Exception, match="must have the shape of score"):
+        sparseflash.attention(*leaves, MASKS[mask], score=OF_QUERY, backend=backend)
+    out = sparseflash.attention(*leaves, MASKS[mask], score=OF_HEAD, backend=backend)
+    out.backward(grad)  # a derivative may broadcast
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("mask", MASKS)
 def test_bias(backend, mask, heads):

@@ -5,8 +5,9 @@ finds it by its variant and starts it. `launch_cached` starts it, from the third
 signature on, by rewriting the parameters of the launch before: see relaunch.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import lru_cache
 from threading import local
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton import knobs
+from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime import driver
 
 from sparseflash.backends.triton_common.relaunch import (
@@ -58,11 +60,15 @@ def launch(
 
     Returns:
         What was launched, None if that is not a compiled kernel.
+
+    Raises:
+        ValueError: A static assertion fails, which says what is wrong with the call.
     """
     known = (kernel.__module__, kernel.__name__, variant)
     if _COMPILES_ONLY.get():
         if isinstance(kernel, triton.JITFunction) and known not in _COMPILED:
-            kernel.warmup(*arguments, grid=grid, **constants)
+            with _assertions_as_value_errors():
+                kernel.warmup(*arguments, grid=grid, **constants)
         return None
     if 0 in grid:
         return None
@@ -70,13 +76,28 @@ def launch(
         compiled, constant_arguments = _COMPILED[known]
         _start(compiled, grid, (*arguments, *constant_arguments))
         return Launched(compiled, (*arguments, *constant_arguments), grid)
-    compiled = kernel[grid](*arguments, **constants)
+    with _assertions_as_value_errors():
+        compiled = kernel[grid](*arguments, **constants)
     if not isinstance(kernel, triton.JITFunction):  # but interpreted
         return None
     names = kernel.arg_names[len(arguments) :]
     constant_arguments = tuple(constants[name] for name in names)
     _COMPILED[known] = compiled, constant_arguments
     return Launched(compiled, (*arguments, *constant_arguments), grid)
+
+
+@contextmanager
+def _assertions_as_value_errors() -> Iterator[None]:
+    """Triton's error of a static assertion has the source of every caller before what it says."""
+    try:
+        yield
+    except CompilationError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, CompileTimeAssertionFailure):
+                raise ValueError(cause.error_message) from error
+            cause = cause.__cause__
+        raise
 
 
 _COMPILED: dict[tuple, tuple] = {}

@@ -99,6 +99,9 @@ def apply_score_mod(
                 scores * LN2, mods.batch, mods.head, queries, keys,
                 mods.pointers.floats, mods.pointers.integers, mods.pointers.layout,
             )  # fmt: skip
+        tl.static_assert(
+            scores.shape == products.shape, "f of a score function must have the shape of score"
+        )
         scores *= LOG2E
         derivative *= score_derivative
     if mods.biases is not None:

@@ -29,6 +29,13 @@ def test_kernels_that_ship(head_dim, block):
         assert report["unset"] == [], report
 
 
+@pytest.mark.slow
+def test_score_functions_of_another_shape_are_refused():
+    told = {report["function"]: report["error"] for report in finish(start(SCRIPT, "refused", 64))}
+    assert set(told.values()) == {"f of a score function must have the shape of score"}
+    assert list(told) == ["of_query", "of_nothing"]
+
+
 def check_memory(report: dict) -> None:
     ctas_per_sm = config_of(report).ctas_per_sm
     memory = (SHARED_MEMORY[90] + RESERVED) // ctas_per_sm - RESERVED

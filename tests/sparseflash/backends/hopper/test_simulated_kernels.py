@@ -138,6 +138,18 @@ def test_simulated_kernels_that_change_scores(name, head_dim, block_size):
         )  # fmt: skip
 
 
+def test_score_functions_of_another_shape_are_refused():
+    def of_query(score, batch, head, query, key):
+        return 0.1 * query, 0.0
+
+    function = ScoreFunction("of the query alone, in the simulation", bent, of_query)
+    with (
+        simulation(),
+        pytest.raises(ValueError, match="f of a score function must have the shape"),
+    ):
+        check(PATTERNS["causal"], 64, score=function)
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_simulated_kernels_with_masks_of_each_batch_element(deterministic, heads):
