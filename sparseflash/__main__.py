@@ -1,5 +1,5 @@
 """python -m sparseflash: is attention right on this machine, which patterns does a model need, in
-which blocks, and which see far enough in little time?
+which blocks, which see far enough in little time, and how long would many ranks take?
 """
 
 import os
@@ -9,6 +9,7 @@ import typer
 
 from sparseflash.commands.advise import advise, search
 from sparseflash.commands.profile import profile_command
+from sparseflash.commands.simulate import simulate
 
 # Each needs about a gigabyte, on a GPU as well.
 PROCESSES = max(1, min(16, (os.cpu_count() or 1) - 2))
@@ -36,6 +37,7 @@ def check(
 app.command("profile")(profile_command)
 app.command()(advise)
 app.command()(search)
+app.command()(simulate)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,18 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy
 import typer
-from scipy.optimize import least_squares
 
 from experiments.cli import RESULTS, Output, Overwrite
 from experiments.instruments import Log, command
-from experiments.long_context.cases import Way
-from sparseflash.distributed.simulate import Demand, Machine
+from experiments.long_context.choices import Way
+
+if TYPE_CHECKING:
+    import numpy
+
+    from sparseflash.distributed.simulate import Demand, Machine
 
 RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us")
 OUTLIER = 0.2  # of a logarithm: beyond it a point pulls less than by its square
@@ -39,11 +41,11 @@ class Point:
     pattern: str
     ranks: int
     seq_len: int
-    demand: Demand
+    demand: "Demand"
     forward_ms: float
     total_ms: float
 
-    def modelled(self, machine: Machine) -> tuple[float, float]:
+    def modelled(self, machine: "Machine") -> tuple[float, float]:
         """Milliseconds of the forward pass, and of both."""
         forward, backward = self.demand.times(machine)
         return float(forward.max()), float((forward + backward).max())
@@ -115,6 +117,8 @@ def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
     Raises:
         ValueError: A file is no record of scaling, or two are of different devices.
     """
+    from sparseflash.distributed.simulate import Demand
+
     devices, points = {}, []
     for path in records:
         try:
@@ -139,12 +143,14 @@ def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
     return next(iter(devices)), points
 
 
-def fitted(points: Sequence[Point]) -> Machine:
+def fitted(points: Sequence[Point]) -> "Machine":
     """The machine whose modelled times are nearest to the measured ones.
 
     What no point tells, such as the bandwidth where none of several ranks is there, stays what the
     model has without measurements.
     """
+    from sparseflash.distributed.simulate import Machine
+
     start = Machine(backward_tflops=Machine.tflops, call_us=10.0)
     # One rank tells the rates of blocks, of which the fit of all starts.
     start = _nearest([point for point in points if point.ranks == 1], start)
@@ -167,7 +173,7 @@ def held_out(points: Sequence[Point]) -> list[Row]:
     return rows
 
 
-def _row(point: Point, machine: Machine) -> Row:
+def _row(point: Point, machine: "Machine") -> Row:
     forward, total = point.modelled(machine)
     return Row(
         kind=point.kind,
@@ -183,17 +189,22 @@ def _row(point: Point, machine: Machine) -> Row:
     )
 
 
-def _nearest(points: Sequence[Point], start: Machine) -> Machine:
+def _nearest(points: Sequence[Point], start: "Machine") -> "Machine":
     """The machine nearest to the points, from a start of which all rates are above 0."""
+    import numpy
+    from scipy.optimize import least_squares
+
+    from sparseflash.distributed.simulate import Machine
+
     if not points:
         return start
     measured = numpy.log([(point.forward_ms, point.total_ms) for point in points])
     first = numpy.log([getattr(start, name) for name in RATES])
 
-    def machine(logarithms: numpy.ndarray) -> Machine:
+    def machine(logarithms: "numpy.ndarray") -> "Machine":
         return Machine(**dict(zip(RATES, numpy.exp(logarithms).tolist(), strict=True)))
 
-    def differences(logarithms: numpy.ndarray) -> numpy.ndarray:
+    def differences(logarithms: "numpy.ndarray") -> "numpy.ndarray":
         modelled = [point.modelled(machine(logarithms)) for point in points]
         return (numpy.log(modelled) - measured).ravel()
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
 import numpy
 
 import masks
 from experiments.long_context.baselines import ring_plan
+from experiments.long_context.choices import Kind, Way
 from masks import BlockMask, Pattern
 from sparseflash.distributed import ContextPlan, make_plan
 from sparseflash.distributed.plan import FETCH_COST
@@ -16,18 +16,6 @@ from sparseflash.distributed.simulate import Attention, Demand, Machine, Predict
 
 BLOCK = 128
 TOP_K = "top-k"
-
-
-class Kind(StrEnum):
-    """Weak: the tokens of a rank stay. Strong: those of the sequence stay."""
-
-    WEAK, STRONG = "weak", "strong"
-
-
-class Way(StrEnum):
-    """Implementations."""
-
-    PLAN, GATHER, RING = "plan", "all-gather", "ring"
 
 
 def patterns(window: int, seq_len: int) -> dict[str, Pattern]:

@@ -5,11 +5,12 @@ have read. Labels are those of the next token, IGNORED where nothing is asked.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from experiments.long_context.choices import Task
 
 IGNORED = -100
 VOCABULARY = 256
@@ -17,13 +18,6 @@ QUERY = VOCABULARY - 1  # the token before a key that is asked for
 SYMBOLS = VOCABULARY - 1
 ASKED = 8  # keys that a retrieval asks for
 EVERY = 16  # one of so many tokens of a retrieval starts a pair of key and value
-
-
-class Task(StrEnum):
-    """Copy: the second half of a sequence is the first. Retrieval: pairs of key and value, of
-    which some keys are asked for at the end. Text: bytes of a file."""
-
-    COPY, RETRIEVAL, TEXT = "copy", "retrieval", "text"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments.instruments import command
-from experiments.long_context.cases import Kind, Way
+from experiments.long_context.choices import Kind, Way
 from experiments.plots import COLOURS, MARKERS
 
 PREDICTED = "plan, predicted"

@@ -20,97 +20,18 @@ The rows go to long-context-KIND-RANKS-<device>.json, and pictures beside it.
 """
 
 import os
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, cast
 
-import torch
-import torch.distributed as dist
 import typer
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from experiments.cli import RESULTS, Output, Overwrite
 from experiments.instruments import Log, command
-from experiments.long_context.baselines import all_gather_attention
-from experiments.long_context.cases import Case, Kind, Predicted, Way, cases, predicted
-from experiments.long_context.exchange import counted, nothing_exchanged
-from experiments.long_context.plots import draw
-from experiments.memory import peak_bytes
-from experiments.record import useful_flops
-from masks import BlockMask, DynamicMask
-from sparseflash.distributed import ContextPlan, context_parallel_attention, gather
-from sparseflash.distributed.simulate import Attention, Machine
+from experiments.long_context.choices import Kind
 
 TOKENS_A_RANK, TOKENS = 2**17, 2**20
-TOLERANCE = 0.05  # of the largest value: parts are rounded to bfloat16 before they are merged
-BUDGET_S = 1.0  # of runs of one pass of one implementation
-MAX_RUNS = 10
-OWN = (Way.PLAN, 1)  # what efficiency is relative to
-TIMEOUT = timedelta(minutes=5)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One implementation on one mask and number of ranks.
-
-    Attributes:
-        kind: "weak" or "strong".
-        pattern, implementation, strategy: What ran; the strategy is that of the plan.
-        ranks, seq_len: How many ranks share how many tokens.
-        heads, kv_heads, head_dim: Of the attention; batch is 1.
-        density: Of the mask.
-        forward_ms, total_ms: Forward; forward and backward.
-        exposed_forward_ms, exposed_total_ms: Of these, what the exchange adds.
-        tflops: Useful TFLOP/s of a rank in total_ms.
-        receive_mb: Most megabytes that a rank receives in a forward pass, by the plan.
-        counted_mb: The same, counted in a run.
-        gathered_mb: What a rank receives in an all-gather or a ring, by the plan.
-        shared_rows: Block rows that all ranks share.
-        imbalance: Most blocks of a rank over the mean.
-        peak_bytes: Most memory of a rank during both passes, beyond inputs.
-        difference: Largest difference of out and gradients to the all-gather, over the largest
-            value.
-    """
-
-    kind: str
-    pattern: str
-    implementation: str
-    strategy: str
-    ranks: int
-    seq_len: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    density: float
-    forward_ms: float
-    total_ms: float
-    exposed_forward_ms: float
-    exposed_total_ms: float
-    tflops: float
-    receive_mb: float
-    counted_mb: float
-    gathered_mb: float
-    shared_rows: int
-    imbalance: float
-    peak_bytes: int
-    difference: float
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Sizes of the attention, the ranks of a case, and the device of this one."""
-
-    kind: Kind
-    sizes: Attention
-    group: ProcessGroup | None
-    rank: int
-    device: torch.device
 
 
 def main(
@@ -137,6 +58,14 @@ def main(
 ) -> None:
     """Measures weak or strong scaling on the processes that torchrun started."""
     begin = time.monotonic()
+    import torch
+    import torch.distributed as dist
+
+    from experiments.long_context import measurement
+    from experiments.long_context.cases import cases, predicted
+    from experiments.long_context.plots import draw
+    from sparseflash.distributed.simulate import Attention, Machine
+
     if ranks is not None and not dry_run:
         raise typer.BadParameter("--ranks is of a --dry-run: torchrun says how many there are")
     count = ranks or int(os.environ.get("WORLD_SIZE", "1"))
@@ -150,7 +79,7 @@ def main(
         found = list(cases(kind, length, counts, window, only.split(",") if only else ()))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    device = torch.device("cpu") if dry_run else _start()
+    device = torch.device("cpu") if dry_run else measurement.start()
     dtype = torch.bfloat16 if dry_run or device.type == "cuda" else torch.float32
     sizes = Attention(heads, kv_heads, head_dim, dtype=dtype)
     said = [predicted(case, rates, sizes) for case in found]
@@ -163,257 +92,29 @@ def main(
         log.add("begin", [], {}, complete=dry_run)
     if not dry_run:
         # All ranks make all groups.
-        groups = {n: cast(ProcessGroup, dist.new_group(list(range(n)))) for n in counts}
+        groups = {n: cast(dist.ProcessGroup, dist.new_group(list(range(n)))) for n in counts}
         for case in found:
             left = seconds - (time.monotonic() - begin)
-            if not _agreed(left > 0, device):
+            if not measurement.agreed(left > 0, device):
                 continue
             rows = []
             if rank < case.ranks:
                 group = groups[case.ranks] if case.ranks > 1 else None
-                rows = measure(Setting(kind, sizes, group, rank, device), case)
+                setting = measurement.Setting(kind, sizes, group, rank, device)
+                rows = measurement.measure(setting, case)
             if log is not None:
                 log.add(f"{case.pattern}, {case.ranks} ranks", rows, {}, complete=False)
             dist.barrier()
     if log is not None:
-        _show_predicted(said)
+        measurement.show_predicted(said)
         if not dry_run:
             log.add("end", [], {}, complete=True)
-            _show(log, said)
+            measurement.show(log, said)
         for path in draw(log.path):
             print(f"wrote {path}")
     if not dry_run:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _start() -> torch.device:
-    """Joins the other processes; the device of this one."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-        return device
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    return torch.device("cpu")
-
-
-def _agreed(mine: bool, device: torch.device) -> bool:
-    """Whether all processes say so."""
-    said = torch.tensor(int(mine), device=device)
-    dist.all_reduce(said, op=dist.ReduceOp.MIN)
-    return bool(said)
-
-
-def measure(setting: Setting, case: Case) -> list[Row]:
-    """The rows of a case, equal on all of its ranks."""
-    whole = _inputs(setting, case.seq_len)
-    expected, rows = None, []
-    for way, plan in case.plans.items():  # the all-gather first
-        attend, own = _prepared(setting, way, plan, whole, case.k)
-        found = _gathered(setting, plan, _passes(attend, own))
-        expected = found if expected is None else expected
-        difference = max(_difference(*pair) for pair in zip(found, expected, strict=True))
-        if not difference < TOLERANCE:
-            raise RuntimeError(
-                f"{way} on {case.pattern} differs from the all-gather by {difference}"
-            )
-        del found
-        rows.append(_row(setting, case, way, difference, attend, own))
-        del attend, own
-    return rows
-
-
-def _inputs(setting: Setting, seq_len: int) -> tuple[Tensor, ...]:
-    """query, key, value and the gradient of out of the whole sequence, the same on every rank."""
-    sizes = setting.sizes
-    heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
-    generator = torch.Generator(setting.device).manual_seed(0)
-    return tuple(
-        torch.randn(
-            *(1, n, seq_len, sizes.head_dim),
-            generator=generator,
-            device=setting.device,
-            dtype=sizes.dtype,
-        )
-        for n in heads
-    )
-
-
-def _prepared(
-    setting: Setting, way: Way, plan: ContextPlan, whole: tuple[Tensor, ...], k: int | None
-) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """A function of own query, key and value, and these with the gradient of out."""
-    query, key, value, grad_out = (plan.shard(x, setting.rank, 2) for x in whole)
-    own = (*(x.requires_grad_() for x in (query, key, value)), grad_out)
-    support = plan.mask_of(setting.rank).to(setting.device)
-    mask: BlockMask | DynamicMask = support
-    if k is not None:
-        rows = plan.part(setting.rank, setting.device).rows
-        scores = _scores(setting, plan.mask.grid.nq)[rows]
-        mask = support.select_topk(scores, k)
-    if way is Way.GATHER:
-        return partial(all_gather_attention, mask=mask, group=setting.group), own
-    selected = mask if isinstance(mask, DynamicMask) else None
-    return partial(context_parallel_attention, plan=plan, group=setting.group, mask=selected), own
-
-
-def _scores(setting: Setting, blocks: int) -> Tensor:
-    """The score of each block of the whole sequence, by which top-k selects."""
-    generator = torch.Generator(setting.device).manual_seed(1)
-    return torch.rand(blocks, blocks, generator=generator, device=setting.device)
-
-
-def _passes(attend: Callable[..., Tensor], own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """out and the gradients of query, key and value."""
-    *tensors, grad_out = own
-    out = attend(*tensors)
-    return out.detach(), *torch.autograd.grad(out, tensors, grad_out)
-
-
-def _gathered(
-    setting: Setting, plan: ContextPlan, shards: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Sums over the dims of each token, of the whole sequence: little, and of every element."""
-    weights = torch.linspace(-1, 1, setting.sizes.head_dim, device=setting.device)
-    sums = [(x.float() * weights).sum(-1) for x in shards]
-    return tuple(gather(x, plan, 2, setting.group) for x in sums)
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def _row(
-    setting: Setting,
-    case: Case,
-    way: Way,
-    difference: float,
-    attend: Callable[..., Tensor],
-    own: tuple[Tensor, ...],
-) -> Row:
-    def forward() -> object:
-        with torch.no_grad():
-            return attend(*own[:3])
-
-    def both() -> object:
-        return _passes(attend, own)
-
-    forward_ms, total_ms = _time(setting, forward), _time(setting, both)
-    with nothing_exchanged():
-        silent = (_time(setting, forward), _time(setting, both))
-    with counted() as received:
-        forward()
-    # Both passes keep what they return until the next run: the memory of one step of training.
-    peak = _over_ranks(setting, peak_bytes(both, setting.device))
-    plan, sizes = case.plans[way], setting.sizes
-    report = sizes.report(plan)
-    gathered = max(report.gathered_bytes) / 1e6
-    lengths = (case.seq_len, case.seq_len)
-    flops = useful_flops(sizes.heads, lengths, sizes.head_dim, case.density, "forward")
-    return Row(
-        kind=setting.kind,
-        pattern=case.pattern,
-        implementation=way,
-        strategy=plan.strategy,
-        ranks=case.ranks,
-        seq_len=case.seq_len,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        density=case.density,
-        forward_ms=forward_ms,
-        total_ms=total_ms,
-        exposed_forward_ms=forward_ms - silent[0],
-        exposed_total_ms=total_ms - silent[1],
-        tflops=3.5 * flops / case.ranks / (total_ms * 1e9),
-        receive_mb=max(report.receive_bytes) / 1e6 if way is Way.PLAN else gathered,
-        counted_mb=_over_ranks(setting, sum(received)) / 1e6,
-        gathered_mb=gathered,
-        shared_rows=report.shared_rows if way is Way.PLAN else 0,
-        imbalance=report.imbalance,
-        peak_bytes=int(peak),
-        difference=difference,
-    )
-
-
-def _time(setting: Setting, run: Callable[[], object]) -> float:
-    """Milliseconds of the slowest rank: the median of runs that all ranks start together."""
-    first = max(_once(setting, run) for _ in range(2))
-    runs = int(max(3, min(MAX_RUNS, BUDGET_S * 1e3 / _over_ranks(setting, first))))
-    return statistics.median(_once(setting, run) for _ in range(runs))
-
-
-def _once(setting: Setting, run: Callable[[], object]) -> float:
-    if setting.group is not None:
-        dist.barrier(group=setting.group)
-    if setting.device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        found = begin.elapsed_time(end)
-    else:
-        start = time.perf_counter()
-        run()
-        found = (time.perf_counter() - start) * 1e3
-    return _over_ranks(setting, found)
-
-
-def _over_ranks(setting: Setting, number: float) -> float:
-    """The most of any rank."""
-    if setting.group is None:
-        return number
-    most = torch.tensor(number, dtype=torch.float64, device=setting.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=setting.group)
-    return float(most)
-
-
-def _show_predicted(said: list[Predicted]) -> None:
-    from rich.table import Table
-
-    from experiments.report import wide_console
-
-    table = Table(title="Predicted of the plans", title_justify="left")
-    for name in ("pattern", "strategy", "ranks", "tokens", "forward ms", "both ms", "exposed ms"):
-        table.add_column(name, justify="left" if name in ("pattern", "strategy") else "right")
-    for each in said:
-        p = each.prediction
-        times = (f"{t:.2f}" for t in (p.forward_ms, p.total_ms, p.exposed_ms))
-        table.add_row(each.pattern, p.strategy, f"{p.ranks}", f"{each.seq_len}", *times)
-    wide_console().print(table)
-
-
-def _show(log: Log, said: list[Predicted]) -> None:
-    rows: list[Row] = log.rows
-    alone = {row.pattern: row.tflops for row in rows if (row.implementation, row.ranks) == OWN}
-    modelled = {(p.pattern, p.prediction.ranks): p.prediction.total_ms for p in said}
-
-    def share(row: Row) -> str:
-        return f"{row.tflops / alone[row.pattern]:.3f}" if row.pattern in alone else ""
-
-    def model(row: Row) -> str:
-        planned = row.implementation == Way.PLAN
-        return f"{modelled[row.pattern, row.ranks]:.2f}" if planned else ""
-
-    figures: dict[str, Callable[[Row], str]] = {
-        "ranks": lambda row: f"{row.ranks}",
-        "tokens": lambda row: f"{row.seq_len}",
-        "forward ms": lambda row: f"{row.forward_ms:.2f}",
-        "both ms": lambda row: f"{row.total_ms:.2f}",
-        "predicted": model,
-        "exposed ms": lambda row: f"{row.exposed_forward_ms:.2f}, {row.exposed_total_ms:.2f}",
-        "TFLOP/s a rank": lambda row: f"{row.tflops:.3g}",
-        "efficiency": share,
-        "received MB": lambda row: f"{row.counted_mb:.1f}",
-        "by plan": lambda row: f"{row.receive_mb:.1f}",
-        "of all": lambda row: f"{row.gathered_mb:.1f}",
-        "peak MB": lambda row: f"{row.peak_bytes / 1e6:.0f}",
-        "difference": lambda row: f"{row.difference:.1e}",
-    }
-    log.show("Scaling", ("pattern", "implementation", "strategy"), figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long attention over many ranks would take, modelled from the plan alone.
 
-    python -m sparseflash.distributed.simulate "local((4095, 0))" --tokens 16M --ranks 8,64,512
+    python -m sparseflash simulate "local((4095, 0))" --tokens 16M --ranks 8,64,512
 
 No GPU and no other process is needed. The model of one pass of one rank:
 
@@ -16,24 +16,17 @@ the rate of the machine, forward 4 d bq bk and backward 2.5 times that. The slow
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from torch import Tensor
 
-from masks import BlockMask
-from masks._parse import parse
-from sparseflash.distributed.assign import STRATEGIES
 from sparseflash.distributed.model import Division, Split, divided
-from sparseflash.distributed.plan import ContextPlan, make_plan
+from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.report import Report
 
 BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
-_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 @dataclass(frozen=True)
@@ -222,73 +215,3 @@ def predict(
         exposed_ms=max(slowest - float(blocks.max()) * block_ms - 2 * machine.call_us / 1e3, 0.0),
         efficiency=float(blocks.mean()) * block_ms / max(slowest, 1e-12),
     )
-
-
-def parse_tokens(text: str) -> int:
-    """A number of tokens, in units of 1024 with K, of 1024 * 1024 with M. Raises ValueError."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if not number.isdecimal() or unit not in _UNITS:
-        raise ValueError(f"tokens must be a number, with K or M or without, got {text!r}")
-    return int(number) * _UNITS[unit]
-
-
-def main(
-    pattern: Annotated[str, typer.Argument(help="As `python -m masks` reads it.")],
-    tokens: Annotated[str, typer.Option(help="Of the sequence, such as 1M.")] = "1M",
-    ranks: Annotated[str, typer.Option(help="Numbers, separated by commas.")] = "2,4,8,64",
-    strategy: Annotated[str, typer.Option(help="auto, a strategy, or all.")] = "auto",
-    block_size: Annotated[int, typer.Option(min=16, max=512, help="Tokens.")] = 128,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 16,
-    head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
-    tflops: Annotated[float | None, typer.Option(help="Useful TFLOP/s of a rank: 400.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="GB/s of a rank: 200.")] = None,
-    latency_us: Annotated[float | None, typer.Option(help="Of an exchange: 50.")] = None,
-    machine: Annotated[
-        Path | None,
-        typer.Option(exists=True, help="What experiments.long_context.calibrate wrote."),
-    ] = None,
-) -> None:
-    """Models attention over many ranks, and says where communication stops hiding."""
-    try:
-        length, each = parse_tokens(tokens), ranks.split(",")
-        if not all(number.isdecimal() for number in each):
-            raise ValueError(f"ranks must be numbers, separated by commas, got {ranks!r}")
-        mask = parse(pattern)(length, block_size)
-        given = {"tflops": tflops, "bandwidth": bandwidth, "latency_us": latency_us}
-        given = {name: rate for name, rate in given.items() if rate is not None}
-        rates = replace(Machine() if machine is None else Machine.load(machine), **given)
-        attention = Attention(heads, kv_heads, head_dim)
-        names = [*STRATEGIES] if strategy == "all" else [strategy]
-        found = [
-            predict(make_plan(mask, int(number), name), rates, attention)
-            for number in each
-            for name in names
-        ]
-    except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
-    _show(mask, found)
-
-
-def _show(mask: BlockMask, found: Sequence[Prediction]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{mask}, modelled", title_justify="left")
-    for name in ("ranks", "strategy", "imbalance", "moved", "received MB", "forward ms"):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
-    for name in ("both ms", "exposed ms", "efficiency"):
-        table.add_column(name, justify="right")
-    for each in found:
-        table.add_row(
-            *(f"{each.ranks}", each.strategy, f"{each.imbalance:.2f}", f"{each.share:.2%}"),
-            *(f"{each.receive_mb:.1f}", f"{each.forward_ms:.2f}", f"{each.total_ms:.2f}"),
-            *(f"{each.exposed_ms:.2f}", f"{each.efficiency:.3f}"),
-        )
-    Console(width=140).print(table)
-
-
-if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    app(prog_name="python -m sparseflash.distributed.simulate")

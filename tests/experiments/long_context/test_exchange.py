@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import masks
-from experiments.long_context import scaling
+from experiments.long_context import measurement
 from experiments.long_context.baselines import all_gather_attention, ring_plan
 from experiments.long_context.cases import Case, Kind, Way
 from experiments.long_context.exchange import counted, nothing_exchanged
@@ -99,16 +99,16 @@ def exposed(rank: int) -> dict:
     case.plans[Way.PLAN] = make_plan(mask, 2, "contiguous", split="keys", shared_rows=[0])
     sizes = Attention(2, 2, 8, dtype=torch.float32)
     group = dist.group.WORLD
-    setting = scaling.Setting(Kind.WEAK, sizes, group, rank, torch.device("cpu"))
+    setting = measurement.Setting(Kind.WEAK, sizes, group, rank, torch.device("cpu"))
     exchange = dist.all_to_all_single
 
     def late(*arguments, **keywords):
         time.sleep(LATE)
         return exchange(*arguments, **keywords)
 
-    few = mock.patch.object(scaling, "MAX_RUNS", 3)
+    few = mock.patch.object(measurement, "MAX_RUNS", 3)
     with few, mock.patch.object(dist, "all_to_all_single", late):
-        rows = scaling.measure(setting, case)
+        rows = measurement.measure(setting, case)
     return {row.implementation: (row.exposed_forward_ms, row.exposed_total_ms) for row in rows}
 
 

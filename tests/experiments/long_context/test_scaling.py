@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 import masks
-from experiments.long_context import plots, scaling
+from experiments.long_context import measurement, plots, scaling
 from experiments.long_context.baselines import ring_plan
 from experiments.long_context.cases import (
     BLOCK,
@@ -123,8 +123,8 @@ def test_predictions_are_on_disk_before_anything_is_measured(tmp_path, monkeypat
     def measure(*_):
         raise RuntimeError("the first measurement")
 
-    monkeypatch.setattr(scaling, "_start", start)
-    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(measurement, "start", start)
+    monkeypatch.setattr(measurement, "measure", measure)
     try:
         done = run("strong", *SMALL, "--output", str(tmp_path))
     finally:

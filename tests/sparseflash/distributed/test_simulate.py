@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import masks
+from sparseflash.commands.simulate import parse_tokens, simulate
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
 from sparseflash.distributed.model import divided
@@ -15,7 +16,6 @@ from sparseflash.distributed.simulate import (
     Attention,
     Demand,
     Machine,
-    parse_tokens,
     predict,
 )
 
@@ -118,10 +118,8 @@ def test_tokens_may_have_a_unit(text, tokens):
 def test_command_shows_every_strategy_and_names_what_is_wrong(tmp_path):
     import typer
 
-    from sparseflash.distributed import simulate
-
     app = typer.Typer()
-    app.command()(simulate.main)
+    app.command()(simulate)
     run = CliRunner().invoke
     done = run(
         app, ["local(300) & causal()", "--tokens", "16K", "--ranks", "4", "--strategy", "all"]

@@ -1,0 +1,82 @@
+"""`python -m sparseflash simulate`: attention over many ranks, modelled."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from masks import BlockMask
+    from sparseflash.distributed.simulate import Prediction
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20}
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, in units of 1024 with K, of 1024 * 1024 with M. Raises ValueError."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or unit not in _UNITS:
+        raise ValueError(f"tokens must be a number, with K or M or without, got {text!r}")
+    return int(number) * _UNITS[unit]
+
+
+def simulate(
+    pattern: Annotated[str, typer.Argument(help="As `python -m masks` reads it.")],
+    tokens: Annotated[str, typer.Option(help="Of the sequence, such as 1M.")] = "1M",
+    ranks: Annotated[str, typer.Option(help="Numbers, separated by commas.")] = "2,4,8,64",
+    strategy: Annotated[str, typer.Option(help="auto, a strategy, or all.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=16, max=512, help="Tokens.")] = 128,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 16,
+    head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
+    tflops: Annotated[float | None, typer.Option(help="Useful TFLOP/s of a rank: 400.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s of a rank: 200.")] = None,
+    latency_us: Annotated[float | None, typer.Option(help="Of an exchange: 50.")] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="What experiments.long_context.calibrate wrote."),
+    ] = None,
+) -> None:
+    """Models attention over many ranks, and says where communication stops hiding."""
+    from masks._parse import parse
+    from sparseflash.distributed import make_plan
+    from sparseflash.distributed.assign import STRATEGIES
+    from sparseflash.distributed.simulate import Attention, Machine, predict
+
+    try:
+        length, each = parse_tokens(tokens), ranks.split(",")
+        if not all(number.isdecimal() for number in each):
+            raise ValueError(f"ranks must be numbers, separated by commas, got {ranks!r}")
+        mask = parse(pattern)(length, block_size)
+        given = {"tflops": tflops, "bandwidth": bandwidth, "latency_us": latency_us}
+        given = {name: rate for name, rate in given.items() if rate is not None}
+        rates = replace(Machine() if machine is None else Machine.load(machine), **given)
+        attention = Attention(heads, kv_heads, head_dim)
+        names = [*STRATEGIES] if strategy == "all" else [strategy]
+        found = [
+            predict(make_plan(mask, int(number), name), rates, attention)
+            for number in each
+            for name in names
+        ]
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    _show(mask, found)
+
+
+def _show(mask: "BlockMask", found: "Sequence[Prediction]") -> None:
+    table = Table(title=f"{mask}, modelled", title_justify="left")
+    for name in ("ranks", "strategy", "imbalance", "moved", "received MB", "forward ms"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for name in ("both ms", "exposed ms", "efficiency"):
+        table.add_column(name, justify="right")
+    for each in found:
+        table.add_row(
+            *(f"{each.ranks}", each.strategy, f"{each.imbalance:.2f}", f"{each.share:.2%}"),
+            *(f"{each.receive_mb:.1f}", f"{each.forward_ms:.2f}", f"{each.total_ms:.2f}"),
+            *(f"{each.exposed_ms:.2f}", f"{each.efficiency:.3f}"),
+        )
+    Console(width=140).print(table)
