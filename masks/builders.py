@@ -144,12 +144,12 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
 
     def candidates(row: Tensor) -> tuple[Tensor, Tensor]:
         """(flat index, tile) of the blocks of ascending rows that are not full."""
-        meets_all = row_any[row]
-        count = torch.where(meets_all, len(every), len(some))
+        lists_all = row_any[row]
+        count = torch.where(lists_all, len(every), len(some))
         begin = count.cumsum(0) - count
         flat = torch.empty(int(count.sum()), dtype=torch.int64, device=grid.device)
         tile = torch.empty_like(flat)
-        for column, inside in ((every, meets_all), (some, ~meets_all)):
+        for column, inside in ((every, lists_all), (some, ~lists_all)):
             slot = begin[inside, None] + torch.arange(len(column), device=grid.device)
             own = row[inside, None]
             flat[slot] = own * grid.row_stride + column

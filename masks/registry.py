@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 MAX_ENTRIES = 1024
 
-_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = count()
 
 
@@ -35,7 +35,7 @@ class Handled:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", f"{type(self).__name__}-{next(_numbers)}")
-        _alive[self.handle] = self
+        _objects[self.handle] = self
 
     def __copy__(self):
         return self
@@ -57,7 +57,7 @@ def find(handle: str) -> Any:
     Raises:
         LookupError: It is gone, or of another process.
     """
-    found = _alive.get(handle)
+    found = _objects.get(handle)
     if found is None:
         raise LookupError(f"no mask has the handle {handle!r}: it is gone, or of another process")
     return found

@@ -50,7 +50,7 @@ class ScoreFunction:
             "hopper"; None if there is none. "hopper" takes none that makes tiles of its own, by
             tl.full, tl.zeros, tl.arange and the like.
         tensors: float or int, and the dims, of each score tensor: see from_torch.
-        of_query: Whether f depends on the place of the query; from_torch finds out.
+        of_query: Whether f depends on the position of the query; from_torch finds out.
         reads: How f depends on what it reads, for the gradients of score tensors, which there are
             none of without it; from_torch makes it.
 
@@ -159,7 +159,7 @@ class ScoreFunction:
 class ReadDerivatives(NamedTuple):
     """How a score function f depends on what it reads from score tensors.
 
-    torch: of the arguments of f: for each read of floats the number of its tensor, the place of
+    torch: of the arguments of f: for each read of floats the number of its tensor, the index of
         the entry in the flattened tensor and df / dentry, which broadcast to the scores
     triton: of the arguments of f in Triton, dS and read_sums.ReadSums: adds dS df / dentry of a
         tile to the sums of each entry; None if there is none
@@ -211,7 +211,7 @@ def _joined(tensors: list[Tensor]) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _layout(facts: tuple[tuple[bool, Size], ...], where: device) -> Tensor:
-    """int64: the place of each tensor among those of its kind, then its sizes."""
+    """int64: for each tensor its offset among those of its kind, then its sizes."""
     numbers, used = [], {True: 0, False: 0}
     for is_float, shape in facts:
         numbers += [used[is_float], *shape]
@@ -333,11 +333,11 @@ def _derive(
     numbers, module = _traced_reads(name, function, score.dtype, kinds)
     results, found = iter(module(score, *rest)), []
     for number in numbers:
-        shape, slope, place = rest[4 + number].shape, next(results), 0
+        shape, slope, entry = rest[4 + number].shape, next(results), 0
         indices = [*islice(results, len(shape))]
         for n, index in zip(shape, _clamped(shape, indices, score.device), strict=True):
-            place = place * n + index
-        found.append((number, place, slope))
+            entry = entry * n + index
+        found.append((number, entry, slope))
     return found
 
 

@@ -25,7 +25,7 @@ class ReceptiveField:
 
     Attributes:
         seq_len: Tokens.
-        classes: Classes of tokens that no layer tells apart.
+        classes: Classes of tokens, which no layer distinguishes.
         layers: Layers that were followed. Fewer than asked for where more add nothing.
         causal: Whether shares are of the pairs with key <= query, not of all pairs.
         share: Share of the pairs that are connected after 1, 2, ..., `layers` layers. A token is

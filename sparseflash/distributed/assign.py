@@ -140,9 +140,9 @@ class Workload:
         here = (rank >= 0) & (rank < last - first)
         stride = self.whole.grid.nk + 1
         change = torch.zeros((last - first) * stride, dtype=torch.int32)
-        place, one = rank[here] * stride, torch.ones(int(here.sum()), dtype=torch.int32)
-        change.index_add_(0, place + begin[here], one)
-        change.index_add_(0, place + end[here], -one)
+        start, one = rank[here] * stride, torch.ones(int(here.sum()), dtype=torch.int32)
+        change.index_add_(0, start + begin[here], one)
+        change.index_add_(0, start + end[here], -one)
         return change.view(-1, stride).cumsum(1, dtype=torch.int32)[:, :-1] > 0
 
     def fetched(self, owner: Tensor, ranks: int) -> Tensor:

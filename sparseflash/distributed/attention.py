@@ -58,8 +58,8 @@ def context_parallel_attention(
     must call it, in the same order, and run the backward pass if one does.
 
     In one round the fetched keys and values are saved for the backward pass; in several they are
-    fetched again, and no more than round_tokens of two rounds are alive at a time. The same inputs
-    give the same bits.
+    fetched again, and no more than round_tokens of two rounds are in memory at a time. The same
+    inputs give the same bits.
 
     Args:
         query: (batch, heads, tokens of this rank, head_dim); the tokens of plan.positions(rank).

@@ -64,8 +64,8 @@ def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
         each = torch.arange(first, min(first + RANKS_AT_ONCE, ranks)).unsqueeze(1)
         before = (owner_of_column != each).cumsum(1, dtype=torch.int32)
         before = torch.nn.functional.pad(before, (1, 0))
-        place = rank[here] - first
-        fetched[here] = (before[place, end[here]] - before[place, begin[here]]).long()
+        index = rank[here] - first
+        fetched[here] = (before[index, end[here]] - before[index, begin[here]]).long()
     heads = torch.bincount(torch.tensor(workload.mask.head_to_mask))
     of_row = torch.zeros(2, len(heads) * len(owner_of_row), dtype=torch.int64)
     of_row.index_add_(1, mask * len(owner_of_row) + row, torch.stack([end - begin, fetched]))

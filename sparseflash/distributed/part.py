@@ -47,8 +47,8 @@ class Round:
         own: The own tokens among these.
         own_at: Where they stand.
         rows: int64, which of the own block rows attend them, ascending.
-        first_queries, first_keys: int64, the place in the sequence of the first token of each row
-            and column.
+        first_queries, first_keys: int64, the position in the sequence of the first token of each
+            row and column.
         queries: The own tokens of these rows.
         mask: These queries against these keys; None where no query attends any.
     """
@@ -98,7 +98,7 @@ class SharedRows:
         tokens: How many each rank owns.
         order: int64, of the tokens of all rows in the order of the sequence where each stands
             among those of one rank after another.
-        first_queries: int64, the place in the sequence of the first token of each row.
+        first_queries: int64, the position in the sequence of the first token of each row.
         mask: All of these rows against the own keys.
     """
 
@@ -119,7 +119,7 @@ class Part:
 
     Attributes:
         rows, columns: int64, numbers of its block rows and block columns in the sequence.
-        first_queries, first_keys: int64, the place in the sequence of the first token of each.
+        first_queries, first_keys: int64, the position in the sequence of the first token of each.
         mask: Its queries against its own keys; by rows that of the ready rows, the others empty.
             None where there is no pair.
         rounds: What is exchanged.
@@ -186,17 +186,17 @@ class Fetches:
         columns, order = torch.cat([received, joining]).sort()
         first = torch.empty_like(columns)
         first[order] = torch.cumsum(tokens[columns], 0) - tokens[columns]
-        place = [_tokens_of(first[: len(received)], tokens[received])]
-        place.append(_tokens_of(first[len(received) :], tokens[joining]))
+        positions = [_tokens_of(first[: len(received)], tokens[received])]
+        positions.append(_tokens_of(first[len(received) :], tokens[joining]))
         numbers = self.rows_of(rank)[rows]
         return Round(
             send=tuple(map(_as_slice, sent)),
             send_splits=list(map(len, sent)),
             receive_splits=splits.tolist(),
             columns=columns,
-            received_at=_as_slice(place[0]),
+            received_at=_as_slice(positions[0]),
             own=_as_slice(_tokens_of(own_first[joining], tokens[joining])),
-            own_at=_as_slice(place[1]),
+            own_at=_as_slice(positions[1]),
             rows=rows,
             first_queries=numbers * grid.bq,
             first_keys=columns * grid.bk,

@@ -224,7 +224,7 @@ class _Backward:
         query, total = own_query(), self._grads[0]
         if query is not None and total is not None:
             rows = self._prepared.part.shared
-            assert rows is not None, "shared rows have a place"
+            assert rows is not None, "there are shared rows"
             total[:, :, rows.own] = query.to(total.dtype)
 
     def _grads_of_step(self, number: int, packed: Tensor) -> tuple[Tensor | None, ...] | None:

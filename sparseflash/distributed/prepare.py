@@ -80,22 +80,22 @@ class Prepared:
         if part.mask is None:
             return None
         tensors = (self.query, self.key, self.value)
-        places = (part.first_queries, part.first_keys)
-        return self._call(*tensors, part.mask, *places, None, part.columns, Heads())
+        positions = (part.first_queries, part.first_keys)
+        return self._call(*tensors, part.mask, *positions, None, part.columns, Heads())
 
     def call_of(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """The call of the queries of a step and of its keys."""
         each, heads = step
         assert each.mask is not None, "a round that brings nothing has no call"
-        places = (each.first_queries, each.first_keys, each.rows, each.columns)
-        return self._call(query, key, value, each.mask, *places, heads)
+        positions = (each.first_queries, each.first_keys, each.rows, each.columns)
+        return self._call(query, key, value, each.mask, *positions, heads)
 
     def call_of_shared(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """The call of the rows that all ranks share, and of the own keys."""
         shared, part = self.part.shared, self.part
         assert shared is not None, "no rows are shared"
-        places = (shared.first_queries, part.first_keys, None, part.columns)
-        return self._call(query, key, value, shared.mask, *places, Heads())
+        positions = (shared.first_queries, part.first_keys, None, part.columns)
+        return self._call(query, key, value, shared.mask, *positions, Heads())
 
     def _call(
         self,

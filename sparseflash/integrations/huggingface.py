@@ -50,7 +50,7 @@ def register(
             those of the padded sequence. In a step of generation, whose keys come before its
             queries, the pattern is that of the next power of two of the length, so that many
             steps share what is compiled; only a pattern that draws or counts blocks by the length
-            can tell the difference.
+            depends on it.
         name: Must not contain "flash", which transformers takes for its own kernels.
         backend: As in sparseflash.attention.
 

@@ -174,7 +174,7 @@ class SparseAttention(nn.Module):
 
         Raises:
             ValueError: A shape is wrong, memory comes with a cache or a rotary embedding, or there
-                are tokens in the cache and a score function that depends on the place of the
+                are tokens in the cache and a score function that depends on the position of the
                 query, which it would count from the first token of x.
             TypeError, ValueError, BackendError: As sparseflash.attention does.
         """
@@ -252,8 +252,8 @@ class SparseAttention(nn.Module):
         function = named(score) if isinstance(score, str) else score
         if function is not None and function.of_query:
             raise ValueError(
-                f"score must not depend on the place of the query with a cache, got "
-                f"{function.name!r}: pass the place to sparseflash.attention, in a score tensor"
+                f"score must not depend on the position of the query with a cache, got "
+                f"{function.name!r}: pass the position to sparseflash.attention, in a score tensor"
             )
 
     @property

@@ -132,8 +132,8 @@ def lengths_of(padding: Tensor) -> Tensor:
     padded = padding if padding.dtype == torch.bool else padding == -torch.inf
     tokens = ~padding if padding.dtype == torch.bool else padding == 0
     lengths = tokens.sum(1)
-    place = torch.arange(padding.shape[1], device=padding.device)
-    right = (tokens == (place < lengths[:, None])) & (tokens != padded)
+    position = torch.arange(padding.shape[1], device=padding.device)
+    right = (tokens == (position < lengths[:, None])) & (tokens != padded)
     message = "src_key_padding_mask must have no token after padding, and be 0 or -inf if float"
     if torch.compiler.is_compiling():
         torch.ops.aten._assert_async.msg(right.all(), message)

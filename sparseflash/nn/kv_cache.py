@@ -80,7 +80,7 @@ class KeyValueCache:
         return self.first(end)
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of the first `tokens` places, zeros where no token came yet."""
+        """The keys and values at the first `tokens` positions, zeros where no token came yet."""
         return self._keys[:, :, :tokens], self._values[:, :, :tokens]
 
     def reset(self) -> None:

@@ -37,6 +37,12 @@ LIBRARY_TERMS = {
     r"turned": "transposed, rotated",
     r"peers?": "baseline",
     r"kept(?! waiting)": "cached, saved",
+    r"(?<!in |in_)places?|placed": "position, index, offset",
+    r"(?<!\")banks?": "bit tiles",
+    r"meets?|met": "overlaps, arrives",
+    r"tells?": "distinguishes, depends",
+    r"alive|lives|nobody|somebody|whoever": "what holds it, by its name",
+    r"in vain|surely|go(es)? together": "what is computed, certain or a multiple",
 }
 
 

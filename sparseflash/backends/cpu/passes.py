@@ -133,12 +133,12 @@ def backward(
                 dp = _drop(problem.product("grad", grad_o_part, v_here.mT), keep_mask)
                 ds = dp.sub_(delta_part).mul_(p)
                 if needs_bias and bias is not None:
-                    grad_bias.index_add_(0, problem.places(bias, part).flatten(), ds.flatten())
+                    grad_bias.index_add_(0, problem.bias_index(bias, part).flatten(), ds.flatten())
                 if needs_blocks:
                     problem.add_block_sums(grad_blocks, ds, part)
-                for number, place, slope in reads:
-                    found = (ds * slope).sum_to_size(place.shape)
-                    read_sums[number].index_add_(0, place.flatten(), found.flatten())
+                for number, entry, slope in reads:
+                    found = (ds * slope).sum_to_size(entry.shape)
+                    read_sums[number].index_add_(0, entry.flatten(), found.flatten())
                 if derivative is not None:
                     ds.mul_(derivative)
                 if needs_query:

@@ -85,7 +85,7 @@ class Chunk:
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     """That of the mask, or larger blocks where its rows take longer to start than to compute.
 
-    Larger blocks have fewer rows, and pairs that are computed in vain.
+    Larger blocks have fewer rows, and more pairs that are computed and masked.
     """
     own = spec.block_size
     larger = [(max(own[0], side), max(own[1], side)) for side in LARGER_SIDES]
@@ -218,7 +218,7 @@ def _group(full_count: int, partial_count: int, lists: list[tuple[int, ...]]) ->
 
 def _heads_of_problem(group: Group, table: LookupTable, spec: AttentionSpec) -> int:
     """How many query heads one problem has: those that read the same keys by the same mask, where
-    nothing else tells heads apart and their rows fit.
+    nothing else differs between heads and their rows fit.
     """
     heads = spec.heads // spec.kv_heads
     queries = heads * group.rows.shape[1] * rows_of_block(table, spec)

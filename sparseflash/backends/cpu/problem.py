@@ -99,8 +99,8 @@ class Problem:
         by_key_block = by_key_block.unflatten(2, (-1, self._block_k)).sum(-1)
         row = self._chunk.query_blocks.repeat_interleave(self._block_q, 1)[:, part].unsqueeze(2)
         column = (self._chunk.key_blocks % self._columns).unsqueeze(1)
-        place = (row * self._columns + column).flatten()
-        totals.view(-1).index_add_(0, place, by_key_block.flatten())
+        index = (row * self._columns + column).flatten()
+        totals.view(-1).index_add_(0, index, by_key_block.flatten())
 
     def max_of_rows(self, x: Tensor) -> Tensor:
         """(problems * segments, part, width) -> (problems, part, 1)"""
@@ -172,23 +172,23 @@ class Problem:
             scores.copy_(changed).mul_(LOG2E)
             derivative = of_score if derivative is None else derivative * of_score
         if self._bias is not None:
-            scores.add_(self._bias.flatten()[self.places(self._bias, part)], alpha=LOG2E)
+            scores.add_(self._bias.flatten()[self.bias_index(self._bias, part)], alpha=LOG2E)
         if self._tile_mask is not None:
             self._add_tile_mask(scores, self._tile_mask, part)
         if self._padding_mask is not None:
             scores.add_(self._padding_mask)
         return scores, derivative, reads
 
-    def places(self, bias: Tensor, part: slice) -> Tensor:
-        """Where in the flattened bias each pair's is: int64, in the shape of scores."""
+    def bias_index(self, bias: Tensor, part: slice) -> Tensor:
+        """The index of each pair in the flattened bias: int64, in the shape of scores."""
         distances = bias.shape[1]
         queries = self._spec.q_len if self._positions is None else self._positions.seq_len
         _, head, query, key = self._pairs(part)
-        # Pairs outside the sequence are masked; their place must exist.
-        place = (key - query + queries - 1).clamp_(0, distances - 1)
+        # Pairs outside the sequence are masked; their index must be valid.
+        index = (key - query + queries - 1).clamp_(0, distances - 1)
         if len(bias) > 1:
-            place += head * distances
-        return place
+            index += head * distances
+        return index
 
     def _pairs(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch element, head, query and key of every score, to broadcast: int64."""
@@ -236,9 +236,9 @@ class Problem:
             here = mask[..., masked.start - first_key : masked.stop - first_key]
             segment.add_(here.unsqueeze(1))
 
-    def _mask_of_tiles(self, bank: Tensor) -> Tensor:
+    def _mask_of_tiles(self, bit_tiles: Tensor) -> Tensor:
         """(problems, bq, partial * bk): for the last keys of each problem."""
-        in_bytes = bank.view(torch.uint8)[:, : self._block_q, : self._block_k // 8]
+        in_bytes = bit_tiles.view(torch.uint8)[:, : self._block_q, : self._block_k // 8]
         tiles = in_bytes.index_select(0, self._chunk.tiles.flatten())
         by_query = tiles.unflatten(0, self._chunk.tiles.shape).transpose(1, 2)
         mask = _BYTE_MASK.index_select(0, by_query.flatten().int())

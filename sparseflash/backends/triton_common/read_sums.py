@@ -27,25 +27,25 @@ class ReadSums(NamedTuple):
 
 
 @triton.jit
-def add_read(sums, place, values):
-    """Adds values (BM, BN) to the sums at `place`, which broadcasts to them.
+def add_read(sums, entry, values):
+    """Adds values (BM, BN) to the sums at `entry`, which broadcasts to them.
 
-    What is read at one place by a whole row, column or tile is summed up first.
+    Values of one entry that a whole row, column or tile reads are summed up first.
     """
-    if len(place.shape) == 0:
+    if len(entry.shape) == 0:
         values = tl.sum(tl.sum(values, 1), 0)
     else:
-        if place.shape[0] == 1:
+        if entry.shape[0] == 1:
             values = tl.sum(values, 0, keep_dims=True)
-        if place.shape[1] == 1:
+        if entry.shape[1] == 1:
             values = tl.sum(values, 1, keep_dims=True)
     some = values != 0.0
     if sums.any_order is not None:
-        tl.atomic_add(sums.any_order + place, values, mask=some, sem="relaxed")
+        tl.atomic_add(sums.any_order + entry, values, mask=some, sem="relaxed")
     elif sums.fixed is None:
         bits = tl.abs(values).to(tl.int32, bitcast=True)
-        tl.atomic_max(sums.largest + place, bits, mask=some, sem="relaxed")
+        tl.atomic_max(sums.largest + entry, bits, mask=some, sem="relaxed")
     else:
-        largest = tl.load(sums.largest + place, mask=some, other=1).to(tl.float32, bitcast=True)
+        largest = tl.load(sums.largest + entry, mask=some, other=1).to(tl.float32, bitcast=True)
         units = tl.floor(values / largest * sums.steps + 0.5).to(tl.int64)
-        tl.atomic_add(sums.fixed + place, units, mask=some, sem="relaxed")
+        tl.atomic_add(sums.fixed + entry, units, mask=some, sem="relaxed")

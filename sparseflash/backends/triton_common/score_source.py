@@ -122,7 +122,7 @@ def triton_adder(
     for number in numbers:
         slope = names[next(values)]
         indices = [names[index] for index in islice(values, tensors[number][1])]
-        lines.append(f"add_read(sums, {_place(begins[number], indices)}, ds * ({slope}))")
+        lines.append(f"add_read(sums, {_offset(begins[number], indices)}, ds * ({slope}))")
     arguments = (*ARGUMENTS, *TENSORS, "ds", "sums")
     return _jit(name, "add_reads", _definition("add_reads", arguments, [*lines, "return"]))
 
@@ -200,16 +200,16 @@ def _read(node: fx.Node, names: dict[fx.Node, Any]) -> str:
     arguments: Any = node.args
     stand_in, indices = arguments
     pointer, begin = names[stand_in]
-    return f"tl.load({pointer} + {_place(begin, [names[index] for index in indices])})"
+    return f"tl.load({pointer} + {_offset(begin, [names[index] for index in indices])})"
 
 
-def _place(begin: int, indices: Iterable[str]) -> str:
-    """Where an entry is among all of its kind; sizes follow where a tensor begins."""
-    place = "0"
+def _offset(begin: int, indices: Iterable[str]) -> str:
+    """The offset of an entry among all of its kind; sizes follow that of the tensor."""
+    offset = "0"
     for size, index in enumerate(indices, begin + 1):
         entry = f"nearest({index}, layout + {size})"
-        place = entry if place == "0" else f"({place}) * tl.load(layout + {size}) + {entry}"
-    return f"(tl.load(layout + {begin}) + {place})"
+        offset = entry if offset == "0" else f"({offset}) * tl.load(layout + {size}) + {entry}"
+    return f"(tl.load(layout + {begin}) + {offset})"
 
 
 def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -243,7 +243,9 @@ def test_score_functions_and_a_cache():
     module.options["score"] = BY_DISTANCE.name
     cache.reset()
     module(x[:, :40], cache=cache, score_tensors=[weights[:, 0]])
-    with pytest.raises(ValueError, match="score must not depend on the place of the query with"):
+    with pytest.raises(
+        ValueError, match="score must not depend on the position of the query with"
+    ):
         module(x[:, 40:], cache=cache, score_tensors=[weights[:, 0]])
     assert cache.length == 40
 

@@ -76,7 +76,7 @@ class BlockList(NamedTuple):
 
 @triton.jit
 def work_tile(sizes, TILES_PER_BLOCK: tl.constexpr):
-    """(rank of the block row, tile within that row, batch index, head) of this program."""
+    """(position of the block row, tile within that row, batch index, head) of this program."""
     first, second, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tile = tl.where(sizes.longest_first != 0, third, first)
     head = tl.where(sizes.longest_first != 0, first, second)
@@ -95,11 +95,11 @@ def mask_of_head(table, sizes, batch, head):
 
 
 @triton.jit
-def scheduled_row(table, sizes, mask_index, rank):
-    """The block row at position `rank` in the schedule of a mask."""
-    row = rank
+def scheduled_row(table, sizes, mask_index, position):
+    """The block row at position `position` in the schedule of a mask."""
+    row = position
     if sizes.use_schedule:
-        row = tl.load(table.schedule + mask_index * sizes.num_rows + rank)
+        row = tl.load(table.schedule + mask_index * sizes.num_rows + position)
     return row
 
 

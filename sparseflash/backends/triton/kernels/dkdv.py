@@ -53,9 +53,9 @@ def key_value_gradient_kernel(
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
-    rank, tile, batch, kv_head = block_lists.work_tile(sizes, BLOCK_K // BN)
+    position, tile, batch, kv_head = block_lists.work_tile(sizes, BLOCK_K // BN)
     mask_index = block_lists.mask_of_head(table, sizes, batch, kv_head * GROUP)
-    row = block_lists.scheduled_row(table, sizes, mask_index, rank)
+    row = block_lists.scheduled_row(table, sizes, mask_index, position)
     start = row * BLOCK_K + tile * BN
     length = block_lists.key_length(key_lengths, batch, k_len)
     strides = (key_batch, key_head, key_token, key_dim)

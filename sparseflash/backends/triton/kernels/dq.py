@@ -50,10 +50,10 @@ def query_gradient_kernel(
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
     LENGTHS: tl.constexpr = key_lengths is not None
-    rank, tile, batch, head = block_lists.work_tile(sizes, BLOCK_Q // BM)
+    position, tile, batch, head = block_lists.work_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
     mask_index = block_lists.mask_of_head(table, sizes, batch, head)
-    row = block_lists.scheduled_row(table, sizes, mask_index, rank)
+    row = block_lists.scheduled_row(table, sizes, mask_index, position)
     length = block_lists.key_length(key_lengths, batch, k_len)
     starts, counts = block_lists.key_block_lists(
         table, sizes, mask_index, row, length, BLOCK_K, LENGTHS
