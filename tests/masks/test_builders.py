@@ -137,7 +137,7 @@ def test_arguments_up_to_63_bits_are_right(huge, same):
     ],
 )
 def test_larger_arguments_are_refused_by_name(make, named):
-    with pytest.raises(ValueError, match=f"^{named} must be at most"):
+    with pytest.raises(ValueError, match=rf"^{named}(\[0\])? must be at most"):
         make(2**63)
 
 
