@@ -145,7 +145,8 @@ def _dress(ax: Axes, ranks: list[int]) -> None:
     ax.xaxis.set_major_locator(FixedLocator(ranks))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.set_ylim(0, 1.08 * ax.dataLim.y1 or 1)
+    most = ax.dataLim.y1  # not finite where nothing was measured
+    ax.set_ylim(0, 1.08 * most if 0 < most < float("inf") else 1)
     ax.grid(color="#DDDDDD", linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=8)
