@@ -343,12 +343,13 @@ def _memory_reads(
     simulated = min(simulated, spec.batch * heads)
     mask_of_simulated = mask_of_head.repeat(-(-simulated // heads))[:simulated]
     streams = [head if kernel.by_key else head // group for head in range(simulated)]
-    waves = l2_reuse.waves_of(
-        *(rows, mask_of_simulated, streams, heads_per_group, work.rows_per_block, work.per_wave)
+    tiles = l2_reuse.tiles_of(
+        rows, mask_of_simulated, streams, heads_per_group, work.rows_per_block
     )
     row_bytes = kernel.resident * spec.head_dim * spec.dtype.itemsize + kernel.resident_bytes
     found = l2_reuse.reads(
-        waves,
+        tiles,
+        work.per_wave,
         int(l2_reuse.USABLE_SHARE * device.l2_bytes / block_bytes),
         work.rows * row_bytes / block_bytes,
     )

@@ -1,13 +1,15 @@
 """Which blocks are loaded from device memory again: a simulation of L2.
 
-Work tiles run in waves. All of a wave load their next block at the same time, so a block that
-several of them load in one step is read once. Each load may replace any other block: NVIDIA does
-not say which one L2 replaces, and one at random explains what counters measure, where the least
-recently used one does not (a cyclic pass over slightly more than fits would find nothing).
+Each CTA takes the next work tile as soon as it is free, and loads one block in a step. Steps take
+unequal times, so CTAs that begin together drift apart: a block that several of them list is read
+once only as long as L2 holds it. Each load may replace any other block: NVIDIA does not say which
+one L2 replaces, and one at random explains what counters measure, where the least recently used
+one does not (a cyclic pass over slightly more than fits would find nothing).
 """
 
+import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -15,8 +17,14 @@ from torch import Tensor
 
 from masks.lookup_table import BlockLists
 
-# Of the bytes of L2; by the record io-complexity of an H200.
-USABLE_SHARE = 0.8
+# Of the bytes of L2, and the standard deviation of the time of a step over its mean: both fitted
+# to the record io-complexity of an H200.
+USABLE_SHARE = 0.84
+DRIFT = 0.4
+SHORTEST_STEP = 0.1  # of the mean
+BETWEEN = 1.0  # steps from the end of a work tile to the next
+# Longer rows are cut: what they find in L2 does not change any more.
+MOST_STEPS = 8  # times what L2 holds
 
 
 class RandomReplacement:
@@ -42,28 +50,40 @@ class RandomReplacement:
         return True
 
 
-def reads(waves: Iterable[np.ndarray], capacity: int, resident: float) -> int:
+def reads(tiles: Sequence[np.ndarray], ctas: int, capacity: int, resident: float) -> float:
     """How many blocks are read from device memory.
 
     Args:
-        waves: Of each wave, int64 (work tiles, steps): the number of the block that a work tile
-            loads in a step, -1 for none.
+        tiles: Of each work tile, in the order in which they begin, int64: the numbers of the
+            blocks that it loads.
+        ctas: Work tiles that run at a time.
         capacity: Blocks that L2 holds.
         resident: What a work tile reads and writes besides, in blocks; it takes its share of L2.
     """
+    cut = [tile[: MOST_STEPS * capacity] for tile in tiles]
+    loads = np.concatenate([*cut, np.empty(0, np.int64)])
+    order = np.argsort(_load_times(cut, ctas), kind="stable")
+    shares = np.concatenate([*(np.full(len(t), resident / len(t)) for t in cut if len(t)), [0.0]])
+    besides = np.diff(np.cumsum(shares[order]).astype(int), prepend=0)
     cache, found, others = RandomReplacement(capacity), 0, count()
-    for wave in waves:
-        blocks = int(wave.max(initial=-1)) + 1
-        step = np.arange(wave.shape[1]) * blocks
-        loads = np.unique((wave + step)[wave >= 0])
-        debt, share = 0.0, resident * len(wave) / max(len(loads), 1)
-        for load in loads.tolist():
-            found += cache.load(load % blocks)
-            debt += share
-            while debt >= 1:
-                cache.load((next(others),))
-                debt -= 1
-    return found
+    for load, number in zip(loads[order].tolist(), besides.tolist(), strict=True):
+        found += cache.load(load)
+        for _ in range(number):
+            cache.load((next(others),))
+    return found * sum(map(len, tiles)) / max(len(loads), 1)
+
+
+def _load_times(tiles: Sequence[np.ndarray], ctas: int) -> np.ndarray:
+    """When each load begins, in steps."""
+    draw = np.random.default_rng(0)
+    free = sorted(DRIFT * draw.random(min(ctas, len(tiles))))
+    times = [np.empty(0)]
+    for tile in tiles:
+        steps = np.maximum(1 + DRIFT * draw.standard_normal(len(tile)), SHORTEST_STEP)
+        ends = free[0] + np.cumsum(steps)
+        times.append(ends - steps)
+        heapq.heapreplace(free, (ends[-1] if len(ends) else free[0]) + BETWEEN)
+    return np.concatenate(times)
 
 
 def listed_blocks(rows: BlockLists, mask: int) -> list[np.ndarray]:
@@ -75,15 +95,14 @@ def listed_blocks(rows: BlockLists, mask: int) -> list[np.ndarray]:
     ]
 
 
-def waves_of(
+def tiles_of(
     rows: BlockLists,
     mask_of_head: Tensor,
     stream_of_head: list[int],
     heads_per_group: int,
     rows_per_block: int,
-    per_wave: int,
-) -> Iterable[np.ndarray]:
-    """The waves of the first heads.
+) -> list[np.ndarray]:
+    """The blocks that each work tile of the first heads loads, in the order in which they begin.
 
     Args:
         rows: The direction of the table that the kernel reads.
@@ -91,24 +110,16 @@ def waves_of(
         stream_of_head: Of each head, which streamed tensors it reads: heads of a group the same.
         heads_per_group: Heads whose work tiles are scheduled together, row after row.
         rows_per_block: Work tiles of a block row.
-        per_wave: Work tiles that run at a time.
     """
     masks, schedule = mask_of_head.tolist(), rows.schedule.tolist()
     lists = {mask: listed_blocks(rows, mask) for mask in set(masks)}
-    order = [
-        (head, schedule[masks[head]][position])
+    columns = 1 + max(
+        (int(row.max(initial=0)) for listed in lists.values() for row in listed), default=0
+    )
+    return [
+        lists[masks[head]][schedule[masks[head]][position]] + stream_of_head[head] * columns
         for first in range(0, len(masks), heads_per_group)
         for position in range(rows.num_rows)
         for head in range(first, min(first + heads_per_group, len(masks)))
         for _ in range(rows_per_block)
     ]
-    columns = 1 + max(
-        (int(row.max(initial=0)) for listed in lists.values() for row in listed), default=0
-    )
-    for begin in range(0, len(order), per_wave):
-        tiles = order[begin : begin + per_wave]
-        loads = [lists[masks[head]][row] + stream_of_head[head] * columns for head, row in tiles]
-        wave = np.full((len(tiles), max(map(len, loads))), -1, dtype=np.int64)
-        for tile, blocks in zip(wave, loads, strict=True):
-            tile[: len(blocks)] = blocks
-        yield wave
