@@ -136,7 +136,9 @@ def landscape(name: str) -> str:
     for label, line in found.items():
         pairs = [line.get(n) for n in lengths]
         times.append([called(*label), *(f"{p[0]:.3g}" if p else NOTHING for p in pairs)])
-        memory.append([called(*label), *(f"{p[1] / 2**20:,.0f}" if p else NOTHING for p in pairs)])
+        memory.append(
+            [called(*label), *(f"{round(p[1] / 2**20, 1):,}" if p else NOTHING for p in pairs)]
+        )
     parts = [f"**{title}: milliseconds, both passes**", table(head, times)]
     parts += ["**MiB beyond the inputs**", table(head, memory), crossings(found, published)]
     parts += [picture(f"{name}-{DEVICE}-landscape", f"{title}: time and memory over lengths")]
@@ -184,7 +186,7 @@ def crossings(found: dict[tuple[str, str], Line], published: dict | None) -> str
                 theirs = published_line(published[paper])
                 row.append(who(theirs, published_line(other)) if other else NOTHING)
         rows.append(row)
-    head = ["faster at the longest length of both, and from which on"]
+    head = ["at the longest length of both, and from which on"]
     for name in ("dense", called(*sparse) if sparse else "block-sparse"):
         head += [f"ours, {name}", *(["the paper's"] if published else [])]
     return table(head, rows) if rows else ""
@@ -195,9 +197,9 @@ def who(own: Line, other: Line) -> str:
         return NOTHING
     length = crossing_length(own, other)
     if length is not None:
-        return f"it, {length:,.0f}"
+        return f"faster from {length:,.0f}"
     length = crossing_length(other, own)
-    return NOTHING if length is None else f"the other, {length:,.0f}"
+    return NOTHING if length is None else f"slower from {length:,.0f}"
 
 
 def published_landscape() -> str:
