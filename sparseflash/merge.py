@@ -84,7 +84,7 @@ def without_pairs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, tensors in (("outs", outs), ("lses", lses)):
-        if not isinstance(tensors, Sequence | Tensor):
+        if not isinstance(tensors, Sequence):
             raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(

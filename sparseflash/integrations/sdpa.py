@@ -57,8 +57,8 @@ class replace_sdpa(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """The arguments are those of torch's function."""
-        lengths = (query.shape[-2], key.shape[-2])
-        own = self.mask.seq_len if isinstance(self.mask, BlockMask) else (lengths[0], lengths[0])
+        lengths = (*query.shape[-2:-1], *key.shape[-2:-1])
+        own = self.mask.seq_len if isinstance(self.mask, BlockMask) else query.shape[-2:-1] * 2
         if lengths != own or query.dim() != 4:
             options = {"scale": scale, "enable_gqa": enable_gqa}
             rest = (attn_mask, dropout_p, is_causal)

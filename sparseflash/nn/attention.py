@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 
 import masks
 from masks import BlockMask, Pattern
-from masks._parse import as_pattern
-from masks.arguments import check_integer
+from masks._parse import as_pattern, parse
+from masks.arguments import check_floating, check_integer
 from sparseflash._attention import attention
 from sparseflash.arguments import check_key_lengths, lengths_in_range
 from sparseflash.dispatch.spec import FEW_QUERIES
@@ -73,7 +73,7 @@ class SparseAttention(nn.Module):
         kv_heads = num_heads if kv_heads is None else kv_heads
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads}
         for name, size in sizes.items():
-            check_integer(name, size, least=1)
+            check_integer(name, size, least=1, most=2**31 - 1)
         if embed_dim % num_heads or num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim {embed_dim} and be a multiple of kv_heads "
@@ -242,6 +242,7 @@ class SparseAttention(nn.Module):
         return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
 
     def _check(self, name: str, tokens: Tensor) -> None:
+        check_floating(name, tokens)
         if tokens.dim() != 3 or tokens.shape[2] != self.embed_dim:
             raise ValueError(
                 f"{name} must be (batch, seq, {self.embed_dim}), got {tuple(tokens.shape)}"
@@ -297,8 +298,8 @@ def _pattern(
     if len(pattern) not in (kv_heads, num_heads):
         allowed = " or ".join(map(str, sorted({kv_heads, num_heads})))
         raise ValueError(f"pattern must be one, or {allowed} of them, got {len(pattern)}")
-    parsed = {p: as_pattern(p) for p in dict.fromkeys(pattern)}
-    return masks.stack([parsed[p] for p in pattern])
+    parsed = {text: parse(text) for text in pattern if isinstance(text, str)}
+    return masks.stack([parsed[p] if isinstance(p, str) else as_pattern(p) for p in pattern])
 
 
 def _shared_keys(cache: KeyValueCache) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from masks.arguments import check_floating_dtype, check_integer
+from masks.arguments import check_floating, check_floating_dtype, check_integer
 
 
 class KeyValueCache:
@@ -56,9 +56,12 @@ class KeyValueCache:
             The keys and the values of all tokens so far.
 
         Raises:
+            TypeError: One is no floating-point tensor.
             ValueError: A tensor is of another shape, dtype or device, or there are more than
                 max_len tokens. Nothing was added then.
         """
+        check_floating("key", key)
+        check_floating("value", value)
         tokens = key.shape[2] if key.dim() == 4 else "tokens"
         named = (("key", key, self._keys), ("value", value, self._values))
         for name, tensor, stored in named:

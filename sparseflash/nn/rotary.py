@@ -1,8 +1,12 @@
 """Rotary position embedding."""
 
+from numbers import Real
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+
+from masks.arguments import check_floating, check_integer
 
 
 class Rotary(nn.Module):
@@ -18,7 +22,7 @@ class Rotary(nn.Module):
         base: Of the angles, positive.
 
     Raises:
-        ValueError: An argument is out of range.
+        TypeError, ValueError: An argument is out of range, or no number.
 
     Reference:
         Su et al., "RoFormer", 2021; the order of features of GPT-NeoX and Llama.
@@ -26,10 +30,10 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
-        if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"head_dim must be even and positive, got {head_dim}")
-        if base <= 0:
-            raise ValueError(f"base must be positive, got {base}")
+        if check_integer("head_dim", head_dim, least=1) % 2:
+            raise ValueError(f"head_dim must be even, got {head_dim}")
+        if not isinstance(base, Real) or not base > 0:
+            raise ValueError(f"base must be positive, got {base!r}")
         self.head_dim, self.base = head_dim, base
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
@@ -40,8 +44,10 @@ class Rotary(nn.Module):
             offset: Position of the first token.
 
         Raises:
+            TypeError: `x` is no floating-point tensor.
             ValueError: `x` has another shape.
         """
+        check_floating("x", x)
         if x.dim() != 4 or x.shape[3] != self.head_dim:
             raise ValueError(
                 f"x must be (batch, heads, seq, {self.head_dim}), got {tuple(x.shape)}"

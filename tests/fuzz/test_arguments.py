@@ -220,7 +220,7 @@ def test_context_plans(fuzz, name, run):
 
 
 # What torch raises for sizes that no memory holds, and for tensors of other shapes.
-TORCH = (RuntimeError, MemoryError, OverflowError, IndexError, AttributeError)
+TORCH = (RuntimeError, MemoryError)
 
 
 def replaced_attention(query, key, value, mask, **options):
@@ -301,4 +301,4 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
 @pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", calls())
 def test_calls(fuzz, name, run):
-    fuzz(partial(check_call, *calls()[name], name.startswith("attention"), TORCH), run)
+    fuzz(partial(check_call, *calls()[name], True, TORCH), run)

@@ -352,6 +352,11 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention.from_torch(torch_attention(add_bias_kv=True)), "add_bias_kv"),
         (lambda: SparseAttention.from_torch(torch_attention(add_zero_attn=True)), "add_zero_attn"),
         (lambda: Rotary(7), "head_dim must be even"),
+        (lambda: Rotary("x"), "head_dim must be an integer, got 'x'"),
+        (lambda: Rotary(8, base="x"), "base must be positive, got 'x'"),
+        (lambda: SparseAttention(32, 4)([1]), "x must be a floating-point tensor, got list"),
+        (lambda: KeyValueCache(1, 4, 5, 8).append(1, 2), "key must be a floating-point tensor"),
+        (lambda: SparseAttention(32, 2, [[1], [2]]), "pattern must be a Pattern or its text"),
         (lambda: Rotary(8, base=-1.0), "base must be positive, got -1.0"),
         (lambda: Rotary(8)(torch.zeros(1, 1, 2, 4)), r"x must be \(batch, heads, seq, 8\)"),
         (
