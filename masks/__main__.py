@@ -61,10 +61,8 @@ def draw(
         plot.check_picture("--output", output)
     mask = commands.build(pattern, seq_len, block_size)
     path = output or _file_name(pattern)
-    try:
+    with commands.usage_errors("--output"):
         plot.save(mask, path, pattern)
-    except OSError as error:
-        raise typer.BadParameter(f"--output: {error}") from error
     table = Table(show_header=False, box=None)
     for name, value in plot.figures(mask).items():
         table.add_row(name, value)

@@ -64,12 +64,12 @@ def build(pattern: str, seq_len: str, block_size: str) -> "BlockMask":
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
-    """Errors about arguments as errors of the command line, without a traceback."""
+def usage_errors(option: str = "") -> Iterator[None]:
+    """Errors about arguments and files, or about one option, as errors of the command line."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{option}: {error}" if option else str(error)) from error
 
 
 @contextmanager
@@ -203,10 +203,8 @@ def diff(
     with usage_errors():
         found = difference(*masks, names=(a, b))
     if output is not None:
-        try:
+        with usage_errors("--output"):
             output.write_bytes(found.pictures[output.suffix[1:]])
-        except OSError as error:
-            raise typer.BadParameter(f"--output: {error}") from error
     counts = {"both": found.both, "only_a": found.only_a, "only_b": found.only_b}
     if as_json:
         print(json.dumps(counts | {"figures": found.figures}))

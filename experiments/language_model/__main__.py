@@ -15,7 +15,15 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import RESULTS, Building, Output, Overwrite, output_folder
+from experiments.cli import (
+    RESULTS,
+    Building,
+    ExportTo,
+    ImportFrom,
+    Output,
+    Overwrite,
+    output_folder,
+)
 from experiments.language_model.presets import PRESETS
 
 HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
@@ -88,12 +96,8 @@ def train(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 500,
     seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
-    export_to: Annotated[
-        Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
-    ] = None,
+    export_to: ExportTo = None,
+    resume: ImportFrom = None,
 ) -> None:
     """Trains; the same command goes on where it was stopped."""
     if preset not in PRESETS:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+
+from masks.commands import Json, progress_bar, usage_errors
 
 if TYPE_CHECKING:
     from sparseflash.advisor.choices import Choice, Workload
@@ -24,7 +25,6 @@ Backward = Annotated[bool, typer.Option(help="Times with the backward pass.")]
 Device = Annotated[str, typer.Option(help="for predicted times: A100, H100 or H200")]
 Measure = Annotated[bool, typer.Option(help="Also measure, on the GPU of this machine.")]
 Plot = Annotated[Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def advise(
@@ -44,15 +44,12 @@ def advise(
     from sparseflash.advisor import choices as of
     from sparseflash.advisor.choices import Workload
 
-    try:
+    with usage_errors():
         check_picture("--plot", plot)
         workload = Workload(seq_len, head_dim, batch, heads, backward=backward, device=device)
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            bar.add_task("building masks", total=None)
+        with progress_bar("building masks"):
             found = of.block_sizes(pattern, workload)
         _finish(found, workload, measure, plot, as_json)
-    except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def search(
@@ -82,12 +79,11 @@ def search(
     from sparseflash.advisor import choices as of
     from sparseflash.advisor.choices import Workload
 
-    try:
+    with usage_errors():
         check_picture("--plot", plot)
         workload = Workload(seq_len, head_dim, batch, heads, causal, backward, device)
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("following tokens", total=None)
-            found = of.search(
+        with progress_bar("following tokens") as progress:
+            looked_at = of.search(
                 workload,
                 layers=layers,
                 connected=connected,
@@ -96,15 +92,10 @@ def search(
                 block_size=block_size,
                 most=most,
                 failing=plot is not None,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=progress,
             )
-        looked_at, found = (
-            found,
-            [c for c in found if (c.connected or 0) >= connected - of.ROUNDING],
-        )
+        found = [c for c in looked_at if (c.connected or 0) >= connected - of.ROUNDING]
         _finish(found, workload, measure, plot, as_json, looked_at, connected)
-    except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
     raise typer.Exit(not found)
 
 

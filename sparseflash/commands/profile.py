@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
+
+from masks.commands import Json, progress_bar, usage_errors
 
 
 def profile_command(
@@ -31,7 +31,7 @@ def profile_command(
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """What patterns keep of the attention of a model, and which each head needs."""
     import torch
@@ -47,7 +47,7 @@ def profile_command(
         raise typer.BadParameter(f"--budget must be above 0 and at most 1, got {budget}")
     if by == "loss" and not loss:
         raise typer.BadParameter("--by loss needs --loss")
-    try:
+    with usage_errors():
         check_picture("--plot", plot)
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
@@ -56,14 +56,8 @@ def profile_command(
         if ids.shape[1] < tokens:
             raise ValueError(f"--text must have {tokens} tokens (--tokens), got {ids.shape[1]}")
         inputs = {"input_ids": ids, "use_cache": False} | ({"labels": ids} if loss else {})
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("profiling layers", total=None)
-            found = profile(
-                loaded.to(device),  # type: ignore
-                pattern,
-                inputs,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        with progress_bar("profiling layers") as progress:
+            found = profile(loaded.to(device), pattern, inputs, progress=progress)  # type: ignore
         if plot is not None:
             found.plot(plot)
         if not as_json:
@@ -71,8 +65,6 @@ def profile_command(
         suggestion = None if budget is None else suggest(found, budget, by=by)
         if suggestion is not None and output is not None:
             suggestion.save(output)
-    except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
     chosen = None if suggestion is None else suggestion.to_dict()
     if as_json:
         print(json.dumps({"profile": found.to_dict(), "suggestion": chosen}))

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from masks.commands import usage_errors
+
 if TYPE_CHECKING:
     from masks import BlockMask
     from sparseflash.distributed.simulate import Prediction
@@ -47,7 +49,7 @@ def simulate(
     from sparseflash.distributed.assign import STRATEGIES
     from sparseflash.distributed.simulate import Attention, Machine, predict
 
-    try:
+    with usage_errors():
         length, each = parse_tokens(tokens), ranks.split(",")
         if not all(number.isdecimal() for number in each):
             raise ValueError(f"ranks must be numbers, separated by commas, got {ranks!r}")
@@ -62,8 +64,6 @@ def simulate(
             for number in each
             for name in names
         ]
-    except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
     _show(mask, found)
 
 
