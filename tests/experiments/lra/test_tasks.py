@@ -126,7 +126,7 @@ class TestStore:
         if damage == "deleted":
             path.unlink()
         else:
-            cut = {"cut": content[:-2], "emptied": b"", "changed": content[:-4] + b"wxyz"}
+            cut = {"cut": content[:-2], "emptied": b"", "changed": content[:-2] + b"yz"}
             path.write_bytes(cut[damage])
         with pytest.raises(ValueError, match=rf"data/{name} (cannot be read|is not what)"):
             store.stored(folder, {"a": 1}, self.generate)

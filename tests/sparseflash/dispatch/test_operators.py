@@ -94,6 +94,18 @@ def test_a_graph_is_of_one_mask(compile_counter):
         same(compiled(*tensors, mask), attend(*tensors, mask))
 
 
+def test_graphs_that_concepts_counts(compile_counter):
+    """One for a pattern of any length, another for each mask that is made anew."""
+    compiled = torch.compile(sparseflash.attention, backend=compile_counter)
+    for length in (40, 50, 60):
+        compiled(*inputs(length, length), PATTERN)
+    of_one = compile_counter.frame_count
+    assert of_one <= 2  # torch takes a second length for any length
+    for made in (1, 2):
+        compiled(*inputs(50, 50), masks.local(3))
+        assert compile_counter.frame_count == of_one + made
+
+
 def test_options_in_a_graph(compile_counter):
     lengths = torch.tensor([11, 50], device=DEVICE)
     options = {"key_lengths": lengths, "dropout_p": 0.3, "seed": -5, "scale": 0.5}
