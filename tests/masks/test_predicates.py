@@ -2,6 +2,7 @@
 
 import io
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ from masks import BlockMask, predicates
 def test_predicates_are_read_by_threads_strip_by_strip(monkeypatch):
     monkeypatch.setattr(predicates, "PAIRS_FOR_THREADS", 0)
     monkeypatch.setattr("masks._core.convert.STRIP", 16 * 300)
-    threads = torch.get_num_threads()
+    threads, pools = torch.get_num_threads(), []
+
+    def pool(*arguments, **options):
+        pools.append(arguments)
+        return ThreadPoolExecutor(*arguments, **options)
+
+    monkeypatch.setattr(predicates, "ThreadPoolExecutor", pool)
     mask = masks.pattern(lambda q, k: (q * k) % 7 < 3)(300, 16)
+    assert pools == [(threads,)]
     q, k = torch.arange(300)[:, None], torch.arange(300)
     assert mask == BlockMask.from_dense((q * k) % 7 < 3, 16)
     assert torch.get_num_threads() == threads
