@@ -58,12 +58,18 @@ def with_numbers_of_floats(score, batch, head, query, key, number, slopes):
     return score * slopes[number[head].long()]
 
 
+def with_products(score, batch, head, query, key, table, weight):
+    far = table[query * 2 - 3, batch, key + head]  # past either end, too
+    return torch.where(weight[query - 5] > 0, score + far, weight[key] * table[0, 0, 2] ** 2)
+
+
 SLOPES = from_torch("slopes of heads", with_slopes, (float,))
 TABLE = from_torch("table of distances", with_table, [float])
 DOCUMENTS = from_torch("in documents", in_documents, (int, int))
 EVERYTHING = from_torch("every kind", with_all, (float, int, float, float))
 SOFT_DOCUMENTS = from_torch("soft documents", in_soft_documents, (float, int))
 NUMBERS = from_torch("numbers of floats", with_numbers_of_floats, (float, float))
+PRODUCTS = from_torch("products of entries", with_products, (float, float))
 
 
 def tensors_of(score, device="cpu", batch=1, heads=2):
@@ -83,6 +89,7 @@ def tensors_of(score, device="cpu", batch=1, heads=2):
         ],
         SOFT_DOCUMENTS: [normal(3), documents[1] - (torch.arange(k_len) < 8).int()],
         NUMBERS: [torch.arange(heads).flip(0).float(), normal(heads)],
+        PRODUCTS: [normal(q_len, batch, k_len), normal(k_len)],
     }
     return [x.to(device) for x in made[score]]
 
@@ -223,6 +230,10 @@ def test_gradients_of_tensors_with_every_other_option(backend):
     bias = torch.randn(2, 86, device=BACKENDS[backend])
     options = {"softcap": 3.0, "bias": bias, "dropout_p": 0.2, "seed": 3, "key_lengths": lengths}
     check_gradients(backend, EVERYTHING, HOLES, **options)
+
+
+def test_gradients_of_entries_that_are_read_twice_and_past_either_end(backend):
+    check_gradients(backend, PRODUCTS)
 
 
 def test_gradients_of_tensors_and_few_queries(backend):
