@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,7 @@ def draw(
             help="PNG, SVG or PDF to write; by default a PNG named after the pattern",
         ),
     ] = None,
+    as_json: commands.Json = False,
 ) -> None:
     """Draw a sparsity pattern, in the terminal and as a picture, and print its figures."""
     from masks import plot
@@ -63,8 +65,12 @@ def draw(
     path = output or _file_name(pattern)
     with commands.usage_errors("--output"):
         plot.save(mask, path, pattern)
+    figures = plot.figures(mask)
+    if as_json:
+        print(json.dumps({"picture": str(path), "figures": figures}))
+        return
     table = Table(show_header=False, box=None)
-    for name, value in plot.figures(mask).items():
+    for name, value in figures.items():
         table.add_row(name, value)
     console = Console()
     console.print(plot.text(mask), highlight=False)

@@ -169,6 +169,7 @@ def gallery(
     seq_len: Annotated[str, typer.Option(help="tokens of patterns of modules")] = "4096",
     block_size: BlockSize = "128",
     only: Annotated[bool, typer.Option(help="Leave the built-in patterns out.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a page with every built-in pattern and those of modules of your own."""
     from masks.gallery import ENTRIES, of_module, sections, write
@@ -181,7 +182,20 @@ def gallery(
         for section in sections(entries):
             shown.append(section)
             progress(len(shown), len(entries))
-    print(f"wrote {write(output, shown)}")
+    written = write(output, shown)
+    if not as_json:
+        print(f"wrote {written}")
+        return
+    patterns = [
+        {
+            "title": section.entry.title,
+            "pattern": str(section.entry.pattern),
+            "pictures": [f"{section.entry.file_name}.{suffix}" for suffix in section.pictures],
+            "figures": section.figures,
+        }
+        for section in shown
+    ]
+    print(json.dumps({"page": str(written), "patterns": patterns}))
 
 
 def diff(

@@ -46,6 +46,7 @@ def advise(
 
     with usage_errors():
         check_picture("--plot", plot)
+        _check_measure(measure)
         workload = Workload(seq_len, head_dim, batch, heads, backward=backward, device=device)
         with progress_bar("building masks"):
             found = of.block_sizes(pattern, workload)
@@ -81,6 +82,7 @@ def search(
 
     with usage_errors():
         check_picture("--plot", plot)
+        _check_measure(measure)
         workload = Workload(seq_len, head_dim, batch, heads, causal, backward, device)
         with progress_bar("following tokens") as progress:
             looked_at = of.search(
@@ -99,6 +101,17 @@ def search(
     raise typer.Exit(not found)
 
 
+def _check_measure(measure: bool) -> None:
+    """Raises where there is no GPU to measure on: a CPU would take minutes for each choice."""
+    import torch
+
+    if measure and not torch.cuda.is_available():
+        raise ValueError(
+            "--measure needs a CUDA device, and there is none; sparseflash.advisor.measure of "
+            'device "cpu" takes a CPU'
+        )
+
+
 def _finish(
     found: "Sequence[Choice]",
     workload: "Workload",
@@ -108,14 +121,11 @@ def _finish(
     looked_at: "Sequence[Choice]" = (),
     connected: float | None = None,
 ) -> None:
-    import torch
-
     from sparseflash.advisor import choices as of
 
     if measure:
-        if not torch.cuda.is_available():
-            raise ValueError("--measure needs a CUDA device, and there is none")
-        found = of.measure(found, workload)
+        with progress_bar("measuring") as progress:
+            found = of.measure(found, workload, progress=progress)
     if plot is not None and (found or looked_at):
         shown = {(choice.pattern, choice.block_size): choice for choice in (*looked_at, *found)}
         of.plot([*shown.values()], plot, title=str(workload), connected=connected)
@@ -144,3 +154,9 @@ def _finish(
     Console().print(table)
     order = "measured time" if measure else f"least time on {workload.device}"
     print(f"in the order of {order}, equal ones in that of candidates")
+    if not measure:
+        low, middle, high = of.OVER_LEAST
+        print(
+            f"The least time is a bound: calls of the records of an H200 took {low:g} to {high:g} "
+            f"times as long, {middle:g} in the middle."
+        )

@@ -106,6 +106,34 @@ def test_gallery_of_a_module(tmp_path):
         "near.png",
         "near.svg",
     }
+    result = invoke(
+        *(
+            "gallery",
+            "--only",
+            "--module",
+            module,
+            "--seq-len",
+            128,
+            "--output",
+            tmp_path / "page",
+        ),
+        "--json",
+    )
+    found = json.loads(result.stdout)
+    assert found["page"] == str(tmp_path / "page/index.html")
+    (pattern,) = found["patterns"]
+    assert (pattern["title"], pattern["pattern"]) == ("near", "local(8)")
+    assert pattern["pictures"] == ["near.png", "near.svg"]
+    assert pattern["figures"]["sequence length"] == "4,096 x 4,096"
+
+
+def test_figures_of_a_drawn_pattern_as_json(tmp_path):
+    path = tmp_path / "local.png"
+    result = invoke("local(8)", "--seq-len", 512, "--output", path, "--json")
+    found = json.loads(result.stdout)
+    assert found["picture"] == str(path)
+    assert path.exists()
+    assert found["figures"]["sequence length"] == "512 x 512"
 
 
 @pytest.mark.parametrize("arguments", [["gallery", "--module", "{}"], ["draw", "{}:mine"]])

@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -10,6 +11,7 @@ from masks import BlockMask
 from masks._parse import parse
 from sparseflash import io_model
 from sparseflash.advisor import ordered_share
+from sparseflash.advisor.choices import OVER_LEAST
 
 RESULTS = Path(__file__).parents[2] / "experiments/results"
 RECORDS = ["speedup", "bench-small-blocks", "bench-sparse"]
@@ -53,3 +55,9 @@ def test_order_is_right_for_nine_of_ten_pairs_that_differ_by_a_tenth(direction):
     pairs = times(direction)
     assert len(pairs) > 30
     assert ordered_share(pairs) > 0.9
+
+
+def test_the_bound_is_as_far_below_the_measurements_as_the_command_prints():
+    over = [ms / least for each in ("forward", "backward") for least, ms in times(each)]
+    found = min(over), median(over), max(over)
+    assert tuple(round(ratio, 1) for ratio in found) == OVER_LEAST

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ def test_advise_lists_block_sizes(tmp_path):
     assert "local(20)" in shown
     assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads of 128" in shown
     assert "in the order of least time on A100, equal ones in that of candidates" in shown
+    assert "a bound: calls of the records of an H200 took 1.2 to 2.3 times as long" in shown
 
 
 @pytest.mark.parametrize("command", [("advise", "full()"), ("search", "--layers", 1)])
@@ -66,7 +68,22 @@ def test_bad_input_is_named(arguments, named):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_measuring_needs_a_gpu():
-    result = invoke("advise", "full", *SIZE, "--measure")
-    assert result.exit_code == 2
-    assert "CUDA" in result.output
+def test_measuring_needs_a_gpu_before_any_work(monkeypatch):
+    monkeypatch.setattr(choices.Workload, "mask", None)
+    for command in (("advise", "full()"), ("search", "--layers", 1)):
+        result = invoke(*command, *SIZE, "--measure")
+        assert result.exit_code == 2
+        assert "CUDA" in result.output
+
+
+def test_measured_choices_are_printed_in_their_order(monkeypatch):
+    def measure(found, workload, progress):
+        progress(1, 1)
+        return [replace(choice, measured_ms=4.0) for choice in found]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choices, "measure", measure)
+    shown = invoke("advise", "local(20)", *SIZE, "--measure").output
+    assert "4.000" in shown
+    assert "in the order of measured time" in shown
+    assert "bound" not in shown
