@@ -120,4 +120,4 @@ def test_a_docstring_explains_all_parameters_or_none_and_names_errors(entry):
         assert explained(member) in (set(), parameters), path
         tree = ast.parse(textwrap.dedent(inspect.getsource(member)))
         raises = any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(tree))
-        assert not raises or path == "main" or "Raises" in inspect.getdoc(member), path
+        assert not raises or path == "main" or "Raises" in (inspect.getdoc(member) or ""), path
