@@ -223,7 +223,7 @@ def _measured(
         tensors: Query, key, value.
     """
     inputs = [x.clone().requires_grad_() for x in tensors]
-    runs = {name: partial(attend, *inputs) for name, attend in (called | alone).items()}
+    runs = {name: partial(attend, *inputs) for name, attend in {**called, **alone}.items()}
     with torch.no_grad():
         forward = alternating(runs, inputs[0].device, called)
     outs = {name: run() for name, run in runs.items()}

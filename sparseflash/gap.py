@@ -240,7 +240,7 @@ def _on_gpu(calls: _Calls, device: torch.device) -> float:
         return begin.elapsed_time(end) / calls.count
 
 
-def _on_cpu(calls: _Calls, _: torch.device) -> float:
+def _on_cpu(calls: _Calls, device: torch.device) -> float:
     begin = time.perf_counter()
     for _ in range(calls.count):
         calls.run()
