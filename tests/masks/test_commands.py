@@ -106,25 +106,14 @@ def test_gallery_of_a_module(tmp_path):
         "near.png",
         "near.svg",
     }
-    result = invoke(
-        *(
-            "gallery",
-            "--only",
-            "--module",
-            module,
-            "--seq-len",
-            128,
-            "--output",
-            tmp_path / "page",
-        ),
-        "--json",
-    )
+    page = ("--output", tmp_path / "page", "--json")
+    result = invoke("gallery", "--only", "--module", module, "--seq-len", 128, *page)
     found = json.loads(result.stdout)
     assert found["page"] == str(tmp_path / "page/index.html")
     (pattern,) = found["patterns"]
     assert (pattern["title"], pattern["pattern"]) == ("near", "local(8)")
     assert pattern["pictures"] == ["near.png", "near.svg"]
-    assert pattern["figures"]["sequence length"] == "4,096 x 4,096"
+    assert pattern["figures"]["sequence length"] == "128 x 128"
 
 
 def test_figures_of_a_drawn_pattern_as_json(tmp_path):
