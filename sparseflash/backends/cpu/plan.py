@@ -87,14 +87,17 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
 
     Larger blocks have fewer rows, and more pairs that are computed and masked.
     """
-    own = spec.block_size
-    larger = [(max(own[0], side), max(own[1], side)) for side in LARGER_SIDES]
-    if spec.positions or mask.coverage(larger[0]) is None:  # the device chooses the blocks
+    own, longest = spec.block_size, max(spec.q_len, spec.k_len)
+    sides = [side for side in LARGER_SIDES if min(own) < side < 2 * longest]
+    larger = [(max(own[0], side), max(own[1], side)) for side in sides]
+    if spec.positions or not larger or mask.coverage(larger[0]) is None:  # of a dynamic mask
         return own
     pairs = spec.batch * spec.heads * spec.q_len * spec.k_len * mask.density
     if pairs >= START_PAIRS * -(-spec.q_len // own[0]):
         return own
     groups = len(_groups(mask.table(spec.device)))
+    if groups == 1:
+        return own
 
     def cost(size: tuple[int, int]) -> float:
         started = min(groups, -(-spec.q_len // size[0]))
