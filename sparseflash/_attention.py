@@ -73,10 +73,11 @@ def attention(
     soft cap or score function, the gradient of the key; never out and lse. In a value it reaches
     out, their gradients and those of the keys of their blocks; never lse.
 
-    Extra memory is O(q_len) in both passes. The same inputs give the same bits unless
-    `deterministic` is False. Under autocast, query, key and value are cast as torch's own
-    attention casts them. Under torch.compile and torch.export a Pattern or BlockMask must be made
-    outside, and a DynamicMask be made, in the graph or outside, of a BlockMask that was.
+    Extra memory is O(q_len) in both passes, and O(n) for the gradient of a bias or of score
+    tensors of n numbers. The same inputs give the same bits unless `deterministic` is False. Under
+    autocast, query, key and value are cast as torch's own attention casts them. Under
+    torch.compile and torch.export a Pattern or BlockMask must be made outside, and a DynamicMask
+    be made, in the graph or outside, of a BlockMask that was.
 
     Args:
         query: (batch, heads, q_len, head_dim), any strides.
