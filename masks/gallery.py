@@ -215,7 +215,7 @@ class Difference:
 
     Attributes:
         both, only_a, only_b: Pairs that attend in both, and in one of them alone.
-        figures: Those of plot.figures of both masks, by name.
+        figures: plot.figures of both masks, by name.
         pictures: A picture, by suffix: "png" and "svg".
     """
 

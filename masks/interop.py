@@ -139,7 +139,7 @@ def from_block_lists(
     """The mask of FlashAttention-4's forward lists.
 
     Args:
-        lists: Those of the forward pass.
+        lists: The lists of the forward pass.
         seq_len: Tokens, one number or (q_len, k_len).
         pattern: Which elements of the partial blocks attend.
 

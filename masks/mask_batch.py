@@ -77,7 +77,7 @@ class MaskBatch(OnGrid, Handled):
         Waits for the device. Padding after all keys is cheaper as attention's key_lengths.
 
         Args:
-            mask: That of all batch elements, or those of each.
+            mask: The mask of all batch elements, or a batch with one for each.
             keys: bool (batch, k_len), false at padding.
 
         Raises:

@@ -98,7 +98,7 @@ def attention(
             [h, k - q + q_len - 1]: one number for each distance. See alibi.
         sinks: (1 or heads,), the score of one more key for every query, whose value is 0. The lse
             counts it, and a query without a key gets out 0 and the sink for its lse.
-        seed: Of dropout: the same seed drops the same pairs on every backend. Without one it is
+        seed: Seed of dropout: equal seeds drop the same pairs on every backend. Without one it is
             drawn from torch's default generator.
         score_tensors: Those that the score function reads, floating-point or integers as it
             declares them: see ScoreFunction.from_torch. Those that require a gradient get one.

@@ -57,7 +57,7 @@ class Explanation:
         spec: The facts of the call.
         density: s, non-zero blocks over all blocks.
         backend: The one that would run it, None when none can.
-        configuration: Of its passes.
+        configuration: How it would run each pass.
         why_not: The reasons of every backend that cannot, or that "auto" skips.
         measured: This mask on that backend; None if nothing was timed.
         full: The mask of all pairs there.
@@ -219,7 +219,7 @@ def _measured(
 
     Args:
         called: Functions of the tensors that are timed with the host.
-        alone: Those that are timed without it.
+        alone: Functions that are timed without it.
         tensors: Query, key, value.
     """
     inputs = [x.clone().requires_grad_() for x in tensors]

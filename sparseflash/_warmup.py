@@ -58,8 +58,8 @@ def warmup(
         kv_heads: Heads of key and value; as of query if None.
         value_dim: Dims of a head of value; as of query if None.
         batch: Batch elements.
-        dtype: Of query, key and value.
-        device: That of the calls.
+        dtype: Dtype of query, key and value.
+        device: Device of the calls.
         backward: Whether gradients of query, key and value will be asked for.
         key_lengths: Whether the calls will have key lengths.
         bias, score_tensors: As in `attention`.

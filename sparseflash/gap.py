@@ -61,9 +61,9 @@ class Gap:
     """Milliseconds of one pass.
 
     Args:
-        measured: Of the call, calls in a row.
+        measured: The time of a call, of calls in a row.
         ideal: The density times the full mask, the host ahead.
-        parts: Of the gap between both, by the names of CHANGES; some may be negative.
+        parts: The gap between both, split by the names of CHANGES; some may be negative.
         noise: How far each part was from that in a round at most: one no larger says nothing.
     """
 
@@ -132,9 +132,9 @@ def split(
     Args:
         measured: Milliseconds of "called", "device", "full" and of each of `variants`, in
             as many rounds.
-        masks: Those of `variants`.
-        tile_density: Of the mask in the blocks that the backend reads.
-        density: Of the mask in its own blocks.
+        masks: The masks of `variants`.
+        tile_density: Density of the mask in the blocks that the backend reads.
+        density: Density of the mask in its own blocks.
         filled: Share of the waves of work tiles that is filled.
         filled_by_full: The same of the full mask.
     """

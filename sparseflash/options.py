@@ -50,8 +50,8 @@ class AttentionOptions:
         softcap: c > 0 keeps scores within (-c, c): softcap(s) = c tanh(s / c); None for none.
         score: A ScoreFunction, or the name of one, which is what the attribute holds.
         dropout_p: Probability in [0, 1) with which dropout zeroes an entry of P.
-        precision: Of float32 products: "ieee", or "tf32", which lets a backend round operands
-            to 10 bits where the device multiplies those faster.
+        precision: Precision of float32 products: "ieee", or "tf32", which lets a backend round
+            operands to 10 bits where the device multiplies those faster.
         deterministic: False lets a backend choose a faster backward pass that adds to the
             gradients of query and score tensors in no fixed order, so that their last bits differ
             from run to run, and that accumulates the first in float32 meanwhile. True under

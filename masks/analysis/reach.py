@@ -79,7 +79,7 @@ def receptive_field(
         masks: The mask of every layer, or one for each from the input on; square.
         layers: At least 1; by default as many as there are masks, and 32 for a single one.
         samples: Keys to draw; by default all where they fit, or else 512.
-        seed: Of the draw.
+        seed: Seed of the random numbers.
         progress: Called with (steps done, steps at most) after each.
 
     Raises:

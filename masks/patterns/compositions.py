@@ -40,7 +40,7 @@ def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int
         window: Blocks around the diagonal, an odd number.
         num_global: First rows and columns of blocks.
         num_random: Blocks drawn in every row, which may be among the others.
-        seed: Of the random blocks.
+        seed: Seed of the random blocks.
 
     Raises:
         TypeError: An argument is no integer.

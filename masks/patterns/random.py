@@ -22,7 +22,7 @@ def random(density: float, seed: int = 0) -> Pattern:
 
     Args:
         density: In (0, 1].
-        seed: Of the draws.
+        seed: Seed of the random numbers.
 
     Raises:
         TypeError: `seed` is no integer.

@@ -36,11 +36,11 @@ class Workload:
     Args:
         seq_len: Tokens, at least 1.
         head_dim: Dims of a head.
-        batch, heads: Of the queries.
+        batch, heads: Batch elements, and heads of the queries.
         causal: Whether every pattern is cut to the past.
         backward: Whether times include the backward pass.
         device: Name of one of io_model.DEVICES, or a Device.
-        dtype: Of the tensors.
+        dtype: Dtype of the tensors.
 
     Raises:
         TypeError, ValueError: A size is no number of 1 or more, or the device is unknown.
@@ -262,7 +262,7 @@ def plot(
 
     Args:
         choices: At least 1.
-        path: Of the picture.
+        path: File to write.
         title: Above it, such as str(workload).
         connected: Share of pairs that must be connected, which a line shows.
     """

@@ -18,7 +18,7 @@ class Backend(Protocol):
 
     Attributes:
         name: By which calls ask for it.
-        extras: Those of AttentionSpec.extras that it knows; others never come to it.
+        extras: The extras of a spec that it knows; it gets no call with another one.
         compiles: Whether Triton compiles its kernels when they are first needed.
     """
 

@@ -18,7 +18,7 @@ def run(
     Args:
         call: Everything about it but the tensors.
         query, key, value: Checked tensors.
-        block_scores: Those of a DynamicMask, if they get the gradient of its blocks.
+        block_scores: The scores of a DynamicMask, if they get the gradient of its blocks.
     """
     read = () if call.score_tensors is None else call.score_tensors.tensors
     if not _is_differentiated(query, key, value, call.bias, block_scores, *read):

@@ -70,10 +70,10 @@ class Call:
     Args:
         plan: What it shares with all calls of its signature.
         key_lengths: int32 (batch,) on the device; None if all keys count.
-        seed: Of dropout.
+        seed: Seed of dropout.
         bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs.
-        positions: Those of its tokens in a longer sequence, to which its bias then belongs; None
-            where the call is of a whole sequence.
+        positions: Positions of its tokens in a longer sequence, to which its bias then belongs;
+            None where the call is of a whole sequence.
         max_logits: Where its forward pass writes the maximum logits, like lse; None if nowhere.
         score_tensors: What its score function reads; None if that is nothing.
     """

@@ -84,12 +84,12 @@ def traced_attention(
         query, key, value: Checked tensors.
         mask: The mask of the call; a graph holds its handle.
         bias: As backends read it: see arguments.checked_bias.
-        block_scores: Those of a DynamicMask, if they get a gradient.
+        block_scores: The scores of a DynamicMask, if they get a gradient.
         key_lengths: Checked key lengths.
         seed: int64 () on the CPU, None without dropout.
         max_logits: Whether the maximum logits are wanted; else they are empty.
         score_tensors: Checked score tensors.
-        options: Those of the call.
+        options: The options of the call.
     """
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle

@@ -35,7 +35,7 @@ def plan_call(
     """The call of these arguments.
 
     Args:
-        options: Those of AttentionOptions.
+        options: Keywords of AttentionOptions.
 
     Raises:
         ValueError: key_lengths are out of range.

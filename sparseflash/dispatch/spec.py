@@ -104,7 +104,7 @@ class AttentionSpec(AttentionOptions):
         Args:
             query, key, value: Checked tensors.
             mask: The mask of the call, at its lengths.
-            options: Those of the call.
+            options: The options of the call.
             facts: What else it has; nothing if None.
         """
         facts = facts or CallFacts()

@@ -14,8 +14,8 @@ class KernelCost(NamedTuple):
     """What one kernel does, of all heads.
 
     Args:
-        name: Of the kernel.
-        flops: Of its products.
+        name: Name of the kernel.
+        flops: FLOPs of its products.
         exponentials: One for each pair that it computes.
         memory_bytes: Read from and written to device memory where L2 keeps what it can.
         l2_bytes: The same where every tile is loaded anew: what goes through L2.
@@ -52,22 +52,22 @@ class Cost:
 
     @property
     def flops(self) -> float:
-        """Of all products."""
+        """FLOPs of all products."""
         return sum(kernel.flops for kernel in self.kernels)
 
     @property
     def memory_bytes(self) -> float:
-        """Of device memory, where L2 keeps what it can."""
+        """Bytes of device memory, read and written, where L2 keeps what it can."""
         return sum(kernel.memory_bytes for kernel in self.kernels)
 
     @property
     def l2_bytes(self) -> float:
-        """Of tiles that are loaded and stored, without reuse in L2."""
+        """Bytes of tiles that are loaded and stored, without reuse in L2."""
         return sum(kernel.l2_bytes for kernel in self.kernels)
 
     @property
     def shared_bytes(self) -> float:
-        """Of shared memory."""
+        """Bytes of shared memory, read and written."""
         return sum(kernel.shared_bytes for kernel in self.kernels)
 
     @property

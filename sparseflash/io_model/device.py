@@ -11,7 +11,7 @@ class Device:
     """The rates and capacities of a device.
 
     Args:
-        name: Of the device.
+        name: Name of the device.
         capability: Compute capability.
         multiprocessors: How many there are.
         clock: Cycles a second.
@@ -19,7 +19,7 @@ class Device:
         memory_bandwidth: Bytes a second of device memory.
         l2_bytes: Capacity of L2.
         l2_bytes_per_cycle: That L2 delivers.
-        shared_bytes: Of shared memory that one program may take.
+        shared_bytes: Bytes of shared memory that one program may take.
     """
 
     name: str

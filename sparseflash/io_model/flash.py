@@ -27,10 +27,10 @@ class _Kernel(NamedTuple):
     """One kernel of FlashAttention.
 
     Args:
-        name: Of the kernel, as backends call it.
+        name: The name by which backends call it.
         by_key: Whether its work tiles are rows of keys.
         products: (queries x keys x dims) of a block.
-        left_in_shared: Of these, with the left operand in shared memory too.
+        left_in_shared: How many of these have the left operand in shared memory too.
         resident: Tensors (tokens x dims) read or written once for a row.
         resident_bytes: Further bytes for a token of a row.
         streamed_bytes: Bytes for a token of a listed block besides those of two tensors.
@@ -63,7 +63,7 @@ class _WorkTiles(NamedTuple):
     Args:
         rows: Tokens of a work tile's row.
         rows_per_block: Work tiles of a block row.
-        dims: Of a tile.
+        dims: Dims of a tile.
         per_wave: Work tiles that run at a time.
         heads_per_group: Heads whose work tiles are scheduled together.
     """
@@ -103,10 +103,10 @@ def attention(
     Args:
         mask: The mask; `masks.full()` compiled for FlashAttention of all pairs.
         head_dim: d.
-        batch, heads: Of the queries.
+        batch, heads: Batch elements, and heads of the queries.
         kv_heads: Heads of keys and values, by default `heads`.
         direction: "forward" or "backward".
-        dtype: Of the inputs. Rates are those of products of 16-bit numbers: others take longer.
+        dtype: Dtype of the inputs. Rates are those of 16-bit operands: others take longer.
         backend: "hopper", "triton", or "auto" for that which serves such a call on the device.
         device: Name of one of DEVICES, or a Device.
 
@@ -181,7 +181,7 @@ def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:
 def _work_tiles(
     kernel: _Kernel, backend: str, spec: AttentionSpec, table: LookupTable, device: Device
 ) -> _WorkTiles:
-    """Those of a kernel of a backend over the blocks of a table."""
+    """The work tiles of a kernel of a backend over the blocks of a table."""
     rows = table.by_key if kernel.by_key else table.by_query
     num_bh = spec.batch * (spec.kv_heads if kernel.by_key else spec.heads)
     of_backend = _hopper_work_tiles if backend == "hopper" else _triton_work_tiles

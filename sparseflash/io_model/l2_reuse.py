@@ -106,8 +106,8 @@ def tiles_of(
 
     Args:
         rows: The direction of the table that the kernel reads.
-        mask_of_head: Of each head, its mask.
-        stream_of_head: Of each head, which streamed tensors it reads: heads of a group the same.
+        mask_of_head: The mask of each head.
+        stream_of_head: The streamed tensors that each head reads: heads of a group the same.
         heads_per_group: Heads whose work tiles are scheduled together, row after row.
         rows_per_block: Work tiles of a block row.
     """

@@ -41,7 +41,7 @@ class SparseAttention(nn.Module):
         kv_heads: Heads of keys and values, num_heads by default, which they must divide.
         value_dim: Features of a head of values, embed_dim / num_heads by default, as those of
             queries and keys are.
-        dropout: Of P, in training alone.
+        dropout: Probability with which an entry of P is dropped, in training alone.
         bias: Whether the projections have one.
         rotary: Position embedding of queries and keys; in self-attention only.
         **options: Those of AttentionOptions but dropout_p, for every call. What a score function

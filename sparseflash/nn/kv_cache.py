@@ -14,8 +14,8 @@ class KeyValueCache:
 
     Args:
         batch, kv_heads, max_len, head_dim: Sizes of the tensors, max_len in tokens.
-        dtype: Of both tensors, floating-point.
-        device: Of both tensors.
+        dtype: Floating-point dtype of both tensors.
+        device: Device of both tensors.
         value_dim: head_dim by default.
 
     Raises:

@@ -46,12 +46,12 @@ def make_inputs(
         batch, heads, q_len, k_len, head_dim: Sizes of query and key.
         value_dim: Dims of value and grad_out, head_dim if None.
         kv_heads: Heads of key and value, heads if None.
-        dtype, device: Of the tensors.
+        dtype, device: Dtype and device of the tensors.
         strides: "contiguous", (batch, heads, seq, head_dim) in this order; "bshd", a transposed
             view of (batch, seq, heads, head_dim); "sliced", a window of a larger tensor in every
             dimension; "expanded", one batch element with stride 0 over the batch; or
             "strided_last", every second number of the last dimension.
-        seed: Of the random numbers.
+        seed: Seed of the random numbers.
         scale: Their standard deviation.
 
     Raises:
@@ -145,8 +145,9 @@ def assert_close_to_reference(
         actual: The result to be checked.
         reference: The result in float64.
         eager: The result of materialised attention in `dtype`.
-        dtype: Of the inputs; float32 or narrower, for float64 would be measured against itself.
-        name: Of the result, for the message.
+        dtype: Dtype of the inputs; float32 or narrower, for float64 would be measured against
+            itself.
+        name: Name of the result, for the message.
     """
     assert actual.shape == reference.shape, f"{name}: shape {actual.shape}, not {reference.shape}"
     assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
@@ -188,7 +189,7 @@ def check_attention(
         query, key, value: What it is called with.
         mask: As in standard_attention.
         grad_out, grad_lse: Gradients of the results, random by default.
-        **options: Those of standard_attention.
+        **options: Options of standard_attention.
 
     Returns:
         The results by name.

@@ -48,7 +48,7 @@ def standard_attention(
             or anything with a .to_dense() that returns such a tensor; None for all pairs.
         scale, softcap, score, score_tensors, bias, sinks, dropout_p, key_lengths, seed: As in
             sparseflash.attention.
-        dtype: Of the products and of `out`; the softmax and lse are float32 at least.
+        dtype: Dtype of the products and of `out`; the softmax and lse are float32 at least.
 
     Returns:
         out (batch, heads, q_len, value_dim) in `dtype`, and lse (batch, heads, q_len). A query

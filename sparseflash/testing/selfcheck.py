@@ -131,7 +131,7 @@ def selfcheck(console: Console | None = None, processes: int = 1) -> int:
 
 
 def cases() -> Iterator[Case]:
-    """Those that the backends of this machine can serve."""
+    """The cases that the backends of this machine can serve."""
     for backend in backends.BACKENDS:
         for device in _devices():
             # Every other combination: kernels take longer to compile than to check.

@@ -83,7 +83,7 @@ class Chunk:
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
-    """That of the mask, or larger blocks where its rows take longer to start than to compute.
+    """The block size of the mask, or a larger one where rows take longer to start than to compute.
 
     Larger blocks have fewer rows, and more pairs that are computed and masked.
     """

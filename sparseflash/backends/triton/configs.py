@@ -219,7 +219,7 @@ def candidates(
     Args:
         architecture: Compute capability times ten.
         pass_name: "forward", "dq", "ds_sums", "dkdv" or "decode".
-        dtype: Of query, key and value.
+        dtype: Dtype of query, key and value.
         head_dim: Dims of a head.
     """
     bucket = ("dq" if pass_name == "ds_sums" else pass_name, _bucket(head_dim))
@@ -284,7 +284,7 @@ def min_shared_memory(
     Args:
         pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
         architecture: Compute capability times ten.
-        dtype: Of query, key and value.
+        dtype: Dtype of query, key and value.
         head_dim: Dims of a head.
         block_size: (bq, bk) of the table, in tokens.
     """
@@ -390,13 +390,13 @@ def kernel_variant(
     Args:
         pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
         device: On which it runs.
-        dtype: Of query, key and value.
+        dtype: Dtype of query, key and value.
         head_dim: Dims of a head of query and key.
         value_dim: Dims of a head of value. The wider of both decides about the configuration.
         block_size: (bq, bk) of the table, in tokens.
         dropout, softcap, bias: Whether the call has them.
         score: Name of its score function, if it has one.
-        precision: Of float32 products.
+        precision: Precision of float32 products.
         tma: Whether TMA can read the tensors that the loop reads.
         packed_rows: Rows that a tile of "decode" should hold: see choose.
         adds_reads: Whether "ds_sums" adds up the gradients of score tensors.

@@ -46,7 +46,7 @@ class PreparedPass:
         config: Tile shape, warps and pipeline stages.
         streamed: Names of the tensors that the loop reads.
         variant, constants: See triton_common.launcher.
-        strides: Those of the tensors, as the kernel takes them.
+        strides: Strides of the tensors, as the kernel takes them.
         tiles: Shapes of the tiles that the descriptors of streamed tensors describe; None where
             the loop reads pointers.
         scalars: scale * log2(e), the soft cap, the least random word that keeps a pair,
@@ -74,7 +74,7 @@ def prepare_pass(plan: Plan, pass_name: str, tensors: dict[str, Tensor]) -> Prep
 
     Args:
         pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
-        tensors: Those that the kernel takes with their strides, in its order.
+        tensors: The tensors that the kernel takes with their strides, in its order.
     """
     layout = _strides_and_alignment(tensors.values())
     prepared = plan.cache.get((pass_name, layout))
@@ -173,7 +173,7 @@ def launch_pass(
     constants.
 
     Args:
-        tensors: Those of prepare_pass.
+        tensors: As in prepare_pass.
         grid: By default a program for each tile of rows.
     """
     key_lengths, bias = call.key_lengths, call.bias

@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
     Args:
         grid: Programs along three axes.
-        arguments: Those of the kernel, without its constants.
+        arguments: Arguments of the kernel, without its constants.
         variant: Everything that Triton compiles this kernel anew for. Triton would find it out
             from the arguments at every launch, which takes longer than the launch itself.
         constants: Constant arguments by name, and options of the compiler.
@@ -130,7 +130,8 @@ def launch_cached(
 
     Args:
         cache: Where launches are stored: that of a plan.
-        values: Those of Launch.changing: addresses of tensors, None for what is missing.
+        values: Values of the arguments Launch.changing: addresses of tensors, None for a missing
+            one.
         prepare: Returns the launch; not called where one is repeated.
     """
     if not try_relaunch(cache, signature, values):

@@ -53,8 +53,8 @@ def try_relaunch(cache: dict, signature: tuple, values: Values) -> bool:
 
     Args:
         cache: Where `store` stored it.
-        values: Of the arguments in which launches of equal signatures differ, in the order of
-            `store`: addresses for pointers and descriptors, None for what is missing.
+        values: Values of the arguments in which launches of equal signatures differ, in the order
+            of `store`: addresses for pointers and descriptors, None for what is missing.
 
     Returns:
         Whether there was one and the driver took it; else nothing was launched.
@@ -67,7 +67,7 @@ def store(cache: dict, signature: tuple, launched: Launched, names: Sequence[str
     """Stores a launch from its second time on: tables of masks that change see it once.
 
     Args:
-        names: Those of the arguments whose values `try_relaunch` is given, in its order.
+        names: Names of the arguments whose values `try_relaunch` is given, in its order.
     """
     if signature not in cache:
         cache[signature] = None

@@ -65,7 +65,7 @@ def tanh(x):
 
 @triton.jit
 def remainder(a, b):
-    """That of the sign of the divisor, as torch's."""
+    """The remainder with the sign of the divisor, as torch computes it."""
     left = a % b
     return tl.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)
 

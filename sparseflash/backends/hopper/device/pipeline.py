@@ -95,7 +95,7 @@ def advance(state, STAGES: gl.constexpr):
 
 @gluon.jit
 def warpgroup_state(state, WARPGROUPS: gl.constexpr, warpgroup):
-    """That of a warpgroup's own buffer, where every stage has a buffer for each of them."""
+    """The state of a warpgroup's own buffer, where a stage has one buffer for each warpgroup."""
     return PipelineState(state.stage * WARPGROUPS + warpgroup, state.phase)
 
 

@@ -78,7 +78,7 @@ def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr,
 
 @gluon.constexpr_function
 def flat_layout(size):
-    """Of a flat tile: which thread has which element of an accumulator."""
+    """The layout of a flat tile: the thread and register of each element of an accumulator."""
     # Four neighbours a thread, which are 16 bytes, then the lanes, the warps, and the rest.
     rest = [[1 << i] for i in range(9, size.bit_length() - 1)]
     lanes = [[4], [8], [16], [32], [64]]

@@ -61,7 +61,7 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
 
 @gluon.constexpr_function
 def row_product_layout(dims):
-    """Of [64, dims], with each row in the four threads that have it in an accumulator."""
+    """The layout of [64, dims] with each row in the threads that hold it in an accumulator."""
     # Eight neighbouring columns a thread: 16 bytes, the widest load from shared memory.
     columns = [1, 2, 4, *(1 << i for i in range(5, dims.bit_length() - 1))]
     registers = [*([0, column] for column in columns), [8, 0]]
