@@ -36,7 +36,10 @@ def neighborhood2d(columns: int, radius: int) -> Pattern:
         i = torch.arange(grid.nq, device=grid.device)[:, None]
         centre = i * grid.nk // grid.nq
         above = min(reach, -(-grid.nk // wide))
-        row = centre // wide + torch.arange(-above, above + 1, device=grid.device)
+        row = centre // wide
+        if reach >= wide - 1:  # of every row all columns: one run
+            return from_spans(grid, i, (row - above) * wide, (row + above + 1) * wide)
+        row = row + torch.arange(-above, above + 1, device=grid.device)
         column = centre % wide
         first = row * wide + (column - reach).clamp(min=0)
         last = row * wide + (column + reach + 1).clamp(max=wide)

@@ -23,6 +23,7 @@ def seconds(build) -> float:
     ("pattern", "seq_len", "limit"),
     [
         (masks.global_tokens(list(range(0, 1 << 16, 800))), 1 << 16, 2),
+        (masks.neighborhood2d(4, 1000), MILLION, 0.5),
         (masks.documents([10] * 3000, pattern=masks.causal()), 30_000, 3),
         (masks.dilated(4, 1 << 16), MILLION, 2),
         (masks.random(0.5), 1 << 18, 5),

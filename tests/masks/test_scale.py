@@ -43,31 +43,6 @@ def test_a_million_tokens(pattern, seconds, megabytes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pattern", "tokens", "seconds"),
-    [
-        (masks.global_tokens(range(0, MILLION, 1049)), MILLION, 2),
-        (masks.dilated(4, 65_536), MILLION, 5),
-        (masks.random(0.5), MILLION, 5),
-        (masks.strided(2), MILLION, 5),
-        (masks.documents([10] * 10_000, pattern=masks.pattern(lambda q, k: k <= q)), 100_000, 5),
-    ],
-    ids=["scattered tokens", "dilated", "random", "strided", "documents of one size"],
-)
-def test_masks_are_made_in_proportion_to_what_they_hold(pattern, tokens, seconds):
-    assert processor_seconds(lambda: pattern(tokens), runs=2) < CORES * seconds
-
-
-@pytest.mark.slow
-def test_a_predicate_of_distances_and_of_keys():
-    @masks.pattern
-    def summaries_or_near(q, k):
-        return ((q - k).abs() < 64) | (k % 1000 < 10)
-
-    assert processor_seconds(lambda: summaries_or_near(65_536), runs=2) < CORES * 3
-
-
-@pytest.mark.slow
 def test_a_predicate_of_tokens():
     @masks.pattern
     def rings(q, k):
