@@ -1,6 +1,8 @@
 """What the commands of this folder choose from; it imports no torch, so that help is quick."""
 
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 
 class Kind(StrEnum):
@@ -20,3 +22,43 @@ class Task(StrEnum):
     which some keys are asked for at the end. Text: bytes of a file."""
 
     COPY, RETRIEVAL, TEXT = "copy", "retrieval", "text"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, on what and how; see `train`."""
+
+    task: Task = Task.COPY
+    text: Path | None = None
+    tokens: int = 4096
+    pattern: str = "(local(256) | global_tokens(16) | strided(16)) & causal()"
+    block_size: int = 128
+    strategy: str = "auto"
+    context: int = 1
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    batch: int = 4
+    steps: int = 100
+    lr: float = 1e-3
+    warm_up: int = 10
+    recompute: bool = True
+    double: bool = False
+    seed: int = 0
+    save_every: int = 50
+
+    def mesh(self, ranks: int) -> tuple[int, int]:
+        """How many rows of ranks read different sequences, and how many ranks share theirs.
+
+        Raises:
+            ValueError: The ranks, or the sequences of a step, do not divide so.
+        """
+        if ranks % self.context:
+            raise ValueError(f"context must divide the {ranks} ranks, got {self.context}")
+        rows = ranks // self.context
+        if self.batch % rows:
+            raise ValueError(
+                f"batch must be a multiple of the {rows} rows of ranks, got {self.batch}"
+            )
+        return rows, self.context

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from experiments.long_context.train import CLIP, Recipe, Settings
+from experiments.long_context.choices import Settings
+from experiments.long_context.training import CLIP, Recipe
 
 WHOLE = "meta.pt"  # a file of a sharded checkpoint
 

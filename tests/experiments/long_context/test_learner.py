@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from experiments.long_context.choices import Settings
 from experiments.long_context.learner import fit
-from experiments.long_context.train import Settings, Training
+from experiments.long_context.training import Training
 from tests.helpers.ranks import Ranks
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from experiments.long_context.choices import Settings
 from experiments.long_context.corpus import Task
-from experiments.long_context.train import Settings, Training
+from experiments.long_context.training import Training
 from tests.helpers.ranks import Ranks
 
 SETTINGS = Settings(

@@ -1,0 +1,187 @@
+"""A language model on sequences that ranks share, trained, saved and resumed: see `train`."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from experiments.long_context.choices import Settings
+from experiments.long_context.corpus import IGNORED, VOCABULARY, Corpus, read_text
+from experiments.long_context.model import LanguageModel
+from masks._parse import parse
+from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
+
+CLIP = 1.0  # most norm of all gradients
+LAST = "last"  # the file that names the last whole checkpoint
+
+
+class Recipe:
+    """What a rank needs to train: its plan, its samples, the model, the loss.
+
+    Args:
+        settings: Equal on all ranks.
+        data, context: Meshes of one dimension: ranks that read different sequences, and ranks that
+            share theirs.
+        device: Of this rank.
+    """
+
+    def __init__(
+        self, settings: Settings, data: DeviceMesh, context: DeviceMesh, device: torch.device
+    ):
+        self.settings, self.data, self.device = settings, data, device
+        mask = parse(settings.pattern)(settings.tokens, settings.block_size)
+        self.plan: ContextPlan = make_plan(mask, context, settings.strategy)
+        self.rank = context.get_local_rank()
+        self.positions = self.plan.positions(self.rank).to(device)
+        self.attend = partial(context_parallel_attention, plan=self.plan, group=context)
+        length, path = settings.tokens, settings.text
+        text = None if path is None else read_text(path, length)
+        self.corpus = Corpus(settings.task, length, settings.seed, text)
+
+    def model(self) -> nn.Module:
+        """The model, its parameters sharded over all ranks."""
+        s = self.settings
+        torch.manual_seed(s.seed)  # every rank starts from the same weights
+        sizes = (s.layers, s.width, s.heads, s.kv_heads)
+        model = LanguageModel(VOCABULARY, *sizes, recompute=s.recompute)
+        model = model.to(self.device, torch.float64 if s.double else torch.float32)
+        every = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy()
+        if self.device.type == "cuda" and not s.double:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mesh=every, mp_policy=policy)
+        fully_shard(model, mesh=every, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is a sum over all ranks, divided by the number of all labels.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # which gloo has too
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.settings.lr, (0.9, 0.95))
+
+    def warmth(self, step: int) -> float:
+        """What the learning rate of a step is of that after all steps of warm-up."""
+        return min(1.0, (step + 1) / self.settings.warm_up)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels), (samples of this row, tokens of this rank): labels are those of the
+        whole sequence, shifted before they are sharded.
+        """
+        each = self.settings.batch // self.data.size()
+        first = step * self.settings.batch + self.data.get_local_rank() * each
+        samples = [self.corpus.sample(number) for number in range(first, first + each)]
+        whole = (torch.stack(parts) for parts in zip(*samples, strict=True))
+        tokens, labels = (self.plan.shard(x, self.rank, 1).to(self.device) for x in whole)
+        return tokens, labels
+
+    def loss(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The part of this rank, whose gradient is wanted; and the loss, the sum over ranks."""
+        count = (labels != IGNORED).sum()
+        dist.all_reduce(count)
+        logits = model(tokens, self.positions, self.attend)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = nn.functional.cross_entropy(
+            logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        part = total / count
+        whole = part.detach().clone()
+        dist.all_reduce(whole)
+        return part, whole
+
+
+class Training:
+    """A model and what trains it, on the ranks of the process group.
+
+    Args:
+        settings: Equal on all ranks.
+        folder: Of the checkpoints.
+        device: Of this rank.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, device: torch.device):
+        self.settings, self.folder, self.step = settings, folder, 0
+        shape = settings.mesh(dist.get_world_size())
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+        self.recipe = Recipe(settings, mesh["data"], mesh["context"], device)
+        self.model = self.recipe.model()
+        self.optimizer = self.recipe.optimizer(self.model)
+        self._resume()
+
+    def run(self) -> list[float]:
+        """Trains up to the last step; the loss of every step of this run."""
+        losses = []
+        while self.step < self.settings.steps:
+            begin = time.perf_counter()
+            losses.append(self._train_step())
+            self.step += 1
+            if dist.get_rank() == 0:
+                seconds = time.perf_counter() - begin
+                print(f"step {self.step} loss {losses[-1]:.4f} {seconds:.2f} s", flush=True)
+            if self.step % self.settings.save_every == 0 or self.step == self.settings.steps:
+                self._save()
+        return losses
+
+    def _train_step(self) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * self.recipe.warmth(self.step)
+        part, loss = self.recipe.loss(self.model, *self.recipe.batch(self.step))
+        part.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+    def _state(self) -> dict:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _save(self) -> None:
+        name = f"step-{self.step}"
+        save(self._state(), checkpoint_id=self.folder / name)
+        dist.barrier()  # only a whole checkpoint is the last one
+        if dist.get_rank() == 0:
+            draft = self.folder / f".{LAST}"
+            draft.write_text(str(self.step))
+            draft.replace(self.folder / LAST)
+        dist.barrier()
+
+    def _resume(self) -> None:
+        last = self.folder / LAST
+        if not last.exists():
+            return
+        self.step = int(last.read_text())
+        state = self._state()
+        load(state, checkpoint_id=self.folder / f"step-{self.step}")
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def start() -> torch.device:
+    """Joins the other processes, or a group of its own; the device of this one."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return device
