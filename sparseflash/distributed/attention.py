@@ -78,12 +78,12 @@ def context_parallel_attention(
             rank's queries, as is that of sinks: the sum over ranks is the whole, as of any
             parameter that ranks share.
         sinks: As in sparseflash.attention.
-        seed: Of dropout: the same seed drops the same pairs as in one process.
+        seed: Seed of dropout: it drops the same pairs as in one process.
         return_lse: Also return the LSE of this rank's queries.
         check: Before anything is exchanged, ask all ranks whether their plans and arguments agree
             and none is refused. Where not, all raise. It waits for the device. None: in the first
             call with this plan and group.
-        **options: Those of AttentionOptions.
+        **options: Keywords of AttentionOptions.
 
     Returns:
         out like query, and with return_lse the LSE, (batch, heads, tokens of this rank).

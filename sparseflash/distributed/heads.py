@@ -21,7 +21,7 @@ class HeadSharing:
 
     Attributes:
         group: These ranks.
-        tokens: Of the shard, with how many each of them comes.
+        tokens: How many tokens of the shard each of them has.
     """
 
     group: ProcessGroup

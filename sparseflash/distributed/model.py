@@ -24,8 +24,8 @@ class Division:
     Attributes:
         own: Non-zero blocks whose keys the rank owns.
         fetched: The others.
-        ready: Those of rows that attend own keys only.
-        waiting: Those of the other rows.
+        ready: Blocks of rows that attend own keys only.
+        waiting: Blocks of the other rows.
         waiting_rows: How many these are.
     """
 

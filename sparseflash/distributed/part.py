@@ -154,7 +154,7 @@ class Fetches:
     """Which key blocks ranks fetch for the heads of one mask, and in how many rounds.
 
     Attributes:
-        workload: Of the mask.
+        workload: The mask as the strategies see it.
         owner: int64 (units,), the rank of each unit.
         fetched: bool (ranks, nk), the key blocks that each rank receives.
         num_rounds: All-to-alls, the same on every rank.

@@ -52,7 +52,7 @@ class ContextPlan:
     Made by make_plan. It knows no process group: a rank is a number from 0 to before `ranks`.
 
     Attributes:
-        mask: Of the whole sequence, on the CPU.
+        mask: The mask of the whole sequence, on the CPU.
         ranks: How many share the sequence.
         strategy: The one that assigned the units to ranks; "own" where the caller did.
         owner: int64 (units,), the rank of each run of max(block_size) tokens.
@@ -135,7 +135,7 @@ class ContextPlan:
 
         Args:
             rank: Its number.
-            device: Of the tensors.
+            device: Device of the tensors.
             groups: Into how many groups heads are parted, that are fetched one after another.
         """
         rank, device = self._rank(rank), torch.device(device)
@@ -219,8 +219,8 @@ class ContextPlan:
         """Bytes and blocks of every rank, beside a ring, an all-gather and lower bounds.
 
         Args:
-            kv_heads, head_dim, dtype, batch: Of keys and values.
-            heads: Of queries, which travel where rows are shared; by default kv_heads.
+            kv_heads, head_dim, dtype, batch: Sizes and dtype of keys and values.
+            heads: Heads of queries, which travel where rows are shared; by default kv_heads.
 
         Raises:
             TypeError, ValueError: An argument is wrong; the message names it.
@@ -321,7 +321,7 @@ def make_plan(
     communication. Stored with the mask.
 
     Args:
-        mask: Of as many queries as keys.
+        mask: The mask of the whole sequence, with as many queries as keys.
         ranks: How many share the sequence, at most one for each unit of max(block_size) tokens; or
             the group or the one-dimensional mesh of these ranks.
         strategy: "contiguous", "zigzag", "zigzag by document", "balanced chunks", "contiguous with
@@ -440,7 +440,7 @@ def _fastest(
     ranks: int,
     fetch_cost: float,
 ) -> tuple[str, Tensor, Workload]:
-    """Of the choices whose modelled time is about the least, that which moves least."""
+    """The choice that moves least, of those whose modelled time is about the least."""
     found = []
     for workload in workloads:
         for name, assign in strategies.items():

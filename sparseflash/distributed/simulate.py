@@ -36,9 +36,9 @@ class Machine:
     Attributes:
         tflops: Useful TFLOP/s of attention kernels, forward.
         bandwidth: GB/s in which it receives, and as many in which it sends.
-        latency_us: Of an exchange.
-        backward_tflops: Of the backward pass; as many as forward if None.
-        call_us: Of a pass, beside its blocks and its exchange.
+        latency_us: Microseconds of an exchange beside its bytes.
+        backward_tflops: Useful TFLOP/s of the backward pass; as many as forward if None.
+        call_us: Microseconds of a pass beside its blocks and its exchange.
 
     Raises:
         ValueError: A rate is not above 0, or a time is below it.
@@ -100,9 +100,9 @@ class Demand:
     """What a plan asks of each rank: all that the model of time reads. As JSON with `asdict`.
 
     Attributes:
-        split, groups: Of the plan.
+        split, groups: As in the plan.
         block_flops: Useful FLOPs of a block of all heads of its mask and the batch, forward.
-        own, fetched, ready, waiting, waiting_rows: Of each rank, as in Division.
+        own, fetched, ready, waiting, waiting_rows: For each rank, as in Division.
         moved, returned: Bytes of each rank, the more of received and sent ones, forward and
             backward.
     """
@@ -170,13 +170,13 @@ class Prediction:
     """Modelled milliseconds of the slowest rank.
 
     Attributes:
-        ranks, strategy: Of the plan.
+        ranks, strategy: As in the plan.
         imbalance: Most blocks of a rank over the mean.
         share: Bytes moved over those of an all-gather or a ring.
         receive_mb: Most megabytes that a rank receives in a forward pass.
         forward_ms, total_ms: Forward; forward and backward.
-        exposed_ms: Of total_ms, what it takes longer than blocks alone would.
-        efficiency: Of total_ms, what evenly shared blocks alone would take.
+        exposed_ms: How much longer total_ms is than the blocks alone would take.
+        efficiency: The share of total_ms that evenly shared blocks alone would take.
     """
 
     ranks: int

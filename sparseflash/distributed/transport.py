@@ -114,8 +114,8 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
     Args:
         shard: The tokens of this rank along `dim`, as plan.shard gives them.
         plan: By which the sequence is sharded.
-        dim: Of the tokens.
-        group: Of the ranks; by default all processes.
+        dim: The dimension of the tokens.
+        group: The ranks; by default all processes.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or the shard requires a gradient, which would
