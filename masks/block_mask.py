@@ -156,7 +156,13 @@ class BlockMask(OnGrid, Handled):
         return convert.to_scipy(self.block_set)
 
     def head(self, index: int) -> "BlockMask":
-        """The mask of one head. Raises IndexError for one that there is not."""
+        """The mask of one head.
+
+        Raises:
+            TypeError: `index` is no integer.
+            IndexError: There is no such head.
+        """
+        index = check_integer("index", index)
         if not -self.num_heads <= index < self.num_heads:
             raise IndexError(f"index must be that of one of {self.num_heads} heads, got {index}")
         return BlockMask(self.block_set.select_masks([self.head_to_mask[index]]))
@@ -537,7 +543,18 @@ class DynamicMask(OnGrid):
         return pairs[..., : g.q_len, : g.k_len] & self.support.to_dense()
 
     def to_block_mask(self, batch_index: int = 0) -> BlockMask:
-        """The mask of a batch element as it is now."""
+        """The mask of a batch element as it is now.
+
+        Raises:
+            TypeError: `batch_index` is no integer.
+            IndexError: There is no such batch element.
+        """
+        batch_index = check_integer("batch_index", batch_index)
+        if not -self.num_batches <= batch_index < self.num_batches:
+            raise IndexError(
+                f"batch_index must be that of one of {self.num_batches} batch elements, got "
+                f"{batch_index}"
+            )
         return BlockMask(convert.from_blocks(self.grid, self.blocks[batch_index])) & self.support
 
     def __repr__(self) -> str:

@@ -71,12 +71,14 @@ def lint(
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: `ignore` names no rule, or lengths of masks differ.
+        ValueError: `ignore` names no rule, or there are no masks or some of other lengths.
     """
     if within is not None and not isinstance(within, Pattern):
         raise TypeError(f"within must be a Pattern or None, got {within!r}")
-    if unknown := set(ignore) - RULES.keys():
-        raise ValueError(f"ignore must be of {[*RULES]}, got {sorted(unknown)}")
+    if isinstance(ignore, str) or not isinstance(ignore, Sequence):
+        raise TypeError(f"ignore must be a list of rules, got {ignore!r}")
+    if unknown := [rule for rule in ignore if rule not in [*RULES]]:
+        raise ValueError(f"ignore must be of {[*RULES]}, got {unknown}")
     single = isinstance(masks, BlockMask)
     given = listed(masks)
     context = _Context(given, within, layers if single else layers or len(given))

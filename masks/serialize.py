@@ -47,6 +47,7 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
         TypeError: It is neither.
         ValueError: A pattern of a function, which no file can hold; its mask at a length can be
             saved.
+        OSError: The file cannot be written.
     """
     if isinstance(mask, Pattern):
         header, tensors = {"pattern": _written(mask)}, {}
@@ -55,7 +56,10 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
     else:
         hint = "; save its stacked" if isinstance(mask, MaskBatch) else ""
         raise TypeError(f"mask must be a Pattern or a BlockMask, got {type(mask).__name__}{hint}")
-    save_file(tensors, path, metadata={HEADER: json.dumps({"version": VERSION} | header)})
+    try:
+        save_file(tensors, path, metadata={HEADER: json.dumps({"version": VERSION} | header)})
+    except SafetensorError as error:
+        raise OSError(f"file {path} cannot be written: {error}") from error
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | BlockMask:

@@ -159,16 +159,16 @@ def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
 
 
 def listed(masks: BlockMask | Sequence[BlockMask]) -> list[BlockMask]:
-    """One mask or several as a list. Raises TypeError for anything else."""
+    """One mask or several as a list. Raises TypeError for anything else, ValueError for none."""
     given = [masks] if isinstance(masks, BlockMask) else masks
     if not isinstance(given, Sequence) or not all(isinstance(m, BlockMask) for m in given):
         raise TypeError(f"masks must be a BlockMask or a list of them, got {masks!r}")
+    if not given:
+        raise ValueError("masks must be one for each layer, at least 1, got none")
     return list(given)
 
 
 def _check(masks: Sequence[BlockMask]) -> None:
-    if not masks:
-        raise ValueError("masks must be one for each layer, at least 1, got none")
     for mask in masks:
         if mask.seq_len != (mask.seq_len[0],) * 2 or mask.seq_len != masks[0].seq_len:
             raise ValueError(

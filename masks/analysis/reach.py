@@ -9,7 +9,8 @@ from masks.analysis.graph import TokenGraph, is_causal, listed, token_graph
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
 
-MAX_LAYERS = 32
+MAX_LAYERS = 32  # that are followed of a single mask by default
+MOST_LAYERS = 1 << 16
 FOLLOWED_CLASSES = 1 << 15  # more classes are sampled
 SAMPLES = 512
 CONFIDENCE = 0.95
@@ -77,7 +78,7 @@ def receptive_field(
 
     Args:
         masks: The mask of every layer, or one for each from the input on; square.
-        layers: At least 1; by default as many as there are masks, and 32 for a single one.
+        layers: 1 to 65,536; by default as many as there are masks, and 32 for a single one.
         samples: Keys to draw; by default all where they fit, or else 512.
         seed: Seed of the random numbers.
         progress: Called with (steps done, steps at most) after each.
@@ -90,6 +91,7 @@ def receptive_field(
         Maurer and Pontil 2009, Empirical Bernstein bounds and sample variance penalization.
     """
     stack = _stack_of(masks, layers)
+    seed = check_integer("seed", seed, least=0)
     graph = token_graph(stack)
     causal = is_causal(stack)
     keys, weight = _followed(graph, samples, seed, causal)
@@ -206,12 +208,12 @@ def pixel_reach(
         ValueError: Sizes do not fit, or the pixel is outside.
     """
     stack = _stack_of(masks, layers)
-    height, width = (check_integer("image", side, least=1) for side in image)
+    height, width = _two("image", image, least=1)
     if height * width != stack[0].seq_len[0]:
         raise ValueError(
             f"image must have {stack[0].seq_len[0]} pixels like the mask, got {height} x {width}"
         )
-    row, column = (height // 2, width // 2) if pixel is None else pixel
+    row, column = (height // 2, width // 2) if pixel is None else _two("pixel", pixel)
     if not (0 <= row < height and 0 <= column < width):
         raise ValueError(f"pixel must be in an image of {height} x {width}, got {pixel}")
     order = _pixels_in_order(height, width, (1, width) if tile is None else tile)
@@ -234,9 +236,16 @@ def pixel_reach(
     )
 
 
+def _two(name: str, sizes: tuple[int, int], least: int = 0) -> list[int]:
+    numbers = check_integers(name, sizes, least)
+    if len(numbers) != 2:
+        raise ValueError(f"{name} must be two integers, got {sizes}")
+    return numbers
+
+
 def _pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarray:
     """row * width + column of the pixel of each token."""
-    down, right = (check_integer("tile", side, least=1) for side in tile)
+    down, right = _two("tile", tile, least=1)
     if height % down or width % right:
         raise ValueError(f"tile must divide an image of {height} x {width}, got {tile}")
     pixels = np.arange(height * width).reshape(height // down, down, width // right, right)
@@ -247,9 +256,9 @@ def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> lis
     """The mask of each layer."""
     given = listed(masks)
     if layers is None:
-        layers = MAX_LAYERS if isinstance(masks, BlockMask) else max(1, len(given))
-    layers = check_integer("layers", layers, least=1)
-    return [given[layer % len(given)] for layer in range(layers)] if given else []
+        layers = MAX_LAYERS if isinstance(masks, BlockMask) else len(given)
+    layers = check_integer("layers", layers, least=1, most=MOST_LAYERS)
+    return [given[layer % len(given)] for layer in range(layers)]
 
 
 def _followed(

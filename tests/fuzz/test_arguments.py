@@ -14,7 +14,8 @@ import torch
 
 import masks
 import sparseflash
-from masks import BlockMask, DynamicMask, MaskBatch, interop
+from masks import BlockMask, DynamicMask, MaskBatch, analysis, interop
+from masks.lint import lint
 from sparseflash.distributed import context_parallel_attention, gather, make_plan
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
 
@@ -160,6 +161,23 @@ MASKS = {
         interop.from_cudnn_intervals,
         {"intervals": torch.ones(1, 3, 40).int(), "k_len": 40, "block_size": 16},
     ),
+    "take_blocks": (
+        MASK.take_blocks,
+        {"rows": torch.tensor([0, 1]), "columns": torch.tensor([0, 2])},
+    ),
+    "keep_rows": (MASK.keep_rows, {"rows": torch.tensor([0, 1])}),
+    "receptive_field": (
+        analysis.receptive_field,
+        {"masks": [MASK, MASK], "layers": 2, "samples": 10, "seed": 3},
+    ),
+    "hops": (analysis.hops, {"masks": MASK, "tokens": [3], "layers": 2}),
+    "pixel_reach": (
+        analysis.pixel_reach,
+        {"masks": masks.full()(64, 16), "image": (8, 8), "layers": 2}
+        | {"tile": (4, 4), "pixel": (3, 3)},
+    ),
+    "spectral_gap": (analysis.spectral_gap, {"mask": MASK}),
+    "lint": (lint, {"masks": MASK, "within": masks.causal(), "layers": 2, "ignore": []}),
     "table": (partial(MASK.table, "cpu"), {"block_size": (32, 64)}),
     "coverage": (MASK.coverage, {"block_size": (32, 64)}),
     "MaskBatch": (MaskBatch, {"stacked": MASK, "num_batches": 1}),

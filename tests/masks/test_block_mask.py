@@ -134,6 +134,13 @@ def test_stack_shares_equal_heads():
     assert mask.head(1) == masks.butterfly()(100, 16)
 
 
+def test_heads_that_there_are_not():
+    with pytest.raises(IndexError, match="index must be that of one of 1 heads, got 1"):
+        masks.full()(64).head(1)
+    with pytest.raises(TypeError, match=r"index must be an integer, got \(0, 0\)"):
+        masks.full()(64).head((0, 0))
+
+
 def test_a_head_has_a_table_of_its_own():
     both = masks.stack([masks.local(9), masks.local(9)])(100, 16)
     assert both.table().head_to_mask.shape == (1, 2)

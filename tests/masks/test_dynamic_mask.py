@@ -87,6 +87,15 @@ def test_few_queries_leave_blocks_full():
     assert rows.row_ptr.tolist() == [[[0, 6, 6, 1]], [[7, 6, 13, 1]]]
 
 
+def test_batch_elements_that_there_are_not():
+    mask = DynamicMask.from_blocks(torch.ones(2, 1, 3, 3) > 0, 16)
+    assert mask.to_block_mask(-1) == masks.full()(48, 16)
+    with pytest.raises(IndexError, match="one of 2 batch elements, got 2"):
+        mask.to_block_mask(2)
+    with pytest.raises(TypeError, match="batch_index must be an integer, got slice"):
+        mask.to_block_mask(slice(1))
+
+
 def test_how_far_blocks_fill_others_is_known_of_their_own_size_alone():
     mask = DynamicMask.from_topk(torch.rand(3, 3), 1, (128, 64))
     assert (mask.coverage([128, 64]), mask.coverage(128)) == (1.0, None)

@@ -101,6 +101,10 @@ def test_rules_can_be_left_out_and_unknown_ones_are_refused():
     assert lint(mask, ignore=["useless-pairs"]) == []
     with pytest.raises(ValueError, match="ignore must be of"):
         lint(mask, ignore=["nothing"])
+    with pytest.raises(TypeError, match="ignore must be a list of rules, got 3"):
+        lint(mask, ignore=3)
+    with pytest.raises(ValueError, match="masks must be one for each layer"):
+        lint([])
     with pytest.raises(TypeError, match="within must be a Pattern or None, got 'causal'"):
         lint(mask, within="causal")
     with pytest.raises(TypeError, match="masks must be a BlockMask or a list"):

@@ -97,6 +97,11 @@ def test_other_files_are_refused(tmp_path):
         masks.to_json("full()")
 
 
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"nothing/mask cannot be written"):
+        masks.save(masks.full(), tmp_path / "nothing" / "mask")
+
+
 def test_integers_and_arrays_of_numpy_are_saved():
     for pattern in (masks.local(np.int64(3)), masks.documents(np.array([3, 4]))):
         assert masks.from_json(masks.to_json(pattern)) == pattern

@@ -167,13 +167,19 @@ def test_anything_but_block_masks_is_refused(function, wrong):
         (lambda mask: receptive_field(mask, 0), "layers"),
         (lambda mask: receptive_field(mask, samples=1), "samples"),
         (lambda mask: receptive_field([]), "masks must be one for each layer, at least 1"),
+        (lambda mask: receptive_field(mask, seed=-1), "seed must be at least 0, got -1"),
+        (lambda mask: hops([], [3]), "masks must be one for each layer, at least 1"),
         (lambda mask: hops(mask, [64]), "tokens"),
         (lambda mask: hops(mask, []), "tokens"),
         (lambda mask: pixel_reach(mask, (8, 9)), "64 pixels"),
         (lambda mask: pixel_reach(mask, (8, 8), tile=(3, 8)), "tile"),
         (lambda mask: pixel_reach(mask, (8, 8), pixel=(8, 0)), "pixel"),
+        (lambda mask: pixel_reach(mask, (8, 8, 1)), "image must be two integers"),
+        (lambda mask: pixel_reach(mask, 8), "image must be a sequence of integers, got 8"),
+        (lambda mask: pixel_reach(mask, (8, 8), pixel=3.0), "pixel must be a sequence of int"),
+        (lambda mask: pixel_reach(mask, (8, 8), tile=("x", 8)), r"tile\[0\] must be an integer"),
     ],
 )
 def test_bad_input_is_named(call, named):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((TypeError, ValueError), match=named):
         call(masks.full()(64, 16))
