@@ -7,6 +7,7 @@ have read. Labels are those of the next token, IGNORED where nothing is asked.
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,8 +65,13 @@ class Corpus:
 
 
 def read_text(path: Path, length: int) -> Tensor:
-    """The bytes of a file, uint8. Raises ValueError where they are fewer than a sample needs."""
-    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    """The bytes of a file, or of the .txt and .md files of a folder by name, one after another:
+    uint8. Raises ValueError where they are fewer than a sample needs.
+    """
+    files = [path]
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.suffix in (".txt", ".md"))
+    text = np.frombuffer(b"\n".join(each.read_bytes() for each in files), np.uint8)
     if len(text) <= length:
         raise ValueError(f"text must have more than {length} bytes, {path} has {len(text)}")
-    return text
+    return torch.from_numpy(text.copy())

@@ -23,7 +23,9 @@ from experiments.long_context.choices import Settings, Task
 def main(
     folder: Annotated[Path, typer.Option(help="Of checkpoints.")] = Path("runs/long-context"),
     task: Task = Task.COPY,
-    text: Annotated[Path | None, typer.Option(exists=True, help="Of the task text.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, help="Of the task text: a file or a folder.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Of a sequence.")] = 4096,
     pattern: Annotated[str, typer.Option(help="As `python -m masks` reads it.")] = (
         Settings.pattern

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from masks import BlockMask
     from sparseflash.distributed.simulate import Prediction
 
+HIDDEN = 0.01  # of the time of both passes
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
@@ -65,6 +66,22 @@ def simulate(
             for name in names
         ]
     _show(mask, found)
+    groups = {name: [each for each in found if each.strategy == name] for name in STRATEGIES}
+    groups = groups if strategy == "all" else {strategy: found}
+    for name, group in groups.items():
+        print(f"{name}: communication {hiding(group)}")
+
+
+def hiding(found: "Sequence[Prediction]") -> str:
+    """On how many ranks communication hides: it does where it takes up to HIDDEN of the time."""
+    ordered = sorted(found, key=lambda each: each.ranks)
+    shown = [each.ranks for each in ordered if each.exposed_ms > HIDDEN * each.total_ms]
+    if not shown:
+        return f"hides, on up to {ordered[-1].ranks} ranks"
+    before = [each.ranks for each in ordered if each.ranks < shown[0]]
+    if not before:
+        return f"does not hide on {shown[0]} ranks"
+    return f"hides on up to {before[-1]} ranks, and does not on {shown[0]}"
 
 
 def _show(mask: "BlockMask", found: "Sequence[Prediction]") -> None:

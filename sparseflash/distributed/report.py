@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from sparseflash.distributed.plan import ContextPlan
 
 
+BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe and Ito: apart for everyone
+
+
 @dataclass(frozen=True)
 class Report:
     """Bytes are those of keys and values, and of what shared rows need.
@@ -89,15 +92,22 @@ class Report:
         figure = Figure(figsize=(8, 3), layout="constrained")
         compute, moved = figure.subplots(1, 2)
         ranks = range(len(self.blocks))
-        compute.bar(ranks, self.blocks, color="tab:blue")
+        compute.bar(ranks, self.blocks, color=BLUE)
         compute.axhline(sum(self.blocks) / len(self.blocks), color="black", lw=1, label="mean")
         compute.set(xlabel="rank", ylabel="non-zero blocks", title="Computed")
         compute.legend()
         gathered = [size / 1e6 for size in self.gathered_bytes]
         moved.step(ranks, gathered, where="mid", color="black", lw=1, label="all-gather, ring")
-        moved.bar(ranks, [size / 1e6 for size in self.receive_bytes], 0.4, align="edge")
-        moved.bar(ranks, [size / 1e6 for size in self.send_bytes], -0.4, align="edge")
-        moved.legend(["all-gather, ring", "received", "sent"])
+        for name, sizes, width, colour in (
+            ("received", self.receive_bytes, 0.4, BLUE),
+            ("sent", self.send_bytes, -0.4, ORANGE),
+        ):
+            heights = [size / 1e6 for size in sizes]
+            moved.bar(ranks, heights, width, align="edge", color=colour, label=name)
+        least = self.least_bytes / 1e6
+        moved.axhline(least, color="black", lw=1, ls=":", label="least received on average")
+        moved.legend(fontsize="small", ncols=2)
+        moved.set_ylim(0, 1.3 * max(gathered) or 1)
         moved.set(xlabel="rank", ylabel="MB", title=f"Moved: {self.strategy}")
         return figure
 

@@ -215,3 +215,11 @@ def predict(
         exposed_ms=max(slowest - float(blocks.max()) * block_ms - 2 * machine.call_us / 1e3, 0.0),
         efficiency=float(blocks.mean()) * block_ms / max(slowest, 1e-12),
     )
+
+
+if __name__ == "__main__":
+    from typer import run
+
+    from sparseflash.commands.simulate import simulate
+
+    run(simulate)

@@ -37,3 +37,13 @@ def test_text_is_read_by_bytes(tmp_path):
     assert torch.equal(labels, tokens + 1)
     with pytest.raises(ValueError, match="text must have more than 200 bytes"):
         read_text(tmp_path / "text", 200)
+
+
+def test_files_of_a_folder_are_read_by_name(tmp_path):
+    (tmp_path / "more").mkdir()
+    files = {"b.txt": "two", "a.md": "one", "more/c.txt": "three", "d.py": "x"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert bytes(read_text(tmp_path, 5).tolist()) == b"one\ntwo\nthree"
+    with pytest.raises(ValueError, match="has 13"):
+        read_text(tmp_path, 13)

@@ -95,6 +95,13 @@ def test_four_ranks_train_like_one_process(one_process, four_ranks, tmp_path):
         assert losses == pytest.approx(one_process[Task.COPY], abs=1e-10)
 
 
+def test_four_ranks_go_on_from_a_checkpoint_of_two(one_process, two_ranks, four_ranks, tmp_path):
+    settings = replace(SETTINGS, context=2)
+    two_ranks.run(train, replace(settings, steps=2), tmp_path / "run")
+    for losses in four_ranks.run(train, settings, tmp_path / "run"):
+        assert losses == pytest.approx(one_process[Task.COPY][2:], abs=1e-10)
+
+
 @pytest.mark.parametrize("task", [Task.COPY, Task.RETRIEVAL])
 @pytest.mark.parametrize(("context", "recompute"), [(2, True), (2, False), (1, True)])
 def test_losses_are_those_of_one_process(

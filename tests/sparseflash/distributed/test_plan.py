@@ -245,7 +245,13 @@ def test_report_counts_bytes_of_keys_and_values():
     assert "at least 0.03 MB" in str(report)
     assert "at least" not in str(make_plan(masks.local(64)(4096, 64), 2).report())
     assert "shared" not in str(report)
-    assert len(report.plot().axes) == 2
+    computed, moved = report.plot().axes
+    names = [text.get_text() for text in moved.get_legend().get_texts()]
+    assert sorted(names) == ["all-gather, ring", "least received on average", "received", "sent"]
+    assert [bar.get_height() for bar in computed.patches] == report.blocks  # pyright: ignore
+    heights = [bar.get_height() * 1e6 for bar in moved.patches]  # pyright: ignore
+    assert heights == pytest.approx([*report.receive_bytes, *report.send_bytes])
+    assert max(moved.lines[-1].get_ydata()) * 1e6 == pytest.approx(report.least_bytes)
     shared = make_plan(CAUSAL, 2, "contiguous", shared_rows=[30, 31]).report(2, 32, torch.float32)
     assert shared.shared_rows == 2
     assert "of these 0.07 MB are queries and results of 2 shared block rows" in str(shared)

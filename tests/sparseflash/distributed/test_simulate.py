@@ -1,14 +1,17 @@
 """The model of attention over many ranks, against sums by hand."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import masks
-from sparseflash.commands.simulate import parse_tokens, simulate
+from sparseflash.commands.simulate import hiding, parse_tokens, simulate
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
 from sparseflash.distributed.model import divided
@@ -16,8 +19,11 @@ from sparseflash.distributed.simulate import (
     Attention,
     Demand,
     Machine,
+    Prediction,
     predict,
 )
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("strategy", ["contiguous", "zigzag", "balanced chunks"])
@@ -126,6 +132,7 @@ def test_command_shows_every_strategy_and_names_what_is_wrong(tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert all(name in done.output for name in ("contiguous", "zigzag", "balanced chunks"))
+    assert "contiguous with repair: communication does not hide on 4 ranks" in done.output
     path = tmp_path / "machine.json"
     path.write_text('{"machine": {"tflops": 1e-6}}')
     done = run(app, ["causal()", "--tokens", "1K", "--ranks", "1", "--machine", str(path)])
@@ -141,3 +148,22 @@ def test_command_shows_every_strategy_and_names_what_is_wrong(tmp_path):
         done = run(app, wrong)
         assert done.exit_code == 2
         assert named in done.output
+
+
+def test_where_communication_stops_hiding_is_said():
+    def of(ranks, exposed):
+        return Prediction(ranks, "contiguous", 1.0, 0.5, 1.0, 1.0, 10.0, exposed, 0.9)
+
+    assert hiding([of(8, 0.0), of(2, 0.1)]) == "hides, on up to 8 ranks"
+    assert hiding([of(8, 3.0), of(2, 0.0), of(4, 0.1), of(64, 9.0)]) == (
+        "hides on up to 4 ranks, and does not on 8"
+    )
+    assert hiding([of(2, 0.2), of(4, 0.0)]) == "does not hide on 2 ranks"
+
+
+def test_the_model_is_a_module_that_runs():
+    command = [sys.executable, "-m", "sparseflash.distributed.simulate", "causal()"]
+    command += ["--tokens", "4K", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "auto: communication" in done.stdout
