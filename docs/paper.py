@@ -166,6 +166,8 @@ PAIRED = {
     "linformer": "Linformer",
     "reformer": "Reformer",
     "smyrf": "SMYRF",
+    "local-attention": "local",
+    "longformer": "Longformer",
 }
 
 

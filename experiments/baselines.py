@@ -31,6 +31,8 @@ WITH_DROPOUT = (
     Baseline.STANDARD,
     Baseline.LINFORMER,
     Baseline.REFORMER,
+    Baseline.LOCAL,
+    Baseline.LONGFORMER,
 )
 STANDARD_PARTS = ("product", "mask", "softmax", "dropout", "product with V")
 # What libraries raise, besides RuntimeError, for a problem that they do not take.

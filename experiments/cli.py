@@ -51,12 +51,13 @@ class Baseline(StrEnum):
     NYSTROMFORMER = "nystromformer"
     REFORMER = "reformer"
     SMYRF = "smyrf"
+    LOCAL = "local-attention"  # of a package
+    LONGFORMER = "longformer"  # of transformers
 
     @property
     def approximate(self) -> bool:
         """Whether its results are others than those of attention."""
-        names = ("LINEAR", "LINFORMER", "PERFORMER", "NYSTROMFORMER", "REFORMER", "SMYRF")
-        return self.name in names
+        return list(Baseline).index(self) >= list(Baseline).index(Baseline.LINEAR)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Approximate attention layers, with projections of their own.
+"""Approximate attention layers, with projections of their own; and windows of other packages.
 
 All but SMYRF are of other packages: `pip install 'sparseflash[lra-peers]'`.
 """
@@ -14,6 +14,7 @@ from experiments.smyrf import CLUSTER, Smyrf, clustered_attention
 LANDMARKS = 64
 PROJECTED = 256
 HASHES, CHUNK = 2, 64
+WINDOW = 64  # tokens to each side of a query, or of its chunk
 
 
 class Masked(nn.Module):
@@ -124,10 +125,58 @@ STAND_INS = {
 }
 
 
-def without_projections(
-    name: str, query: Tensor, dropout_p: float
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """One of PACKAGED as attention alone, its weights frozen.
+Bare = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def local_attention(query: Tensor, dropout_p: float) -> Bare:
+    """Each chunk of WINDOW tokens attends itself and the two beside it."""
+    options = {"window_size": WINDOW, "look_forward": 1, "dropout": dropout_p, "autopad": True}
+    return _package("local_attention").LocalAttention(**options)
+
+
+class Given(nn.Module):
+    """What a projection gives, whatever it reads."""
+
+    def __init__(self, projected: Tensor):
+        super().__init__()
+        self.projected = projected
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projected
+
+
+def longformer(query: Tensor, dropout_p: float) -> Bare:
+    """Beltagy, Peters, Cohan 2020, without global tokens: WINDOW tokens to each side."""
+    heads, _, head_dim = query.shape[1:]
+    models = _package("transformers").models.longformer
+    config = models.LongformerConfig(
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        attention_window=[2 * WINDOW],
+        attention_probs_dropout_prob=dropout_p,
+    )
+    layer = models.modeling_longformer.LongformerSelfAttention(config, 0)
+
+    def attend(query, key, value, inside):
+        # (seq, batch, dim), in which the layer scales queries in place.
+        rows = [t.permute(2, 0, 1, 3).flatten(2).clone() for t in (query, key, value)]
+        layer.query, layer.key, layer.value = map(Given, rows)
+        outside = torch.zeros_like(query[:, 0, :, 0]) if inside is None else (~inside).to(query)
+        out = layer(rows[0].transpose(0, 1), outside, is_index_masked=outside.bool())[0]
+        return out.unflatten(-1, (heads, head_dim)).transpose(1, 2).to(query.dtype)
+
+    return attend
+
+
+# Those that have no projections, or whose projections are no part of a layer's weights.
+BARE: dict[str, Callable[[Tensor, float], Bare]] = {
+    "local-attention": local_attention,
+    "longformer": longformer,
+}
+
+
+def without_projections(name: str, query: Tensor, dropout_p: float) -> Bare:
+    """One of PACKAGED as attention alone, its weights frozen; or one of BARE.
 
     Args:
         name: of the layer.
@@ -138,6 +187,8 @@ def without_projections(
         A function (query, key, value, inside) -> out; inside is bool (batch, seq_len) or None. The
         tensors (batch, heads, seq_len, head_dim) are copied into the layout of the packages.
     """
+    if name in BARE:
+        return BARE[name](query, dropout_p)
     heads, seq_len, head_dim = query.shape[1:]
     layer = PACKAGED[name](heads * head_dim, heads, seq_len)
     if isinstance(layer, Smyrf):

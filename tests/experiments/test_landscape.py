@@ -16,7 +16,7 @@ from experiments.bench import app
 from experiments.check import Extras
 from experiments.cli import Baseline
 from experiments.measure import Case, check_finite, measure, part_of_standard
-from experiments.packaged import without_projections
+from experiments.packaged import WINDOW, without_projections
 from experiments.pattern_families import Problem
 from experiments.record import Measurement, Record, crossing_length, lines
 from experiments.settings import Method
@@ -28,6 +28,8 @@ MODULES = {
     "performer": "performer_pytorch",
     "linformer": "linformer",
     "reformer": "transformers",
+    "local-attention": "local_attention",
+    "longformer": "transformers",
 }
 PEERS = [Baseline(name) for name in MODULES]
 
@@ -182,6 +184,22 @@ def test_layers_without_projections_are_linear_in_the_values(name, inputs):
         outs.append(attend(query, key, filled, inside)[1, :, :70])
     torch.testing.assert_close(*outs)
     check_finite(lambda *t: attend(*t, inside), inputs, torch.randn_like(query))
+
+
+def test_windows_of_packages_are_those_of_patterns(inputs):
+    """Of Longformer each query has its own; of local attention all of a chunk share one."""
+    query, key, value = inputs
+    near = masks.local(WINDOW)(128, block_size=32).to_dense()
+    attend = without_projections("longformer", query, 0.0)
+    expected = scaled_dot_product_attention(query, key, value, near)
+    torch.testing.assert_close(attend(query, key, value, None), expected)
+    pytest.importorskip("local_attention", reason="an optional extra, lra-peers")
+    long = [torch.randn(1, 2, 4 * WINDOW, 16) for _ in range(3)]
+    chunk = torch.arange(4 * WINDOW) // WINDOW
+    shared = (chunk[:, None] - chunk).abs() <= 1
+    attend = without_projections("local-attention", long[0], 0.0)
+    expected = scaled_dot_product_attention(*long, shared)
+    torch.testing.assert_close(attend(*long, None), expected)
 
 
 @pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
