@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from experiments.cli import RESULTS, Output, Overwrite, output_folder
@@ -99,7 +100,8 @@ def show(record: Record, console: Console) -> None:
         )
     for implementation, pattern, reason in record.skipped:
         console.print(
-            f"[yellow]{implementation} did not run on {pattern}:[/] {reason}", highlight=False
+            f"[yellow]{implementation} did not run on {pattern}:[/] {escape(reason)}",
+            highlight=False,
         )
 
 

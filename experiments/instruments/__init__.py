@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.markup import escape
 
 from experiments.cli import output_file
 
@@ -78,7 +79,7 @@ class Log:
         console.print(table)
         for problem, reasons in self.skipped.items():
             for name, reason in reasons.items():
-                console.print(f"[yellow]{name} did not run on {problem}:[/] {reason}")
+                console.print(f"[yellow]{name} did not run on {problem}:[/] {escape(reason)}")
         console.print(f"wrote {self.path}", highlight=False)
 
 

@@ -68,12 +68,12 @@ def test_limits_noise_and_skipped_baselines_are_printed():
     assert "not quiet" not in shown(quiet)
     noisy = record([FULL])
     noisy.drift, noisy.roofline = 1.3, {"copy_terabytes_per_second": 4.2}
-    noisy.skipped = [["flex", "full at N = 1024", "no such kernel"]]
+    noisy.skipped = [["flex", "full at N = 1024", "no such kernel: install a[b]"]]
     text = shown(noisy)
     assert "not quiet" in text
     assert "1.30 times" in text
     assert "copy_terabytes_per_second 4.2" in text
-    assert "flex did not run on full at N = 1024: no such kernel" in text
+    assert "flex did not run on full at N = 1024: no such kernel: install a[b]" in text
 
 
 def test_sustained_times_are_columns_beside_the_rested_ones():
