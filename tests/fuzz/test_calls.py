@@ -157,8 +157,14 @@ def bent_of_torch(score, batch, head, query, key):
 BENT = sparseflash.ScoreFunction("bent where near", bent_of_torch, bent_of_triton)
 
 
-# What kernels are compiled for on a GPU: few, again.
+def with_table(score, batch, head, query, key, table):
+    return score + table[head, (query - key) % 9]
+
+
+WITH_TABLE = sparseflash.ScoreFunction.from_torch("with a table", with_table, (float,))
+# What kernels are compiled for on a GPU: few, again. "table" is a score function that reads one.
 COMPILED = [(), ("scale", "sinks", "softcap"), ("score", "bias"), ("softcap", "score", "bias")]
+COMPILED += [("table",)]
 
 
 def more_options(rng: random.Random, case: Case, plain: bool) -> dict[str, Any]:
@@ -174,6 +180,7 @@ def more_options(rng: random.Random, case: Case, plain: bool) -> dict[str, Any]:
         "sinks": normal(rng.choice((1, heads))),
         "softcap": rng.uniform(0.5, 20),
         "score": BENT,
+        "table": normal(heads, 9),
         "bias": normal(rng.choice((1, heads)), q_len + key.shape[2] - 1),
     }
     if plain:
@@ -182,6 +189,9 @@ def more_options(rng: random.Random, case: Case, plain: bool) -> dict[str, Any]:
         names = rng.choice(COMPILED)
     else:
         names = [name for name in every if rng.random() < 0.5]
+    if "table" in names:
+        every["score"] = WITH_TABLE
+        names = ["score", *names]
     return {name: every[name] for name in names}
 
 
@@ -190,7 +200,8 @@ def check_options(plain: bool, rng: random.Random, backend: str, case: Case) -> 
     *inputs, grad_out = case.inputs
     options = case.options | more_options(rng, case, plain)
     leaves = dict(zip(("query", "key", "value"), inputs, strict=True))
-    leaves |= {name: options.pop(name) for name in ("bias", "sinks") if name in options}
+    others = ("bias", "sinks", "table")
+    leaves |= {name: options.pop(name) for name in others if name in options}
     wanted = rng.sample(list(leaves), rng.randint(1, len(leaves)))
     grads = (grad_out, torch.randn(grad_out.shape[:3], generator=generator(rng)).to(DEVICE))
     used = rng.choice(((0,), (1,), (0, 1)))
@@ -200,7 +211,10 @@ def check_options(plain: bool, rng: random.Random, backend: str, case: Case) -> 
         given |= {name: given[name].to(dtype) for name in ("query", "key", "value")}
         for name in wanted:
             given[name].requires_grad_()
-        found = attend(**given, **options)
+        called = dict(given)
+        if "table" in called:
+            called["score_tensors"] = [called.pop("table")]
+        found = attend(**called, **options)
         # The sum of all wanted inputs, times 0: what no result depends on has a gradient of zeros.
         total = sum(given[name].double().sum() * 0 for name in wanted)
         total += sum((found[i].double() * grads[i]).nan_to_num(neginf=0).sum() for i in used)
@@ -215,7 +229,7 @@ def check_options(plain: bool, rng: random.Random, backend: str, case: Case) -> 
         results(partial(standard_attention, mask=case.mask, dtype=of), of)
         for of in (torch.float64, dtype)
     )
-    for name in {"bias", "sinks"}.intersection(wanted):
+    for name in set(others).intersection(wanted):
         # In float32, and a sum over queries that may cancel: its error is that of the terms.
         terms = grad_out.double().abs() * actual["out"].double().abs()
         eps = max(torch.finfo(of).eps for of in (dtype, torch.float32))
