@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import SHIPPED
+from experiments.cli import SHIPPED, needs
 from experiments.lra import TASKS, floors
 
 README = Path(__file__).parent / "README.md"
@@ -311,6 +311,7 @@ def main(
     check: Annotated[bool, typer.Option(help="write nothing; say whether it is current")] = False,
 ) -> None:
     """Writes the tables of the page of Long Range Arena."""
+    needs(README.exists(), "a checkout, which has the page")
     wanted = {
         README: written(README.read_text()),
         FRONT: written(FRONT.read_text(), SENTENCES, between=""),

@@ -79,6 +79,12 @@ def test_published_figures_are_complete():
         assert found.trained.keys() <= set(page.COLUMNS), found.name
 
 
+def test_an_installed_package_has_no_page_to_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "README", tmp_path / "README.md")
+    with pytest.raises(typer.BadParameter, match="needs a checkout"):
+        page.main()
+
+
 def test_a_page_is_checked_and_written(tmp_path, monkeypatch):
     marked = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in page.TABLES)
     path, front = tmp_path / "README.md", tmp_path / "front.md"
