@@ -258,6 +258,8 @@ def checked_score_tensors(
 
 def want_gradients(tensors: Sequence[Tensor]) -> bool:
     """Whether autograd will ask for the gradient of a score tensor; others are refused later."""
+    if tensors.__class__ is tuple and not tensors:  # most calls: the rest takes longer
+        return False
     if not (is_grad_enabled() and isinstance(tensors, Sequence)):
         return False
     return any(getattr(x, "requires_grad", False) for x in tensors)
