@@ -278,18 +278,7 @@ class BlockMask(OnGrid, Handled):
             TypeError: An argument has another type.
             ValueError: An argument has another shape, or is on another device.
         """
-        if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
-            got = getattr(blocks, "dtype", type(blocks).__name__)
-            raise TypeError(f"blocks must be a bool tensor, got {got}")
-        if scores is not None:
-            check_floating("scores", scores)
-            if scores.shape != blocks.shape:
-                raise ValueError(
-                    f"scores must have the shape of blocks, {tuple(blocks.shape)}, got "
-                    f"{tuple(scores.shape)}"
-                )
-            scores = _batch_of_blocks("scores", scores, self)
-        return DynamicMask(self, _batch_of_blocks("blocks", blocks, self), scores)
+        return DynamicMask(self, blocks, scores)
 
     def select_topk(self, scores: Tensor, k: int) -> "DynamicMask":
         """In every row the k blocks of this mask that have the highest scores.
@@ -425,6 +414,9 @@ class DynamicMask(OnGrid):
         blocks: bool (batch or 1, heads or 1, nq, nk).
         scores: Floating-point, of the same shape, or None.
 
+    Raises:
+        TypeError, ValueError: As BlockMask.select does, which takes the same tensors.
+
     Reference:
         Bengio, Léonard, Courville 2013, Estimating or propagating gradients through stochastic
         neurons (straight-through). Michel, Levy, Neubig 2019, Are sixteen heads really better than
@@ -436,6 +428,21 @@ class DynamicMask(OnGrid):
     scores: Tensor | None = None
 
     def __post_init__(self) -> None:
+        support, blocks, scores = self.support, self.blocks, self.scores
+        if not isinstance(support, BlockMask):
+            raise TypeError(f"support must be a BlockMask, got {type(support).__name__}")
+        if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
+            got = getattr(blocks, "dtype", type(blocks).__name__)
+            raise TypeError(f"blocks must be a bool tensor, got {got}")
+        if scores is not None:
+            check_floating("scores", scores)
+            if scores.shape != blocks.shape:
+                raise ValueError(
+                    f"scores must have the shape of blocks, {tuple(blocks.shape)}, got "
+                    f"{tuple(scores.shape)}"
+                )
+            object.__setattr__(self, "scores", _batch_of_blocks("scores", scores, support))
+        object.__setattr__(self, "blocks", _batch_of_blocks("blocks", blocks, support))
         # A graph takes the blocks, and what runs in it compiles them.
         if not torch.compiler.is_compiling():
             self.__dict__["_table"] = compile_selected(self.support.block_set, self.blocks)

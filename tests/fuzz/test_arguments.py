@@ -180,6 +180,10 @@ MASKS = {
     "lint": (lint, {"masks": MASK, "within": masks.causal(), "layers": 2, "ignore": []}),
     "table": (partial(MASK.table, "cpu"), {"block_size": (32, 64)}),
     "coverage": (MASK.coverage, {"block_size": (32, 64)}),
+    "DynamicMask": (
+        DynamicMask,
+        {"support": MASK, "blocks": torch.ones(1, 1, 3, 3).bool(), "scores": SCORES[None, None]},
+    ),
     "MaskBatch": (MaskBatch, {"stacked": MASK, "num_batches": 1}),
     "to_flex": (interop.to_flex, {"mask": MASK}),
     "from_flex": (interop.from_flex, {"mask": interop.to_flex(MASK)}),

@@ -171,6 +171,8 @@ def test_scores_get_their_gradient_from_another_device():
             "threshold must be a number .* got 'x'",
         ),
         (lambda m: m.select_topk(torch.ones(4, 4), 1.5), "k must be an integer, got 1.5"),
+        (lambda m: DynamicMask(None, torch.ones(4, 4) > 0), "support must be a BlockMask, got No"),
+        (lambda m: DynamicMask(m, None), "blocks must be a bool tensor, got NoneType"),
         (lambda m: DynamicMask.from_blocks([[True]]), "blocks must be a tensor, got list"),
         (
             lambda m: DynamicMask.from_blocks(torch.ones(2, 2) > 0, 16, 100),
