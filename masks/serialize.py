@@ -112,11 +112,7 @@ def from_json(text: str) -> Pattern:
     return _read_pattern(header["pattern"], "text")
 
 
-def _reduced(pattern: Pattern) -> tuple:
-    return from_json, (to_json(pattern),)
-
-
-copyreg.pickle(Pattern, _reduced)
+copyreg.pickle(Pattern, lambda pattern: (from_json, (to_json(pattern),)))
 
 
 def _written(value: Any) -> Any:

@@ -24,13 +24,9 @@ def transpose(blocks: BlockSet) -> BlockSet:
 
 def transpose_lists(lists: DirectionLists, grid: Grid, num_masks: int) -> DirectionLists:
     """The same blocks in the transposed grid, with the same tile codes."""
-    partial, order = _transpose_points(lists.partial, grid).sort()
+    mask, row, column = grid.locate(lists.partial)
+    partial, order = grid.T.flat_index(mask, column, row).sort()
     return DirectionLists(_transpose_runs(lists.full, grid, num_masks), partial, lists.tile[order])
-
-
-def _transpose_points(flat: Tensor, grid: Grid) -> Tensor:
-    mask, row, column = grid.locate(flat)
-    return grid.T.flat_index(mask, column, row)
 
 
 def _transpose_runs(full: Runs, grid: Grid, num_masks: int) -> Runs:

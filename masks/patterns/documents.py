@@ -2,7 +2,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from masks import block_mask
 from masks._core.grid import Grid
@@ -63,11 +62,8 @@ def _all_keys(grid: Grid, q_lengths: list[int], k_lengths: list[int]) -> BlockMa
     per_query = torch.tensor(q_lengths, device=grid.device)
     keys = torch.tensor(k_lengths, device=grid.device)
     end = keys.cumsum(0)
-    return from_intervals(grid, _spread(end - keys, per_query), _spread(end, per_query))
-
-
-def _spread(value: Tensor, times: Tensor) -> Tensor:
-    return torch.repeat_interleave(value, times)
+    low, high = (t.repeat_interleave(per_query) for t in (end - keys, end))
+    return from_intervals(grid, low, high)
 
 
 def _own_pattern(

@@ -37,7 +37,10 @@ def global_tokens(tokens: int | Sequence[int]) -> Pattern:
     def chosen(length: int, device: torch.device) -> Tensor:
         """bool (length,)"""
         among = torch.zeros(length, dtype=torch.bool, device=device)
-        among[slice(indices) if isinstance(indices, int) else _below(indices, among)] = True
+        index = (
+            slice(indices) if isinstance(indices, int) else indices[indices < length].to(device)
+        )
+        among[index] = True
         return among
 
     def build(grid: Grid) -> BlockMask:
@@ -45,7 +48,3 @@ def global_tokens(tokens: int | Sequence[int]) -> Pattern:
         return from_cross(grid, queries, keys)
 
     return Pattern(f"global_tokens({tokens})", build)
-
-
-def _below(indices: Tensor, among: Tensor) -> Tensor:
-    return indices[indices < len(among)].to(among.device)

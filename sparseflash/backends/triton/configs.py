@@ -222,16 +222,12 @@ def candidates(
         dtype: Dtype of query, key and value.
         head_dim: Dims of a head.
     """
-    bucket = ("dq" if pass_name == "ds_sums" else pass_name, _bucket(head_dim))
+    bucket = ("dq" if pass_name == "ds_sums" else pass_name, max(32, padded_dims(head_dim)))
     if dtype == torch.float32:
         return FLOAT32[bucket] + SMALL_FLOAT32
     if architecture >= 90:
         return HOPPER[bucket] + SMALL_HOPPER.get(bucket, SMALL_DECODE)
     return AMPERE[bucket] + (SMALL_DECODE if pass_name == "decode" else SMALL)
-
-
-def _bucket(head_dim: int) -> int:
-    return max(32, padded_dims(head_dim))
 
 
 def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: int) -> int:
