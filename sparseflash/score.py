@@ -107,6 +107,10 @@ class ScoreFunction:
         """
         if not callable(function):
             raise TypeError(f"function must be a function, got {function!r}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {name!r}")
+        if not isinstance(tensors, Sequence):
+            raise TypeError(f"tensors must be a list of float or int, got {tensors!r}")
         kinds = tuple(tensors)
         if not all(kind in (float, int) for kind in kinds):
             raise TypeError(f"tensors must be float or int for each, got {kinds}")

@@ -352,3 +352,10 @@ def test_functions_that_cannot_be_translated_say_why(message):
     with pytest.raises(error, match=message):
         sparseflash.ScoreFunction.from_torch("refused", REFUSED[message])
     assert "refused" not in score_module._functions
+
+
+def test_names_and_kinds_of_tensors_are_checked():
+    with pytest.raises(TypeError, match=r"name must be a string, got \{\}"):
+        sparseflash.ScoreFunction.from_torch({}, bent_alone)
+    with pytest.raises(TypeError, match="tensors must be a list of float or int, got 3"):
+        sparseflash.ScoreFunction.from_torch("refused", bent_alone, 3)
