@@ -268,9 +268,9 @@ first, beside hardware counters (Nsight Compute) and times. [The theory,
 executed](tutorials/theory.md) derives the model.
 
 "Predicted" is what the model said before the measurement. "Fitted" are the bytes of the model
-since: a simulation of L2 with CTAs that drift apart, whose two numbers (the share of L2 that holds
-operands, and how unequal steps are) are fitted to these measurements. It changes nothing but
-bytes."""
+since: a simulation of L2 with CTAs that drift apart. How unequal their steps are is a number that
+is fitted to these measurements, the share of L2 that holds operands to those before. It changes
+nothing but bytes."""
 
 OFF = {"bytes": 0.15, "time": 0.25}  # share of the prediction that is explained below
 TILE = 128  # tokens of a row of a work tile, at 64 and 128 dims
@@ -367,8 +367,8 @@ CAUSES: tuple[Cause, ...] = (
         "heads whose keys and values exceed L2",
         lambda row, model: 4 * row["seq_len"] * row["head_dim"] > model["l2_bytes"],
         lambda rows, model: (
-            "how far CTAs drift apart, and so how often they read a block again, is one number "
-            "of the model, fitted to all masks"
+            "how far CTAs drift apart, and so how often they read a block again, is the same "
+            "for all masks in the model"
         ),
     ),
     (

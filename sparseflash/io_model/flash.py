@@ -343,14 +343,11 @@ def _memory_reads(
     simulated = min(simulated, spec.batch * heads)
     mask_of_simulated = mask_of_head.repeat(-(-simulated // heads))[:simulated]
     streams = [head if kernel.by_key else head // group for head in range(simulated)]
-    tiles = l2_reuse.tiles_of(
-        rows, mask_of_simulated, streams, heads_per_group, work.rows_per_block
+    capacity = max(int(l2_reuse.USABLE_SHARE * device.l2_bytes / block_bytes), 1)
+    tiles, share = l2_reuse.tiles_of(
+        *(rows, mask_of_simulated, streams, heads_per_group, work.rows_per_block),
+        *(work.per_wave, capacity),
     )
     row_bytes = kernel.resident * spec.head_dim * spec.dtype.itemsize + kernel.resident_bytes
-    found = l2_reuse.reads(
-        tiles,
-        work.per_wave,
-        int(l2_reuse.USABLE_SHARE * device.l2_bytes / block_bytes),
-        work.rows * row_bytes / block_bytes,
-    )
-    return found * block_bytes * spec.batch * heads / simulated
+    found = l2_reuse.reads(tiles, work.per_wave, capacity, work.rows * row_bytes / block_bytes)
+    return found / (share or 1.0) * block_bytes * spec.batch * heads / simulated

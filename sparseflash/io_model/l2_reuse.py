@@ -18,13 +18,17 @@ from torch import Tensor
 from masks.lookup_table import BlockLists
 
 # Of the bytes of L2, and the standard deviation of the time of a step over its mean: both fitted
-# to the record io-complexity of an H200.
-USABLE_SHARE = 0.84
-DRIFT = 0.4
+# to records io-complexity of an H200.
+USABLE_SHARE = 0.8
+DRIFT = 0.5
 SHORTEST_STEP = 0.1  # of the mean
 BETWEEN = 1.0  # steps from the end of a work tile to the next
 # Longer rows are cut: what they find in L2 does not change any more.
-MOST_STEPS = 8  # times what L2 holds
+MOST_STEPS = 4  # times what L2 holds
+# How far CTAs drift apart is bounded: one that is ahead waits for device memory, those behind it
+# find its blocks in L2. So all begin together again after so many waves of work tiles.
+PART_WAVES = 8
+MOST_LOADS = 1 << 22  # Of more, evenly spaced parts stand for all.
 
 
 class RandomReplacement:
@@ -50,7 +54,7 @@ class RandomReplacement:
         return True
 
 
-def reads(tiles: Sequence[np.ndarray], ctas: int, capacity: int, resident: float) -> float:
+def reads(tiles: Sequence[np.ndarray], ctas: int, capacity: int, resident: float) -> int:
     """How many blocks are read from device memory.
 
     Args:
@@ -60,39 +64,30 @@ def reads(tiles: Sequence[np.ndarray], ctas: int, capacity: int, resident: float
         capacity: Blocks that L2 holds.
         resident: What a work tile reads and writes besides, in blocks; it takes its share of L2.
     """
-    cut = [tile[: MOST_STEPS * capacity] for tile in tiles]
-    loads = np.concatenate([*cut, np.empty(0, np.int64)])
-    order = np.argsort(_load_times(cut, ctas), kind="stable")
-    shares = np.concatenate([*(np.full(len(t), resident / len(t)) for t in cut if len(t)), [0.0]])
+    loads = np.concatenate([*tiles, np.empty(0, np.int64)])
+    order = np.argsort(_load_times(tiles, ctas), kind="stable")
+    shares = np.concatenate([*(np.full(len(t), resident / len(t)) for t in tiles if len(t)), [0]])
     besides = np.diff(np.cumsum(shares[order]).astype(int), prepend=0)
     cache, found, others = RandomReplacement(capacity), 0, count()
     for load, number in zip(loads[order].tolist(), besides.tolist(), strict=True):
         found += cache.load(load)
         for _ in range(number):
             cache.load((next(others),))
-    return found * sum(map(len, tiles)) / max(len(loads), 1)
+    return found
 
 
 def _load_times(tiles: Sequence[np.ndarray], ctas: int) -> np.ndarray:
     """When each load begins, in steps."""
     draw = np.random.default_rng(0)
-    free = sorted(DRIFT * draw.random(min(ctas, len(tiles))))
-    times = [np.empty(0)]
-    for tile in tiles:
+    times, free = [np.empty(0)], [0.0]
+    for number, tile in enumerate(tiles):
+        if number % (PART_WAVES * ctas) == 0:
+            free = sorted(max(free) + DRIFT * draw.random(min(ctas, len(tiles))))
         steps = np.maximum(1 + DRIFT * draw.standard_normal(len(tile)), SHORTEST_STEP)
         ends = free[0] + np.cumsum(steps)
         times.append(ends - steps)
         heapq.heapreplace(free, (ends[-1] if len(ends) else free[0]) + BETWEEN)
     return np.concatenate(times)
-
-
-def listed_blocks(rows: BlockLists, mask: int) -> list[np.ndarray]:
-    """The columns that each row of a mask lists, partial ones first, as kernels load them."""
-    full, partial = (x.cpu().numpy() for x in (rows.full_index, rows.partial_index))
-    return [
-        np.concatenate([partial[p : p + partials], full[f : f + fulls]]).astype(np.int64)
-        for f, fulls, p, partials in rows.row_ptr[mask].tolist()
-    ]
 
 
 def tiles_of(
@@ -101,8 +96,11 @@ def tiles_of(
     stream_of_head: list[int],
     heads_per_group: int,
     rows_per_block: int,
-) -> list[np.ndarray]:
-    """The blocks that each work tile of the first heads loads, in the order in which they begin.
+    ctas: int,
+    capacity: int,
+) -> tuple[list[np.ndarray], float]:
+    """The blocks that work tiles of the first heads load, in the order in which they begin; and
+    the share of all loads of these heads that they are. Partial blocks come first.
 
     Args:
         rows: The direction of the table that the kernel reads.
@@ -110,16 +108,36 @@ def tiles_of(
         stream_of_head: The streamed tensors that each head reads: heads of a group the same.
         heads_per_group: Heads whose work tiles are scheduled together, row after row.
         rows_per_block: Work tiles of a block row.
+        ctas: Work tiles that run at a time.
+        capacity: Blocks that L2 holds.
     """
     masks, schedule = mask_of_head.tolist(), rows.schedule.tolist()
-    lists = {mask: listed_blocks(rows, mask) for mask in set(masks)}
-    columns = 1 + max(
-        (int(row.max(initial=0)) for listed in lists.values() for row in listed), default=0
-    )
-    return [
-        lists[masks[head]][schedule[masks[head]][position]] + stream_of_head[head] * columns
+    order = [
+        (head, schedule[masks[head]][position])
         for first in range(0, len(masks), heads_per_group)
         for position in range(rows.num_rows)
         for head in range(first, min(first + heads_per_group, len(masks)))
         for _ in range(rows_per_block)
     ]
+    row_ptr = rows.row_ptr.cpu().numpy()
+    full, partial = (x.cpu().numpy() for x in (rows.full_index, rows.partial_index))
+    columns = 1 + max(int(full.max(initial=0)), int(partial.max(initial=0)))
+    most = MOST_STEPS * capacity
+    lengths = row_ptr[..., [1, 3]].sum(-1)
+    tiles = []
+    for head, row in _spread(order, min(most, float(lengths.mean())), PART_WAVES * ctas):
+        f, fulls, p, partials = row_ptr[masks[head], row].tolist()
+        listed = np.concatenate([partial[p : p + partials][:most], full[f : f + fulls][:most]])
+        tiles.append(listed[:most].astype(np.int64) + stream_of_head[head] * columns)
+    loads = sum(int(lengths[masks[head], row]) for head, row in order)
+    return tiles, sum(map(len, tiles)) / max(loads, 1)
+
+
+def _spread(order: list[tuple[int, int]], steps: float, part: int) -> list[tuple[int, int]]:
+    """All of them, or evenly spaced parts of about MOST_LOADS steps, one at least."""
+    parts = [order[begin : begin + part] for begin in range(0, len(order), part)]
+    wanted = max(int(MOST_LOADS / max(part * steps, 1)), 1)
+    if wanted >= len(parts):
+        return order
+    chosen = ((2 * i + 1) * len(parts) // (2 * wanted) for i in range(wanted))
+    return [tile for number in chosen for tile in parts[number]]

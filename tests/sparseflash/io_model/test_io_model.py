@@ -42,7 +42,8 @@ def test_l2_holds_keys_and_values_until_they_are_too_many():
     n, waves = 131_072, -(-1024 // 132)  # 1024 rows of 128 queries on 132 multiprocessors
     long = attention(masks.full()(n), D)
     once = n * 2 * D * E  # the queries and the output, and as much the keys and values
-    assert 4 * once < long.memory_bytes < (1 + waves) * once
+    # CTAs that drift apart read keys and values up to twice in a wave.
+    assert 4 * once < long.memory_bytes < (1 + 2 * waves) * once
     windows = attention(masks.local(512)(n), D)
     assert windows.memory_bytes == pytest.approx(2 * once, rel=0.2)
     less = attention(masks.full()(65_536), D, device="A100", backend="hopper")

@@ -1,11 +1,11 @@
 import numpy as np
+import pytest
 import torch
 
 import masks
 from sparseflash.io_model.l2_reuse import (
     MOST_STEPS,
     RandomReplacement,
-    listed_blocks,
     reads,
     tiles_of,
 )
@@ -43,7 +43,6 @@ def test_a_block_is_read_once_while_l2_holds_it():
 
 def test_ctas_that_drift_apart_read_a_block_again(monkeypatch):
     """Two CTAs list the same blocks, of which L2 holds far fewer than they drift apart."""
-    monkeypatch.setattr("sparseflash.io_model.l2_reuse.MOST_STEPS", 1000)
     tiles = [np.arange(2000)] * 2
     drifting = reads(tiles, 2, capacity=16, resident=0)
     assert 1.2 * 2000 < drifting <= 2 * 2000
@@ -62,27 +61,42 @@ def test_a_cta_takes_the_next_work_tile_when_it_is_free():
     assert reads(together, 2, capacity=40, resident=0) < 150
 
 
+def tiles(mask, heads, streams, heads_per_group=1, rows_per_block=1, ctas=2, capacity=8):
+    rows = mask.table().by_query
+    found, share = tiles_of(
+        *(rows, torch.zeros(heads, dtype=torch.long), streams, heads_per_group, rows_per_block),
+        *(ctas, capacity),
+    )
+    return [tile.tolist() for tile in found], share
+
+
 def test_rows_far_longer_than_l2_are_cut():
-    capacity = 8
-    rows = [np.arange(10 * MOST_STEPS * capacity)]
-    assert reads(rows, 1, capacity, resident=0) == len(rows[0])
-    assert reads(rows * 2, 2, capacity, resident=0) <= 2 * len(rows[0])
+    found, share = tiles(masks.full()(4096, block_size=16), 1, [0])
+    assert {len(tile) for tile in found} == {8 * MOST_STEPS}
+    assert share == 8 * MOST_STEPS / 256
+
+
+def test_evenly_spaced_parts_stand_for_many_work_tiles(monkeypatch):
+    mask = masks.local(24)(8192, block_size=16)
+    everything, share = tiles(mask, 1, [0], ctas=8)
+    assert (len(everything), share) == (512, 1)
+    monkeypatch.setattr("sparseflash.io_model.l2_reuse.MOST_LOADS", 1000)
+    found, share = tiles(mask, 1, [0], ctas=8)
+    assert len(found) == 3 * 64
+    assert share == pytest.approx(3 / 8, rel=0.05)
+    middles = sorted(sum(tile) / len(tile) for tile in found)
+    assert middles[0] < 130
+    assert middles[-1] > 380
+    whole, parts = (reads([*map(np.array, each)], 8, 16, 0) for each in (everything, found))
+    assert parts / share == pytest.approx(whole, rel=0.15)
 
 
 def test_work_tiles_come_in_the_order_of_the_schedule():
     mask = masks.causal()(64, block_size=16)
-    rows = mask.table().by_query
-    assert [row.tolist() for row in listed_blocks(rows, 0)] == [
-        [0],
-        [1, 0],
-        [2, 0, 1],
-        [3, 0, 1, 2],
-    ]
-    both = torch.zeros(2, dtype=torch.long)
-    alone = [tile.tolist() for tile in tiles_of(rows, both, [0, 1], 1, 1)]
+    alone, _ = tiles(mask, 2, [0, 1])
     assert alone[:4] == [[3, 0, 1, 2], [2, 0, 1], [1, 0], [0]]
     assert alone[4] == [7, 4, 5, 6]  # row 3 of the other head, whose blocks begin at 4
-    together = [tile.tolist() for tile in tiles_of(rows, both, [0, 1], 2, 1)]
+    together, _ = tiles(mask, 2, [0, 1], heads_per_group=2)
     assert together[:3] == [[3, 0, 1, 2], [7, 4, 5, 6], [2, 0, 1]]
-    shared = [tile.tolist() for tile in tiles_of(rows, both, [0, 0], 2, 2)]
+    shared, _ = tiles(mask, 2, [0, 0], heads_per_group=2, rows_per_block=2)
     assert shared[:4] == [[3, 0, 1, 2]] * 4
