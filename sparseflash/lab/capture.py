@@ -177,8 +177,10 @@ def _of_torch(
 def _of_module(
     module: SparseAttention, running: list[str], silent: set[str], handle: Handler
 ) -> Callable[..., Tensor]:
-    def attend(query, key, value, mask, key_lengths) -> Tensor:
+    def attend(query, key, value, mask, key_lengths, score_tensors) -> Tensor:
         silent.discard(running[-1])
+        if score_tensors:
+            raise ValueError(f"{running[-1]} attends with score_tensors: none may be")
         if key_lengths is not None or not (mask is None or isinstance(mask, Pattern)):
             raise ValueError(f"{running[-1]} attends with key_lengths or a cache: neither may be")
         base = masks.full() if mask is None else mask

@@ -146,6 +146,8 @@ def test_modules_with_lengths_are_refused_and_restored():
     x = torch.randn(1, TOKENS, 32)
     with pytest.raises(ValueError, match="key_lengths"):
         lab.profile(module, ["local(8)"], {"x": x, "key_lengths": torch.tensor([9])})
+    with pytest.raises(ValueError, match="score_tensors"):
+        lab.profile(module, ["local(8)"], {"x": x, "score_tensors": [torch.zeros(9)]})
     assert "_attend" not in vars(module)
 
 
