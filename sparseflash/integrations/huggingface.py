@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils import logging
 
 import masks
 from masks import BlockMask, MaskBatch, Pattern
@@ -23,6 +24,8 @@ from sparseflash._attention import attention
 from sparseflash.compiled import stores_masks
 from sparseflash.integrations.layers import Layers, layer_patterns
 from sparseflash.nn.decode_masks import decode_mask, shared_length
+
+logger = logging.get_logger(__name__)
 
 # Making a mask reads numbers on the host and fills caches, which a graph must not trace.
 outside_of_graphs = torch.compiler.disable(reason="masks are made outside of graphs")
@@ -242,6 +245,11 @@ def _attend(
     """Attention as transformers calls it: (out (batch, seq, heads, head_dim), no weights)."""
     if options.get("position_bias") is not None:
         raise ValueError("blocksparse attention takes no position_bias")
+    if options.get("output_attentions"):
+        logger.warning_once(
+            "block-sparse attention has no output_attentions: it never holds all probabilities. "
+            "sparseflash.lab.profile measures them; eager attention returns them."
+        )
     call = partial(
         attention,
         scale=scaling,

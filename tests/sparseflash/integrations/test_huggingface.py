@@ -235,6 +235,17 @@ def test_the_configuration_records_the_pattern():
             model(ids)
 
 
+def test_probabilities_that_are_not_returned_are_missed_aloud(monkeypatch):
+    warned = []
+    monkeypatch.setattr(huggingface.logger, "warning_once", warned.append, raising=False)
+    model = llama().eval()
+    model.set_attn_implementation("blocksparse")
+    model(tokens())
+    assert warned == []
+    model(tokens(), output_attentions=True)
+    assert "has no output_attentions" in warned[0]
+
+
 def test_dropout_in_training():
     model = gpt2(attn_pdrop=0.5, embd_pdrop=0.0, resid_pdrop=0.0).train()
     model.set_attn_implementation("blocksparse")
