@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
@@ -100,6 +101,10 @@ class Pattern(Handled):
         made_by = self.handle if self.recipe is None else _digestible(self.recipe)
         digest = hashlib.sha256(repr((made_by, self.block_size)).encode()).hexdigest()
         self.__dict__["_identity"] = digest
+
+    def __reduce__(self):
+        package = import_module("masks")  # its JSON is a layer above this one
+        return package.from_json, (package.to_json(self),)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pattern) and self._identity == other._identity

@@ -4,7 +4,6 @@ Files carry a version and no code: reading one runs nothing that it holds. What 
 as torch.save does a module, keeps the same JSON.
 """
 
-import copyreg
 import json
 import operator
 from collections.abc import Iterator, Sequence
@@ -110,9 +109,6 @@ def from_json(text: str) -> Pattern:
     if "pattern" not in header:
         raise ValueError(f"text holds no pattern, got {shortened(text)}")
     return _read_pattern(header["pattern"], "text")
-
-
-copyreg.pickle(Pattern, lambda pattern: (from_json, (to_json(pattern),)))
 
 
 def _written(value: Any) -> Any:

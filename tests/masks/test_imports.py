@@ -46,9 +46,10 @@ def test_public_names_are_found_at_their_first_use():
     [
         "from masks._parse import parse; assert parse('local(3)').name == 'local(3)'",
         f"import pickle; assert pickle.loads({pickle.dumps(masks.local(3))}).name == 'local(3)'",
+        "import pickle; from masks.patterns import local; pickle.dumps(local(3))",
         "from masks.__main__ import app; app(['diff', 'local(3)', 'full', '--seq-len', '64'])",
     ],
-    ids=["text", "pickle", "command"],
+    ids=["text", "pickle", "to pickle", "command"],
 )
 def test_patterns_are_read_in_a_process_that_has_imported_none(program):
     command = [sys.executable, "-c", program]
