@@ -61,11 +61,12 @@ def draw(
 
     with commands.usage_errors():
         plot.check_picture("--output", output)
-    mask = commands.build(pattern, seq_len, block_size)
     path = output or _file_name(pattern)
-    with commands.usage_errors("--output"):
-        plot.save(mask, path, pattern)
-    figures = plot.figures(mask)
+    with commands.progress_bar("drawing"):
+        mask = commands.build(pattern, seq_len, block_size)
+        with commands.usage_errors("--output"):
+            plot.save(mask, path, pattern)
+        figures = plot.figures(mask)
     if as_json:
         print(json.dumps({"picture": str(path), "figures": figures}))
         return

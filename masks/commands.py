@@ -144,8 +144,8 @@ def lint(
     from masks._parse import optional_pattern
     from masks.lint import lint as find
 
-    stack = [build(pattern, seq_len, block_size) for pattern in patterns]
-    with usage_errors():
+    with usage_errors(), progress_bar("checking patterns"):
+        stack = [build(pattern, seq_len, block_size) for pattern in patterns]
         findings = find(
             stack[0] if len(stack) == 1 else stack,
             within=optional_pattern(within),
@@ -213,8 +213,8 @@ def diff(
 
     if output is not None and output.suffix not in (".png", ".svg"):
         raise typer.BadParameter(f"--output must end in .png or .svg, got {output}")
-    masks = build(a, seq_len, block_size), build(b, seq_len, block_size)
-    with usage_errors():
+    with usage_errors(), progress_bar("comparing patterns"):
+        masks = build(a, seq_len, block_size), build(b, seq_len, block_size)
         found = difference(*masks, names=(a, b))
     if output is not None:
         with usage_errors("--output"):

@@ -70,10 +70,10 @@ def test_bad_input_of_reach_is_named(arguments, named):
 
 def test_lint_exits_with_1_where_it_finds_something():
     clean = invoke("lint", "butterfly", "--within", "full", "--layers", 6)
-    assert (clean.exit_code, clean.output) == (0, "nothing found\n")
+    assert (clean.exit_code, clean.stdout) == (0, "nothing found\n")
     leak = invoke("lint", "butterfly", "--within", "causal()")
     assert leak.exit_code == 1
-    assert leak.output.startswith("leaks (layer 0): ")
+    assert leak.stdout.startswith("leaks (layer 0): ")
     assert invoke("lint", "butterfly", "--within", "causal()", "--ignore", "leaks").exit_code == 0
 
 
