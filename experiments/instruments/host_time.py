@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RUNS = 500
 CALLS = 10
 SECONDS = 3.0  # no more runs of a call after so long
-NEEDS = (True, True, True, False, False)  # gradients of query, key and value
+NEEDS = (True, True, True, False, False, False)  # gradients of query, key and value
 
 Call = Callable[[], object]
 # A call, the part of the backend, and a call through autograd that computes nothing.

@@ -37,8 +37,8 @@ class Backend(Protocol):
         ...
 
     def block_size_for(self, spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
-        """The block size, in tokens, of the table that it reads: that of the mask, or larger
-        blocks of the same elements.
+        """The block size, in tokens, of the table that it reads: that of the mask, or another one
+        of the same elements.
         """
         ...
 

@@ -41,6 +41,7 @@ def auto_skip(spec: AttentionSpec, mask) -> list[str]:
 
 
 def describe(call: Call, mask, query, key, value) -> dict[str, str]:
-    """The larger blocks in which small ones are read; see sparseflash.backends.base."""
+    """The blocks in which those of the mask are read; see sparseflash.backends.base."""
     read, own = call.table.block_size, call.spec.block_size
-    return {} if read == own else {"tiles": f"{read}, merged from blocks of {own}"}
+    how = "merged" if read > own else "split"
+    return {} if read == own else {"tiles": f"{read}, {how} from blocks of {own}"}

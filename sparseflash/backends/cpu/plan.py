@@ -15,8 +15,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from masks.analysis.counts import computed_pairs
+from masks.block_mask import BlockMask, DynamicMask
 from masks.lookup_table import LookupTable
-from masks.mask_batch import CompiledMask
+from masks.mask_batch import CompiledMask, MaskBatch
 from sparseflash.dispatch.call import Plan
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -33,8 +35,10 @@ MERGED_QUERIES = 256
 PART_QUERIES = 16
 # Pairs of all heads that take as long as it takes to start one more product.
 START_PAIRS = 2**16
-# Sides of the blocks in which smaller ones are read.
-LARGER_SIDES = (32, 64, 128, 256)
+# Sides of the blocks in which others may be read.
+SIDES = (32, 64, 128, 256)
+# Partial blocks, of all non-zero ones, from which on smaller blocks are considered.
+PARTIAL_SHARE = 0.25
 # Keys in a segment of a long row, at most and at least. Scores in longer rows are written one page
 # apart from one another, which makes the product up to twice as slow.
 SEGMENT_KEYS = (128, 512)
@@ -83,19 +87,27 @@ class Chunk:
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
-    """The block size of the mask, or a larger one where rows take longer to start than to compute.
+    """The block size of the mask, or the one in which the same elements take least time.
 
-    Larger blocks have fewer rows, and more pairs that are computed and masked.
+    Larger blocks have fewer rows, each of which takes time to start; smaller ones have fewer pairs
+    that are computed and masked.
     """
-    own, longest = spec.block_size, max(spec.q_len, spec.k_len)
-    sides = [side for side in LARGER_SIDES if min(own) < side < 2 * longest]
-    larger = [(max(own[0], side), max(own[1], side)) for side in sides]
-    if spec.positions or not larger or mask.coverage(larger[0]) is None:  # of a dynamic mask
+    own = spec.block_size
+    if spec.positions or isinstance(mask, DynamicMask):
         return own
     pairs = spec.batch * spec.heads * spec.q_len * spec.k_len * mask.density
-    if pairs >= START_PAIRS * -(-spec.q_len // own[0]):
-        return own
-    groups = len(_groups(mask.table(spec.device)))
+    rows = -(-spec.q_len // own[0])
+    if pairs >= START_PAIRS * rows:
+        return _smaller_block_size(spec, mask, pairs) if isinstance(mask, BlockMask) else own
+    return _larger_block_size(spec, mask, pairs)
+
+
+def _larger_block_size(
+    spec: AttentionSpec, mask: BlockMask | MaskBatch, pairs: float
+) -> tuple[int, int]:
+    own, longest = spec.block_size, max(spec.q_len, spec.k_len)
+    sides = [side for side in SIDES if min(own) < side < 2 * longest]
+    groups = len(_groups(mask.table(spec.device))) if sides else 1
     if groups == 1:
         return own
 
@@ -103,7 +115,21 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
         started = min(groups, -(-spec.q_len // size[0]))
         return START_PAIRS * started + pairs / (mask.coverage(size) or 1)
 
-    return min([own, *larger], key=cost)
+    return min([own, *((max(own[0], side), max(own[1], side)) for side in sides)], key=cost)
+
+
+def _smaller_block_size(spec: AttentionSpec, mask: BlockMask, pairs: float) -> tuple[int, int]:
+    own = spec.block_size
+    if mask.partial_blocks < PARTIAL_SHARE * mask.nnz_blocks:
+        return own
+    blocks = {own: mask} | {(s, s): mask.reblock(s) for s in SIDES if s < min(own)}
+    computed = {size: computed_pairs(same) for size, same in blocks.items()}
+
+    def cost(size: tuple[int, int]) -> float:
+        started = -(-spec.q_len // size[0])
+        return START_PAIRS * started + pairs * computed[size] / max(computed[own], 1)
+
+    return min(blocks, key=cost)
 
 
 def rows_of_block(table: LookupTable, spec: AttentionSpec) -> int:

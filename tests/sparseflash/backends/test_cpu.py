@@ -361,6 +361,39 @@ def test_small_calls_start_few_products(pattern, seq_len, own, read):
     assert tiles == (f"{read}, merged from blocks of {own}" if read != own else "")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "read"),
+    [
+        (masks.local(16), (64, 64)),
+        (masks.dilated(16, 4), (64, 64)),
+        (masks.local(600), (128, 128)),
+        (masks.causal(), (128, 128)),
+        (masks.butterfly(), (128, 128)),
+    ],
+    ids=str,
+)
+def test_narrow_patterns_are_read_in_smaller_blocks(pattern, read):
+    mask = pattern(2048)
+    query, key, value, grad_out = make_inputs(1, 4, 2048, 2048, 16)
+    assert plan_call(query, key, value, mask).table.block_size == read
+    tiles = sparseflash.explain(query, key, value, mask).configuration.get("tiles", "")
+    assert tiles == (f"{read}, split from blocks of (128, 128)" if read != (128, 128) else "")
+    found = gradients_of(sparseflash.attention, query, key, value, grad_out, mask)
+    bias = torch.zeros(2048, 2048).masked_fill(~mask.to_dense(), float("-inf"))
+    expected = gradients_of(
+        torch.nn.functional.scaled_dot_product_attention, query, key, value, grad_out, bias
+    )
+    for name, one, other in zip(("out", "dQ", "dK", "dV"), found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def gradients_of(attend, query, key, value, grad_out, mask):
+    """Out and the gradients of query, key and value."""
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out = attend(*leaves, mask)
+    return out, *torch.autograd.grad(out, leaves, grad_out)
+
+
 def test_blocks_that_only_the_device_or_another_sequence_knows_stay_as_they_are():
     query, mask = torch.randn(1, 1, 64, 16), masks.causal()(64, 16)
     chosen = mask.select(torch.ones(1, 1, 4, 4, dtype=torch.bool))
