@@ -3,7 +3,7 @@
     python -m experiments.long_context.calibrate results/long-context-*-2-nvidia-h200.json
 
 reads what `experiments.long_context.scaling` wrote, and finds the rates by which the model of time
-of `sparseflash.distributed.simulate` is nearest to the times of the plans: least squares of the
+of `sparseflash.distributed.simulation` is nearest to the times of the plans: least squares of the
 logarithms of both passes and of the forward pass. Each pattern is also left out of a fit of its
 own and predicted by it: that is the error that is shown, predicted over measured less 1. The rates
 and all errors go to long-context-machine-<device>.json, which `scaling` and `simulate` take as
@@ -27,7 +27,7 @@ from experiments.long_context.choices import Way
 if TYPE_CHECKING:
     import numpy
 
-    from sparseflash.distributed.simulate import Demand, Machine
+    from sparseflash.distributed.simulation import Demand, Machine
 
 RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us")
 OUTLIER = 0.2  # of a logarithm: beyond it a point pulls less than by its square
@@ -117,7 +117,7 @@ def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
     Raises:
         ValueError: A file is no record of scaling, or two are of different devices.
     """
-    from sparseflash.distributed.simulate import Demand
+    from sparseflash.distributed.simulation import Demand
 
     devices, points = {}, []
     for path in records:
@@ -149,7 +149,7 @@ def fitted(points: Sequence[Point]) -> "Machine":
     What no point tells, such as the bandwidth where none of several ranks is there, stays what the
     model has without measurements.
     """
-    from sparseflash.distributed.simulate import Machine
+    from sparseflash.distributed.simulation import Machine
 
     start = Machine(backward_tflops=Machine.tflops, call_us=10.0)
     # One rank tells the rates of blocks, of which the fit of all starts.
@@ -194,7 +194,7 @@ def _nearest(points: Sequence[Point], start: "Machine") -> "Machine":
     import numpy
     from scipy.optimize import least_squares
 
-    from sparseflash.distributed.simulate import Machine
+    from sparseflash.distributed.simulation import Machine
 
     if not points:
         return start

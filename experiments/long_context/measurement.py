@@ -21,7 +21,7 @@ from experiments.memory import peak_bytes
 from experiments.record import useful_flops
 from masks import BlockMask, DynamicMask
 from sparseflash.distributed import ContextPlan, context_parallel_attention, gather
-from sparseflash.distributed.simulate import Attention
+from sparseflash.distributed.simulation import Attention
 
 TOLERANCE = 0.05  # of the largest value: parts are rounded to bfloat16 before they are merged
 BUDGET_S = 1.0  # of runs of one pass of one implementation

@@ -64,7 +64,7 @@ def main(
     from experiments.long_context import measurement
     from experiments.long_context.cases import cases, predicted
     from experiments.long_context.plots import draw
-    from sparseflash.distributed.simulate import Attention, Machine
+    from sparseflash.distributed.simulation import Attention, Machine
 
     if ranks is not None and not dry_run:
         raise typer.BadParameter("--ranks is of a --dry-run: torchrun says how many there are")

@@ -13,7 +13,7 @@ from masks.commands import usage_errors
 
 if TYPE_CHECKING:
     from masks import BlockMask
-    from sparseflash.distributed.simulate import Prediction
+    from sparseflash.distributed.simulation import Prediction
 
 HIDDEN = 0.01  # of the time of both passes
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -48,7 +48,7 @@ def simulate(
     from masks._parse import parse
     from sparseflash.distributed import make_plan
     from sparseflash.distributed.assign import STRATEGIES
-    from sparseflash.distributed.simulate import Attention, Machine, predict
+    from sparseflash.distributed.simulation import Attention, Machine, predict
 
     with usage_errors():
         length, each = parse_tokens(tokens), ranks.split(",")

@@ -1,8 +1,31 @@
 """Attention over a sequence that several ranks share, planned from the mask."""
 
-from sparseflash.distributed.attention import context_parallel_attention
-from sparseflash.distributed.plan import ContextPlan, make_plan
-from sparseflash.distributed.report import Report
-from sparseflash.distributed.transport import gather
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparseflash.distributed.attention import context_parallel_attention
+    from sparseflash.distributed.plan import ContextPlan, make_plan
+    from sparseflash.distributed.report import Report
+    from sparseflash.distributed.transport import gather
 
 __all__ = ["ContextPlan", "Report", "context_parallel_attention", "gather", "make_plan"]
+
+_MODULES = {
+    "ContextPlan": "plan",
+    "Report": "report",
+    "context_parallel_attention": "attention",
+    "gather": "transport",
+    "make_plan": "plan",
+}
+
+
+def __getattr__(name: str):
+    """A public name, imported at its first use: torch takes seconds, and `--help` needs none."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'sparseflash.distributed' has no attribute {name!r}")
+    return getattr(import_module(f"sparseflash.distributed.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -26,8 +26,7 @@ def programs() -> list[str]:
     files = (path for folder in FOLDERS for path in (cli.ROOT / folder).rglob("*.py"))
     runs = (path for path in files if '\nif __name__ == "__main__":' in path.read_text())
     names = (".".join(path.relative_to(cli.ROOT).with_suffix("").parts) for path in runs)
-    slow = "sparseflash.distributed.simulate"  # also a command of sparseflash
-    return sorted(name.removesuffix(".__main__") for name in names if name != slow)
+    return sorted(name.removesuffix(".__main__") for name in names)
 
 
 def test_help_needs_no_torch():

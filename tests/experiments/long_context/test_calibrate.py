@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from experiments.long_context import calibrate
 from experiments.long_context.calibrate import Point, fitted, held_out, read
 from experiments.long_context.cases import Kind, cases, predicted
-from sparseflash.distributed.simulate import Attention, Machine
+from sparseflash.distributed.simulation import Attention, Machine
 
 KNOWN = Machine(1.5, 20.0, 300.0, 1.0, 40.0)
 

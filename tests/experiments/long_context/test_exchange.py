@@ -14,7 +14,7 @@ from experiments.long_context.baselines import all_gather_attention, ring_plan
 from experiments.long_context.cases import Case, Kind, Way
 from experiments.long_context.exchange import counted, nothing_exchanged
 from sparseflash.distributed import context_parallel_attention, make_plan
-from sparseflash.distributed.simulate import Attention
+from sparseflash.distributed.simulation import Attention
 from tests.helpers.ranks import Ranks
 
 TOKENS, BLOCK, LATE = 256, 16, 0.06

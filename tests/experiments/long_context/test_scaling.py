@@ -25,7 +25,7 @@ from experiments.long_context.cases import (
     predicted,
 )
 from sparseflash.distributed import make_plan
-from sparseflash.distributed.simulate import Attention, Machine
+from sparseflash.distributed.simulation import Attention, Machine
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--tokens", "512", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]

@@ -15,7 +15,7 @@ from sparseflash.commands.simulate import hiding, parse_tokens, simulate
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
 from sparseflash.distributed.model import divided
-from sparseflash.distributed.simulate import (
+from sparseflash.distributed.simulation import (
     Attention,
     Demand,
     Machine,
