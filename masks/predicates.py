@@ -16,9 +16,9 @@ from masks._core.intervals import concatenate, from_bool_matrix
 from masks.block_mask import BlockMask
 from masks.builders import BLOCKS_AT_ONCE, from_runs
 
-# Pairs whose int64 distances stay in the cache of a CPU: functions of tokens run several times
-# faster on them than on a whole strip.
-CACHED_PAIRS = 1 << 18
+# Values of pairs that stay in the cache of a CPU: functions of tokens run several times faster on
+# as many pairs than on a whole strip.
+CACHED_BYTES = 1 << 21
 PAIRS_FOR_THREADS = 1 << 24  # fewer are read before threads have started
 SECONDS_UNTIL_BAR = 2.0
 
@@ -38,10 +38,11 @@ def _from_pairs(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tenso
     on_cpu = grid.device.type == "cpu"
     q = torch.arange(grid.q_len, device=grid.device)[:, None]
     k = torch.arange(grid.k_len, device=grid.device)[None]
-    at_once = max(1, CACHED_PAIRS // grid.k_len) if on_cpu else grid.q_len
     recorded = ElementwiseFunction(attends)
     _evaluate(name, recorded.record, q[:2], k, (min(grid.q_len, 2), grid.k_len))
     is_elementwise = recorded.prepare(q, k)
+    pair_bytes = recorded.pair_bytes() if is_elementwise else torch.int64.itemsize
+    at_once = max(1, CACHED_BYTES // (pair_bytes * grid.k_len)) if on_cpu else grid.q_len
 
     def pairs(begin: int, end: int) -> Tensor:
         shape = (end - begin, grid.k_len)

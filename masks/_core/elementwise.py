@@ -107,16 +107,22 @@ class ElementwiseFunction:
         """The steps whose results depend on these."""
         return [step for step in self.steps if self.depends[id(step.result)] in kinds]
 
+    def pair_bytes(self) -> int:
+        """Bytes of the largest value that is computed for every pair."""
+        return max((step.result.itemsize for step in self._steps_of(PAIR)), default=1)
+
     def pairs(self, begin: int, end: int) -> Tensor:
         """Its values, which broadcast to (end - begin, k_len), of the queries from `begin` to
         before `end`.
         """
         values = {}
+        reverse = torch.arange(end - begin - 1, -1, -1, device=self.sample[0].device)
         for i, value in self.values.items():
             if self.depends[i] == DISTANCE:
                 # Entry n is that of the distance q_len - 1 - n: a step down goes one back.
                 shape = (end - begin, self.k_len)
-                values[i] = value.as_strided(shape, (1, 1), self.q_len - end).contiguous().flip(0)
+                up = value.as_strided(shape, (1, 1), self.q_len - end)
+                values[i] = up.index_select(0, reverse)  # flip is slower
             else:
                 values[i] = value[begin:end] if self.depends[i] == QUERY else value
         self._replay(values, self._steps_of(PAIR))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
-from masks.predicates import CACHED_PAIRS
+from masks.predicates import CACHED_BYTES
 
 
 def dense(predicate, q_len, k_len):
@@ -250,7 +250,7 @@ def test_functions_of_tokens_see_on_a_cpu_what_a_cache_holds():
         return (q - k).neg_() <= 0  # an operation that is not recorded
 
     assert causal(1500) == masks.causal()(1500)
-    assert max(seen) <= CACHED_PAIRS
+    assert 8 * max(seen) <= CACHED_BYTES
     # Two rows are recorded, and were asked for before where torch._dynamo was not loaded.
     assert sum(seen) - 1500**2 in (2 * 1500, 4 * 1500)
 

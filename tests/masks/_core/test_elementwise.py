@@ -59,7 +59,7 @@ OTHERS = {
 @pytest.mark.parametrize("lengths", [(50, 83), (83, 50), (1, 20), (20, 1), (64, 64)], ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE | OTHERS)
 def test_every_pair_is_that_of_the_function(name, lengths, monkeypatch):
-    monkeypatch.setattr("masks.predicates.CACHED_PAIRS", 400)
+    monkeypatch.setattr("masks.predicates.CACHED_BYTES", 400)
     function = (ELEMENTWISE | OTHERS)[name]
     q, k = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None]
     expected = function(q, k).expand(lengths)
@@ -72,6 +72,22 @@ def test_which_functions_are_replayed(name):
     q, k = torch.arange(50)[:, None], torch.arange(83)[None]
     function.record(q[:2], k)
     assert function.prepare(q, k) == (name in ELEMENTWISE)
+
+
+@pytest.mark.parametrize(
+    ("attends", "expected"),
+    [
+        (lambda q, k: (q - k).abs() < 5, 1),
+        (lambda q, k: (q // 7 == k // 7) & (k <= q), 1),
+        (lambda q, k: (q + k).int() % 7 == 0, 8),
+    ],
+)
+def test_bytes_of_a_pair_are_those_of_the_largest_value(attends, expected):
+    function = ElementwiseFunction(attends)
+    q, k = torch.arange(50)[:, None], torch.arange(83)[None]
+    function.record(q[:2], k)
+    function.prepare(q, k)
+    assert function.pair_bytes() == expected
 
 
 def test_what_depends_on_the_distance_is_computed_once_for_each():
