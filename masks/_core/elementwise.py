@@ -116,12 +116,12 @@ class ElementwiseFunction:
         before `end`.
         """
         values = {}
-        reverse = torch.arange(end - begin - 1, -1, -1, device=self.sample[0].device)
         for i, value in self.values.items():
             if self.depends[i] == DISTANCE:
                 # Entry n is that of the distance q_len - 1 - n: a step down goes one back.
                 shape = (end - begin, self.k_len)
                 up = value.as_strided(shape, (1, 1), self.q_len - end)
+                reverse = torch.arange(end - begin - 1, -1, -1, device=value.device)
                 values[i] = up.index_select(0, reverse)  # flip is slower
             else:
                 values[i] = value[begin:end] if self.depends[i] == QUERY else value

@@ -122,14 +122,18 @@ def _smaller_block_size(spec: AttentionSpec, mask: BlockMask, pairs: float) -> t
     own = spec.block_size
     if mask.partial_blocks < PARTIAL_SHARE * mask.nnz_blocks:
         return own
-    blocks = {own: mask} | {(s, s): mask.reblock(s) for s in SIDES if s < min(own)}
-    computed = {size: computed_pairs(same) for size, same in blocks.items()}
+    if "cpu computed pairs" not in mask.cache:  # once per mask, not for every shape of a call
+        blocks = {own: mask} | {(s, s): mask.reblock(s) for s in SIDES if s < min(own)}
+        mask.cache["cpu computed pairs"] = {
+            size: computed_pairs(same) for size, same in blocks.items()
+        }
+    computed = mask.cache["cpu computed pairs"]
 
     def cost(size: tuple[int, int]) -> float:
         started = -(-spec.q_len // size[0])
         return START_PAIRS * started + pairs * computed[size] / max(computed[own], 1)
 
-    return min(blocks, key=cost)
+    return min(computed, key=cost)
 
 
 def rows_of_block(table: LookupTable, spec: AttentionSpec) -> int:

@@ -387,6 +387,13 @@ def test_narrow_patterns_are_read_in_smaller_blocks(pattern, read):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_smaller_blocks_are_counted_once_per_mask(monkeypatch):
+    mask = masks.local(16)(2048)
+    plan_call(*(x := torch.randn(3, 1, 4, 2048, 16)), mask)
+    monkeypatch.setattr(plan, "computed_pairs", None)
+    assert plan_call(*x.repeat(1, 2, 1, 1, 1), mask).table.block_size == (64, 64)
+
+
 def gradients_of(attend, query, key, value, grad_out, mask):
     """Out and the gradients of query, key and value."""
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
