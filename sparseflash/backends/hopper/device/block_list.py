@@ -59,12 +59,16 @@ def key_blocks_of_row(params, batch, head, row):
     if params.key_lengths is not None:
         length, start, full_start = blocks.key_length, blocks.partial_start, blocks.full_start
         # Columns ascend within a row, so the blocks before the key length are the first ones.
-        reached = gl.cdiv(length, params.block)
-        n_partial = count_below(params.table.partial_index, start, blocks.n_partial, reached)
-        whole_blocks = length // params.block
-        n_full = count_below(params.table.full_index, full_start, blocks.n_full, whole_blocks)
-        upto = count_below(params.table.full_index, full_start, blocks.n_full, reached)
-        blocks = RowBlocks(length, start, n_partial, upto - n_full, full_start, n_full)
+        n_reached = gl.cdiv(length, params.block)
+        n_partial = count_below(params.table.partial_index, start, blocks.n_partial, n_reached)
+        n_whole = length // params.block
+        n_full = count_below(params.table.full_index, full_start, blocks.n_full, n_whole)
+        n_full_or_clipped = count_below(
+            params.table.full_index, full_start, blocks.n_full, n_reached
+        )
+        blocks = RowBlocks(
+            length, start, n_partial, n_full_or_clipped - n_full, full_start, n_full
+        )
     return blocks
 
 

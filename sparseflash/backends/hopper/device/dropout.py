@@ -8,7 +8,7 @@ from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.layouts import (
     THREADS_PER_ROW,
     WARPGROUP_M,
-    row_share_layout,
+    thread_row_layout,
 )
 
 ROUNDS = gl.constexpr(10)
@@ -23,15 +23,15 @@ def dropout_keep_words(dropout, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl
     """Words with a 1 for every pair that dropout keeps, two or four tensors [64] like those of
     masking.bit_tile_words: of 64 queries from `query` on and TILE_N keys from `key` on.
     """
-    SHARE_LAYOUT: gl.constexpr = row_share_layout()
+    THREAD_LAYOUT: gl.constexpr = thread_row_layout()
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     QUADS: gl.constexpr = TILE_N // (4 * THREADS_PER_ROW)  # of each thread
     PER_WORD: gl.constexpr = 8 // QUADS  # threads that share a word
-    threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, SHARE_LAYOUT)).to(gl.int32)
-    queries = query + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, SHARE_LAYOUT))
+    threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, THREAD_LAYOUT)).to(gl.int32)
+    queries = query + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, THREAD_LAYOUT))
     queries = gl.expand_dims(queries.to(gl.int32), 1)
     quads = gl.expand_dims(key // 4 + threads * QUADS, 0)
-    bits = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.int32, SHARE_LAYOUT)
+    bits = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.int32, THREAD_LAYOUT)
     for i in gl.static_range(QUADS):
         words = philox(dropout, (quads + i).to(gl.int32), queries, bh.to(gl.int32))
         for k in gl.static_range(4):

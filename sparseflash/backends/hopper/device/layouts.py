@@ -14,7 +14,7 @@ def accumulator_layout(columns):
 
 
 @gluon.constexpr_function
-def row_share_layout():
+def thread_row_layout():
     """The layout of [WARPGROUP_M, THREADS_PER_ROW]: one element per thread and accumulator row."""
     # As in an accumulator: four lanes a row, eight rows a warp, two rows of distance 8 a thread.
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]

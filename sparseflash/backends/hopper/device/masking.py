@@ -26,7 +26,7 @@ def bit_tile_words(params, entry, first_row, first_word, TILE_N: gl.constexpr,
 
 
 @gluon.jit
-def key_words_if_masked(params, blocks, i, n_masked, first_row, TILE_N: gl.constexpr,
+def key_mask_words_or_zeros(params, blocks, i, n_masked, first_row, TILE_N: gl.constexpr,
                         LAYOUT: gl.constexpr):  # fmt: skip
     """key_mask_words of the i-th tile of a row of queries if i < n_masked, else zeros."""
     # Both paths of the branch must give tensors of one shape and layout.
@@ -38,7 +38,7 @@ def key_words_if_masked(params, blocks, i, n_masked, first_row, TILE_N: gl.const
 
 
 @gluon.jit
-def query_words_if_masked(params, blocks, i, n_masked, first_row, LAYOUT: gl.constexpr):
+def query_mask_words_or_zeros(params, blocks, i, n_masked, first_row, LAYOUT: gl.constexpr):
     """bit_tile_words of the i-th tile of queries of a row of keys if i < n_masked, else zeros."""
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
     none = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))

@@ -70,8 +70,8 @@ class ScoreParams(NamedTuple):
 
 
 @gluon.constexpr_function
-def changes_scores(softcap, bias, function):
-    """Whether S is more than the scaled product."""
+def has_score_mod(softcap, bias, function):
+    """Whether a soft cap, a score function or a bias changes S."""
     return bias is not None or softcap is not None or function is not None
 
 
@@ -92,7 +92,7 @@ class Params(NamedTuple):
     work_counter: atomic counter of the dynamic tile scheduler, or None
     work_queue:   the pipeline through which the producer publishes work tiles
     scale_log2:   scale * log2(e)
-    score_function, changes_scores, has_derivative: None, False, False where S is the scaled
+    score_function, has_score_mod, has_derivative: None, False, False where S is the scaled
         product
     """
 
@@ -106,7 +106,7 @@ class Params(NamedTuple):
     dropout: Dropout
     score_params: ScoreParams
     score_function: gl.constexpr
-    changes_scores: gl.constexpr
+    has_score_mod: gl.constexpr
     has_derivative: gl.constexpr
 
 

@@ -61,7 +61,7 @@ def make_named_barrier_pipeline(descriptor, FIRST: gl.constexpr, STAGES: gl.cons
                                 WARPGROUPS: gl.constexpr,
                                 LOAD_WAIT_WARPS: gl.constexpr = 0):  # fmt: skip
     """STAGES stages for tiles of a descriptor; all warpgroups and LOAD_WAIT_WARPS warps release
-    each, at named barriers from FIRST on. Each of them calls `prime` first.
+    each, at named barriers from FIRST on. Each of them calls `release_all_stages` first.
     """
     threads: gl.constexpr = 128 * WARPGROUPS + 32 * (1 + LOAD_WAIT_WARPS)
     buffers, full_barriers = allocate_stages(descriptor, STAGES), make_mbarriers(STAGES, 1)
@@ -129,7 +129,7 @@ def producer_load(pipeline, descriptor, batch, head, token, state):
 
 
 @gluon.jit
-def prime(pipeline):
+def release_all_stages(pipeline):
     """Releases all stages of a pipeline with named barriers: they are empty at first."""
     STAGES: gl.constexpr = pipeline.buffers.shape[0]
     for stage in gl.static_range(STAGES):

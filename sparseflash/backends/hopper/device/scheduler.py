@@ -60,10 +60,10 @@ def next_work_id(params, work_id):
     Static where all rows take the same time: CTAs stride over the work tiles. Else dynamic:
     each CTA takes the next one of an atomic counter.
     """
-    following = work_id + gl.num_programs(0)
+    next_work = work_id + gl.num_programs(0)
     if params.work_counter is not None:
-        following = gl.num_programs(0) + gl.atomic_add(params.work_counter, 1, sem="relaxed")
-    return following
+        next_work = gl.num_programs(0) + gl.atomic_add(params.work_counter, 1, sem="relaxed")
+    return next_work
 
 
 @gluon.jit

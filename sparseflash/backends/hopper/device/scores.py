@@ -6,26 +6,26 @@ scale of their own.
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
+from sparseflash.backends.triton_common import score_mods
 from sparseflash.backends.triton_common.score_mods import (
     ScoreMods,
     ScorePointers,
-    apply_score_mod,
     bias_of_head,
     tanh,
 )
 
 
 @gluon.jit
-def exponent_scale(params):
-    """What S of modified_scores is multiplied by in exponents of base 2."""
+def softmax_scale_log2(params):
+    """What exponents of base 2 scale S by: scale * log2(e), or 1 where S is in base 2."""
     scale = params.scale_log2
-    if params.changes_scores:
+    if params.has_score_mod:
         scale = 1.0
     return scale
 
 
 @gluon.jit
-def modified_scores(products, params, bh, query_start, key_start, LAYOUT: gl.constexpr,
+def apply_score_mod(products, params, bh, query_start, key_start, LAYOUT: gl.constexpr,
                     TRANSPOSED: gl.constexpr):  # fmt: skip
     """(S in base 2, its derivative) of the products Q K^T of the queries from `query_start` on
     with the keys from `key_start` on: [queries, keys], or if TRANSPOSED [keys, queries].
@@ -36,7 +36,7 @@ def modified_scores(products, params, bh, query_start, key_start, LAYOUT: gl.con
     queries, keys = query_start + rows, key_start + columns
     if TRANSPOSED:
         queries, keys = query_start + columns, key_start + rows
-    return apply_score_mod(
+    return score_mods.apply_score_mod(
         products, queries, keys,
         ScoreMods(params.scale_log2, params.score_params.softcap,
                   bias_of_head(params.score_params.bias, params.score_params.bias_stride, head),

@@ -41,8 +41,8 @@ from sparseflash.backends.hopper.device.params import (
     ScoreParams,
     Sizes,
     Table,
-    changes_scores,
     has_derivative,
+    has_score_mod,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -52,9 +52,9 @@ from sparseflash.backends.hopper.device.pipeline import (
     consumer_wait,
     make_named_barrier_pipeline,
     make_pipeline,
-    prime,
     producer_acquire,
     producer_load,
+    release_all_stages,
     stage_matrix,
     warpgroup_state,
 )
@@ -68,8 +68,8 @@ from sparseflash.backends.hopper.device.scheduler import (
     receive_work,
 )
 from sparseflash.backends.hopper.device.scores import (
-    exponent_scale,
-    modified_scores,
+    apply_score_mod,
+    softmax_scale_log2,
 )
 
 
@@ -106,7 +106,7 @@ def backward_dkdv_kernel(
         (query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers),
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
                ScoreParams(softcap, bias, bias_stride), SCORE,
-               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
+               has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 
@@ -238,8 +238,8 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
     S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
     GRAD_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
     offsets = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, GRAD_LAYOUT))
-    prime(query_pipeline)
-    prime(grad_out_pipeline)
+    release_all_stages(query_pipeline)
+    release_all_stages(grad_out_pipeline)
     state = PipelineState(0, 0)
     key_state = PipelineState(0, 0)
     work_state = PipelineState(0, 0)
@@ -346,25 +346,25 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         if WITH_KEYS:
             dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
         lse_log2 = lse_log2.load(COLUMN_LAYOUT)
-    if params.dropout.threshold is not None or params.changes_scores:
+    if params.dropout.threshold is not None or params.has_score_mod:
         query_start = tile_start(params, blocks, i, WARPGROUP_M)
     if params.dropout.threshold is not None:
-        keep = dropout_keep_words(
+        keep_words = dropout_keep_words(
             params.dropout, bh, query_start, key_start, WARPGROUP_M, const.S_LAYOUT
         )
-        keep = transposed_element_mask(keep, const.S_LAYOUT)
+        keep = transposed_element_mask(keep_words, const.S_LAYOUT)
     # Products complete in the order of issue: S^T is the last one, but where dK is computed alone.
     scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
-    if params.changes_scores:
-        scores, derivative = modified_scores(
+    if params.has_score_mod:
+        scores, derivative = apply_score_mod(
             scores, params, bh, query_start, key_start, const.S_LAYOUT, True
         )
-    p = gl.exp2(scores * exponent_scale(params) - gl.expand_dims(lse_log2, 0))
+    p = gl.exp2(scores * softmax_scale_log2(params) - gl.expand_dims(lse_log2, 0))
     if PARTIAL:
         p = gl.where(element_mask(words, WARPGROUP_M, const.S_LAYOUT), p, 0.0)
-    p_of_ds = p
+    p_derivative = p
     if params.has_derivative:
-        p_of_ds = p * derivative
+        p_derivative = p * derivative
     if WITH_VALUES:
         p_dropped = p
         if params.dropout.threshold is not None:
@@ -380,7 +380,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         if not BOTH or params.dropout.threshold is not None:
             dp = dp + gl.expand_dims(minus_delta.load(COLUMN_LAYOUT), 0)
         # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
-        ds = as_operand_a(p_of_ds * dp, query.dtype, const.ACC_LAYOUT)
+        ds = as_operand_a(p_derivative * dp, query.dtype, const.ACC_LAYOUT)
         # dK += dS^T Q: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dk = warpgroup_mma(ds, query, dk, is_async=True)
     if WITH_VALUES:

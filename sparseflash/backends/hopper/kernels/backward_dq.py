@@ -45,8 +45,8 @@ from sparseflash.backends.hopper.device.params import (
     ScoreParams,
     Sizes,
     Table,
-    changes_scores,
     has_derivative,
+    has_score_mod,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -57,10 +57,10 @@ from sparseflash.backends.hopper.device.pipeline import (
     consumer_wait,
     make_named_barrier_pipeline,
     make_pipeline,
-    prime,
     producer_acquire,
     producer_commit,
     producer_load,
+    release_all_stages,
     stage_matrix,
     stage_tile,
 )
@@ -74,14 +74,14 @@ from sparseflash.backends.hopper.device.scheduler import (
     receive_work,
 )
 from sparseflash.backends.hopper.device.scores import (
-    exponent_scale,
-    modified_scores,
+    apply_score_mod,
+    softmax_scale_log2,
 )
 from sparseflash.backends.hopper.kernels.lse_delta import (
     LseTensors,
     compute_minus_delta,
+    delta_input_layout,
     read_lse,
-    row_product_layout,
     write_lse_delta,
 )
 
@@ -117,7 +117,7 @@ def backward_dq_kernel(
         queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
                ScoreParams(softcap, bias, bias_stride), SCORE,
-               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
+               has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES,
     )  # fmt: skip
 
@@ -202,8 +202,8 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
     DQ_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
     query = stage_matrix(query_pipeline, WARPGROUP)
     grad_out = stage_matrix(grad_out_pipeline, WARPGROUP)
-    prime(key_pipeline)
-    prime(value_pipeline)
+    release_all_stages(key_pipeline)
+    release_all_stages(value_pipeline)
     state = PipelineState(STAGES - 1, 1)
     query_phase = 0
     work_state = PipelineState(0, 0)
@@ -254,7 +254,7 @@ def prologue(grad_queries, lse_tensors, pipelines, params, bh, query_start, stat
     O lies in the stages of keys and values at `state`, in tiles like those of dQ.
     """
     _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
-    LAYOUT: gl.constexpr = row_product_layout(grad_queries.block_type.shape[3])
+    LAYOUT: gl.constexpr = delta_input_layout(grad_queries.block_type.shape[3])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # Rows in the threads that have them in S: LSE and delta need no exchange.
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
@@ -296,19 +296,19 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
     consumer_wait(value_pipeline, state)
     # dP = dO V^T: [64, D] [D, N] -> [64, N]
     dp = warpgroup_mma(grad_out, value.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if params.dropout.threshold is not None or params.changes_scores:
+    if params.dropout.threshold is not None or params.has_score_mod:
         key_start = tile_start(params, blocks, i, TILE_N)
     if params.dropout.threshold is not None:
-        keep = dropout_keep_words(
+        keep_words = dropout_keep_words(
             params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
         )
     # dP may still run while P is computed.
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if params.changes_scores:
-        scores, derivative = modified_scores(
+    if params.has_score_mod:
+        scores, derivative = apply_score_mod(
             scores, params, bh, query_start, key_start, const.S_LAYOUT, False
         )
-    p = gl.exp2(scores * exponent_scale(params) - gl.expand_dims(lse_log2, 1))
+    p = gl.exp2(scores * softmax_scale_log2(params) - gl.expand_dims(lse_log2, 1))
     if params.has_derivative:
         p = p * derivative  # dS alone reads it, which takes them as a factor
     if PARTIAL:
@@ -317,7 +317,7 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
     # V is free; K is read once more, by dS K.
     consumer_release(value_pipeline, state)
     if params.dropout.threshold is not None:
-        keep = element_mask(keep, TILE_N, const.S_LAYOUT)
+        keep = element_mask(keep_words, TILE_N, const.S_LAYOUT)
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
     # dS = P * (dP - delta): [64, N]
     ds = as_operand_a(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, const.ACC_LAYOUT)

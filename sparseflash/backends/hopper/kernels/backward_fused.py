@@ -42,7 +42,7 @@ from sparseflash.backends.hopper.device.layouts import (
     as_operand_a,
     operand_a_layout,
 )
-from sparseflash.backends.hopper.device.masking import element_mask, query_words_if_masked
+from sparseflash.backends.hopper.device.masking import element_mask, query_mask_words_or_zeros
 from sparseflash.backends.hopper.device.params import (
     LN2,
     NEG_INF,
@@ -51,8 +51,8 @@ from sparseflash.backends.hopper.device.params import (
     ScoreParams,
     Sizes,
     Table,
-    changes_scores,
     has_derivative,
+    has_score_mod,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -65,7 +65,7 @@ from sparseflash.backends.hopper.device.pipeline import (
     make_mbarriers,
     make_named_barrier_pipeline,
     make_pipeline,
-    prime,
+    release_all_stages,
     stage_matrix,
     warpgroup_state,
 )
@@ -104,9 +104,9 @@ class Pipelines(NamedTuple):
     dq_buffers: gl.shared_memory_descriptor
 
 
-class PipelineCursor(NamedTuple):
-    """Where a tile of queries lies: its stage of Q and dO, that of the exchange, and the first
-    buffer of the K and V of its work tile.
+class TileStates(NamedTuple):
+    """Where the operands of a tile of queries lie: the stage of its Q and dO, the stage of its dS,
+    and the first buffer of the K and V of its work tile.
     """
 
     query: PipelineState
@@ -140,7 +140,7 @@ def backward_fused_kernel(
         make_ds_exchange(queries.dtype),
         gl.allocate_shared_memory(gl.float32, dq_shape, dq_accumulator.layout),
     )
-    loaded = (
+    load_pipelines = (
         pipelines.query_pipeline,
         pipelines.grad_out_pipeline,
         pipelines.key_pipeline,
@@ -152,18 +152,18 @@ def backward_fused_kernel(
     fence_async_shared()
     specialize_warps(
         queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
-        pipelines, loaded,
+        pipelines, load_pipelines,
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
                ScoreParams(softcap, bias, bias_stride), SCORE,
-               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
+               has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys,
-                     grad_values, pipelines, loaded, params, QHEADS_PER_KVHEAD: gl.constexpr,
-                     MASKED: gl.constexpr, STAGES: gl.constexpr,
+                     grad_values, pipelines, load_pipelines, params,
+                     QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
                      KEY_STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup and the producer in one warp."""
     gl.warp_specialize(
@@ -172,8 +172,8 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator
                         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES)),
             (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
                         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES)),
-            (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, loaded, params,
-                        QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+            (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, load_pipelines,
+                        params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -203,9 +203,9 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
         pipelines.dq_buffers.index(WARPGROUP), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
     )  # fmt: skip
-    prime(pipelines.query_pipeline)
-    prime(pipelines.grad_out_pipeline)
-    cursor = PipelineCursor(PipelineState(0, 0), PipelineState(0, 0), 0)
+    release_all_stages(pipelines.query_pipeline)
+    release_all_stages(pipelines.grad_out_pipeline)
+    states = TileStates(PipelineState(0, 0), PipelineState(0, 0), 0)
     key_state = PipelineState(0, 0)
     work_state = PipelineState(0, 0)
     work, work_state = receive_work(params, work_state)
@@ -216,7 +216,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
         dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
         dv = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
         kv_buffer = key_state.stage * 2
-        cursor = PipelineCursor(cursor.query, cursor.ds, kv_buffer)
+        states = TileStates(states.query, states.ds, kv_buffer)
         for warpgroup in gl.static_range(2):
             key_buffer = warpgroup_state(key_state, 2, warpgroup)
             consumer_wait(pipelines.key_pipeline, key_buffer)
@@ -232,8 +232,8 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
         for i_head in range(QHEADS_PER_KVHEAD):
             head = own_head * QHEADS_PER_KVHEAD + i_head
             if work.blocks.n_partial + work.blocks.n_full > 0:
-                dk, dv, cursor = mainloop(
-                    dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, work.blocks,
+                dk, dv, states = mainloop(
+                    dk, dv, states, kv_operands, dq_accumulator, pipelines, params, work.blocks,
                     own_batch, head, key_start, WARPGROUP, MASKED, STAGES, GRAD_LAYOUT,
                 )  # fmt: skip
             work, work_state = receive_work(params, work_state)
@@ -278,7 +278,7 @@ def store_gradient(descriptor, buffer, gradient, batch, head, token):
 
 
 @gluon.jit
-def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blocks, batch, head,
+def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blocks, batch, head,
              key_start, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
              GRAD_LAYOUT: gl.constexpr):  # fmt: skip
     """All tiles of queries of a head, at least those of one block.
@@ -295,62 +295,62 @@ def mainloop(dk, dv, cursor, kv_operands, dq_accumulator, pipelines, params, blo
     n_tiles = (blocks.n_partial + blocks.n_full) * TILES_PER_BLOCK
     block = block_index(params, blocks, 0)
     dk, dv, ds = mma_one_tile(
-        dk, dv, None, None, None, cursor, kv_operands, dq_accumulator, pipelines, params, blocks,
+        dk, dv, None, None, None, states, kv_operands, dq_accumulator, pipelines, params, blocks,
         bh, key_start, 0, WARPGROUP, MASKED, GRAD_LAYOUT,
     )  # fmt: skip
     for i in range(1, n_tiles + 1 - STEP, STEP):
         next_block = block_index(params, blocks, (i + STEP - 1) // TILES_PER_BLOCK)
         for half in gl.static_range(STEP):
             tile = first_tile + block * TILES_PER_BLOCK + (i + half - 1) % TILES_PER_BLOCK
-            next_cursor = advance_cursor(cursor, STAGES)
+            next_states = advance_states(states, STAGES)
             dk, dv, ds = mma_one_tile(
-                dk, dv, ds, cursor, owned_tile(tile, half, WARPGROUP, ALTERNATE_TILES),
-                next_cursor, kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start,
+                dk, dv, ds, states, owned_tile(tile, half, WARPGROUP, ALTERNATE_TILES),
+                next_states, kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start,
                 i + half, WARPGROUP, MASKED, GRAD_LAYOUT,
             )  # fmt: skip
-            cursor = next_cursor
+            states = next_states
         block = next_block
     tile = first_tile + block * TILES_PER_BLOCK
     last_tile = owned_tile(
         tile + (TILES_PER_BLOCK - 1), TILES_PER_BLOCK - 1, WARPGROUP, ALTERNATE_TILES
     )
     if ALTERNATE_TILES:
-        next_cursor = advance_cursor(cursor, STAGES)
+        next_states = advance_states(states, STAGES)
         dk, dv, ds = mma_one_tile(
-            dk, dv, ds, cursor, owned_tile(tile, 0, WARPGROUP, ALTERNATE_TILES), next_cursor,
+            dk, dv, ds, states, owned_tile(tile, 0, WARPGROUP, ALTERNATE_TILES), next_states,
             kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start, n_tiles - 1,
             WARPGROUP, MASKED, GRAD_LAYOUT,
         )  # fmt: skip
-        cursor = next_cursor
-    dk = issue_dk_mma(dk, ds, pipelines, cursor)
+        states = next_states
+    dk = issue_dk_mma(dk, ds, pipelines, states)
     if last_tile is None:
         dk = warpgroup_mma_wait(0, deps=(dk,))
     else:
-        dq = issue_dq_mma(pipelines, cursor, WARPGROUP)
+        dq = issue_dq_mma(pipelines, states, WARPGROUP)
         wait_for_stores(0)
         dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
         dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
         store_to_shared(dq_buffer, dq)
         fence_async_shared()
         reduce_add(dq_accumulator, dq_buffer, last_tile, WARPGROUP, ALTERNATE_TILES)
-    consumer_release(pipelines.query_pipeline, cursor.query)
-    return dk, dv, advance_cursor(cursor, STAGES)
+    consumer_release(pipelines.query_pipeline, states.query)
+    return dk, dv, advance_states(states, STAGES)
 
 
 @gluon.jit
-def advance_cursor(cursor, STAGES: gl.constexpr):
-    """The cursor of the next tile."""
-    query, ds = advance(cursor.query, STAGES), advance(cursor.ds, DS_STAGES)
-    return PipelineCursor(query, ds, cursor.kv_buffer)
+def advance_states(states, STAGES: gl.constexpr):
+    """The states of the next tile."""
+    query, ds = advance(states.query, STAGES), advance(states.ds, DS_STAGES)
+    return TileStates(query, ds, states.kv_buffer)
 
 
 @gluon.jit
-def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands, dq_accumulator,
+def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands, dq_accumulator,
                  pipelines, params, blocks, bh, key_start, i, WARPGROUP: gl.constexpr,
                  MASKED: gl.constexpr, GRAD_LAYOUT: gl.constexpr):  # fmt: skip
     """(dK + dS_{i-1}^T Q_{i-1}, dV + P_i^T dO_i, dS_i^T); adds dS_{i-1} K to dQ.
 
-    prev_cursor:  of tile i - 1, None at the first tile
+    prev_states:  those of tile i - 1, None at the first tile
     prev_dq_tile: number of tile i - 1 in the accumulator of dQ, None where the other warpgroup
         adds it
     """
@@ -358,18 +358,18 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
     ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
-    state = cursor.query
+    state = states.query
     key, value = kv_operands
     if key is None:
         # Computed anew in every step: descriptors that live through the loop take registers.
-        buffer = opaque(cursor.kv_buffer + WARPGROUP)
+        buffer = opaque(states.kv_buffer + WARPGROUP)
         key = stage_matrix(pipelines.key_pipeline, buffer)
         value = stage_matrix(pipelines.value_pipeline, buffer)
     query = stage_matrix(pipelines.query_pipeline, state.stage)
     grad_out = stage_matrix(pipelines.grad_out_pipeline, state.stage)
     n_masked = blocks.n_partial * TILES_PER_BLOCK
     if MASKED:
-        words = query_words_if_masked(
+        words = query_mask_words_or_zeros(
             params, blocks, i, n_masked, WARPGROUP * WARPGROUP_M, S_LAYOUT
         )
     consumer_wait(pipelines.grad_out_pipeline, state)
@@ -380,18 +380,18 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
     dp = minus_delta
     if params.dropout.threshold is not None:
         dp = gl.zeros([WARPGROUP_M, WARPGROUP_M], gl.float32, S_LAYOUT)
-    if prev_cursor is not None:
-        dk = issue_dk_mma(dk, prev_ds, pipelines, prev_cursor)
+    if prev_states is not None:
+        dk = issue_dk_mma(dk, prev_ds, pipelines, prev_states)
     # S^T - LSE / scale = K Q^T - LSE / scale: [64 keys, D] [D, 64 queries] -> [64, 64]
     scores = warpgroup_mma(key, query.permute((1, 0)), scores, is_async=True)
     # dP^T - delta = V dO^T - delta: [64 keys, D] [D, 64 queries] -> [64, 64]
     dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, is_async=True)
     if params.dropout.threshold is not None:
         query_start = tile_start(params, blocks, i, WARPGROUP_M)
-        keep = dropout_keep_words(
+        keep_words = dropout_keep_words(
             params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
         )
-        keep = transposed_element_mask(keep, S_LAYOUT)
+        keep = transposed_element_mask(keep_words, S_LAYOUT)
     # The buffer of dQ is written next: TMA must have read what it added before.
     if prev_dq_tile is not None:
         wait_for_stores(0)
@@ -407,14 +407,14 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
     p_dropped = as_operand_a(p_dropped, value.dtype, GRAD_LAYOUT)
     dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
     if prev_dq_tile is not None:
-        dq = issue_dq_mma(pipelines, prev_cursor, WARPGROUP)
+        dq = issue_dq_mma(pipelines, prev_states, WARPGROUP)
     # dV and the two products of dQ may still run.
     dp = warpgroup_mma_wait(1 if prev_dq_tile is None else 3, deps=(dp,))
     if params.dropout.threshold is not None:
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0) + minus_delta
     # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
     ds = (to_float32(p) * dp).to(value.dtype)
-    entry = cursor.ds.stage * 2 + WARPGROUP
+    entry = states.ds.stage * 2 + WARPGROUP
     pipelines.ds_exchange.buffers.index(entry).store(ds)
     dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
     if prev_dq_tile is None:
@@ -428,8 +428,8 @@ def mma_one_tile(dk, dv, prev_ds, prev_cursor, prev_dq_tile, cursor, kv_operands
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(entry), count=1)
     if prev_dq_tile is not None:
         reduce_add(dq_accumulator, dq_buffer, prev_dq_tile, WARPGROUP, ALTERNATE_TILES)
-    if prev_cursor is not None:
-        consumer_release(pipelines.query_pipeline, prev_cursor.query)
+    if prev_states is not None:
+        consumer_release(pipelines.query_pipeline, prev_states.query)
     consumer_release(pipelines.grad_out_pipeline, state)
     # Copied when no product runs: else ptxas finds no registers, and waits for every product.
     return dk, dv, as_operand_a(copy_registers(ds), value.dtype, GRAD_LAYOUT)
@@ -449,21 +449,21 @@ def load_lse_delta(lse_delta_buffers, params, stage, key_start, key_length,
     minus_delta = lse_delta_buffers.index(2 * stage + 1).reshape([WARPGROUP_M])
     minus_delta = minus_delta.load(COLUMN_LAYOUT)
     keys = key_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, S_LAYOUT))
-    past_end = gl.where(keys < key_length, 0.0, NEG_INF)
+    key_padding = gl.where(keys < key_length, 0.0, NEG_INF)
     scores = gl.expand_dims(lse_log2, 0) * (-1.0 / params.scale_log2)
-    scores = scores + gl.expand_dims(past_end, 1)
+    scores = scores + gl.expand_dims(key_padding, 1)
     return scores, gl.expand_dims(minus_delta, 0).broadcast_to([WARPGROUP_M, WARPGROUP_M])
 
 
 @gluon.jit
-def issue_dk_mma(dk, ds, pipelines, cursor):
+def issue_dk_mma(dk, ds, pipelines, states):
     """dK + dS^T Q, in flight: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]"""
-    query = stage_matrix(pipelines.query_pipeline, cursor.query.stage)
+    query = stage_matrix(pipelines.query_pipeline, states.query.stage)
     return warpgroup_mma(ds, query, dk, is_async=True)
 
 
 @gluon.jit
-def issue_dq_mma(pipelines, cursor, WARPGROUP: gl.constexpr):
+def issue_dq_mma(pipelines, states, WARPGROUP: gl.constexpr):
     """What this warpgroup adds of dS K, in flight: one product for the keys of each warpgroup, its
     own first, [64 queries, 64 keys] [64 keys, added dims] -> [64 queries, added dims].
     """
@@ -475,12 +475,12 @@ def issue_dq_mma(pipelines, cursor, WARPGROUP: gl.constexpr):
     dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, accumulator_layout(DIMS))
     for i in gl.static_range(2):
         warpgroup = (WARPGROUP + i) % 2
-        entry = cursor.ds.stage * 2 + warpgroup
+        entry = states.ds.stage * 2 + warpgroup
         # Its own first, which needs no wait: it stored that itself.
         if i == 1:
-            mbarrier.wait(ds_exchange.full_barriers.index(entry), cursor.ds.phase)
+            mbarrier.wait(ds_exchange.full_barriers.index(entry), states.ds.phase)
         ds = ds_exchange.buffers.index(entry).permute((1, 0))
-        key = stage_matrix(pipelines.key_pipeline, opaque(cursor.kv_buffer + warpgroup))
+        key = stage_matrix(pipelines.key_pipeline, opaque(states.kv_buffer + warpgroup))
         if not ALTERNATE_TILES:
             key = key.slice(WARPGROUP * DIMS, DIMS, dim=1)
         dq = warpgroup_mma(ds, key, dq, use_acc=i == 1, is_async=True)

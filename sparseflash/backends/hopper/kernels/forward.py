@@ -54,9 +54,9 @@ from sparseflash.backends.hopper.device.layouts import (
     as_operand_a,
     operand_a_layout,
     rescale_rows,
-    row_share_layout,
+    thread_row_layout,
 )
-from sparseflash.backends.hopper.device.masking import element_mask, key_words_if_masked
+from sparseflash.backends.hopper.device.masking import element_mask, key_mask_words_or_zeros
 from sparseflash.backends.hopper.device.params import (
     LN2,
     NEG_INF,
@@ -66,8 +66,8 @@ from sparseflash.backends.hopper.device.params import (
     ScoreParams,
     Sizes,
     Table,
-    changes_scores,
     has_derivative,
+    has_score_mod,
     unspecialized_arguments,
 )
 from sparseflash.backends.hopper.device.pipeline import (
@@ -77,8 +77,8 @@ from sparseflash.backends.hopper.device.pipeline import (
     consumer_wait,
     make_named_barrier_pipeline,
     make_pipeline,
-    prime,
     producer_load,
+    release_all_stages,
     stage_matrix,
     warpgroup_state,
 )
@@ -92,8 +92,8 @@ from sparseflash.backends.hopper.device.scheduler import (
     receive_work,
 )
 from sparseflash.backends.hopper.device.scores import (
-    exponent_scale,
-    modified_scores,
+    apply_score_mod,
+    softmax_scale_log2,
 )
 
 
@@ -134,7 +134,7 @@ def forward_kernel(
         queries, keys, values, outs, lse, (query_pipeline, key_pipeline, value_pipeline),
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
                ScoreParams(softcap, bias, bias_stride), SCORE,
-               changes_scores(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
+               has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,
     )  # fmt: skip
 
@@ -221,8 +221,8 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
     if LOAD_WAIT_WARPS > 0:
         state = PipelineState(0, 0)
         work_state = PipelineState(0, 0)
-        prime(key_pipeline)
-        prime(value_pipeline)
+        release_all_stages(key_pipeline)
+        release_all_stages(value_pipeline)
         work, work_state = receive_work(params, work_state)
         while work.row >= 0:
             n_blocks = work.blocks.n_partial + work.blocks.n_clipped + work.blocks.n_full
@@ -258,8 +258,8 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
     query_buffer = WARPGROUP
     rows_done = 0
     work_state = PipelineState(0, 0)
-    prime(key_pipeline)
-    prime(value_pipeline)
+    release_all_stages(key_pipeline)
+    release_all_stages(value_pipeline)
     # Warpgroup 0 issues first. Both warpgroups have the same tiles, so every later wait has one
     # signal.
     if WARPGROUP == 1:
@@ -273,7 +273,7 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
         bh = work.batch * params.sizes.heads + work.head
         query_start = work.row * params.block + WARPGROUP * WARPGROUP_M
         row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)
-        row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, row_share_layout())
+        row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, thread_row_layout())
         softmax = SoftmaxState(row_max, row_sum)
         acc = gl.zeros([WARPGROUP_M, DIMS], gl.float32, O_LAYOUT)  # [64, D]
         # TMA may still read O of the row before in its query buffer.
@@ -296,9 +296,8 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
         )
         is_empty = row_sum == 0.0
         row_sum = gl.where(is_empty, 1.0, row_sum)
-        row_lse = gl.where(
-            is_empty, NEG_INF, (softmax.row_max * exponent_scale(params) + gl.log2(row_sum)) * LN2
-        )
+        row_max_log2 = softmax.row_max * softmax_scale_log2(params)
+        row_lse = gl.where(is_empty, NEG_INF, (row_max_log2 + gl.log2(row_sum)) * LN2)
         tokens = query_start + offsets
         lse_row = lse + bh.to(gl.int64) * params.sizes.q_len
         gl.store(lse_row + tokens, row_lse, mask=tokens < params.sizes.q_len)
@@ -335,7 +334,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
         query = stage_matrix(query_pipeline, opaque(query_buffer))
     state = advance(state, const.STAGES)
     if MASKED:
-        words = key_words_if_masked(
+        words = key_mask_words_or_zeros(
             params, blocks, 0, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
         )
     consumer_wait(key_pipeline, state)
@@ -345,9 +344,9 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     consumer_release(key_pipeline, state)
-    if params.changes_scores:
+    if params.has_score_mod:
         key_start = tile_start(params, blocks, 0, TILE_N)
-        scores, _ = modified_scores(
+        scores, _ = apply_score_mod(
             scores, params, bh, query_start, key_start, const.S_LAYOUT, False
         )
     if MASKED and n_masked > 0:
@@ -355,10 +354,10 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
     if params.dropout.threshold is not None:
         key_start = tile_start(params, blocks, 0, TILE_N)
-        keep = dropout_keep_words(
+        keep_words = dropout_keep_words(
             params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
         )
-        p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
+        p = gl.where(element_mask(keep_words, TILE_N, const.S_LAYOUT), p, 0.0)
     acc = rescale_rows(acc, correction, const.ACC_LAYOUT)
     p = as_operand_a(p, query.dtype, const.ACC_LAYOUT)
     # Late, so that the store of O overlaps the first tile of this row.
@@ -389,7 +388,7 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     prev_value = stage_matrix(value_pipeline, prev_state.stage)
     state = advance(prev_state, const.STAGES)
     if MASKED:
-        words = key_words_if_masked(
+        words = key_mask_words_or_zeros(
             params, blocks, i, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
         )
     zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, const.S_LAYOUT)
@@ -407,23 +406,23 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     # After both products: to signal between them was no faster.
     if params.block > WARPGROUP_M:
         pingpong_signal(const.WARPGROUP, LOAD_WAIT_WARPS)
-    if params.dropout.threshold is not None or params.changes_scores:
+    if params.dropout.threshold is not None or params.has_score_mod:
         key_start = tile_start(params, blocks, i, TILE_N)
     if params.dropout.threshold is not None:
-        keep = dropout_keep_words(
+        keep_words = dropout_keep_words(
             params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
         )
     scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(key_pipeline, state)
-    if params.changes_scores:
-        scores, _ = modified_scores(
+    if params.has_score_mod:
+        scores, _ = apply_score_mod(
             scores, params, bh, query_start, key_start, const.S_LAYOUT, False
         )
     if MASKED and i < n_masked:
         scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
     p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
     if params.dropout.threshold is not None:
-        p = gl.where(element_mask(keep, TILE_N, const.S_LAYOUT), p, 0.0)
+        p = gl.where(element_mask(keep_words, TILE_N, const.S_LAYOUT), p, 0.0)
     # The compiler moves this wait up, behind some of the exponentials or before the row maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     consumer_release(value_pipeline, prev_state)
@@ -434,16 +433,16 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
 
 @gluon.jit
 def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
-    """(P = exp2(exponent_scale * (S - row_max)) [64, N], the new state, the correction [64])."""
+    """(P [64, N], the new state, the correction [64]) of P = exp2(scale_log2 * (S - row_max))."""
     row_max = gl.maximum(softmax.row_max, gl.max(scores, axis=1))
     # Scaled after the maximum, so that the argument of exp2 is one FMA an element.
-    scale = exponent_scale(params)
-    shift = row_max * scale
+    scale = softmax_scale_log2(params)
+    max_scaled = row_max * scale
     if MASKED:
         # A row without a key so far: -inf less -inf would be NaN.
-        shift = gl.where(row_max == NEG_INF, 0.0, shift)
-    p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
-    correction = gl.exp2(softmax.row_max * scale - shift)
+        max_scaled = gl.where(row_max == NEG_INF, 0.0, max_scaled)
+    p = gl.exp2(scores * scale - gl.expand_dims(max_scaled, 1))
+    correction = gl.exp2(softmax.row_max * scale - max_scaled)
     has_dropout: gl.constexpr = params.dropout.threshold is not None
     row_sum = update_row_sum(softmax.row_sum, correction, p, has_dropout)
     return p, SoftmaxState(row_max, row_sum), correction
@@ -457,16 +456,16 @@ def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
     With dropout one thread has all of it: ptxas of CUDA 13 would run short of registers, and wait
     for every product.
     """
-    SHARE_LAYOUT: gl.constexpr = row_share_layout()
+    THREAD_LAYOUT: gl.constexpr = thread_row_layout()
     TILE_N: gl.constexpr = p.shape[1]
     sums = p.reshape([WARPGROUP_M, TILE_N // (2 * THREADS_PER_ROW), THREADS_PER_ROW, 2])
     sums = gl.sum(gl.sum(sums, axis=3), axis=1)  # [64, 4]
-    sums = gl.convert_layout(sums, SHARE_LAYOUT, assert_trivial=True)
+    sums = gl.convert_layout(sums, THREAD_LAYOUT, assert_trivial=True)
     if DROPOUT:
-        threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, SHARE_LAYOUT))
+        threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, THREAD_LAYOUT))
         threads = gl.expand_dims(threads, 0)
         sums = gl.where(threads == 0, gl.expand_dims(gl.sum(sums, axis=1), 1), 0.0)
-    return rescale_rows(row_sum, correction, SHARE_LAYOUT) + sums
+    return rescale_rows(row_sum, correction, THREAD_LAYOUT) + sums
 
 
 @gluon.jit

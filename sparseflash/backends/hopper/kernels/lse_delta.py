@@ -40,7 +40,7 @@ class LseTensors(NamedTuple):
 )
 def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, padded_len):
     """A CTA takes 64 queries of a head."""
-    LAYOUT: gl.constexpr = row_product_layout(outs.block_type.shape[3])
+    LAYOUT: gl.constexpr = delta_input_layout(outs.block_type.shape[3])
     tiles_per_head = padded_len // WARPGROUP_M
     bh = gl.program_id(0) // tiles_per_head
     query_start = gl.program_id(0) % tiles_per_head * WARPGROUP_M
@@ -60,7 +60,7 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
 
 
 @gluon.constexpr_function
-def row_product_layout(dims):
+def delta_input_layout(dims):
     """The layout of [64, dims] with each row in the threads that hold it in an accumulator."""
     # Eight neighbouring columns a thread: 16 bytes, the widest load from shared memory.
     columns = [1, 2, 4, *(1 << i for i in range(5, dims.bit_length() - 1))]

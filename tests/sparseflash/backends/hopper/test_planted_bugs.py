@@ -116,7 +116,9 @@ TWO_WARPGROUPS = {
         ),
     ),
     "V begins with no empty stage": planted(
-        "kernels.backward_dq", DEADLOCK, Drop(Call("consumer", "prime", "value_pipeline"))
+        "kernels.backward_dq",
+        DEADLOCK,
+        Drop(Call("consumer", "release_all_stages", "value_pipeline")),
     ),
     "the producer does not acquire": planted(
         "device.pipeline", BARRIER, Drop(Call("producer_load", "producer_acquire"))
@@ -231,7 +233,7 @@ ALL_GRADIENTS = {
         "kernels.backward_fused",
         NUMBERS,
         Replace(
-            "issue_dq_mma", "cursor.kv_buffer + warpgroup", "cursor.kv_buffer * 0 + warpgroup"
+            "issue_dq_mma", "states.kv_buffer + warpgroup", "states.kv_buffer * 0 + warpgroup"
         ),
     ),
     "a full tile is masked": planted(
