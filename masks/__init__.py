@@ -40,9 +40,10 @@ __all__ = [
 
 def __getattr__(name: str):
     """A public name, imported at its first use: torch takes seconds, and `--help` needs none."""
-    if name in __all__:
-        return getattr(import_module("masks._api"), name)
-    raise AttributeError(f"module 'masks' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'masks' has no attribute {name!r}")
+    globals()[name] = getattr(import_module("masks._api"), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

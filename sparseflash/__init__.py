@@ -54,7 +54,8 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
     module, attribute = _ON_DEMAND.get(name, ("sparseflash._api", name))
     found = import_module(module)
-    return found if attribute is None else getattr(found, attribute)
+    globals()[name] = found if attribute is None else getattr(found, attribute)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -47,17 +47,18 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """(out, lse) of one call; see sparseflash.backends.base."""
     bq, bk = rows_of_block(call.table, call.spec), call.table.block_size[1]
     q, k, v = _blocks(query, bq), _blocks(key, bk), _blocks(value, bk)
-    # The result itself, where no block reaches past the end: users may not write into a view.
-    whole = q.new_zeros((*query.shape[:2], -(-query.shape[2] // bq) * bq, v.shape[2]))
-    out = whole.view(*q.shape[:2], v.shape[2])
-    lse = q.new_full((*q.shape[:2], 1), -math.inf)
-    max_logits = None if call.max_logits is None else torch.full_like(lse, -math.inf)
+    # The results themselves, where no block reaches past the end: users may not write into views.
+    sizes = (*query.shape[:2], -(-query.shape[2] // bq) * bq)
+    whole_out, whole_lse = q.new_zeros((*sizes, v.shape[2])), q.new_full(sizes, -math.inf)
+    whole_max = None if call.max_logits is None else torch.full_like(whole_lse, -math.inf)
+    out, lse = whole_out.view(-1, bq, v.shape[2]), whole_lse.view(-1, bq, 1)
     for problem in problems(call):
         q_here, out_here, lse_here = (problem.queries_of(x) for x in (q, out, lse))
         k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
-        max_here = None if max_logits is None else problem.queries_of(max_logits)
+        max_here = None if whole_max is None else problem.queries_of(whole_max.view(-1, bq, 1))
         for part in problem.parts():
-            scores, _, _ = problem.scores(part, problem.to_segments(q_here[:, part]), k_here)
+            q_part, out_part, lse_part = (_rows(x, part) for x in (q_here, out_here, lse_here))
+            scores, _, _ = problem.scores(part, problem.to_segments(q_part), k_here)
             row_max = problem.max_of_rows(scores)
             if max_here is not None:
                 max_here[:, part] = row_max / LOG2E
@@ -65,20 +66,21 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
             row_max.clamp_(min=torch.finfo(row_max.dtype).min)
             p = scores.sub_(problem.to_segments(row_max)).exp2_()
             row_sum = problem.sum_of_segments(p.sum(-1, keepdim=True))
-            lse_here[:, part] = row_sum.log().add_(row_max, alpha=1 / LOG2E)
+            torch.log(row_sum, out=lse_part).add_(row_max, alpha=1 / LOG2E)
             # The maximum of any other row adds 1, so the clamp changes rows without a key only.
-            row_sum = row_sum.clamp_(min=1) * (1 - call.spec.dropout_p)
-            products = torch.bmm(_drop(p, problem.dropout_keep_mask(part)), v_here)
-            out_here[:, part] = problem.sum_of_segments(products).div_(row_sum)
+            row_sum.clamp_(min=1)
+            if call.spec.dropout_p > 0:
+                p = _drop(p, problem.dropout_keep_mask(part))
+                row_sum *= 1 - call.spec.dropout_p
+            problem.multiply(p, v_here, out_part).div_(row_sum)
         problem.write_queries(out, out_here)
         problem.write_queries(lse, lse_here)
-        if max_logits is not None and max_here is not None:
-            problem.write_queries(max_logits, max_here)
-    if max_logits is not None and call.max_logits is not None:
-        call.max_logits.copy_(_sequence(max_logits, query).squeeze(-1))
+        if whole_max is not None and max_here is not None:
+            problem.write_queries(whole_max.view(-1, bq, 1), max_here)
     q_len = query.shape[2]
-    result = whole if whole.shape[2] == q_len else whole[:, :, :q_len].contiguous()
-    return result.to(query.dtype), _sequence(lse, query).squeeze(-1)
+    if whole_max is not None and call.max_logits is not None:
+        call.max_logits.copy_(whole_max[:, :, :q_len])
+    return _cut(whole_out, q_len).to(query.dtype), _cut(whole_lse, q_len)
 
 
 @without_autocast
@@ -101,11 +103,14 @@ def backward(
         delta -= _blocks(grad_lse.unsqueeze(-1), bq)
     # A query without a key has only scores of -inf: any finite LSE makes its P 0.
     lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
-    grad_o = grad_o / (1 - call.spec.dropout_p)
+    if spec.dropout_p > 0:
+        grad_o = grad_o / (1 - spec.dropout_p)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
-    grad_bias = q.new_zeros(bias.numel() if bias is not None else 0)
-    rows, columns = table.by_query.num_rows, table.by_key.num_rows
-    grad_blocks = q.new_zeros((spec.batch, spec.heads, rows, columns) if needs_blocks else 0)
+    grad_bias = q.new_zeros(bias.numel()) if needs_bias and bias is not None else None
+    grad_blocks = None
+    if needs_blocks:
+        blocks = (spec.batch, spec.heads, table.by_query.num_rows, table.by_key.num_rows)
+        grad_blocks = q.new_zeros(blocks)
     grad_reads, read_sums = None, {}
     if needs_reads and call.score_tensors is not None:
         grad_reads = call.score_tensors.new_sums()
@@ -122,7 +127,7 @@ def backward(
         for part in problem.parts():
             keep_mask = problem.dropout_keep_mask(part)
             q_part, grad_o_part, lse_part, delta_part = (
-                problem.to_segments(x[:, part])
+                problem.to_segments(_rows(x, part))
                 for x in (q_here, grad_o_here, lse_here, delta_here)
             )
             scores, derivative, reads = problem.scores(part, q_part, k_here, True, needs_reads)
@@ -132,9 +137,9 @@ def backward(
             if needs_query or needs_key or needs_bias or needs_blocks or needs_reads:
                 dp = _drop(problem.product("grad", grad_o_part, v_here.mT), keep_mask)
                 ds = dp.sub_(delta_part).mul_(p)
-                if needs_bias and bias is not None:
+                if grad_bias is not None and bias is not None:
                     grad_bias.index_add_(0, problem.bias_index(bias, part).flatten(), ds.flatten())
-                if needs_blocks:
+                if grad_blocks is not None:
                     problem.add_block_sums(grad_blocks, ds, part)
                 for number, entry, slope in reads:
                     found = (ds * slope).sum_to_size(entry.shape)
@@ -142,8 +147,7 @@ def backward(
                 if derivative is not None:
                     ds.mul_(derivative)
                 if needs_query:
-                    products = torch.bmm(ds, k_here)
-                    grad_q_here[:, part] = problem.sum_of_segments(products)
+                    problem.multiply(ds, k_here, _rows(grad_q_here, part))
                 if needs_key:
                     grad_k_here.baddbmm_(ds.mT, q_part)
         problem.write_queries(grad_q, grad_q_here)
@@ -153,14 +157,23 @@ def backward(
         _sequence(grad_q.mul_(spec.scale), query).to(query.dtype) if needs_query else None,
         _sequence(grad_k.mul_(spec.scale), key).to(key.dtype) if needs_key else None,
         _sequence(grad_v, value).to(value.dtype) if needs_value else None,
-        grad_bias.view_as(bias) if needs_bias and bias is not None else None,
-        grad_blocks if needs_blocks else None,
+        grad_bias.view_as(bias) if grad_bias is not None and bias is not None else None,
+        grad_blocks,
         grad_reads,
     )
 
 
 def _drop(x: Tensor, keep_mask: Tensor | None) -> Tensor:
     return x if keep_mask is None else x * keep_mask
+
+
+def _rows(x: Tensor, part: slice) -> Tensor:
+    """x[:, part], which takes time, so only where it is not all of x."""
+    return x if part.stop - part.start == x.shape[1] else x[:, part]
+
+
+def _cut(x: Tensor, length: int) -> Tensor:
+    return x if x.shape[2] == length else x[:, :, :length].contiguous()
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

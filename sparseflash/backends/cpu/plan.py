@@ -9,7 +9,7 @@ cut into chunks whose scores fit in the cache.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from einops import rearrange
@@ -29,12 +29,15 @@ PROBLEM_FLOATS = 2**20
 CHUNK_FLOATS = 3 * 2**19
 # Blocks of all heads up to which the chunks of a call are cached with its plan.
 CACHED_BLOCKS = 2**14
+# Pairs of all heads up to which these chunks hold the element masks of their partial blocks too.
+CACHED_PAIRS = 2**18
 # Queries up to which rows are merged; a taller product is no faster.
 MERGED_QUERIES = 256
 # Queries below which no part is cut; a thinner product is slow.
 PART_QUERIES = 16
 # Pairs of all heads that take as long as it takes to start one more product.
 START_PAIRS = 2**16
+LEAST_SIDE = 16  # of a block
 # Sides of the blocks in which others may be read.
 SIDES = (32, 64, 128, 256)
 # Partial blocks, of all non-zero ones, from which on smaller blocks are considered.
@@ -76,6 +79,7 @@ class Chunk:
     tiles:        int32 (problems, partial)  the bit tile of each of the last key blocks
     query_run:    the query blocks where they are consecutive, else None
     key_run:      the key blocks where they are consecutive, else None
+    cache:        what the calls of a plan that is small share
     """
 
     bh: Tensor
@@ -84,6 +88,7 @@ class Chunk:
     tiles: Tensor
     query_run: slice | None
     key_run: slice | None
+    cache: dict[str, Tensor] = field(default_factory=dict)
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
@@ -95,6 +100,8 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     own = spec.block_size
     if spec.positions or isinstance(mask, DynamicMask):
         return own
+    if 2 * spec.k_len <= own[1] > LEAST_SIDE:  # one block of keys, half of it past the end
+        return own[0], max(LEAST_SIDE, 2 ** (spec.k_len - 1).bit_length())
     pairs = spec.batch * spec.heads * spec.q_len * spec.k_len * mask.density
     rows = -(-spec.q_len // own[0])
     if pairs >= START_PAIRS * rows:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.cpu.plan import (
+    CACHED_PAIRS,
     CHUNK_FLOATS,
     Chunk,
     chunks,
@@ -41,11 +42,10 @@ class Problem:
         self._score_tensors = () if call.score_tensors is None else call.score_tensors.tensors
         self._block_q, self._block_k = rows_of_block(table, call.spec), table.block_size[1]
         self._rows, self._columns = table.by_query.num_rows, table.by_key.num_rows
-        self._query_blocks = chunk.query_blocks.flatten()
-        self._key_blocks = chunk.key_blocks.flatten()
-        self._keys = chunk.key_blocks.shape[1] * self._block_k
-        self._width = keys_at_once(chunk.key_blocks.shape[1], self._block_k)
-        self._tile_mask = self._mask_of_tiles(table.bit_tiles) if chunk.tiles.numel() else None
+        self._problems, key_blocks = chunk.key_blocks.shape
+        self._keys = key_blocks * self._block_k
+        self._width = keys_at_once(key_blocks, self._block_k)
+        self._tile_mask = self._mask_of_tiles(table.bit_tiles)
         self._padding_mask = (
             None if call.key_lengths is None else self._mask_of_padding(call.key_lengths)
         )
@@ -55,8 +55,8 @@ class Problem:
         it, of others a copy.
         """
         run = self._chunk.query_run
-        here = blocks[run] if run else blocks.index_select(0, self._query_blocks)
-        return here.reshape(len(self._chunk.bh), -1, blocks.shape[2])
+        here = blocks[run] if run else blocks.index_select(0, self._chunk.query_blocks.flatten())
+        return here.reshape(self._problems, -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
         """(problems * segments, width, head_dim), not to be written to: of consecutive blocks a
@@ -64,8 +64,9 @@ class Problem:
         """
         if self._chunk.key_run:
             return self._run_of_keys(blocks)
-        here = workspace.take(name, (len(self._key_blocks), *blocks.shape[1:]), blocks.dtype)
-        torch.index_select(blocks, 0, self._key_blocks, out=here)
+        numbers = self._chunk.key_blocks.flatten()
+        here = workspace.take(name, (len(numbers), *blocks.shape[1:]), blocks.dtype)
+        torch.index_select(blocks, 0, numbers, out=here)
         return here.view(-1, self._width, blocks.shape[2])
 
     def _run_of_keys(self, blocks: Tensor) -> Tensor:
@@ -74,7 +75,8 @@ class Problem:
     def write_queries(self, blocks: Tensor, here: Tensor):
         """Writes what became of queries_of(contiguous blocks) back to where it is from."""
         if not self._chunk.query_run:
-            blocks.index_copy_(0, self._query_blocks, here.view(-1, *blocks.shape[1:]))
+            numbers = self._chunk.query_blocks.flatten()
+            blocks.index_copy_(0, numbers, here.view(-1, *blocks.shape[1:]))
 
     def sums_of_keys(self, name: str, blocks: Tensor) -> Tensor:
         """(problems * segments, width, head_dim), where what belongs to the keys of the chunk is
@@ -83,13 +85,14 @@ class Problem:
         """
         if self._chunk.key_run:
             return self._run_of_keys(blocks)
-        shape = (len(self._key_blocks) * self._block_k // self._width, self._width)
+        shape = (self._problems * self._keys // self._width, self._width)
         return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype).zero_()
 
     def add_keys(self, blocks: Tensor, here: Tensor):
         """Adds sums_of_keys(blocks), where they are elsewhere, to the blocks of all keys."""
         if not self._chunk.key_run:
-            blocks.index_add_(0, self._key_blocks, here.view(-1, *blocks.shape[1:]))
+            numbers = self._chunk.key_blocks.flatten()
+            blocks.index_add_(0, numbers, here.view(-1, *blocks.shape[1:]))
 
     def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):
         """Adds what each block has of `pairs`, (problems * segments, part, width), to totals
@@ -110,6 +113,12 @@ class Problem:
     def sum_of_segments(self, x: Tensor) -> Tensor:
         """(problems * segments, part, n) -> (problems, part, n)"""
         return x if self._keys == self._width else self.by_problem(x).sum(1)
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        """Writes a b to out (problems, part, n), the segments of each problem summed."""
+        if self._keys == self._width:
+            return torch.bmm(a, b, out=out)
+        return torch.sum(self.by_problem(torch.bmm(a, b)), 1, out=out)
 
     def parts(self) -> Iterator[slice]:
         """Slices of the queries whose scores fit in the cache, usually one: whole block rows, or
@@ -225,6 +234,9 @@ class Problem:
         )
 
     def _add_tile_mask(self, scores: Tensor, tile_mask: Tensor, part: slice):
+        if tile_mask.shape == scores.shape:
+            scores.add_(tile_mask)
+            return
         # Merged rows share their tiles. A part is made of whole rows or lies within one.
         first_query = part.start % self._block_q
         mask = tile_mask[:, first_query : first_query + part.stop - part.start]
@@ -236,13 +248,23 @@ class Problem:
             here = mask[..., masked.start - first_key : masked.stop - first_key]
             segment.add_(here.unsqueeze(1))
 
-    def _mask_of_tiles(self, bit_tiles: Tensor) -> Tensor:
-        """(problems, bq, partial * bk): for the last keys of each problem."""
+    def _mask_of_tiles(self, bit_tiles: Tensor) -> Tensor | None:
+        """(problems, bq, partial * bk): for the last keys of each problem; None without any."""
+        chunk, spec = self._chunk, self._spec
+        if not chunk.tiles.numel():
+            return None
+        if spec.batch * spec.heads * spec.q_len * spec.k_len > CACHED_PAIRS:
+            return self._read_tiles(bit_tiles)
+        if "tile mask" not in chunk.cache:
+            chunk.cache["tile mask"] = self._read_tiles(bit_tiles)
+        return chunk.cache["tile mask"]
+
+    def _read_tiles(self, bit_tiles: Tensor) -> Tensor:
         in_bytes = bit_tiles.view(torch.uint8)[:, : self._block_q, : self._block_k // 8]
         tiles = in_bytes.index_select(0, self._chunk.tiles.flatten())
         by_query = tiles.unflatten(0, self._chunk.tiles.shape).transpose(1, 2)
         mask = _BYTE_MASK.index_select(0, by_query.flatten().int())
-        return mask.view(len(self._chunk.bh), self._block_q, -1)
+        return mask.view(self._problems, self._block_q, -1)
 
     def _mask_of_padding(self, key_lengths: Tensor) -> Tensor:
         """(problems * segments, 1, width)"""
@@ -256,9 +278,11 @@ def problems(call: Call) -> Iterator[Problem]:
 
     They share their memory: a problem is valid until the next one is asked for.
     """
-    with workspace.trimmed(CHUNK_FLOATS):
+    try:
         for chunk in chunks(call.plan):
             yield Problem(chunk, call)
+    finally:
+        workspace.trim(CHUNK_FLOATS)
 
 
 def _tokens(blocks: Tensor, size: int) -> Tensor:

@@ -6,6 +6,7 @@ second run with zeros in those keys and values: of all queries that attend none 
 the backward pass of all keys that no other query attends.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ from sparseflash.dispatch.call import Call
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
     out, lse = passes.forward(call, query, key, value)
-    if not out.sum().isnan():
+    if not math.isnan(out.sum().item()):
         return out, lse
     finite = _finite_keys(key, value)
     reached = _queries_that_attend(call, ~finite)[0]
@@ -40,7 +41,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of one call; see sparseflash.backends.base."""
     grads = passes.backward(call, grad_out, grad_lse, saved, needs)
-    if not any(grad is not None and grad.sum().isnan() for grad in grads):
+    if not any(grad is not None and math.isnan(grad.sum().item()) for grad in grads):
         return grads
     query, key, value, out, lse = saved
     finite = _finite_keys(key, value)

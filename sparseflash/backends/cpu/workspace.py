@@ -5,8 +5,6 @@ Fresh memory costs a page fault every 4 KB: in all as much time as the product t
 
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,14 +26,9 @@ class Workspace(threading.local):
             self._memory[name, dtype] = memory
         return memory[:size].view(shape)
 
-    @contextmanager
-    def trimmed(self, elements: int) -> Iterator[None]:
-        """Frees the memory of larger tensors at the end."""
-        try:
-            yield
-        finally:
-            small = {key: m for key, m in self._memory.items() if m.numel() <= elements}
-            self._memory = small
+    def trim(self, elements: int):
+        """Frees the memory of larger tensors."""
+        self._memory = {key: m for key, m in self._memory.items() if m.numel() <= elements}
 
 
 workspace = Workspace()

@@ -1,5 +1,8 @@
+from functools import partial
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -345,6 +348,8 @@ def test_results_are_no_views(length):
         (masks.causal(), 128, (16, 16), (128, 128)),
         (masks.causal(), 128, (16, 64), (128, 128)),
         (masks.causal(), 120, (128, 128), (128, 128)),
+        (masks.causal(), 33, (128, 128), (128, 64)),
+        (masks.causal(), 5, (128, 128), (128, 16)),
         (masks.causal(), 2048, (64, 64), (64, 64)),
         (masks.full(), 128, (16, 16), (16, 16)),
         (masks.local(16), 1024, (16, 16), (16, 16)),
@@ -358,7 +363,28 @@ def test_small_calls_start_few_products(pattern, seq_len, own, read):
     assert call.table.block_size == read
     assert len(list(plan.chunks(call.plan))) <= max(3, seq_len // read[0])
     tiles = sparseflash.explain(query, query, query, mask).configuration.get("tiles", "")
-    assert tiles == (f"{read}, merged from blocks of {own}" if read != own else "")
+    how = "merged" if read > own else "split"
+    assert tiles == (f"{read}, {how} from blocks of {own}" if read != own else "")
+
+
+@pytest.mark.parametrize(("seq_len", "block_size"), [(16, 16), (32, 16), (64, 128), (128, 128)])
+def test_small_calls_start_few_operations_of_torch(seq_len, block_size):
+    """Each takes some microseconds, which is most of the time of a small call."""
+    mask = masks.causal()(seq_len, block_size)
+    leaves = [torch.randn(1, 4, seq_len, 16).requires_grad_() for _ in range(3)]
+    with torch.no_grad():
+        attend = partial(sparseflash.attention, *leaves, mask)
+        attend()
+        assert operations(attend) <= 90
+    out = sparseflash.attention(*leaves, mask)
+    assert operations(partial(torch.autograd.grad, out, leaves, torch.randn_like(out))) <= 180
+
+
+def operations(function):
+    """How many operations of torch a function starts, those within others counted too."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
+        function()
+    return sum(event.name.startswith("aten::") for event in recorded.events())
 
 
 @pytest.mark.parametrize(
