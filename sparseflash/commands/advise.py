@@ -1,10 +1,11 @@
 """`python -m sparseflash advise` and `search`: block sizes of a pattern, and patterns."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,46 +17,63 @@ if TYPE_CHECKING:
     from sparseflash.advisor.choices import Choice, Workload
 
 
-SeqLen = Annotated[int, typer.Option(min=1, help="tokens")]
-HeadDim = Annotated[int, typer.Option(min=1, help="dims of a head")]
-Batch = Annotated[int, typer.Option(min=1, help="batch elements")]
-Heads = Annotated[int, typer.Option(min=1, help="heads")]
-Causal = Annotated[bool, typer.Option(help="Cut patterns to the past.")]
-Backward = Annotated[bool, typer.Option(help="Times with the backward pass.")]
-Device = Annotated[str, typer.Option(help="for predicted times: A100, H100 or H200")]
-Measure = Annotated[bool, typer.Option(help="Also measure, on the GPU of this machine.")]
-Plot = Annotated[Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")]
+@dataclass
+class Shared:
+    """The options of both commands."""
+
+    seq_len: Annotated[int, typer.Option(min=1, help="tokens")] = 16384
+    head_dim: Annotated[int, typer.Option(min=1, help="dims of a head")] = 128
+    batch: Annotated[int, typer.Option(min=1, help="batch elements")] = 1
+    heads: Annotated[int, typer.Option(min=1, help="heads")] = 16
+    backward: Annotated[bool, typer.Option(help="Times with the backward pass.")] = True
+    device: Annotated[str, typer.Option(help="for predicted times: A100, H100 or H200")] = "H200"
+    measure: Annotated[bool, typer.Option(help="Also measure, on the GPU of this machine.")] = (
+        False
+    )
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")] = (
+        None
+    )
+    as_json: Json = False
+
+    def workload(self, causal: bool = False) -> "Workload":
+        """What attends. Raises ValueError for options that do not go together, before any work."""
+        from masks.plot import check_picture
+        from sparseflash.advisor.choices import Workload
+
+        check_picture("--plot", self.plot)
+        _check_measure(self.measure)
+        sizes = (self.seq_len, self.head_dim, self.batch, self.heads)
+        return Workload(*sizes, causal, self.backward, self.device)
 
 
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, its signature with the fields of Shared in place of `**shared`."""
+    *own, _ = signature(command).parameters.values()
+    shared = signature(Shared).parameters.values()
+    command.__signature__ = Signature([*own, *shared])  # type: ignore
+    command.__annotations__ |= {parameter.name: parameter.annotation for parameter in shared}
+    return command
+
+
+@with_shared_options
 def advise(
     pattern: Annotated[str, typer.Argument(help='"local(256) & causal()", "my_patterns.py:name"')],
-    seq_len: SeqLen = 16384,
-    head_dim: HeadDim = 128,
-    batch: Batch = 1,
-    heads: Heads = 16,
-    backward: Backward = True,
-    device: Device = "H200",
-    measure: Measure = False,
-    plot: Plot = None,
-    as_json: Json = False,
+    **shared: Any,
 ) -> None:
     """The block sizes of a pattern: density, useless pairs, predicted time."""
-    from masks.plot import check_picture
-    from sparseflash.advisor import choices as of
-    from sparseflash.advisor.choices import Workload
+    from sparseflash.advisor.choices import block_sizes
 
+    options = Shared(**shared)
     with usage_errors():
-        check_picture("--plot", plot)
-        _check_measure(measure)
-        workload = Workload(seq_len, head_dim, batch, heads, backward=backward, device=device)
+        workload = options.workload()
         with progress_bar("building masks"):
-            found = of.block_sizes(pattern, workload)
-        _finish(found, workload, measure, plot, as_json)
+            found = block_sizes(pattern, workload)
+        _finish(found, workload, options)
 
 
+@with_shared_options
 def search(
     layers: Annotated[int, typer.Option(min=1, help="layers that attend by the pattern")],
-    seq_len: SeqLen = 16384,
     connected: Annotated[
         float, typer.Option(help="share of pairs that must be connected after them")
     ] = 1.0,
@@ -65,25 +83,15 @@ def search(
     ] = None,
     block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128, 256 or 512")] = 128,
     most: Annotated[int, typer.Option(min=1, help="patterns to find")] = 8,
-    head_dim: HeadDim = 128,
-    batch: Batch = 1,
-    heads: Heads = 16,
-    causal: Causal = False,
-    backward: Backward = True,
-    device: Device = "H200",
-    measure: Measure = False,
-    plot: Plot = None,
-    as_json: Json = False,
+    causal: Annotated[bool, typer.Option(help="Cut patterns to the past.")] = False,
+    **shared: Any,
 ) -> None:
     """The fastest patterns that see far enough; exits with 1 where there is none."""
-    from masks.plot import check_picture
     from sparseflash.advisor import choices as of
-    from sparseflash.advisor.choices import Workload
 
+    options = Shared(**shared)
     with usage_errors():
-        check_picture("--plot", plot)
-        _check_measure(measure)
-        workload = Workload(seq_len, head_dim, batch, heads, causal, backward, device)
+        workload = options.workload(causal)
         with progress_bar("following tokens") as progress:
             looked_at = of.search(
                 workload,
@@ -93,11 +101,11 @@ def search(
                 patterns=pattern,
                 block_size=block_size,
                 most=most,
-                failing=plot is not None,
+                failing=options.plot is not None,
                 progress=progress,
             )
         found = [c for c in looked_at if (c.connected or 0) >= connected - of.ROUNDING]
-        _finish(found, workload, measure, plot, as_json, looked_at, connected)
+        _finish(found, workload, options, looked_at, connected)
     raise typer.Exit(not found)
 
 
@@ -115,21 +123,19 @@ def _check_measure(measure: bool) -> None:
 def _finish(
     found: "Sequence[Choice]",
     workload: "Workload",
-    measure: bool,
-    plot: Path | None,
-    as_json: bool,
+    options: Shared,
     looked_at: "Sequence[Choice]" = (),
     connected: float | None = None,
 ) -> None:
     from sparseflash.advisor import choices as of
 
-    if measure:
+    if options.measure:
         with progress_bar("measuring") as progress:
             found = of.measure(found, workload, progress=progress)
-    if plot is not None and (found or looked_at):
+    if options.plot is not None and (found or looked_at):
         shown = {(choice.pattern, choice.block_size): choice for choice in (*looked_at, *found)}
-        of.plot([*shown.values()], plot, title=str(workload), connected=connected)
-    if as_json:
+        of.plot([*shown.values()], options.plot, title=str(workload), connected=connected)
+    if options.as_json:
         facts = asdict(workload) | {"dtype": str(workload.dtype).removeprefix("torch.")}
         print(json.dumps({"workload": facts, "choices": [asdict(choice) for choice in found]}))
         return
@@ -152,9 +158,9 @@ def _finish(
             row.append(f"{choice.connected:.1%}{interval}")
         table.add_row(*row)
     Console().print(table)
-    order = "measured time" if measure else f"least time on {workload.device}"
+    order = "measured time" if options.measure else f"least time on {workload.device}"
     print(f"in the order of {order}, equal ones in that of candidates")
-    if not measure:
+    if not options.measure:
         low, middle, high = of.OVER_LEAST
         print(
             f"The least time is a bound: calls of the records of an H200 took {low:g} to {high:g} "
