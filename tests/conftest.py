@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers.ranks import Ranks
+
 RECORDS = Path(__file__).parent / "records"
 HAS_GPU = torch.cuda.is_available()
 
@@ -68,6 +70,30 @@ if not HAS_GPU:
     def overflow(request):
         """Slow tests look for overflow in interpreted kernels, which doubles their time."""
         interpreter.check_overflow(request.node.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture
+def one_thread():
+    """Small steps of training spend their time waiting for one another's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ranks_of(count: int):
+    """A fixture: processes that share a sequence, started once for the tests of a file."""
+
+    @pytest.fixture(scope="module")
+    def started(tmp_path_factory):
+        ranks = Ranks(count, tmp_path_factory.mktemp("ranks") / "meeting")
+        yield ranks
+        ranks.close()
+
+    return started
+
+
+one_rank, two_ranks, four_ranks = map(ranks_of, (1, 2, 4))
 
 
 @pytest.fixture(autouse=True)

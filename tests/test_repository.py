@@ -46,7 +46,6 @@ def test_pytest_collects_as_a_command_and_as_a_module(command):
 ABOUT_NO_MODULE = {
     "experiments/language_model/test_runs.py",  # runs of the command line, from data to samples
     "experiments/lra/test_runs.py",  # scripts
-    "experiments/lra/test_training.py",  # runs of the command line, from start to resumption
     "experiments/test_landscape.py",  # a suite, through all its modules
     "masks/test_dynamic_mask.py",
     "masks/test_imports.py",

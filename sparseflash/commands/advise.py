@@ -36,7 +36,7 @@ class Shared:
     as_json: Json = False
 
     def workload(self, causal: bool = False) -> "Workload":
-        """What attends. Raises ValueError for options that do not go together, before any work."""
+        """What attends. Raises ValueError for an option that this machine cannot serve."""
         from masks.plot import check_picture
         from sparseflash.advisor.choices import Workload
 

@@ -20,17 +20,10 @@ from experiments.packaged import WINDOW, without_projections
 from experiments.pattern_families import Problem
 from experiments.record import Measurement, Record, crossing_length, lines
 from experiments.settings import Method
+from tests.helpers.peers import MODULES, need_package
 from tests.helpers.records import FULL
 
 METHOD = Method("cpu", "fp32", ("forward", "backward"), "cpu", "rested", 1.0, 0, limit_ms=100.0)
-MODULES = {
-    "nystromformer": "nystrom_attention",
-    "performer": "performer_pytorch",
-    "linformer": "linformer",
-    "reformer": "transformers",
-    "local-attention": "local_attention",
-    "longformer": "transformers",
-}
 PEERS = [Baseline(name) for name in MODULES]
 
 
@@ -163,11 +156,9 @@ def test_parts_of_standard_attention_give_its_result(inputs):
     assert not last.requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
-@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp")
 @pytest.mark.parametrize("name", PEERS)
 def test_layers_without_projections_are_linear_in_the_values(name, inputs):
-    pytest.importorskip(MODULES[name], reason="an optional extra, lra-peers")
+    need_package(name)
     query, key, value = inputs
     attend = without_projections(name, query, 0.0)
     outs = []
@@ -194,7 +185,7 @@ def test_windows_of_packages_are_those_of_patterns(inputs):
     attend = without_projections("longformer", query, 0.0)
     expected = scaled_dot_product_attention(query, key, value, near)
     torch.testing.assert_close(attend(query, key, value, None), expected)
-    pytest.importorskip("local_attention", reason="an optional extra, lra-peers")
+    need_package("local-attention")
     long = [torch.randn(1, 2, 4 * WINDOW, 16) for _ in range(3)]
     chunk = torch.arange(4 * WINDOW) // WINDOW
     shared = (chunk[:, None] - chunk).abs() <= 1
@@ -203,12 +194,10 @@ def test_windows_of_packages_are_those_of_patterns(inputs):
     torch.testing.assert_close(attend(*long, None), expected)
 
 
-@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
-@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp")
 @pytest.mark.parametrize("name", [b for b in Baseline if b.approximate])
 @pytest.mark.parametrize("padding", [0.0, 0.3])
 def test_approximations_run_in_bfloat16(name, padding):
-    pytest.importorskip(MODULES.get(name, "torch"), reason="an optional extra, lra-peers")
+    need_package(name)
     method = replace(METHOD, dtype="bf16", padding=padding)
     rows, reasons = measure(full_case(128, name), [name], method)
     assert reasons == {}

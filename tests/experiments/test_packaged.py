@@ -6,21 +6,12 @@ import torch
 from experiments.lra.model import Encoder, EncoderConfig
 from experiments.lra.tasks import Shape
 from experiments.packaged import PACKAGED
-
-MODULES = {
-    "nystromformer": "nystrom_attention",
-    "performer": "performer_pytorch",
-    "linformer": "linformer",
-    "reformer": "transformers",
-    "smyrf": "experiments.smyrf",
-}
+from tests.helpers.peers import need_package
 
 
-@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated")
-@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp")
 @pytest.mark.parametrize("name", PACKAGED)
 def test_layers_of_other_packages_take_the_place_of_attention(name):
-    pytest.importorskip(MODULES[name], reason="an optional extra, lra-peers")
+    need_package(name)
     config = EncoderConfig(attention=[name, "flash"], dim=16, feedforward=32, dropout=0.0)
     encoder = Encoder(config, Shape(seq_len=256, vocabulary=20, classes=2)).eval()
     features, _ = encoder(torch.randint(1, 20, (2, 256)), torch.tensor([256, 100]))

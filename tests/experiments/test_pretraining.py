@@ -11,16 +11,9 @@ from experiments.language_model.books import SPLITS, Books, build
 from experiments.pretraining import IGNORED, Case, app, batches, draw, measure_all, table_of, train
 from tests.experiments.language_model.test_books import write_books
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = Case("gpt2-tiny", "eager", 64, steps=6, step_tokens=256, dropout=0.0)
 SPARSE = "local(16)"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def books_of(size=5000):

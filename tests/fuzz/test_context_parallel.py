@@ -1,16 +1,6 @@
 """Attention over a sequence that four processes share, of any semantics, against one process."""
 
-import pytest
-
 from tests.helpers import context_parallel as cases
-from tests.helpers.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    started = Ranks(4, tmp_path_factory.mktemp("ranks") / "meeting")
-    yield started
-    started.close()
 
 
 def test_ranks_compute_what_one_process_does(fuzz, four_ranks):

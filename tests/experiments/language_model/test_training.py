@@ -25,21 +25,10 @@ from experiments.language_model.training import (
     train,
 )
 from tests.experiments.language_model.test_books import write_books
+from tests.helpers.lightning import TRAINS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*is deprecated"),
-]
+pytestmark = TRAINS
 TINY = ModelConfig(2, 32, 2, context=64, attention=("local(16)",), block_size=16, dropout=0.1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def books_of():

@@ -15,18 +15,10 @@ from experiments.long_context.cases import Case, Kind, Way
 from experiments.long_context.exchange import counted, nothing_exchanged
 from sparseflash.distributed import context_parallel_attention, make_plan
 from sparseflash.distributed.simulation import Attention
-from tests.helpers.ranks import Ranks
 
 TOKENS, BLOCK, LATE = 256, 16, 0.06
 WAYS = ("rows", "rounds", "shared rows", "ring", "all-gather")
 COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("ranks") / "meeting")
-    yield started
-    started.close()
 
 
 def prepared(rank: int, way: str):

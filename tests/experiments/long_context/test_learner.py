@@ -11,27 +11,11 @@ import torch.distributed as dist
 
 from experiments.long_context.choices import Settings
 from experiments.long_context.learner import fit
-from experiments.long_context.training import Training
-from tests.helpers.ranks import Ranks
+from tests.helpers import context_training
+from tests.helpers.context_training import train as ours
 
 pytestmark = pytest.mark.slow
-SETTINGS = Settings(
-    tokens=200,
-    pattern="(local(30) | global_tokens(2) | strided(4)) & causal()",
-    block_size=16,
-    width=32,
-    batch=2,
-    steps=5,
-    warm_up=3,
-    double=True,
-    save_every=2,
-    context=2,
-)
-
-
-def ours(rank: int, settings: Settings, folder: Path) -> list[float]:
-    folder.mkdir(exist_ok=True)
-    return Training(settings, folder, torch.device("cpu")).run()
+SETTINGS = replace(context_training.SETTINGS, steps=5, warm_up=3, context=2)
 
 
 def by_lightning(rank: int, settings: Settings, folder: Path) -> list[float]:
@@ -40,13 +24,6 @@ def by_lightning(rank: int, settings: Settings, folder: Path) -> list[float]:
     torchrun |= {"GROUP_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     with mock.patch.dict(os.environ, torchrun):
         return fit(settings, folder, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("two") / "meeting")
-    yield started
-    started.close()
 
 
 def test_lightning_trains_as_our_loop_does_and_goes_on_from_a_checkpoint(two_ranks, tmp_path):

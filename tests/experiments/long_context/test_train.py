@@ -12,31 +12,7 @@ from torch.distributed.tensor import DTensor
 from experiments.long_context.choices import Settings
 from experiments.long_context.corpus import Task
 from experiments.long_context.training import Training
-from tests.helpers.ranks import Ranks
-
-SETTINGS = Settings(
-    tokens=200,
-    pattern="(local(30) | global_tokens(2) | strided(4)) & causal()",
-    block_size=16,
-    width=32,
-    batch=2,
-    steps=4,
-    warm_up=2,
-    double=True,
-    save_every=2,
-)
-
-
-def train(rank: int, settings: Settings, folder: Path) -> list[float]:
-    folder.mkdir(exist_ok=True)
-    return Training(settings, folder, torch.device("cpu")).run()
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    started = Ranks(1, tmp_path_factory.mktemp("one") / "meeting")
-    yield started
-    started.close()
+from tests.helpers.context_training import SETTINGS, train
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +22,6 @@ def one_process(one_rank, tmp_path_factory):
     for task in (Task.COPY, Task.RETRIEVAL):
         (found[task],) = one_rank.run(train, replace(SETTINGS, task=task), folder / task)
     return found
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("two") / "meeting")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    started = Ranks(4, tmp_path_factory.mktemp("four") / "meeting")
-    yield started
-    started.close()
 
 
 def first_step(rank: int, settings: Settings, folder: Path) -> tuple[float, dict[str, Tensor]]:

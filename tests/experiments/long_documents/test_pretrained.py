@@ -30,6 +30,7 @@ from experiments.long_documents.pretrained import (
 )
 from tests.experiments.long_documents.test_labelled import write_ecthr
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["<s>", "<pad>", "</s>", "<unk>", *"abcdefgh"]
 SIZES = {
     "vocab_size": len(WORDS),
@@ -39,14 +40,6 @@ SIZES = {
     "intermediate_size": 32,
 }
 SHORT = 16  # positions that are trained
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -28,20 +28,6 @@ def ranks(request, tmp_path_factory):
     started.close()
 
 
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    started = Ranks(4, tmp_path_factory.mktemp("ranks") / "meeting")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("ranks") / "meeting")
-    yield started
-    started.close()
-
-
 def check_exact(answers, within=EXACT):
     for answer in answers:
         assert isinstance(answer, dict), answer

@@ -1,0 +1,160 @@
+"""The command line, from options to the result of a run."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experiments.lra import __main__ as entry
+from experiments.lra import command, presets
+from experiments.lra.learner import Learner, ObjectiveConfig, OptimizerConfig
+from experiments.lra.tasks import Pathfinder
+from tests.helpers.lightning import TRAINS
+from tests.helpers.lra_runs import ENCODER
+
+pytestmark = TRAINS
+SMALL_RUN = """fit --preset nystromformer/image --data.task Synthetic --data.task.like ImageTask
+    --data.task.size 8 --data.batch_size 4 --trainer.max_steps 3 --trainer.val_check_interval 3
+    --trainer.precision 32-true --trainer.accelerator cpu --model.optimizer.warmup_steps 1
+    --model.encoder.dropout 0 --model.encoder.attention_dropout 0"""
+
+
+def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise SystemExit
+
+    monkeypatch.setattr(command, "moved_discs", killed)
+    task = Pathfinder()
+    cli = command.ArenaCLI.__new__(command.ArenaCLI)
+    vars(cli).update(
+        model=Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig()),
+        datamodule=SimpleNamespace(task=task, batch_size=8),
+        trainer=SimpleNamespace(
+            is_global_zero=True,
+            log_dir=tmp_path,
+            callback_metrics={"test/accuracy": 0.75},
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            precision_plugin=SimpleNamespace(forward_context=nullcontext),
+        ),
+    )
+    with pytest.raises(SystemExit):
+        cli._report({"stuck": False})
+    assert json.loads((tmp_path / "result.json").read_text())["test/accuracy"] == 0.75
+
+
+def test_unknown_tasks_list_the_known_ones():
+    command.check_task(["fit", "--data.task", "ListOps"])
+    with pytest.raises(ValueError, match="unknown task 'Foo'; known: FilmPairs, ImageTask, "):
+        command.check_task(["fit", "--data.task", "Foo"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.encoder.attention", "foo()"], "error: .*unknown pattern 'foo'; known: "),
+        (["--model.optimizer.warmup_steps", "9"], r"error: .*warmup_steps must be 0 to the 3"),
+        (["--data.task", "ImageTask"], r"error: .*data_batch_1 is missing"),
+        (["--ckpt_path", "none.ckpt"], r"error: none\.ckpt cannot be read as a checkpoint"),
+        (["--trainer.logger", "false"], r"error: Cannot use `LearningRateMonitor`"),
+    ],
+)
+def test_what_cannot_be_is_told_without_a_traceback(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split(), *arguments])
+    with pytest.raises(SystemExit, match=message):
+        command.main()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+def test_a_run_without_a_bar_shows_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*SMALL_RUN.split(), "--trainer.enable_progress_bar", "false"]
+    monkeypatch.setattr(sys, "argv", ["lra", *arguments])
+    command.main()
+    assert len(list(tmp_path.rglob("result.json"))) == 1
+    assert "it/s" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_hostile_checkpoint_runs_no_file(is_whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostile.py").write_text("open('ran', 'w').close()\nfound = None\n")
+    options = {"encoder": {"attention": "hostile.py:found"}}
+    path = tmp_path / "last.ckpt"
+    torch.save({"hyper_parameters": options, "state_dict": {}}, path)
+    if not is_whole:
+        path.write_bytes(path.read_bytes()[:300])
+    monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split(), "--ckpt_path", "last.ckpt"])
+    message = "is no checkpoint of a run" if is_whole else "cannot be read as a checkpoint"
+    with pytest.raises(SystemExit, match=rf"^error: last\.ckpt {message}"):
+        command.main()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_help_comes_at_once_and_lists_presets(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lra", "fit", "--help"])
+    monkeypatch.setattr(command, "main", lambda: pytest.fail("imported more than help takes"))
+    entry.main()
+    printed = capsys.readouterr().out
+    assert "--model.encoder.attention" in printed
+    assert "nystromformer/listops" in printed.replace("\n", "")
+    program = (
+        "import sys, experiments.lra.__main__ as e; e.print_help(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "False"
+
+
+def test_all_options_can_be_asked_for(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lra", "--help-all"])
+    monkeypatch.setattr(command, "main", lambda: None)
+    entry.main()
+    assert sys.argv[1:] == ["fit", "--help"]
+
+
+def test_an_accuracy_without_an_error_has_no_distance_in_errors(capsys):
+    result = {"task": "t", "stuck": False, "floors": {}, "moved discs": {}}
+    tested = {"test/accuracy": 0.0, "test/standard_error": 0.0, "test/class_prior": 0.25}
+    command.show(result | tested)
+    assert "000" not in capsys.readouterr().out
+
+
+def test_unknown_presets_list_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown preset 'x'; known: .*nystromformer/listops"):
+        presets.files_of("x")
+
+
+@pytest.mark.parametrize("preset", presets.names())
+def test_presets_are_read(preset, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lra", "fit", "--preset", preset, "--print_config"])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 0
+    assert "class_path: experiments.lra.tasks" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    results = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        more = ["--trainer.devices", str(processes), "--trainer.strategy", "ddp"]
+        run = [sys.executable, "-m", "experiments.lra", *SMALL_RUN.split(), *more]
+        run += ["--trainer.default_root_dir", folder, "--data.data_root", folder]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        (result,) = folder.rglob("result.json")
+        (checkpoint,) = folder.rglob("best.ckpt")
+        results.append((json.loads(result.read_text()), torch.load(checkpoint)["state_dict"]))
+    (one, weights_of_one), (two, weights_of_two) = results
+    assert one["test/samples"] == two["test/samples"] == 8
+    assert one["steps"] == one["tested_step"] == 3
+    assert one["curve"] == [pytest.approx(two["curve"][0])]
+    for name, weight in weights_of_one.items():
+        torch.testing.assert_close(weight, weights_of_two[name])

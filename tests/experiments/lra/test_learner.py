@@ -1,0 +1,230 @@
+"""Learning: schedules, objectives, passes, the weights that a run starts from."""
+
+import math
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.lra import page
+from experiments.lra.callbacks import Averaged
+from experiments.lra.learner import (
+    Learner,
+    ObjectiveConfig,
+    OptimizerConfig,
+    accuracy_of,
+    read_checkpoint,
+    resized,
+    schedule_of,
+    start_from,
+)
+from experiments.lra.model import EncoderConfig
+from experiments.lra.tasks import Sample, Shape
+from tests.helpers.lightning import TRAINS
+from tests.helpers.lra_runs import ENCODER, Losses, Majority, fit
+from tests.helpers.peers import need_package
+
+pytestmark = TRAINS
+
+
+def test_a_small_task_is_learned(tmp_path):
+    trainer, learner, data, _ = fit(tmp_path, steps=150, every=150)
+    (metrics,) = trainer.test(learner, data, verbose=False)
+    assert metrics["test/accuracy"] > 0.8
+    assert metrics["test/samples"] == 96
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
+    def averages():
+        return [Averaged(decay=0.9)] if ema else []
+
+    whole = fit(tmp_path / "whole", *averages())[3]
+    killed = Losses(killed_at=7)
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "killed", killed, *averages())
+    last = tmp_path / "killed" / "last.ckpt"
+    resumed = fit(tmp_path / "killed", *averages(), ckpt_path=last)[3]
+    assert list(resumed) == list(range(7, 13))
+    assert {**killed.values, **resumed} == whole
+
+
+def after_peak(step):
+    """torch's onecycle of 101 steps, a tenth of them to warm up: its peak is at 9.1."""
+    return 1 - (1 - 4e-6) * (step - 9.1) / 90.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("trapezoid", [0.1, 1, 1, 1, 0.5, 0]),
+        ("constant", [0.1, 1, 1, 1, 1, 1]),
+        ("rsqrt", [0.1, 1, 1, 8**-0.5, 9**-0.5, 10**-0.5]),
+        ("cosine", [0.1, 1, 1, *((1 + math.cos(math.pi * t / 90)) / 2 for t in (70, 80, 90))]),
+        ("onecycle", [0.04, 0.04 + 0.96 * 9 / 9.1, *map(after_peak, (10, 80, 90, 100))]),
+    ],
+)
+def test_schedules_rise_over_the_warm_up_and_fall_as_they_are_called(kind, expected):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule=kind)
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    schedule = schedule_of(config, optimizer, 100)
+    rates = []
+    for _ in range(101):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert [rates[step] for step in (0, 9, 10, 80, 90, 100)] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores",  # of torch.compile
+    "ignore:The AccumulateGrad node's stream",  # of torch.cuda.make_graphed_callables
+)
+@pytest.mark.parametrize("passes", ["compiled", "cuda_graph"])
+def test_other_passes_have_the_losses_of_eager_ones(tmp_path, passes):
+    encoder = replace(ENCODER, dropout=0.0, attention_dropout=0.0)
+    eager, other = (
+        fit(tmp_path / kind, accelerator="gpu", encoder=encoder, passes=kind)[3]
+        for kind in ("eager", passes)
+    )
+    assert other == pytest.approx(eager, rel=1e-3)
+
+
+class Longer(Majority):
+    """The same over 64 tokens, which every attention of the comparison takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape = Shape(seq_len=64, vocabulary=3, classes=2)
+
+
+@pytest.mark.parametrize("label", [row.label for row in page.ROWS if row.label])
+def test_every_attention_of_the_comparison_trains(label, tmp_path):
+    attention = label.partition(" of ")[0]
+    need_package(attention)
+    encoder = replace(ENCODER, attention=attention)
+    torch.manual_seed(0)  # as `fit` begins
+    begin = Learner(Longer(), encoder, OptimizerConfig(), ObjectiveConfig())
+    begin = dict(begin.classifier.named_parameters())
+    trainer, learner, data, losses = fit(tmp_path, task=Longer(), encoder=encoder, steps=4)
+    assert all(math.isfinite(loss) for loss in losses.values())
+    for name, parameter in learner.classifier.named_parameters():
+        assert not torch.equal(parameter, begin[name]), name
+    trainer.test(learner, data, verbose=False)
+    assert 0 <= trainer.callback_metrics["test/accuracy"] <= 1
+
+
+def test_graphs_are_refused_where_they_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="passes 'cuda_graph' need one CUDA device"):
+        fit(tmp_path, passes="cuda_graph")
+
+
+def test_hidden_tokens_are_guessed_without_labels(tmp_path):
+    objective = ObjectiveConfig(labels=0, pixels=1, hidden=0.3)
+    losses = fit(tmp_path, steps=40, every=40, objective=objective)[3]
+    assert losses[40] < losses[1]
+
+
+class Grey(Majority):
+    """Images of three greys, whose pixels' classes are these."""
+
+    def __init__(self):
+        self.shape = Shape(seq_len=16, vocabulary=3, classes=2, side=4)
+
+    def samples(self, stream):
+        images = np.random.default_rng(stream).integers(0, 3, (96, 16))
+        return [Sample([image], 0, image) for image in images]
+
+
+def test_classes_of_tokens_are_learned_in_the_order_of_tokens(tmp_path):
+    tiles = replace(ENCODER, order="tiles", tile=(2, 2), positions="axial", dropout=0.0)
+    trainer, *_ = fit(
+        tmp_path,
+        task=Grey(),
+        encoder=tiles,
+        objective=ObjectiveConfig(traces=1, ink=2),
+        steps=80,
+        every=80,
+    )
+    assert float(trainer.callback_metrics["train/traces"]) < 0.3
+    with pytest.raises(ValueError, match=r"objective\.traces needs a task that is traced"):
+        fit(tmp_path, objective=ObjectiveConfig(traces=1), steps=3)
+
+
+def test_black_pixels_cannot_be_both_masked_and_guessed():
+    with pytest.raises(ValueError, match=r"mask_black does not go with objective\.pixels"):
+        Learner(
+            Majority(),
+            EncoderConfig(mask_black=True),
+            OptimizerConfig(),
+            ObjectiveConfig(pixels=1),
+        )
+
+
+def test_training_starts_from_pre_trained_weights(tmp_path):
+    fit(tmp_path / "before", steps=2, objective=ObjectiveConfig(pixels=1))
+    start = tmp_path / "before" / "last.ckpt"
+    before = torch.load(start, weights_only=True)["state_dict"]
+    learner = Learner(Majority(), ENCODER, OptimizerConfig(), ObjectiveConfig(), init_from=start)
+    name = "classifier.encoder.embedding.weight"
+    assert torch.equal(learner.state_dict()[name], before[name])
+    with pytest.raises(ValueError, match=r"last\.ckpt holds another model"):
+        Learner(
+            Majority(),
+            EncoderConfig(dim=32),
+            OptimizerConfig(),
+            ObjectiveConfig(),
+            init_from=start,
+        )
+    torch.save({"weights": {}}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other\.pt holds no weights"):
+        start_from(learner, tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no checkpoint", b"broken\n", pickle.dumps(pytest.fail, protocol=2)]
+)
+def test_a_broken_checkpoint_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "last.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read as a checkpoint") as raised:
+        read_checkpoint(tmp_path / "last.ckpt")
+    assert "weights_only" not in str(raised.value)
+
+
+def test_positions_of_a_small_image_are_repeated_or_interpolated():
+    positions = torch.arange(4.0)[:, None]
+    assert resized(positions, 16, "repeated").view(4, 4).tolist() == [
+        [0, 1, 0, 1],
+        [2, 3, 2, 3],
+        [0, 1, 0, 1],
+        [2, 3, 2, 3],
+    ]
+    # Pixels of the small image are centred on two by two of the large one.
+    assert resized(positions, 16, "interpolated").view(4, 4).tolist() == [
+        [0, 0.25, 0.75, 1],
+        [0.5, 0.75, 1.25, 1.5],
+        [1.5, 1.75, 2.25, 2.5],
+        [2, 2.25, 2.75, 3],
+    ]
+    for how in ("repeated", "interpolated"):
+        assert resized(positions, 4, how) is positions
+        assert resized(torch.ones(3, 1), 16, how).shape == (3, 1)
+    assert resized(positions, 9, "repeated") is positions
+    assert resized(positions, 9, "interpolated").shape == (9, 1)
+
+
+def test_a_warm_up_is_not_longer_than_its_run():
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    with pytest.raises(ValueError, match=r"warmup_steps must be 0 to the 60 steps.*, got 1000"):
+        schedule_of(OptimizerConfig(warmup_steps=1000), optimizer, 60)
+
+
+def test_accuracy_comes_with_error_and_prior():
+    result = accuracy_of(torch.tensor([[50, 10], [10, 30]]))
+    assert result == pytest.approx(
+        {"accuracy": 0.8, "standard_error": 0.04, "class_prior": 0.6, "samples": 100}
+    )
