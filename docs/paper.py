@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is no package
 
-from performance import NAMES, RESULTS, load, measured, table  # noqa: E402
+from records import NAMES, RESULTS, load, measured, table  # noqa: E402
 
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
