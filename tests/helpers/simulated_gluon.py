@@ -30,9 +30,8 @@ class Partitions:
     """The partitions of a program, each a thread, of which one runs at a time."""
 
     def __init__(self, work):
-        self.changed = threading.Condition()
+        self.turns = [threading.Semaphore(0) for _ in work]
         self.waits = {number: (lambda: True, "to begin") for number in range(len(work))}
-        self.running = 0
         self.failure: Exception | None = None
         self.threads = [
             threading.Thread(target=self.run, args=(number, *entry), daemon=True)
@@ -42,6 +41,7 @@ class Partitions:
     def join(self):
         for thread in self.threads:
             thread.start()
+        self.turns[0].release()
         for thread in self.threads:
             thread.join()
         if self.failure:
@@ -54,35 +54,36 @@ class Partitions:
             _run(function, *arguments)
         except Exception as error:
             self.failure = self.failure or error
-        with self.changed:
-            self.waits.pop(number, None)
-            self.resume_next()
+        self.waits.pop(number, None)
+        self.resume_next()
 
     def wait(self, reached, what):
         """Suspends the partition until others have run and `reached()` holds."""
         self.waits[_partition.number] = (reached, what)
-        with self.changed:
-            self.resume_next()
+        self.resume_next()
         self.wait_to_run()
 
     def wait_to_run(self):
-        with self.changed:
-            self.changed.wait_for(lambda: self.failure or self.running == _partition.number)
-            if self.failure:
-                raise self.failure
-            del self.waits[_partition.number]
+        self.turns[_partition.number].acquire()
+        if self.failure:
+            raise self.failure
+        del self.waits[_partition.number]
 
     def resume_next(self):
-        """Chooses the partition that runs next, of those that can continue."""
+        """Chooses the partition that runs next, of those that can continue; all, to end, after a
+        failure.
+        """
         last = _partition.number
         following = sorted(self.waits, key=lambda number: (number <= last, number))
         ready = [number for number in following if self.waits[number][0]()]
         if ready:
-            self.running = ORDER(ready) if ORDER else ready[0]
+            self.turns[ORDER(ready) if ORDER else ready[0]].release()
         elif self.waits and not self.failure:
             what = {number: what for number, (_, what) in self.waits.items()}
             self.failure = Failure(f"deadlock, partitions wait for {what}")
-        self.changed.notify_all()
+        if self.failure:
+            for turn in self.turns:
+                turn.release()
 
 
 def _run(function, *arguments, **constants):
@@ -450,10 +451,9 @@ def _tensors(function):
 
 def _upper_half(a: Tensor, b: int) -> Tensor:
     """The upper words of the products of words, all unsigned though their type is signed."""
-    a, b = a.long() & 0xFFFFFFFF, b & 0xFFFFFFFF
-    # An int64 product of two words would wrap, so each half of `a` has its own.
-    upper = (a >> 16) * b + ((a & 0xFFFF) * b >> 16) >> 16
-    return upper.to(torch.int32)
+    product = (a.long() & 0xFFFFFFFF) * (b & 0xFFFFFFFF)
+    # Where an int64 wraps, its bits are those of the unsigned product.
+    return (product >> 32).to(torch.int32)
 
 
 def _static_assert(holds, message):

@@ -4,14 +4,17 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import PathFinder, SourceFileLoader
-from types import ModuleType
+from types import CodeType, ModuleType
 from unittest.mock import patch
 
 import torch
+import torch.fx.experimental.symbolic_shapes
 
-import sparseflash.backends.triton_common.launcher  # noqa: F401 (imports Triton once, before the simulations)
+# What a simulation imports is forgotten at its end. So what takes long is imported here, once:
+# Triton, and what the first backward pass of torch imports.
+import sparseflash.backends.triton_common.launcher  # noqa: F401
 from sparseflash.backends import hopper
 from sparseflash.backends.triton_common import score_mods
 from sparseflash.dispatch.autograd import run
@@ -24,16 +27,21 @@ PREFIX = f"{hopper.__name__}."
 CTAS = 2
 
 
+@cache
+def planted_code(path: str, source: bytes, bugs: tuple[Bug, ...]) -> CodeType:
+    return compile(plant(source, bugs), path, "exec")
+
+
 class Planter(SourceFileLoader):
     """Loads the source of a module, bugs included; compiled files are neither read nor written."""
 
     def __init__(self, name: str, path: str, bugs: Sequence[Bug]):
         super().__init__(name, path)
-        self.bugs = bugs
+        self.bugs = tuple(bugs)
 
     def get_code(self, fullname):
         path = self.get_filename(fullname)
-        return compile(plant(self.get_data(path), self.bugs), path, "exec")
+        return planted_code(path, self.get_data(path), self.bugs)
 
 
 class Finder:
