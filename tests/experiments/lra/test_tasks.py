@@ -269,7 +269,7 @@ class TestPathfinder:
         assert not np.array_equal(images[3][0][0], seeds[3][0][0])
 
     def test_no_split_holds_images_of_another(self, tmp_path):
-        splits = Pathfinder().splits(tmp_path)
+        splits = Pathfinder(sizes=(3, 3, 3)).splits(tmp_path)
         first = {bytes(splits[split][i][0][0]) for split in SPLITS for i in range(3)}
         assert len(first) == 9
 
@@ -355,8 +355,8 @@ class TestPathfinder:
         assert sorted(set(segments)) == list(range(3, 15))
         assert np.mean([n < 14 for n in segments]) == pytest.approx(0.5, abs=0.05)
         assert images.draw(segments.index(3)).image.shape == (32, 32)
-        shorter = Pathfinder(shorter=1.0).splits(tmp_path)
-        plain = Pathfinder().splits(tmp_path)
+        shorter = Pathfinder(sizes=(1, 1, 1), shorter=1.0).splits(tmp_path)
+        plain = Pathfinder(sizes=(1, 1, 1)).splits(tmp_path)
         for split, same in (("train", False), ("validation", True), ("test", True)):
             assert np.array_equal(shorter[split][0][0], plain[split][0][0]) == same
         with pytest.raises(ValueError, match="shorter and traced are for source 'fresh', got"):
@@ -375,7 +375,7 @@ class TestPathfinder:
             for row, column in drawing.discs:
                 near = drawing.trace[max(row - 2, 0) : row + 3, max(column - 2, 0) : column + 3]
                 assert near.any()
-        traced = Pathfinder(traced=True).splits(tmp_path)
+        traced = Pathfinder(sizes=(3, 1, 1), traced=True).splits(tmp_path)
         batch = collate(Pathfinder().shape, [traced["train"][i] for i in range(3)])
         assert np.array_equal(batch.traces[0].numpy().reshape(32, 32), images.draw(0).trace)
         assert traced["test"][0].trace is None
