@@ -295,12 +295,52 @@ def language_model(name: str) -> str:
     first = next(iter(runs))
     shown = picture(path.stem, "Bits per byte over bytes read, and by position")
     source = f"Record `experiments/results/{path.name}`."
-    parts = [f"**{record['name']}**", table([*head, "of dense"], lines), shown]
-    return paragraphs([*parts, f"{source} {measured(first)}"])
+    parts = [f"**{record['name']}**", table([*head, "of dense"], lines), contexts(record["runs"])]
+    parts += [patterns(record["runs"], dense), shown, f"{source} {measured(first)}"]
+    changed = [name for name, run in record["runs"].items() if run["environment"]["git"]["dirty"]]
+    if changed and not first["environment"]["git"]["dirty"]:
+        parts.append(f"Ended in a checkout with changes: {', '.join(changed)}.")
+    return paragraphs(parts)
 
 
 def is_dense(run: dict) -> bool:
     return set(run["model"]["attention"]) <= {"flash", "sdpa"}
+
+
+def contexts(runs: dict[str, dict]) -> str:
+    """What runs of a longer context gain over the first, and where all have as many bytes."""
+    (name, first), *others = runs.items()
+    size = first["model"]["context"]
+    longer = [(n, run) for n, run in others if run["model"]["context"] > size]
+    if not longer:
+        return ""
+    loss = first["bits_per_byte"]
+    told = (f"{n} {100 * (run['bits_per_byte'] / loss - 1):+.1f} %" for n, run in longer)
+    text = f"A longer context, against {name}: {', '.join(told)} bits per byte."
+    at = ((n, run, at_position(run, size)) for n, run in ((name, first), *longer))
+    found = [f"{n} {bits:.3f}" for n, _, bits in at if bits is not None]
+    if all(run["bits_per_byte"] >= loss for _, run in longer):
+        text += " None is below it: after as many bytes the longer context does not pay here."
+    return f"{text} At positions {size // 2:,} to {size:,}: {', '.join(found)}."
+
+
+def at_position(run: dict, end: int) -> float | None:
+    """Bits per byte of the octave of positions that ends there, at the end of a run."""
+    ends = run["positions"][1:]
+    return run["curve"][-1]["by_position"][ends.index(end)] if end in ends else None
+
+
+def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
+    """Loss and throughput of patterns against dense attention at the same context."""
+    told = []
+    for name, run in runs.items():
+        other = dense.get(run["model"]["context"])
+        if other is None or is_dense(run):
+            continue
+        change = 100 * (run["bits_per_byte"] / other["bits_per_byte"] - 1)
+        times = run["bytes_per_second"] / other["bytes_per_second"]
+        told.append(f"{name} {change:+.1f} % bits per byte at {times:.2f} times its throughput")
+    return f"A pattern, against dense attention at its context: {'; '.join(told)}." if told else ""
 
 
 # Table 5

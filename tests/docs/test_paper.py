@@ -31,7 +31,7 @@ def paper(tmp_path, monkeypatch) -> Any:
     spec.loader.exec_module(module)
     write_floors(tmp_path / "long-documents-floors.json")
     monkeypatch.setattr(module, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys.modules["performance"], "RESULTS", tmp_path)  # of `load`
+    monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)  # of `load`
     return module
 
 
@@ -125,6 +125,21 @@ def test_table_4(paper, tmp_path):
     found = ["2.0200", "2.0200", "+1.00 %", "3,000,000", "3.00"]
     assert row(shown, "sparse")[4:] == found
     assert row(paper.overview(), "Table 4")[-1] == "yes"
+    told = "sparse +1.0 % bits per byte at 3.00 times its throughput"
+    assert f"A pattern, against dense attention at its context: {told}." in shown
+    assert "A longer context" not in shown
+
+
+@pytest.mark.parametrize(("bits", "pays"), [(2.1, False), (1.9, True)])
+def test_a_longer_context_is_compared_where_both_have_as_many_bytes(paper, tmp_path, bits, pays):
+    short = json.loads((write_run(tmp_path / "a") / "result.json").read_text())
+    long = json.loads((write_run(tmp_path / "b", bits, context=4096) / "result.json").read_text())
+    long["positions"].insert(3, 1024)
+    long["curve"][-1]["by_position"].append(bits - 0.3)
+    shown = paper.contexts({"dense-1k": short, "dense-4k": long})
+    assert f"dense-4k {100 * (bits / 2 - 1):+.1f} % bits per byte" in shown
+    assert ("does not pay" in shown) == (not pays)
+    assert f"At positions 512 to 1,024: dense-1k 2.000, dense-4k {bits:.3f}." in shown
 
 
 def test_table_5(paper, tmp_path):
