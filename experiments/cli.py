@@ -6,7 +6,7 @@ Nothing here imports torch before it is needed, so that `--help` is quick.
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
+
+from masks import commands
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "experiments/results"  # records that documents cite
@@ -200,6 +202,11 @@ ImportFrom = Annotated[
     Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
 ]
 RESULTS = Path("results")  # in the current folder
+
+
+def usage_errors(*kinds: type[Exception]) -> AbstractContextManager[None, bool | None]:
+    """Errors of these kinds, by default ValueError, as errors of the command line."""
+    return commands.usage_errors(kinds=kinds or (ValueError,))
 
 
 def needs(found: object, what: str) -> None:

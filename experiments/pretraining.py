@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.cli import RESULTS, Output, Overwrite, output_file
+from experiments.cli import RESULTS, Output, Overwrite, output_file, usage_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -339,15 +339,13 @@ def measure(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = output_file(output, "pretraining", device, overwrite)
     torch.set_float32_matmul_precision("high")
-    try:
+    with usage_errors():
         cases = [
             Case(model, each, length, steps, step_tokens, dropout, padding)
             for length in lengths
             for each in attention
         ]
         measure_all(cases, data, path, device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     show(path)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.cli import RESULTS, Output, Overwrite, output_folder
+from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
 from experiments.record import (
     Line,
     Measurement,
@@ -52,10 +52,8 @@ def main(
     console = wide_console()
     records = [load(path) for path in paths]
     if len(records) == 2:
-        try:
+        with usage_errors():
             console.print(compare(*records))
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
         return
     if len(records) > 2:
         raise typer.BadParameter(f"one record, or two to compare, got {len(records)}")
@@ -75,10 +73,8 @@ def wide_console() -> Console:
 
 def load(path: Path) -> Record:
     """A record named on a command line. Raises typer.BadParameter for any other file."""
-    try:
+    with usage_errors():
         return Record.load(path)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def show(record: Record, console: Console) -> None:

@@ -64,11 +64,13 @@ def build(pattern: str, seq_len: str, block_size: str) -> "BlockMask":
 
 
 @contextmanager
-def usage_errors(option: str = "") -> Iterator[None]:
+def usage_errors(
+    option: str = "", kinds: tuple[type[Exception], ...] = (OSError, TypeError, ValueError)
+) -> Iterator[None]:
     """Errors about arguments and files, or about one option, as errors of the command line."""
     try:
         yield
-    except (OSError, TypeError, ValueError) as error:
+    except kinds as error:
         raise typer.BadParameter(f"{option}: {error}" if option else str(error)) from error
 
 

@@ -23,6 +23,7 @@ from experiments.cli import (
     Output,
     Overwrite,
     output_folder,
+    usage_errors,
 )
 from experiments.language_model.presets import PRESETS
 
@@ -44,11 +45,8 @@ def data(
     the author. Books that stand in longer ones are left out; books.json has them all."""
     from experiments.language_model.books import build
 
-    with Building(output.parent, output.name) as draft:
-        try:
-            facts = build(source, draft, most_bytes)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+    with Building(output.parent, output.name) as draft, usage_errors():
+        facts = build(source, draft, most_bytes)
     for split, size in facts["bytes"].items():
         number = sum(book["split"] == split for book in facts["books"].values())
         print(f"{split}: {number:,} books, {size:,} bytes, SHA-256 {facts['sha256'][split]}")
@@ -65,11 +63,8 @@ def tokenize(
     """Trains a tokenizer on the train split, and writes the books as its tokens."""
     from experiments.language_model.tokens import encode
 
-    with Building(output.parent, output.name) as draft:
-        try:
-            facts = encode(data, draft, vocabulary)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+    with Building(output.parent, output.name) as draft, usage_errors():
+        facts = encode(data, draft, vocabulary)
     for split, size in facts["bytes"].items():
         tokens = facts["tokens"][split]
         print(f"{split}: {tokens:,} tokens of {size / tokens:.2f} bytes")
@@ -116,7 +111,7 @@ def train(
     torch.set_float32_matmul_precision("high")
     chosen = PRESETS[preset]
     sizes = (chosen.layers, chosen.dim, chosen.heads, chosen.context)
-    try:
+    with usage_errors():
         books = Books.read(data)
         settings = training.Settings(
             ModelConfig(
@@ -134,8 +129,6 @@ def train(
         result = training.train(settings, books, output, seconds, every, export_to, resume)
         if (data / TOKENIZER).exists():
             copyfile(data / TOKENIZER, output / TOKENIZER)  # `sample` reads it
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     print(
         f"step {result['trained']:,} of {steps:,}: {result['bits_per_byte']:.4f} bits per byte, "
         f"{result['bytes_per_second']:,.0f} bytes/s"
@@ -162,7 +155,7 @@ def sample(
     from experiments.language_model.tokens import Reader
     from experiments.language_model.training import CHECKPOINT, load
 
-    try:
+    with usage_errors():
         model = load(folder / CHECKPOINT, attention)
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         reader = Reader(folder)
@@ -170,8 +163,6 @@ def sample(
         for token in islice(generate(model, reader.tokens(prompt), temperature, seed), length):
             sys.stdout.buffer.write(reader.text(token))
             sys.stdout.buffer.flush()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     print()
 
 
@@ -188,10 +179,8 @@ def record(
     from experiments.language_model.results import gather, table_of
     from experiments.report import wide_console
 
-    try:
+    with usage_errors():
         paths = gather(name, runs, output_folder(output, overwrite))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     wide_console().print(table_of(json.loads(paths[0].read_text())))
     print(f"wrote {paths[0]} and {paths[1]}")
 

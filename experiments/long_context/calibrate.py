@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.cli import RESULTS, Output, Overwrite
+from experiments.cli import RESULTS, Output, Overwrite, usage_errors
 from experiments.instruments import Log, command
 from experiments.long_context.choices import Way
 
@@ -80,11 +80,9 @@ def main(
     overwrite: Overwrite = False,
 ) -> None:
     """Fits the rates of a machine, and predicts each pattern from the others."""
-    try:
+    with usage_errors():
         device, points = read(records)
         machine, rows = fitted(points), held_out(points)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     errors = [abs(row.total_error) for row in rows]
     facts = {
         "machine": asdict(machine),

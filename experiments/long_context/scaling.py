@@ -27,7 +27,7 @@ from typing import Annotated, cast
 
 import typer
 
-from experiments.cli import RESULTS, Output, Overwrite
+from experiments.cli import RESULTS, Output, Overwrite, usage_errors
 from experiments.instruments import Log, command
 from experiments.long_context.choices import Kind
 
@@ -74,11 +74,9 @@ def main(
         return
     counts = [n for n in (2**i for i in range(12)) if n <= count]
     length = tokens or (TOKENS_A_RANK if kind is Kind.WEAK else TOKENS)
-    try:
+    with usage_errors():
         rates = Machine() if machine is None else Machine.load(machine)
         found = list(cases(kind, length, counts, window, only.split(",") if only else ()))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     device = torch.device("cpu") if dry_run else measurement.start()
     dtype = torch.bfloat16 if dry_run or device.type == "cuda" else torch.float32
     sizes = Attention(heads, kv_heads, head_dim, dtype=dtype)

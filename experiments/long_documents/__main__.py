@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import RESULTS, SHIPPED, Output, Overwrite, output_folder
+from experiments.cli import RESULTS, SHIPPED, Output, Overwrite, output_folder, usage_errors
 
 HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
 app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
@@ -40,10 +40,8 @@ def floors(
     from experiments.long_documents.floors import measure
 
     output_folder(output.parent, overwrite)
-    try:
+    with usage_errors():
         measure(data_root / "books", lengths, authors, output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     print(f"wrote {output}")
 
 
@@ -64,11 +62,9 @@ def train(
     from experiments.lra import presets
     from experiments.lra import seeds as runs
 
-    try:
+    with usage_errors():
         Authors(length)
         books = Books.read(data_root / "books")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     write_json(output / str(length) / DATA, dict(books.sha256))
     values = {
         "config": [presets.FOLDER / presets.COMMON, CONFIG],
@@ -94,10 +90,8 @@ def record(
     from experiments.long_documents.results import gather, table_of
     from experiments.report import wide_console
 
-    try:
+    with usage_errors():
         facts, paths = gather(name, runs, floors, output_folder(output, overwrite))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     wide_console().print(table_of(facts))
     print(f"wrote {paths[0]} and {paths[1]}")
 
@@ -127,7 +121,7 @@ def tune(
 
     if source not in SOURCES:
         raise typer.BadParameter(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-    try:
+    with usage_errors():
         settings = Settings(
             str(encoder),
             tokens,
@@ -141,8 +135,6 @@ def tune(
         )
         folder = output / source / str(tokens) / f"seed{seed}"
         result = Run(settings, SOURCES[source](data), folder).train(seconds)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if result is None:
         print("the time is up: the same command goes on")
         raise typer.Exit(1)
@@ -161,10 +153,8 @@ def record_tuned(
     from experiments.files import write_json
     from experiments.long_documents.pretrained import gather
 
-    try:
+    with usage_errors():
         facts = gather(runs)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     folder = output_folder(output, overwrite)
     machine = re.sub(r"\W+", "-", facts["device"].lower())
     path = folder / f"long-documents-{facts['name']}-{machine}.json"

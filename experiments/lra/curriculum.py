@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import ExportTo, ImportFrom, Seconds
+from experiments.cli import ExportTo, ImportFrom, Seconds, usage_errors
 from experiments.files import write_json
 from experiments.lra.exported import EVALUATION_SECONDS, compact
 from experiments.pieces import export, restore
@@ -94,12 +94,10 @@ def main(
 ) -> None:
     """Trains through the stages of a curriculum."""
     end = None if seconds is None else time.time() + seconds
-    try:
+    with usage_errors():
         if resume is not None and not (output / PROGRESS).exists():
             restore(resume, output)
         run = Run.of(output, [Stage.parse(text) for text in stage], seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     try:
         while not run.ended:
             run.train_stage(arguments, patience, end, export_to)

@@ -24,7 +24,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import Building
+from experiments.cli import Building, usage_errors
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Root = Annotated[Path, typer.Option(file_okay=False, help="where the loaders read")]
@@ -134,10 +134,8 @@ def film_pairs(data_root: Root = DATA) -> None:
     # Compiles, which the other commands need not wait for.
     from experiments.lra.tasks.films import write_film_pairs
 
-    try:
+    with usage_errors(OSError, ValueError):
         folder = write_film_pairs(data_root)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
     Console().print(f"wrote {folder}")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import SHIPPED, Overwrite, output_folder
+from experiments.cli import SHIPPED, Overwrite, output_folder, usage_errors
 from experiments.files import write_json
 
 if TYPE_CHECKING:
@@ -61,10 +61,8 @@ def main(
     record = json.loads(output.read_text()) if output.exists() else {"floors": {}, "measured": {}}
     facts = environment(torch.device("cpu")) | {"samples": samples}
     for name in task or measures:
-        try:
+        with usage_errors(MissingData):
             record["floors"][name] = measures[name]()
-        except MissingData as error:
-            raise typer.BadParameter(str(error)) from error
         record["measured"][name] = facts
         write_json(output, record)
         Console().print({name: record["floors"][name]})

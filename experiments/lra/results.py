@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import RESULTS, Output, Overwrite, output_folder
+from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
 from experiments.files import write_json
 from experiments.lra.seeds import summary_of
 from experiments.plots import COLOURS
@@ -39,10 +39,8 @@ def main(
 ) -> None:
     """Writes the record of trained runs and draws their curves."""
     output_folder(output, overwrite)
-    try:
+    with usage_errors():
         record = record_of(name, {group.name: ended(group) for group in groups})
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     machine = re.sub(r"\W+", "-", record["device"].lower())
     path = output / f"lra-{name}-{machine}.json"
     write_json(path, record)

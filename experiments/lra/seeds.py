@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import ExportTo, ImportFrom, Seconds
+from experiments.cli import ExportTo, ImportFrom, Seconds, usage_errors
 from experiments.files import write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
 from experiments.pieces import export, restore
@@ -47,10 +47,8 @@ def main(
 ) -> None:
     """Trains with several seeds and reports mean, deviation and stuck runs."""
     if resume is not None and not any(output.glob("seed*")):
-        try:
+        with usage_errors():
             restore(resume, output)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
     end = None if seconds is None else time.time() + seconds
     runs = Runs(output, arguments, end)
     try:

@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import RESULTS, Output, Overwrite, output_folder
+from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
 from experiments.files import write_json
 from experiments.lra import TASKS
 
@@ -50,10 +50,8 @@ def main(
         raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(steps.KNOWN)}")
     output_folder(output, overwrite)  # an error comes before all is measured
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    with usage_errors(MissingData):
         cases = {task: steps.case_of(task, real, scale) for task in tasks.split(",")}
-    except MissingData as error:
-        raise typer.BadParameter(str(error)) from error
     found, failed = [], []
     for task, case in cases.items():
         for implementation in steps.chosen(case.implementations, only):
