@@ -10,8 +10,8 @@ says so.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -19,6 +19,7 @@ from statistics import fmean, geometric_mean
 from typing import Annotated
 
 import typer
+import yaml
 
 from experiments.cli import SHIPPED, needs
 from experiments.lra import TASKS, floors
@@ -26,7 +27,8 @@ from experiments.lra import TASKS, floors
 README = Path(__file__).parent / "README.md"
 FRONT = Path(__file__).parents[2] / "README.md"
 NOT_RUN, OPEN = "not run", "–"
-FAILS = "chance"  # of a published figure
+COLUMNS = (*TASKS, "path-x", "path-256")
+SWEPT = ("listops", "text", "image", "pathfinder")  # tasks of runs/attentions.sh
 SPEED_HEAD = ("", "ListOps", "Text", "Retrieval", "Image", "Pathfinder")
 SUPPLEMENTS = {"arena": ("reformer",)}  # speed tables of further attentions
 
@@ -38,154 +40,29 @@ class Row:
     Attributes:
         name: As a reader knows it.
         label: In speed tables; None where there is none.
-        published: Accuracy in per cent of the five tasks, then of Path-X and of Path-256; FAILS
+        published: Accuracy in per cent of the five tasks, then of Path-X and of Path-256; "chance"
             where a publication says so, None where it says nothing.
         speed_up: Published, or None.
         source: Of the published figures.
         trained: Record and group of our runs of a task.
+        swept: Its name in the runs that runs/attentions.sh makes, if these are our runs.
     """
 
     name: str
-    label: str | None
-    published: tuple[float | str | None, ...]
-    speed_up: float | None
-    source: str
-    trained: dict[str, tuple[str, str]]
+    label: str | None = None
+    published: Sequence[float | str | None] = (None,) * len(COLUMNS)
+    speed_up: float | None = None
+    source: str = ""
+    trained: dict[str, tuple[str, str]] = field(default_factory=dict)
+    swept: str | None = None
+
+    def __post_init__(self) -> None:
+        for task in () if self.swept is None else SWEPT:
+            self.trained[task] = (f"{task}-attentions", f"{task}-{self.swept}")
+        for task, run in self.trained.items():
+            self.trained[task] = (run[0], run[1])
 
 
-def other_runs(name: str) -> dict[str, tuple[str, str]]:
-    """The runs of an attention that runs/attentions.sh makes, as in Row."""
-    tasks = ("listops", "text", "image", "pathfinder")
-    return {task: (f"{task}-attentions", f"{task}-{name}") for task in tasks}
-
-
-FLASH, TAY, NYSTROM = "Dao 2022", "Tay 2021", "Xiong 2021"
-PATHS = ("path-x", "path-256")
-COLUMNS = (*TASKS, *PATHS)
-NEITHER = (FAILS, FAILS)
-ROWS = (
-    Row("standard", "standard", (36.0, 63.6, 81.6, 42.3, 72.7, *NEITHER), 1.0, FLASH, {}),
-    Row(
-        "dense flash",
-        "flash",
-        (37.6, 63.9, 81.4, 43.5, 72.7, 61.4, FAILS),
-        2.4,
-        FLASH,
-        {
-            "listops": ("listops", "listops-flash"),
-            "text": ("text", "text-flash"),
-            "image": ("image", "image-flash"),
-            "pathfinder": ("pathfinder32-published", "pathfinder32-flash"),
-        },
-    ),
-    Row(
-        "block-sparse, butterfly()",
-        "butterfly() of 64",
-        (37.0, 63.0, 81.3, 43.6, 73.3, 56.0, 63.1),
-        2.8,
-        FLASH,
-        {
-            "listops": ("listops", "listops-butterfly"),
-            "text": ("text", "text-butterfly"),
-            "image": ("image", "image-butterfly"),
-            "pathfinder": ("pathfinder32-published", "pathfinder32-butterfly"),
-        },
-    ),
-    Row(
-        "**block-sparse, larger models, curricula, pre-training**",
-        None,
-        (None,) * 7,
-        None,
-        "",
-        {
-            "listops": ("listops-large", "listops-large-more"),
-            "text": ("text-masked", "text-tuned-sparse"),
-            "image": ("image-masked", "image-tuned-sparse"),
-            "pathfinder": ("pathfinder32-labels", "pathfinder32-curriculum"),
-            "path-x": ("path-x-labels", "path-x-curriculum"),
-            "path-256": ("path-256-labels", "path-256-curriculum"),
-        },
-    ),
-    Row(
-        "dense flash, the same models",
-        None,
-        (None,) * 7,
-        None,
-        "",
-        {
-            "text": ("text-masked", "text-tuned-dense"),
-            "image": ("image-masked", "image-tuned-dense"),
-            "path-x": ("path-x-dense", "path-x-dense"),
-        },
-    ),
-    Row(
-        "Linformer",
-        "linformer",
-        (35.6, 55.9, 77.7, 37.8, 67.6, *NEITHER),
-        2.5,
-        FLASH,
-        other_runs("linformer"),
-    ),
-    Row(
-        "linear",
-        "linear",
-        (38.8, 63.2, 80.7, 42.6, 72.5, *NEITHER),
-        2.3,
-        FLASH,
-        other_runs("linear"),
-    ),
-    Row(
-        "Performer",
-        "performer",
-        (36.8, 63.6, 82.2, 42.1, 69.9, *NEITHER),
-        1.8,
-        FLASH,
-        other_runs("performer"),
-    ),
-    Row(
-        "local",
-        "local(64) of 64",
-        (36.1, 60.2, 76.7, 40.6, 66.6, *NEITHER),
-        1.7,
-        FLASH,
-        other_runs("local"),
-    ),
-    Row(
-        "Reformer",
-        "reformer",
-        (36.5, 63.8, 78.5, 39.6, 69.4, *NEITHER),
-        1.3,
-        FLASH,
-        other_runs("reformer"),
-    ),
-    Row(
-        "SMYRF", "smyrf", (36.1, 64.1, 79.0, 39.6, 70.5, *NEITHER), 1.7, FLASH, other_runs("smyrf")
-    ),
-    Row(
-        "Nystromformer",
-        "nystromformer",
-        (37.15, 65.52, 79.56, 41.58, 70.94, None, None),
-        None,
-        NYSTROM,
-        other_runs("nystromformer"),
-    ),
-    Row(
-        "Longformer",
-        "longformer(64, 64) of 64",
-        (35.63, 62.85, 56.89, 42.22, 69.71, FAILS, None),
-        None,
-        TAY,
-        other_runs("longformer"),
-    ),
-    Row(
-        "BigBird",
-        "bigbird(3, 1, 1) of 64",
-        (36.05, 64.02, 59.29, 40.83, 74.87, FAILS, None),
-        None,
-        TAY,
-        other_runs("bigbird"),
-    ),
-)
 # What reads no context, or no contour, and answers best; and what the most frequent class gives.
 BEST_FLOOR = {
     "listops": ("listops", "root operator only"),
@@ -207,97 +84,11 @@ class Trained:
     attention: str | None = None
 
 
-ROOT, DISCS, PRIOR = "root operator only", "coordinates of the discs", "class prior"
-TURNED = "coordinates of the discs, turned and mirrored"
-MIXED = "local, causal and full heads"
-TRAINED = (
-    Trained("ListOps, Nystromformer protocol, dense", "listops", "listops-flash", ROOT),
-    Trained("ListOps, Nystromformer protocol, sparse", "listops", "listops-butterfly", ROOT),
-    Trained("ListOps, larger model", "listops-large", "listops-large", "root and 1 levels", MIXED),
-    Trained(
-        "the same, 5,000 steps more",
-        "listops-large",
-        "listops-large-more",
-        "root and 1 levels",
-        MIXED,
-    ),
-    Trained("Text, dense", "text", "text-flash", PRIOR),
-    Trained("Text, sparse", "text", "text-butterfly", PRIOR),
-    Trained(
-        "Text, larger model, bytes hidden first, sparse", "text-masked", "text-tuned-sparse", PRIOR
-    ),
-    Trained("the same, dense", "text-masked", "text-tuned-dense", PRIOR),
-    Trained("the same, labels alone, sparse", "text-masked", "text-labels-sparse", PRIOR),
-    Trained("Image, dense", "image", "image-flash", PRIOR),
-    Trained("Image, sparse", "image", "image-butterfly", PRIOR),
-    Trained(
-        "Image, larger model, pixels hidden first, sparse",
-        "image-masked",
-        "image-tuned-sparse",
-        PRIOR,
-    ),
-    Trained("the same, dense", "image-masked", "image-tuned-dense", PRIOR),
-    Trained("the same, labels alone, sparse", "image-masked", "image-labels-sparse", PRIOR),
-    Trained("Film pairs, dense", "film-pairs", "film-pairs-flash", "shared words"),
-    Trained("Film pairs, sparse", "film-pairs", "film-pairs-butterfly", "shared words"),
-    Trained(
-        "Pathfinder 32, published protocol, dense",
-        "pathfinder32-published",
-        "pathfinder32-flash",
-        DISCS,
-    ),
-    Trained(
-        "Pathfinder 32, published protocol, sparse",
-        "pathfinder32-published",
-        "pathfinder32-butterfly",
-        DISCS,
-    ),
-    Trained(
-        "the same, easier images, dense",
-        "pathfinder32-published-easier",
-        "pathfinder32-easier-flash",
-        TURNED,
-    ),
-    Trained(
-        "the same, easier images, sparse",
-        "pathfinder32-published-easier",
-        "pathfinder32-easier-butterfly",
-        TURNED,
-    ),
-    Trained(
-        "**Pathfinder 32, labels alone, curriculum**",
-        "pathfinder32-labels",
-        "pathfinder32-curriculum",
-        DISCS,
-    ),
-    Trained("the same, mean pooling", "pathfinder32-ablations", "pathfinder32-mean", DISCS),
-    Trained("the same, raster order", "pathfinder32-ablations", "pathfinder32-raster", DISCS),
-    Trained(
-        "the same, hard from the start", "pathfinder32-ablations", "pathfinder32-at-once", DISCS
-    ),
-    Trained(
-        "the same, easier images", "pathfinder32-labels-easier", "pathfinder32-easier", TURNED
-    ),
-    Trained(
-        "**Pathfinder 64, labels alone, curriculum**",
-        "pathfinder64-labels",
-        "pathfinder64-curriculum",
-        DISCS,
-    ),
-    Trained("**Path-X, labels alone, curriculum**", "path-x-labels", "path-x-curriculum", DISCS),
-    Trained("the same, dense, equal GPU time", "path-x-dense", "path-x-dense", DISCS),
-    Trained("Path-256, labels alone", "path-256-labels", "path-256-curriculum", DISCS),
-    Trained(
-        "Pathfinder 32, labels alone, at once",
-        "pathfinder32",
-        "pathfinder32-labels",
-        "class prior",
-    ),
-    Trained("Pathfinder 32, traced, easier images", "pathfinder32", "pathfinder32-traced", DISCS),
-    Trained("the same, raster order", "pathfinder32", "pathfinder32-traced-raster", DISCS),
-    Trained("Pathfinder 64, traced, easier images", "pathfinder64", "pathfinder64-traced", DISCS),
-    Trained("Path-X, traced, easier images", "path-x", "path-x-traced", DISCS),
-)
+PAGE = yaml.safe_load(Path(__file__).with_name("page.yaml").read_text())
+ROWS = [Row(**facts) for facts in PAGE["comparison"]]
+TRAINED = [Trained(*facts) for facts in PAGE["trained"]]
+DISCS = "coordinates of the discs"
+TURNED = f"{DISCS}, turned and mirrored"
 FLOORS = {
     "root operator only": "root operator only",
     "root and one level": "root and 1 levels",
