@@ -43,6 +43,15 @@ def check_floating(name: str, tensor: Any) -> None:
         raise TypeError(f"{name} must be a floating-point tensor, got {got}")
 
 
+def check_dtype(name: str, tensor: Any, *dtypes: torch.dtype) -> None:
+    """Raises TypeError for what is no tensor of one of the dtypes."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
+        got = getattr(tensor, "dtype", type(tensor).__name__)
+        known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        article = "an" if known.startswith("i") else "a"
+        raise TypeError(f"{name} must be {article} {known} tensor, got {got}")
+
+
 def check_floating_dtype(name: str, dtype: Any) -> None:
     """Raises TypeError for what is no floating-point dtype of torch."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -17,9 +17,9 @@ from masks._core import block_set, convert, reblock, slicing
 from masks._core.block_set import EMPTY, BlockSet
 from masks._core.grid import Grid, OnGrid, canonical_device, checked_block_size
 from masks._core.transpose import transpose
-from masks.arguments import check_floating, check_integer
+from masks.arguments import check_dtype, check_floating, check_integer
 from masks.lookup_table import LookupTable, compile_selected, compile_table
-from masks.registry import Cache, Handled
+from masks.registry import Caching, Handled
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -28,7 +28,7 @@ Size = int | tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockMask(OnGrid, Handled):
+class BlockMask(OnGrid, Caching, Handled):
     """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or
     empty.
 
@@ -203,11 +203,6 @@ class BlockMask(OnGrid, Handled):
     @cached_property
     def _coverages(self) -> dict[tuple[int, int], float]:
         return {}
-
-    @cached_property
-    def cache(self) -> Cache:
-        """What users of the mask store with it, under keys of their own."""
-        return Cache()
 
     @property
     def T(self) -> "BlockMask":
@@ -392,7 +387,7 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DynamicMask(OnGrid):
+class DynamicMask(OnGrid, Caching):
     """The blocks of a BlockMask that a tensor selects, for each batch element and head.
 
     Making one and attending with it takes operations of the device only, of fixed sizes. Nothing
@@ -431,9 +426,7 @@ class DynamicMask(OnGrid):
         support, blocks, scores = self.support, self.blocks, self.scores
         if not isinstance(support, BlockMask):
             raise TypeError(f"support must be a BlockMask, got {type(support).__name__}")
-        if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
-            got = getattr(blocks, "dtype", type(blocks).__name__)
-            raise TypeError(f"blocks must be a bool tensor, got {got}")
+        check_dtype("blocks", blocks, torch.bool)
         if scores is not None:
             check_floating("scores", scores)
             if scores.shape != blocks.shape:
@@ -527,11 +520,6 @@ class DynamicMask(OnGrid):
     def coverage(self, block_size: Size) -> float | None:
         """See BlockMask.coverage; None for blocks of another size: only the device knows."""
         return 1.0 if checked_block_size(block_size) == self.block_size else None
-
-    @cached_property
-    def cache(self) -> Cache:
-        """What users of the mask store with it, under keys of their own."""
-        return Cache()
 
     @cached_property
     def density(self) -> float:

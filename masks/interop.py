@@ -17,7 +17,7 @@ from masks._core.convert import STRIP
 from masks._core.grid import Grid
 from masks._core.intervals import from_points
 from masks._pattern import Pattern
-from masks.arguments import check_integer
+from masks.arguments import check_dtype, check_integer
 from masks.block_mask import BlockMask, stack
 from masks.builders import from_intervals
 from masks.mask_batch import check_block_mask
@@ -258,9 +258,7 @@ def from_cudnn_intervals(
         TypeError: `intervals` are no tensor of integers.
         ValueError: The shape is another, there is no head, or an endpoint is beyond the keys.
     """
-    if not isinstance(intervals, Tensor) or intervals.dtype not in (torch.int32, torch.int64):
-        got = getattr(intervals, "dtype", type(intervals).__name__)
-        raise TypeError(f"intervals must be an int32 or int64 tensor, got {got}")
+    check_dtype("intervals", intervals, torch.int32, torch.int64)
     if intervals.dim() != 3 or intervals.shape[1] % 2 == 0 or 0 in intervals.shape:
         raise ValueError(
             "intervals must be (at least 1 head, an odd number of endpoints, q_len), got "

@@ -34,7 +34,7 @@ from masks._core.block_set import (
 from masks._core.grid import Grid, is_captured
 from masks._core.intervals import PART, Runs
 from masks._core.transpose import transpose_lists
-from masks.registry import Cache
+from masks.registry import Caching
 
 # Kernels load the index of the next block while they work on this one, so every list ends in this
 # many readable entries.
@@ -96,7 +96,7 @@ class BlockLists:
 
 
 @dataclass(frozen=True, eq=False)
-class LookupTable:
+class LookupTable(Caching):
     """What kernels read: both directions of a mask and the element masks of its partial blocks.
 
     by_query:     rows are query blocks, columns are key blocks (forward, dQ)
@@ -131,11 +131,6 @@ class LookupTable:
         """int32 (tiles, bk, ceil(bq / 32)): the bit tiles with a row for each key."""
         parts = self.bit_tiles.split(TRANSPOSE_CHUNK)
         return torch.cat([pack(unpack(part, self.block_size[1]).mT) for part in parts])
-
-    @cached_property
-    def cache(self) -> Cache:
-        """What readers of the table store with it, under keys of their own."""
-        return Cache()
 
     def for_groups(self, group: int) -> "LookupTable":
         """The table for `group` times as many heads, of which consecutive ones read one mask."""

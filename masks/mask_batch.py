@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from masks._core.grid import Grid, OnGrid, canonical_device
-from masks.arguments import check_integer
+from masks.arguments import check_dtype, check_integer
 from masks.block_mask import BlockMask, DynamicMask, Size, stack
 from masks.builders import from_cross
 from masks.lookup_table import LookupTable
-from masks.registry import Cache, Handled
+from masks.registry import Caching, Handled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskBatch(OnGrid, Handled):
+class MaskBatch(OnGrid, Caching, Handled):
     """A mask for each batch element, each of one head or of as many as the others.
 
     Immutable. One lookup table holds all of them, and equal masks once. `==` compares all pairs.
@@ -86,10 +86,7 @@ class MaskBatch(OnGrid, Handled):
         """
         if not isinstance(mask, BlockMask | MaskBatch):
             raise TypeError(f"mask must be a BlockMask or a MaskBatch, got {type(mask).__name__}")
-        if not isinstance(keys, Tensor) or keys.dtype != torch.bool:
-            raise TypeError(
-                f"keys must be a bool tensor, got {getattr(keys, 'dtype', type(keys).__name__)}"
-            )
+        check_dtype("keys", keys, torch.bool)
         q_len, k_len = mask.seq_len
         batch = mask.num_batches if isinstance(mask, MaskBatch) else max([1, *keys.shape[:1]])
         if keys.shape != (batch, k_len):
@@ -164,11 +161,6 @@ class MaskBatch(OnGrid, Handled):
     @cached_property
     def _tables(self) -> dict[tuple[torch.device, tuple[int, int]], LookupTable]:
         return {}
-
-    @cached_property
-    def cache(self) -> Cache:
-        """What users of the masks store with them, under keys of their own."""
-        return Cache()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskBatch):

@@ -1,6 +1,7 @@
 """What outlives a call: handles by which graphs find masks, and caches that masks carry."""
 
 from dataclasses import fields
+from functools import cached_property
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,6 +22,15 @@ class Cache(dict):
 
     def __reduce__(self):
         return Cache, ()
+
+
+class Caching:
+    """What has a cache of its own."""
+
+    @cached_property
+    def cache(self) -> Cache:
+        """What others store with this object, under keys of their own."""
+        return Cache()
 
 
 class Handled:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from masks import DynamicMask, Pattern, full
-from masks.arguments import check_floating
+from masks.arguments import check_dtype, check_floating
 from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
@@ -108,11 +108,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
     """Raises where key lengths are not integers (batch,) on the device of query or the CPU."""
-    if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"key_lengths must be an int32 or int64 tensor, got "
-            f"{getattr(lengths, 'dtype', lengths)!r}"
-        )
+    check_dtype("key_lengths", lengths, torch.int32, torch.int64)
     devices = (query.device, torch.device("cpu"))
     if lengths.shape != query.shape[:1] or lengths.device not in devices:
         raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern, documents
 from masks._parse import parse
+from masks.arguments import check_dtype
 from sparseflash._attention import attention
 from sparseflash.compiled import stores_masks
 from sparseflash.options import CallKeywords, OptionKeywords
@@ -220,19 +221,14 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
 
 
 def _check_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
-    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        raise TypeError(
-            f"keep must be a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}"
-        )
+    check_dtype("keep", keep, torch.bool)
     if keep.dim() != 2 or keep.shape != shape:
         raise ValueError(f"keep must be (batch, seq), {tuple(shape)}, got {tuple(keep.shape)}")
 
 
 def _lengths(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
     """The length of each document."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
+    check_dtype(name, cu_seqlens, torch.int32, torch.int64)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"{name} must be (documents + 1,), got {tuple(cu_seqlens.shape)}")
     bounds = cu_seqlens.tolist()

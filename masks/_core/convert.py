@@ -14,6 +14,7 @@ from masks._core.bit_tiles import deduplicate, pack, unpack
 from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.grid import Grid
 from masks._core.intervals import empty, from_bool_matrix, from_points
+from masks.arguments import check_dtype
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -23,9 +24,7 @@ STRIP = 1 << 22  # pairs that are read at a time
 
 def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockSet:
     """See BlockMask.from_dense."""
-    if not isinstance(dense, Tensor) or dense.dtype != torch.bool:
-        got = getattr(dense, "dtype", type(dense).__name__)
-        raise TypeError(f"dense must be a bool tensor, got {got}")
+    check_dtype("dense", dense, torch.bool)
     if dense.ndim not in (2, 3) or 0 in dense.shape:
         raise ValueError(
             f"dense must be (q, k) or (heads, q, k) and not empty, got {tuple(dense.shape)}"

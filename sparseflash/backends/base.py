@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from masks.mask_batch import CompiledMask
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 from sparseflash.dispatch.spec import AttentionSpec
 
 
@@ -60,13 +60,8 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self,
-        call: Call,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        saved: tuple[Tensor, ...],
-        needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:
+        self, call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
         """The gradients of one call.
 
         Args:

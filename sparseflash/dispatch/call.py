@@ -15,6 +15,10 @@ from sparseflash.score import ScoreTensors
 if TYPE_CHECKING:
     from sparseflash.backends.base import Backend
 
+Saved = tuple[Tensor, ...]  # query, key, value, out and lse
+Needs = tuple[bool, ...]  # whether each of the gradients is wanted
+Gradients = tuple[Tensor | None, ...]  # of query, key, value, bias, blocks and score tensors
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -104,12 +108,8 @@ class Call:
         return self.plan.backend.forward(self, query, key, value)
 
     def backward(
-        self,
-        grad_out: Tensor | None,
-        grad_lse: Tensor | None,
-        saved: tuple[Tensor, ...],
-        needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:
+        self, grad_out: Tensor | None, grad_lse: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
         """The gradients of query, key, value, bias, block scores and score tensors, None where
         `needs` says no.
 

@@ -26,7 +26,7 @@ from masks import BlockMask
 from masks._parse import UNREADABLE
 from masks.arguments import check_floating_dtype, check_integer, check_integers
 from masks.mask_batch import check_block_mask
-from masks.registry import Cache
+from masks.registry import Caching
 from sparseflash.distributed.assign import (
     NO_ROWS,
     STRATEGIES,
@@ -46,7 +46,7 @@ HEADER = "context_plan"  # the key of the safetensors metadata
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ContextPlan:
+class ContextPlan(Caching):
     """How a sequence is sharded over ranks, and which key blocks they exchange.
 
     Made by make_plan. It knows no process group: a rank is a number from 0 to before `ranks`.
@@ -270,11 +270,6 @@ class ContextPlan:
             f"moves={report.share:.2%} of an all-gather, at least {report.least_share:.2%}, "
             f"mask={self.mask})"
         )
-
-    @cached_property
-    def cache(self) -> Cache:
-        """What users of the plan store with it, under keys of their own."""
-        return Cache()
 
     @cached_property
     def _fetched(self) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparseflash.backends.cpu.plan import rows_of_block
 from sparseflash.backends.cpu.problem import LOG2E, problems
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 
 
 def without_autocast(function: Callable) -> Callable:
@@ -85,12 +85,8 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 @without_autocast
 def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    saved: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+) -> Gradients:
     """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, needs_bias, needs_blocks, needs_reads = needs

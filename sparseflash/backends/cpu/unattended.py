@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.cpu import passes
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,12 +33,8 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    saved: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+) -> Gradients:
     """The gradients of one call; see sparseflash.backends.base."""
     grads = passes.backward(call, grad_out, grad_lse, saved, needs)
     if not any(grad is not None and math.isnan(grad.sum().item()) for grad in grads):

@@ -17,7 +17,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from sparseflash.backends.hopper.select import auto_skip, block_size_for, describe, why_not
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 
 __all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "why_not"]
 
@@ -33,12 +33,8 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    saved: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+) -> Gradients:
     """The gradients; see sparseflash.backends.base."""
     _, backward_pass = _passes()
     return backward_pass.backward(call, grad_out, grad_lse, saved, needs)

@@ -32,7 +32,7 @@ from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, TmaBox2D
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
@@ -40,12 +40,8 @@ DQ_COLUMNS = 256  # of the matrix that is the accumulator of dQ: the most that a
 
 
 def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    saved: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+) -> Gradients:
     """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, *_ = needs

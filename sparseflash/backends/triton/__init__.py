@@ -12,7 +12,7 @@ from torch import Tensor
 
 from masks._core.grid import BLOCK_SIDES
 from masks.mask_batch import CompiledMask
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 from sparseflash.dispatch.spec import EVERY_EXTRA, POSITIONS, AttentionSpec
 from sparseflash.score import named
 
@@ -129,12 +129,8 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    saved: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+) -> Gradients:
     """The gradients; see sparseflash.backends.base."""
     _, passes = _modules()
     return passes.backward(call, grad_out, grad_lse, saved, needs)

@@ -21,7 +21,7 @@ from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
-from sparseflash.dispatch.call import Call, empty_out
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out
 
 # Programs of ds_sums where each has sums over distances of its own, whose memory is that of so
 # many rows of a bias.
@@ -40,12 +40,8 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    saved: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+) -> Gradients:
     """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, *needs_sums = needs
