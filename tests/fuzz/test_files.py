@@ -5,9 +5,10 @@ import random
 import resource
 import struct
 import time
+from functools import partial
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors import torch as safetensors
 
 import masks
 from sparseflash.distributed import ContextPlan, make_plan
@@ -104,18 +105,28 @@ def damaged_file(rng: random.Random, data: bytes) -> bytes:
     """A safetensors file with other bytes, or with another header of ours in it."""
     if rng.random() < 0.5:
         return damaged_bytes(rng, data)
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
+    header, numbers = parts_of(data)
     metadata = header["__metadata__"]
-    name = rng.choice(list(metadata))
+    name = rng.choice(sorted(metadata))
     metadata[name] = damaged_json(rng, metadata[name])
-    written = json.dumps(header).encode()
-    return struct.pack("<Q", len(written)) + written + data[8 + length :]
+    return file_of(header, numbers)
 
 
-def damaged_tensors(rng: random.Random, path, metadata: dict[str, str]) -> None:
-    tensors = load_file(path)
-    name = rng.choice(list(tensors))
+def parts_of(data: bytes) -> tuple[dict, bytes]:
+    """Header and numbers of a safetensors file."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def file_of(header: dict, numbers: bytes) -> bytes:
+    written = json.dumps(header, sort_keys=True).encode()
+    written += b" " * (-len(written) % 8)
+    return struct.pack("<Q", len(written)) + written + numbers
+
+
+def damaged_tensors(rng: random.Random, data: bytes, metadata: dict[str, str]) -> bytes:
+    tensors = safetensors.load(data)
+    name = rng.choice(sorted(tensors))
     tensor = tensors[name].clone()
     if rng.random() < 0.2:
         del tensors[name]
@@ -128,7 +139,8 @@ def damaged_tensors(rng: random.Random, path, metadata: dict[str, str]) -> None:
         new = rng.choice((-1, 0, near, limit, -limit, rng.randrange(50)))
         tensor.view(-1)[at] = max(-limit, min(new, limit))
         tensors[name] = tensor
-    save_file({k: t.contiguous() for k, t in tensors.items()}, path, metadata)
+    changed = safetensors.save({k: t.contiguous() for k, t in tensors.items()}, metadata)
+    return file_of(*parts_of(changed))
 
 
 @pytest.fixture(params=[60, pytest.param(7000, marks=pytest.mark.slow)])
@@ -157,22 +169,39 @@ def test_json_texts(fuzz, cases):
     fuzz(check, cases)
 
 
-def damage(rng: random.Random, path) -> None:
-    """Changes the tensors of a file that has some, or its bytes."""
-    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
-    header = json.loads(path.read_bytes()[8 : 8 + length])
+def saved(things, path) -> list[bytes]:
+    """The file that each saves, with a header in alphabetical order: safetensors has none."""
+    files = []
+    for save in things:
+        save(path)
+        files.append(file_of(*parts_of(path.read_bytes())))
+    return files
+
+
+def write_anew(path, data: bytes) -> None:
+    """Writes a new file: some file systems wait for the disk where an old one is emptied."""
+    path.unlink()
+    path.write_bytes(data)
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """A file with other tensors, if it has some, or other bytes."""
+    header, _ = parts_of(data)
     if rng.random() < 0.5 and len(header) > 1:
-        damaged_tensors(rng, path, header["__metadata__"])
-    else:
-        path.write_bytes(damaged_file(rng, path.read_bytes()))
+        return damaged_tensors(rng, data, header["__metadata__"])
+    return damaged_file(rng, data)
 
 
 def test_files(fuzz, cases, tmp_path):
     path = tmp_path / "saved"
+    of_masks, of_patterns = (
+        saved([partial(masks.save, each) for each in some], path)
+        for some in (MASKS, map(masks.parse, PATTERNS))
+    )
 
     def check(rng: random.Random) -> None:
-        masks.save(rng.choice([*MASKS, masks.parse(rng.choice(PATTERNS))]), path)
-        damage(rng, path)
+        data = rng.choice([*of_masks, rng.choice(of_patterns)])
+        write_anew(path, damaged(rng, data))
         ends_soon_in_a_value_error(masks.load, path)
 
     fuzz(check, cases)
@@ -185,10 +214,10 @@ def test_plans(fuzz, cases, tmp_path):
         make_plan(mask, 3, round_tokens=32, shared_rows=[2, 5]),
         *(make_plan(mask.head(1), 2, split=split) for split in ("rows", "keys")),
     ]
+    files = saved([plan.save for plan in plans], path)
 
     def check(rng: random.Random) -> None:
-        rng.choice(plans).save(path)
-        damage(rng, path)
+        write_anew(path, damaged(rng, rng.choice(files)))
         ends_soon_in_a_value_error(ContextPlan.load, path)
 
     fuzz(check, cases)
