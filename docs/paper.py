@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is
 
 from records import NAMES, RESULTS, load, measured, table  # noqa: E402
 
+from experiments.language_model.results import contexts_of  # noqa: E402
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
 PAGE = ROOT / "docs/paper.md"
@@ -277,7 +278,7 @@ def language_model(name: str) -> str:
         lines.append(
             [
                 label,
-                f"{run['model']['context']:,}",
+                contexts_of(run),
                 f"{run['parameters'] / 1e6:.0f}M",
                 "; ".join(f"`{text}`" for text in run["model"]["attention"]).replace("|", "\\|"),
                 f"{run['trained'] * run['step_bytes'] / 1e6:,.0f}",

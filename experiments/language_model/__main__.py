@@ -86,6 +86,10 @@ def train(
     step_tokens: Annotated[int, typer.Option(min=1, help="tokens of a step")] = 2**17,
     learning_rate: Annotated[float | None, typer.Option(help="that of the preset if none")] = None,
     warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
+    short_context: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a sequence in the first steps")
+    ] = None,
+    short_steps: Annotated[int, typer.Option(min=0, help="how many of these")] = 0,
     precision: Annotated[str, typer.Option(help="as Lightning's: 32-true, ...")] = "bf16-mixed",
     compiled: Annotated[bool, typer.Option("--compile", help="with torch.compile")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -125,6 +129,8 @@ def train(
             dict(books.sha256),
             precision,
             compiled,
+            short_context,
+            short_steps,
         )
         result = training.train(settings, books, output, seconds, every, export_to, resume)
         if (data / TOKENIZER).exists():

@@ -95,6 +95,14 @@ def draw(record: Path) -> Path:
     return path
 
 
+def contexts_of(run: dict) -> str:
+    """The context of a run, and that of its first steps where it is a shorter one."""
+    context = f"{run['model']['context']:,}"
+    if not run.get("short_steps"):
+        return context
+    return f"{context}, first {run['short_steps']:,} steps {run['short_context']:,}"
+
+
 def table_of(record: dict) -> Table:
     """The runs, and how they compare with the first."""
     columns = ("run", "parameters", "context", "steps", "bits per byte", "of the first")
@@ -105,7 +113,7 @@ def table_of(record: dict) -> Table:
         table.add_row(
             label,
             f"{run['parameters']:,}",
-            f"{run['model']['context']:,}",
+            contexts_of(run),
             f"{run['trained']:,} of {run['steps']:,}",
             f"{loss:.4f}",
             f"{100 * (loss / first['bits_per_byte'] - 1):+.2f} %",

@@ -47,6 +47,12 @@ class Settings:
         seed: Of weights, of the sequences that are read, and of dropout.
         data: SHA-256 of the splits.
         precision, compiled: As in the command line.
+        short_context: Tokens of the sequences of the first `short_steps` steps, which have as many
+            tokens as all others; sequence-length warm-up of Li et al. 2022. None for the context.
+        short_steps: Fewer than all.
+
+    Raises:
+        ValueError: Sizes do not divide, or short steps leave none at the context.
     """
 
     model: ModelConfig
@@ -58,6 +64,8 @@ class Settings:
     data: dict[str, str]
     precision: str = "bf16-mixed"
     compiled: bool = False
+    short_context: int | None = None
+    short_steps: int = 0
 
     def __post_init__(self):
         if self.step_tokens < 1 or self.step_tokens % self.model.context:
@@ -65,6 +73,35 @@ class Settings:
                 f"step_tokens must be a multiple of the context of {self.model.context} tokens, "
                 f"got {self.step_tokens}"
             )
+        if (self.short_context is None) != (self.short_steps == 0):
+            raise ValueError(
+                "short_context and short_steps must be given together, got "
+                f"{self.short_context} and {self.short_steps}"
+            )
+        if self.short_context is None:
+            return
+        context, side = self.model.context, self.model.block_size
+        if not 0 < self.short_context < context or context % self.short_context:
+            raise ValueError(
+                f"short_context must divide the context of {context} tokens and be shorter, got "
+                f"{self.short_context}"
+            )
+        if self.short_context % side:
+            raise ValueError(
+                f"short_context must be a multiple of the block_size of {side} tokens, got "
+                f"{self.short_context}"
+            )
+        if not 0 < self.short_steps < self.steps:
+            raise ValueError(
+                f"short_steps must be 1 to {self.steps - 1}, so that steps at the context follow, "
+                f"got {self.short_steps}"
+            )
+
+    def context_of(self, step: int) -> int:
+        """Tokens of the sequences of a step, counted from 0."""
+        if self.short_context is not None and step < self.short_steps:
+            return self.short_context
+        return self.model.context
 
     def facts(self) -> dict:
         """As JSON holds them."""
@@ -86,10 +123,14 @@ class Learner(L.LightningModule):
         self.settings = settings
         self.model = LanguageModel(settings.model)
         self.register_buffer("token_bytes", torch.tensor(token_bytes), persistent=False)
-        self.bounds = octaves(settings.model.context)
         self.by_position: list[float] = []
         if settings.compiled:
             self.model.compile(dynamic=False)
+
+    @property
+    def context(self) -> int:
+        """Tokens of the sequences of the last step: those of validation."""
+        return self.settings.context_of(max(self.trainer.global_step - 1, 0))
 
     def losses(self, tokens: Tensor) -> Tensor:
         """Nats of each token, (batch, context), given those before it in its sequence."""
@@ -108,15 +149,16 @@ class Learner(L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        self.nats, self.bytes = torch.zeros(2, self.settings.model.context, device=self.device)
+        self.nats, self.bytes = torch.zeros(2, self.context, device=self.device)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.nats += self.losses(batch).sum(0)
-        self.bytes += self.token_bytes[batch.long()].sum(0)
+        sequences = batch.view(-1, self.context)
+        self.nats += self.losses(sequences).sum(0)
+        self.bytes += self.token_bytes[sequences.long()].sum(0)
 
     def on_validation_epoch_end(self) -> None:
         nats, size = self.nats.double().cpu(), self.bytes.double().cpu()
-        parts = [(nats[a:b].sum(), size[a:b].sum()) for a, b in pairwise(self.bounds)]
+        parts = [(nats[a:b].sum(), size[a:b].sum()) for a, b in pairwise(octaves(self.context))]
         self.by_position = [float(n / (log(2) * s)) for n, s in parts]
         bits = float(nats.sum() / (log(2) * size.sum()))
         self.log("validation/bits_per_byte", bits, prog_bar=True)
@@ -170,9 +212,9 @@ class Sequences(IterableDataset):
         self.content, self.settings, self.start = content, settings, start
 
     def __iter__(self) -> Iterator[Tensor]:
-        context = self.settings.model.context
-        batch = self.settings.step_tokens // context
         for step in count(self.start):
+            context = self.settings.context_of(step)
+            batch = self.settings.step_tokens // context
             random = np.random.default_rng([self.settings.seed, step])
             starts = random.integers(len(self.content) - context + 1, size=batch)
             yield torch.from_numpy(np.stack([self.content[s : s + context] for s in starts]))
@@ -216,17 +258,33 @@ class BookData(L.LightningDataModule):
 
 
 class Curve(Callback):
-    """Keeps a point of every validation, each in a checkpoint, and the seconds of training."""
+    """Keeps a point of every validation, each in a checkpoint, and the time of training.
+
+    Attributes:
+        points: Of each validation.
+        timed: By the context of steps, how many were timed and the seconds that they took.
+    """
 
     def __init__(self):
         self.points: list[dict] = []
-        self.seconds, self.steps = 0.0, 0
+        self.timed: dict[int, tuple[int, float]] = {}
         self._since: tuple[float, int] | None = None
-        self._step = self._first = 0
+        self._step = self._first = self._context = 0
+
+    def speed(self, context: int) -> float:
+        """Steps a second at a context; 0 where none was timed."""
+        steps, seconds = self.timed.get(context, (0, 0.0))
+        return steps / seconds if steps else 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._since, self._step = None, trainer.global_step
-        self._first = trainer.global_step + UNTIMED
+        self._since, self._step, self._context = None, trainer.global_step, 0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Tensor, batch_idx: int
+    ) -> None:
+        if batch.shape[1] != self._context:  # a new one is compiled first
+            self._stop()
+            self._context, self._first = batch.shape[1], trainer.global_step + UNTIMED
 
     def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
         self._step = trainer.global_step
@@ -240,8 +298,8 @@ class Curve(Callback):
         assert isinstance(pl_module, Learner)
         bits = float(trainer.callback_metrics["validation/bits_per_byte"])
         step = trainer.global_step
-        point = {"step": step, "bits_per_byte": bits, "by_position": pl_module.by_position}
-        self.points.append(point)
+        point = {"step": step, "context": pl_module.context, "bits_per_byte": bits}
+        self.points.append(point | {"by_position": pl_module.by_position})
         if trainer.state.fn == TrainerFn.FITTING:
             if step >= self._first:
                 self._start()
@@ -255,8 +313,9 @@ class Curve(Callback):
 
     def _stop(self) -> None:
         if self._since is not None:
-            begin, step = self._since
-            self.seconds, self.steps = self.seconds + now() - begin, self.steps + self._step - step
+            begin, first = self._since
+            steps, seconds = self.timed.get(self._context, (0, 0.0))
+            self.timed[self._context] = (steps + self._step - first, seconds + now() - begin)
             self._since = None
 
     def state_dict(self) -> dict:
@@ -264,11 +323,10 @@ class Curve(Callback):
         self._stop()
         if running:
             self._start()
-        return {"points": list(self.points), "seconds": self.seconds, "steps": self.steps}
+        return {"points": list(self.points), "timed": dict(self.timed)}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.points = list(state_dict["points"])
-        self.seconds, self.steps = state_dict["seconds"], state_dict["steps"]
+        self.points, self.timed = list(state_dict["points"]), dict(state_dict["timed"])
 
 
 def now() -> float:
@@ -353,8 +411,9 @@ def train(
         "bits_per_byte": curve.points[-1]["bits_per_byte"],
         "test_bits_per_byte": tested if ended else None,
         "step_bytes": step_bytes,
-        "bytes_per_second": curve.steps and curve.steps * step_bytes / curve.seconds,
-        "positions": learner.bounds,
+        "bytes_per_second": step_bytes * curve.speed(settings.model.context),
+        "short_bytes_per_second": step_bytes * curve.speed(settings.short_context or 0),
+        "positions": octaves(curve.points[-1]["context"]),
         "curve": curve.points,
         "environment": environment(trainer.strategy.root_device),
     }

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from experiments.files import write_json
-from experiments.language_model.results import gather, table_of
+from experiments.language_model.results import contexts_of, gather, table_of
 
 
 def write_run(folder, bits=2.0, speed=1e6, data="a", context=1024):
@@ -37,6 +37,13 @@ def test_a_record_holds_its_runs_and_a_picture(tmp_path):
     table = table_of(record)
     assert list(table.columns[5].cells) == ["+0.00 %", "+1.00 %"]
     assert list(table.columns[7].cells) == ["1.00", "3.00"]
+
+
+def test_a_run_says_which_contexts_its_steps_had():
+    run = {"model": {"context": 16384}}
+    assert contexts_of(run) == "16,384"
+    run |= {"short_context": 1024, "short_steps": 1200}
+    assert contexts_of(run) == "16,384, first 1,200 steps 1,024"
 
 
 def test_runs_that_do_not_compare(tmp_path):

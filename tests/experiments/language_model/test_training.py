@@ -59,24 +59,40 @@ def test_a_run_learns_and_says_what_it_did(tmp_path):
     assert by_position[0] > 3  # nothing comes before it: log2(26) = 4.7 at best
     assert by_position[-1] < 0.5
     state = torch.load(tmp_path / CHECKPOINT, weights_only=True)["callbacks"]["Curve"]
-    assert (state["steps"], result["bytes_per_second"] > 0) == (60 - training.UNTIMED, True)
+    assert state["timed"][64][0] == 60 - training.UNTIMED
+    assert result["bytes_per_second"] > 0 == result["short_bytes_per_second"]
     assert result["ended"]
     # Of the same bytes.
     assert result["test_bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("stop", "pieces"), [(6, False), (4, False), (6, True)])
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path, monkeypatch, stop, pieces):
+SHORT = {"short_context": 32, "short_steps": 6}
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "given"),
+    [
+        (6, False, {}),
+        (4, False, {}),
+        (6, True, {}),
+        (4, False, SHORT),
+        (6, True, SHORT),
+        (7, False, SHORT),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
+    tmp_path, monkeypatch, stop, pieces, given
+):
     whole, parts, other = tmp_path / "whole", tmp_path / "parts", tmp_path / "other"
-    expected = run(whole, settings_of())
+    expected = run(whole, settings_of(**given))
     monkeypatch.setattr(training.Deadline, "__init__", stops_at(stop))
-    first = run(parts, settings_of(), export_to=tmp_path / "pieces")
+    first = run(parts, settings_of(**given), export_to=tmp_path / "pieces")
     monkeypatch.undo()
     assert (first["trained"], first["ended"]) == (stop, False)
     folder, options = (other, {"resume": tmp_path / "pieces"}) if pieces else (parts, {})
-    result = run(folder, settings_of(), **options)
+    result = run(folder, settings_of(**given), **options)
     # A run is also validated where its time ends.
-    assert [point for point in result["curve"] if point["step"] != 6] == expected["curve"]
+    assert [p for p in result["curve"] if p["step"] % 4 == 0] == expected["curve"]
     wanted = weights_of(whole)
     assert all(torch.equal(w, wanted[name]) for name, w in weights_of(folder).items())
 
@@ -130,6 +146,57 @@ def test_steps_read_different_sequences_and_the_same_again():
     assert first.shape == (4, 64)
 
 
+def test_first_steps_have_shorter_sequences_and_as_many_tokens(tmp_path):
+    settings = settings_of(**SHORT)
+    steps = zip(range(8), Sequences(np.arange(10_000, dtype=np.uint8), settings, 0), strict=False)
+    assert [tuple(batch.shape) for _, batch in steps] == 6 * [(8, 32)] + 2 * [(4, 64)]
+    result = run(tmp_path, settings, every=3)
+    assert [point["context"] for point in result["curve"]] == [32, 32, 64, 64]
+    octaves_of = [len(point["by_position"]) for point in result["curve"]]
+    assert octaves_of == [6, 6, 7, 7]
+    assert result["positions"] == octaves(64)
+    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)["callbacks"]["Curve"]
+    assert {context: steps for context, (steps, _) in state["timed"].items()} == {32: 1, 64: 1}
+    assert result["short_bytes_per_second"] > 0 < result["bytes_per_second"]
+
+
+def test_a_run_that_ends_among_short_steps_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(training.Deadline, "__init__", stops_at(4))
+    result = run(tmp_path, settings_of(**SHORT))
+    assert (result["trained"], result["positions"]) == (4, octaves(32))
+
+
+def test_short_sequences_are_validated_as_those_of_a_short_context():
+    """The same bits per byte as of a model of that context with these weights."""
+    content = np.random.default_rng(0).integers(1, 256, 70_000).astype(np.uint8)
+    books, found = Books(dict.fromkeys(SPLITS, content), {}), []
+    short = settings_of(model=replace(TINY, context=32), step_tokens=2048)
+    for settings in (settings_of(**SHORT, step_tokens=2048), short):
+        torch.manual_seed(0)
+        learner = Learner(settings, books.token_bytes)
+        trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        trainer.validate(learner, datamodule=BookData(books, settings), verbose=False)
+        found.append(learner.by_position)
+    assert len(found[0]) == 6
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"short_context": 32}, "must be given together, got 32 and 0"),
+        ({"short_steps": 3}, "must be given together, got None and 3"),
+        ({"short_context": 48, "short_steps": 3}, "divide the context of 64 tokens .* got 48"),
+        ({"short_context": 64, "short_steps": 3}, "be shorter, got 64"),
+        ({"short_context": 8, "short_steps": 3}, "multiple of the block_size of 16 tokens, got 8"),
+        ({"short_context": 32, "short_steps": 12}, "short_steps must be 1 to 11, .* got 12"),
+    ],
+)
+def test_short_steps_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        settings_of(**given)
+
+
 def test_every_context_is_validated_on_the_same_bytes():
     content = np.random.default_rng(0).integers(1, 256, 200_000).astype(np.uint8)
     books = Books(dict.fromkeys(SPLITS, content), {})
@@ -177,6 +244,7 @@ def test_commands(tmp_path):
         (["train", "small", "--output", folder], "unknown preset"),
         ([*given, "--step-tokens", "1000"], "multiple of the context"),
         ([*given, "--attention", "nothing"], "nothing"),
+        ([*given, "--short-context", "512"], "short_context and short_steps must be given"),
         ([*given, "--data", folder], "no books that were built"),
         (["sample", str(tmp_path)], "cannot be read as a checkpoint"),
     ):
