@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from experiments.plots import COLOURS, MARKERS, NAMES
+from experiments.pictures import COLOURS, MARKERS, ORIGIN, panels, save
+from experiments.plots import NAMES
 
 if TYPE_CHECKING:
     from experiments.io_complexity import Row
@@ -24,33 +24,30 @@ PREDICTED: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"}
 
 def draw(rows: Sequence["Row"], environment: dict, model: str, stem: Path) -> list[Path]:
     """Writes the pictures that the rows allow, as PNG and SVG, beside `stem`."""
-    panels = {panel: [r for r in rows if r.panel == panel] for panel in {r.panel for r in rows}}
+    parts = {panel: [r for r in rows if r.panel == panel] for panel in {r.panel for r in rows}}
     figures = {}
-    if {"left", "middle", "right"} <= panels.keys():
-        figures["figure-2"] = _figure_2(panels)
-    if "scaling" in panels:
-        figures["scaling"] = _scaling(panels["scaling"])
+    if {"left", "middle", "right"} <= parts.keys():
+        figures["figure-2"] = _figure_2(parts)
+    if "scaling" in parts:
+        figures["scaling"] = _scaling(parts["scaling"])
     commit = (environment["git"]["commit"] or "no commit")[:10]
     origin = f"model of {model}; {environment['device']}, {environment['date'][:10]}, {commit}"
     paths = []
     for name, figure in figures.items():
-        figure.text(0.995, 0.008, origin, ha="right", va="bottom", fontsize=6.5, color="#666666")
-        for suffix in (".png", ".svg"):
-            paths.append(stem.with_name(f"{stem.stem}-{name}{suffix}"))
-            figure.savefig(paths[-1], dpi=150)
-        plt.close(figure)
+        figure.text(0.995, 0.008, origin, va="bottom", **ORIGIN)
+        paths += save(figure, stem.with_name(f"{stem.stem}-{name}.png"), (".png", ".svg"))
     return paths
 
 
-def _figure_2(panels: dict[str, list["Row"]]) -> Figure:
+def _figure_2(parts: dict[str, list["Row"]]) -> Figure:
     """Forward and backward pass together: bars, then against block size and density."""
-    figure, axes = plt.subplots(2, 3, figsize=(11, 6.2))
+    figure, axes = panels(2, 3, size=(11, 6.2), grid=False, layout=None)
     for row, (heading, fields) in enumerate(FIGURES.items()):
-        _bars(axes[row, 0], panels["left"], heading, fields)
-        _line(axes[row, 1], panels["middle"], "block_size", fields)
-        _line(axes[row, 2], panels["right"], "density", fields)
-        _octaves(axes[row, 1], sorted({r.block_size for r in panels["middle"]}), "{:g}".format)
-        densities = sorted({round(1 / r.density) for r in panels["right"]})
+        _bars(axes[row, 0], parts["left"], heading, fields)
+        _line(axes[row, 1], parts["middle"], "block_size", fields)
+        _line(axes[row, 2], parts["right"], "density", fields)
+        _octaves(axes[row, 1], sorted({r.block_size for r in parts["middle"]}), "{:g}".format)
+        densities = sorted({round(1 / r.density) for r in parts["right"]})
         _octaves(
             axes[row, 2], [1 / n for n in densities], lambda s: f"1/{1 / s:g}" if s < 1 else "1"
         )
@@ -58,14 +55,14 @@ def _figure_2(panels: dict[str, list["Row"]]) -> Figure:
         axes[row, 1].autoscale()
         axes[row, 1].set_ylim(0, 1.1 * axes[row, 1].dataLim.y1)
         axes[row, 2].invert_xaxis()
-    left, middle, right = (panels[name][0] for name in ("left", "middle", "right"))
+    left, middle, right = (parts[name][0] for name in ("left", "middle", "right"))
     axes[0, 0].set_title(f"FlashAttention and standard\n{_size(left)}", fontsize=9)
     axes[0, 1].set_title(f"block size, {middle.name}\n{_size(middle)}", fontsize=9)
     axes[0, 2].set_title(f"density, blocks of {right.block_size}\n{_size(right)}", fontsize=9)
     axes[1, 1].set_xlabel("block size (tokens)")
     axes[1, 2].set_xlabel("density s")
     axes[0, 1].legend(fontsize=8, frameon=False)
-    measured = any(row.measured_ms is not None for rows in panels.values() for row in rows)
+    measured = any(row.measured_ms is not None for rows in parts.values() for row in rows)
     what = "predicted and measured" if measured else "predicted"
     figure.suptitle(f"Forward and backward pass: time and bytes, {what}")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
@@ -93,7 +90,6 @@ def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]
     ax.set_xticks([n + 0.2 * (drawn - 1) for n in range(len(names))], labels, fontsize=8)
     ax.margins(x=0.15)
     ax.set_ylabel(heading)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _line(ax: Axes, rows: Sequence["Row"], x: str, fields: tuple[str, str]) -> None:
@@ -124,12 +120,11 @@ def _plain(ax: Axes) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.grid(color="#DDDDDD", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _scaling(rows: Sequence["Row"]) -> Figure:
     """Time and bytes through L2 of both passes against length."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4))
+    figure, axes = panels(1, 2, size=(10, 4.4), layout=None)
     lengths = sorted({row.seq_len for row in rows})
     for i, name in enumerate(dict.fromkeys(row.name for row in rows)):
         own = [[r for r in rows if (r.name, r.seq_len) == (name, length)] for length in lengths]

@@ -4,22 +4,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from experiments.cli import Baseline
+from experiments.pictures import COLOURS, MARKERS, ORIGIN, panels, save
 from experiments.record import Line, Measurement, Record, is_ours, lines
 
-# Okabe and Ito's colours, which people who see colours differently can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
-MARKERS = "osD^vPX*"
 # A line style stands for an implementation, a colour and a marker for a pattern.
 STYLES: dict[str, Any] = {
     "sparseflash": "-",
@@ -75,21 +69,15 @@ def draw(record: Record, stem: Path) -> list[Path]:
         figures[suite] = _bars([r for r in record.rows if r.suite == suite], record)
     paths = []
     for name, figure in figures.items():
-        figure.text(
-            0.995, 0.008, _origin(record), ha="right", va="bottom", fontsize=6.5, color="#666666"
-        )
-        paths.append(stem.with_name(f"{stem.name}-{name}.png"))
-        figure.savefig(paths[-1], dpi=150)
-        if name in OWN_PICTURES:
-            paths.append(paths[-1].with_suffix(".svg"))
-            figure.savefig(paths[-1])
-        plt.close(figure)
+        figure.text(0.995, 0.008, _origin(record), va="bottom", **ORIGIN)
+        suffixes = (".png", ".svg") if name in OWN_PICTURES else (".png",)
+        paths += save(figure, stem.with_name(f"{stem.name}-{name}.png"), suffixes)
     return paths
 
 
 def _speedup(rows: list[Measurement]) -> Figure:
     """Time of our full mask over the time of each row; dense baselines are levels."""
-    panels, axes = _panels(rows)
+    figure, axes = _panels(rows)
     families = _families(r for r in rows if r.family != "full")
     for direction, ax in axes.items():
         here = [r for r in rows if r.direction == direction]
@@ -116,10 +104,10 @@ def _speedup(rows: list[Measurement]) -> Figure:
         ax.annotate("ideal 1/s", (least, 1 / least), (-10, 2), **end)
         _density_axis(ax)
     title = f"Speed-up over the full mask of sparseflash, N = {rows[0].seq_len:,}"
-    panels.suptitle(f"{title}\n{_size(rows[0])}", fontsize=10)
+    figure.suptitle(f"{title}\n{_size(rows[0])}", fontsize=10)
     next(iter(axes.values())).set_ylabel("times faster")
-    _legend(panels, rows, families)
-    return panels
+    _legend(figure, rows, families)
+    return figure
 
 
 def _bars(rows: list[Measurement], record: Record) -> Figure:
@@ -128,8 +116,9 @@ def _bars(rows: list[Measurement], record: Record) -> Figure:
     implementations = list(dict.fromkeys(r.implementation for r in rows))
     cases = list(dict.fromkeys((r.pattern, _sizes(r)) for r in rows))
     width = max(7.0, 0.14 * len(cases) * len(implementations) + 2)
-    figure, axes = plt.subplots(
-        len(directions), figsize=(width, 2.6 * len(directions) + 2.6), sharex=True, squeeze=False
+    size = (width, 2.6 * len(directions) + 2.6)
+    figure, axes = panels(
+        len(directions), size=size, grid=False, layout=None, sharex=True, squeeze=False
     )
     unit, bar = rows[0].useful[1], 0.8 / len(implementations)
     limit, label = ROOFLINE[unit]
@@ -162,7 +151,7 @@ def _sizes(row: Measurement) -> str:
 def _against_length(
     rows: list[Measurement], value: Callable[[Measurement], float], title: str, unit: str
 ) -> Figure:
-    panels, axes = _panels(rows)
+    figure, axes = _panels(rows)
     families = _families(rows)
     for direction, ax in axes.items():
         here = [r for r in rows if r.direction == direction]
@@ -171,14 +160,14 @@ def _against_length(
             ax.plot(*zip(*line, strict=True), **_look(implementation, family, families))
         _length_axis(ax, sorted({r.seq_len for r in rows}))
     next(iter(axes.values())).set_ylabel(unit)
-    panels.suptitle(f"{title} against sequence length\n{_size(rows[0])}", fontsize=10)
-    _legend(panels, rows, families)
-    return panels
+    figure.suptitle(f"{title} against sequence length\n{_size(rows[0])}", fontsize=10)
+    _legend(figure, rows, families)
+    return figure
 
 
 def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
     """Time and memory over lengths: ours solid, exact ones dashed, approximations dotted."""
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5.6))
+    figure, axes = panels(1, 2, size=(13, 5.6), layout=None)
     for i, ((implementation, family), line) in enumerate(found.items()):
         approximate = implementation in {b.value for b in Baseline if b.approximate}
         known = NAMES.get(implementation, implementation)
@@ -198,8 +187,6 @@ def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
     for ax, unit in zip(axes, ("milliseconds", "peak MiB beyond the inputs"), strict=True):
         _length_axis(ax, ticks)
         ax.set_ylabel(unit)
-        ax.grid(color="#DDDDDD", linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
     first = next(r for r in record.rows if r.suite == "landscape")
     asked = (("dropout", "dropout_p"), ("key padding", "padding"))
     extras = "".join(f", {name} {p:g}" for name, k in asked if (p := record.settings.get(k)))
@@ -216,7 +203,8 @@ def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
 def _parts(rows: list[Measurement]) -> Figure:
     """Forward times: parts of standard attention on one another, beside ours."""
     problems = list(dict.fromkeys((r.batch, r.heads, r.seq_len) for r in rows))
-    figure, axes = plt.subplots(1, len(problems), figsize=(3.6 * len(problems), 4.6), sharey=True)
+    size = (3.6 * len(problems), 4.6)
+    figure, axes = panels(1, len(problems), size=size, grid=False, layout=None, sharey=True)
     for ax, problem in zip(np.atleast_1d(axes), problems, strict=True):
         here = {
             r.implementation: r.median_ms for r in rows if (r.batch, r.heads, r.seq_len) == problem
@@ -234,7 +222,6 @@ def _parts(rows: list[Measurement]) -> Figure:
         ours = next((ms for name, ms in here.items() if is_ours(name)), None)
         ratio = f"\nparts over ours: {height / ours:.2f}" if ours and height else ""
         ax.set_title("batch {}, {} heads, N {:,}".format(*problem) + ratio, fontsize=9)
-        ax.spines[["top", "right"]].set_visible(False)
         ax.tick_params(axis="x", labelsize=7)
     np.atleast_1d(axes)[0].set_ylabel("milliseconds, forward")
     figure.tight_layout(rect=(0, 0.04, 1, 1))
@@ -245,16 +232,14 @@ def _panels(rows: list[Measurement]) -> tuple[Figure, dict[str, Axes]]:
     """A figure with one panel for each pass."""
     directions = sorted({r.direction for r in rows}, reverse=True)
     width = 5.2 * len(directions) + 2.5
-    figure, axes = plt.subplots(
-        1, len(directions), figsize=(width, 4.6), sharey=True, squeeze=False
+    figure, axes = panels(
+        1, len(directions), size=(width, 4.6), layout=None, sharey=True, squeeze=False
     )
     figure.subplots_adjust(
         left=0.8 / width, right=1 - 1.8 / width, bottom=0.15, top=0.82, wspace=0.08
     )
     for ax, direction in zip(axes[0], directions, strict=True):
         ax.set_title(direction, fontsize=10)
-        ax.grid(color="#DDDDDD", linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
     return figure, dict(zip(directions, axes[0], strict=True))
 
 

@@ -275,20 +275,13 @@ def table_of(record: dict) -> "Table":
 def draw(record_path: Path) -> Path:
     """Draws throughput against length, and the losses of each attention at the longest that the
     first of them has, a line of pictures for each model; returns the path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from experiments.plots import COLOURS, MARKERS
+    from experiments.pictures import COLOURS, MARKERS, panels, save
 
     record = json.loads(record_path.read_text())
     rows = [row for row in record["rows"] if "reason" not in row]
     models = list(dict.fromkeys(row["model"] for row in rows))
     attentions = list(dict.fromkeys(row["attention"] for row in rows))
-    figure, axes = plt.subplots(
-        len(models), 2, figsize=(11, 3.8 * len(models)), squeeze=False, layout="constrained"
-    )
+    figure, axes = panels(len(models), 2, size=(11, 3.8 * len(models)), squeeze=False)
     for (speed, loss), model in zip(axes, models, strict=True):
         own = [row for row in rows if row["model"] == model]
         longest = max(row["seq_len"] for row in own if row["attention"] == own[0]["attention"])
@@ -306,15 +299,9 @@ def draw(record_path: Path) -> Path:
             xlabel="tokens of a sequence", ylabel="tokens a second", title=model, ylim=(0, None)
         )
         loss.set(xlabel="steps", ylabel="loss, nats", title=f"{model}, {longest:,} tokens")
-        for ax in (speed, loss):
-            ax.grid(color="#DDDDDD", linewidth=0.6)
-            ax.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
-    path = record_path.with_suffix(".png")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return save(figure, record_path)[0]
 
 
 Attentions = Annotated[list[str], typer.Option(help="eager, sdpa, ours, or a pattern")]

@@ -4,16 +4,12 @@ import json
 import re
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
 from experiments.files import write_json
 from experiments.language_model.training import RESULT
-from experiments.plots import COLOURS, MARKERS
+from experiments.pictures import COLOURS, MARKERS, panels, save
 
 
 def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
@@ -62,7 +58,7 @@ def draw(record: Path) -> Path:
     """Draws bits per byte against bytes that were read, and against the position of a byte in
     its sequence at the end of each run; returns the path of the picture."""
     facts = json.loads(record.read_text())
-    figure, (curve, position) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, (curve, position) = panels(1, 2, size=(11, 4.6))
     for number, (label, run) in enumerate(facts["runs"].items()):
         place = number % len(COLOURS)
         look = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 3}
@@ -84,15 +80,9 @@ def draw(record: Path) -> Path:
     ]
     if late:
         position.set_ylim(0.98 * min(late), 1.02 * max(late))
-    for ax in (curve, position):
-        ax.grid(color="#DDDDDD", linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{facts['name']}, {facts['device']}", fontsize=10)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
-    path = record.with_suffix(".png")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return save(figure, record)[0]
 
 
 def contexts_of(run: dict) -> str:

@@ -11,10 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +19,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments.instruments import command
 from experiments.long_context.choices import Kind, Way
-from experiments.plots import COLOURS, MARKERS
+from experiments.pictures import COLOURS, MARKERS, ORIGIN, panels, save
 
 PREDICTED = "plan, predicted"
 LOOKS: dict[str, dict[str, Any]] = {
@@ -50,12 +46,8 @@ def draw(record: Path) -> list[Path]:
     environment = found["environment"]
     commit = (environment["git"]["commit"] or "no commit")[:10]
     origin = f"{environment['device']}, {environment['date'][:10]}, {commit}"
-    figure.supxlabel(origin, x=0.995, ha="right", fontsize=6.5, color="#666666")
-    paths = [record.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return paths
+    figure.supxlabel(origin, x=0.995, **ORIGIN)
+    return save(figure, record, (".png", ".svg"))
 
 
 def measured(rows: list[dict]) -> dict[tuple[str, str, int], Figures]:
@@ -113,7 +105,7 @@ def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
         del headings["peak MB"]
     shape = (len(headings), len(patterns))
     size = (1.2 + 2.3 * len(patterns), 0.8 + 1.9 * len(headings))
-    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = panels(*shape, size=size, squeeze=False)
     for row, (heading, value) in zip(axes, headings.items(), strict=True):
         row[0].set_ylabel(heading)
         for ax, pattern in zip(row, patterns, strict=True):
@@ -147,8 +139,6 @@ def _dress(ax: Axes, ranks: list[int]) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     most = ax.dataLim.y1  # not finite where nothing was measured
     ax.set_ylim(0, 1.08 * most if 0 < most < float("inf") else 1)
-    ax.grid(color="#DDDDDD", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=8)
 
 

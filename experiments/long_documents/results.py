@@ -4,17 +4,13 @@ import json
 import re
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from rich.table import Table
 
 from experiments.files import write_json
 from experiments.long_documents.__main__ import DATA
 from experiments.lra.results import ended, in_words
 from experiments.lra.seeds import summary_of
-from experiments.plots import COLOURS
+from experiments.pictures import COLOURS, panels, save
 
 
 def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tuple[Path, Path]]:
@@ -54,7 +50,7 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
 def draw(record: Path) -> Path:
     """Draws accuracy against the length of a passage, with the floors; returns the path."""
     facts = json.loads(record.read_text())
-    figure, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, ax = panels(size=(7, 4.2))
     lengths = [int(length) for length in facts["lengths"]]
     found = [each["accuracy"] for each in facts["lengths"].values()]
     spread = [each["deviation"] or 0.0 for each in facts["lengths"].values()]
@@ -77,13 +73,8 @@ def draw(record: Path) -> Path:
         )
     ax.set_xscale("log", base=2)
     ax.set(xlabel="bytes of a passage", ylabel="test accuracy, %", title=facts["device"])
-    ax.grid(color="#DDDDDD", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
-    path = record.with_suffix(".png")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return save(figure, record)[0]
 
 
 def table_of(record: dict) -> Table:

@@ -14,10 +14,6 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import typer
 from matplotlib.axes import Axes
 from rich.console import Console
@@ -26,7 +22,7 @@ from rich.table import Table
 from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
 from experiments.files import write_json
 from experiments.lra.seeds import summary_of
-from experiments.plots import COLOURS
+from experiments.pictures import COLOURS, panels, save
 
 CURRICULUM = "curriculum.json"
 
@@ -111,16 +107,13 @@ def draw_curves(record_path: Path) -> Path:
     """Draws validation accuracy against steps for every run of a record, a colour for each group,
     with the floors as levels; returns the path of the picture."""
     record = json.loads(record_path.read_text())
-    figure, ax = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure, ax = panels(size=(7.5, 4.5), grid=False)
     for colour, (label, group) in zip(COLOURS, record["groups"].items(), strict=False):
         _draw_group(ax, colour, label, group)
     _draw_floors(ax, {name: 100 * floor for name, floor in record["floors"].items()})
     ax.set(xlabel="steps", ylabel="validation accuracy, %", title=record["task"])
     figure.legend(title="test accuracy", loc="outside lower left", ncols=2, frameon=False)
-    path = record_path.with_name(f"{record_path.stem}-curves.png")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return save(figure, record_path.with_name(f"{record_path.stem}-curves.png"))[0]
 
 
 def _draw_floors(ax: Axes, floors: dict[str, float]) -> None:
