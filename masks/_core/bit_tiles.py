@@ -39,8 +39,11 @@ def unpack(tiles: Tensor, block_k: int) -> Tensor:
 
 
 def _viewable(tensor: Tensor) -> Tensor:
-    """The tensor or a copy, contiguous: an empty one counts as that whatever its strides."""
-    if tensor.stride(-1) == 1 and tensor.is_contiguous():
+    """The tensor or a copy, contiguous from a multiple of eight numbers on.
+
+    An empty one counts as contiguous whatever its strides.
+    """
+    if tensor.stride(-1) == 1 and tensor.is_contiguous() and tensor.storage_offset() % 8 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

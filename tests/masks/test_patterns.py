@@ -147,6 +147,11 @@ def test_documents_that_share_nothing():
     assert mask.nnz_blocks == 0
 
 
+def test_documents_whose_pattern_is_empty():
+    nothing = masks.full() - masks.full()
+    assert masks.documents([85, 48], pattern=nothing)(133, 16).nnz_blocks == 0
+
+
 NINE_NODES = [-1, 0, 1, 1, 2, 2, 3, 3, 4]
 
 
