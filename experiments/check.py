@@ -18,11 +18,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 SAMPLED_ROWS = 64
 DROPOUT_SEED = 7
-# A kernel may err this many times as much as materialised attention errs in the same dtype,
+# The error that a kernel may have is so many times that of materialised attention in its dtype,
 ERROR_FACTOR = 3
-# and by this part of the largest value: exp(score - LSE) of float32 scores and LSEs of about 10
-# carries their rounding, some 6 eps, which the softmax of materialised scores does not; that of an
-# LSE is the same along its row, so sums of gradients that nearly cancel keep it.
+# plus this share of the largest value. It is for exp(score - LSE): the rounding of float32 scores
+# and LSEs of about 10 is some 6 eps, which the softmax of materialised scores does not have. The
+# error of an LSE is the same along its row, so it stays in sums of gradients that nearly cancel.
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 
 

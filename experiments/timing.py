@@ -57,10 +57,10 @@ def time_call(prepare: Prepare, clock: Clock, budget_ms: float) -> Timing:
 def time_rested(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
     """Times each of them in short turns, for about `budget_ms` each after one run to warm up.
 
-    They take turns, a few runs at a time, and each comes after each other one about as often: the
-    clock of a GPU follows its power, and an implementation that is measured for long after others
-    have heated it, or always after the same one, is measured on another machine. The host waits
-    for the device after every turn, so power hardly binds.
+    They take turns, a few runs at a time, and each comes after each other one about as often. The
+    clock of a GPU follows its power: what is measured for long, after others have heated the GPU,
+    or always after the same one, would be measured at another clock. The host waits for the device
+    after every turn, so power hardly binds.
     """
     estimates = [sample(1)[0] for sample in samples]
     wanted = [min(MAX_RUNS, max(MIN_RUNS, int(budget_ms / max(e, 1e-3)))) for e in estimates]

@@ -23,7 +23,7 @@ from masks._core.intervals import (
 from masks.block_mask import BlockMask
 
 BLOCKS_AT_ONCE = 1 << 22  # blocks of whole rows that are processed at a time
-# More blocks than this share of a row: marking them in a row of bools takes less than a sort.
+# Above this share of a row, to mark blocks in a row of bools takes less time than to sort them.
 DENSE_SHARE = 1 / 32
 BYTES_OF_PARTIAL = 40  # that a partial block takes while its mask is assembled
 

@@ -10,16 +10,17 @@ masks that leave one cause after the other out, each with as many blocks as the 
     equal        as many in all, side by side, in rows of equal length
     twice        rows of twice that length
 
-The time of equal rows is a sum of rows and blocks, of which `twice` gives that of a block; what
-is left of a row is its prologue and epilogue. Work tiles that do not fill the last wave of those
-that run at a time are its tail, and it counts where it is longer than that of the full mask in
-proportion. Every part is the difference of two neighbours, so all parts and the ideal time add up
-to the measured one.
+A row takes the time of its prologue and epilogue, and the time of its blocks. `twice` has as many
+rows of twice as many blocks, so its difference to `equal` is the time of the blocks; the rest of
+`equal` is prologues and epilogues. The last wave of work tiles may leave a part of the device
+idle: that is the tail of the grid, of which only what exceeds the tail of the full mask, times the
+density, counts. Every part is the difference of two neighbours, so all parts and the ideal time
+add up to the measured one.
 
-All are measured in one way: calls in a row, alternating with those of the others. On a GPU calls
-before the counted ones let its clock settle under their load, and events on its stream time those
-that are counted. So what begins and ends a row of calls is in none of the times, and where the
-host is ahead by itself, launch and host cost nothing.
+All are measured in one way: several calls one after another, alternately with those of the other
+masks. On a GPU the clock first settles under calls that are not counted; events on the stream time
+those that are. So the begin and the end of such a sequence are in none of the times, and where the
+host is ahead of the device, launch and host cost nothing.
 """
 
 import math
@@ -35,10 +36,10 @@ from masks import BlockMask
 
 ROUNDS = 7
 MIN_ROUNDS, BUDGET_SECONDS = 5, 2.0  # fewer rounds where they take longer than that
-ESTIMATES = 3  # calls that set how many follow one another
-CPU_MS, CPU_CALLS = 2.0, 20  # of calls in a row, at most
-WARM_UP_MS, COUNTED_MS = 10.0, 20.0  # of calls in a row on a GPU
-# Calls for each of both: the device queues some 1,000 launches, and a call has up to four.
+ESTIMATES = 3  # calls whose time sets how many follow one another
+CPU_MS, CPU_CALLS = 2.0, 20  # of calls one after another on a CPU, at most
+WARM_UP_MS, COUNTED_MS = 10.0, 20.0  # of calls one after another on a GPU
+# Most calls of each of these two: the device queues some 1,000 launches, up to four for a call.
 MOST_CALLS = 100
 CYCLES = 2e9  # a second, as fast as any clock
 

@@ -64,7 +64,7 @@ class ElementwiseFunction:
         self.function = function
         self.steps: list[_Step] = []
         self.depends: dict[int, int] = {}
-        self.shifted: dict[int, int] = {}  # of q + n and k + n what |n| is at most
+        self.shifted: dict[int, int] = {}  # of values q + n and k + n: a bound of |n|
         self.values: dict[int, Tensor] = {}
 
     def record(self, q: Tensor, k: Tensor) -> Any:
@@ -95,7 +95,7 @@ class ElementwiseFunction:
         used = {id(t) for step in pairwise for t in _inputs(step)} | {id(self.answer)}
         tokens = {sample_q: q, sample_k: k}
         self._replay(tokens, self._steps_of(QUERY, KEY))
-        # A function of the distance is that of the query where the key is 0.
+        # With key 0 the distance is the query: such pairs give a value for each distance.
         distance = torch.arange(self.q_len - 1, -self.k_len, -1, device=q.device)
         distances = {sample_q: distance, sample_k: torch.zeros_like(distance[:1])}
         shifts = [step for step in self.steps if id(step.result) in self.shifted]
@@ -118,7 +118,7 @@ class ElementwiseFunction:
         values = {}
         for i, value in self.values.items():
             if self.depends[i] == DISTANCE:
-                # Entry n is that of the distance q_len - 1 - n: a step down goes one back.
+                # Entry n is of the distance q_len - 1 - n: the next query begins an entry earlier.
                 shape = (end - begin, self.k_len)
                 up = value.as_strided(shape, (1, 1), self.q_len - end)
                 reverse = torch.arange(end - begin - 1, -1, -1, device=value.device)

@@ -40,8 +40,8 @@ from sparseflash.distributed.model import CHOICES, Split, chosen_split
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
 
-FETCH_COST = 4.0  # of a block of keys and values, in times to compute a block
-ABOUT = 1.05  # within this factor modelled times are alike
+FETCH_COST = 4.0  # time to fetch a block of keys and values over the time to compute a block
+ABOUT = 1.05  # modelled times within this factor count as equal
 HEADER = "context_plan"  # the key of the safetensors metadata
 
 
@@ -332,9 +332,9 @@ def make_plan(
             the owner merges. By default those that attend far more keys than others, such as the
             queries of global tokens, if that takes no longer and moves less. A DynamicMask cannot
             select from a plan with such rows.
-        fetch_cost: For "auto": how long it takes to fetch one block of keys and values of all
-            heads, in times to compute one non-zero block of all heads, forward and backward. Where
-            a DynamicMask selects k of n blocks, computing takes k / n of that: 4 n / k.
+        fetch_cost: For "auto": the time to fetch one block of keys and values of all heads, over
+            the time to compute one non-zero block of all heads, forward and backward. Where a
+            DynamicMask selects k of n blocks, computing takes k / n as long, so it is 4 n / k.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from masks.lookup_table import BlockLists
 
-# Of the bytes of L2, and the standard deviation of the time of a step over its mean: both fitted
-# to records io-complexity of an H200.
-USABLE_SHARE = 0.8
-DRIFT = 0.5
+# Both are fitted to records io-complexity of an H200.
+USABLE_SHARE = 0.8  # of the bytes of L2: what holds operands
+DRIFT = 0.5  # standard deviation of the time of a step, over its mean
 SHORTEST_STEP = 0.1  # of the mean
 BETWEEN = 1.0  # steps from the end of a work tile to the next
 # Longer rows are cut: what they find in L2 does not change any more.

@@ -109,8 +109,8 @@ def lines(films: Films, split: str, count: int) -> Iterator[bytes]:
         state[0] = seed_of(stream, np.uint64(number))
         label = number % 2
         film, sentiment, a = first[below(state, len(first))]
-        # The second review of two of another film, had these been the pair: so what stands second
-        # does not say the label by itself.
+        # Drawn like the second review of a pair of that other film: so the second review alone
+        # does not tell the label.
         other, begins = film, a
         while label == 0 and (other == film or begins.parent.name != sentiment):
             other, _, begins = first[below(state, len(first))]

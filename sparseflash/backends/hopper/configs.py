@@ -12,7 +12,7 @@ class KernelConfig(NamedTuple):
 
     ctas_per_sm: CTAs that share a multiprocessor
     constants:   of the kernel: the stages of its pipelines
-    dq_bytes:    of one dim of the dQ of a token, to which the fused kernel adds in L2
+    dq_bytes:    bytes of one dim of a token's dQ, to which the fused kernel adds in L2; else 0
     """
 
     ctas_per_sm: int
@@ -94,7 +94,8 @@ MIN_FUSED_BLOCKS = 7
 # Tile widths of the fused kernel, without and with dropout; wider ones have too few registers.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64
-# Up to this head dim other kernels multiply tiles of half the width; not measured which is faster.
+# Up to this head dim the backend triton multiplies tiles of half the width. Which of both takes
+# less time is not measured.
 MAX_NARROW_HEAD_DIM = 32
 
 

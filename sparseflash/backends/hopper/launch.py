@@ -60,7 +60,7 @@ class TmaBox2D(NamedTuple):
 
 
 WARPGROUP_TILE = TmaTile(WARPGROUP_M.value)
-INPUTS = 5  # at most so many tensors, with which each kernel begins, come from outside of a pass
+INPUTS = 5  # of the first tensors of each kernel at most so many are arguments of the pass
 Access = TmaTile | TmaBox2D | None  # how a kernel reads a tensor: by TMA, or by its address
 
 

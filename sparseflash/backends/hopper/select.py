@@ -19,7 +19,7 @@ SMALL_TILE = (64, 64)  # likewise those on small ones
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257, 8)  # TMA needs strides of whole 16 bytes
 CAPABILITY = (9, 0)
-# Functions of Triton that make a tile out of no other, for which Gluon wants a layout.
+# Functions of Triton that make a tile from no other tile: Gluon wants a layout for it.
 MAKES_TILES = re.compile(r"\b(arange|full|full_like|zeros|zeros_like)\(")
 
 

@@ -4,9 +4,9 @@ Triton inspects all arguments at every launch, asks the driver about every addre
 every tensor map: 12 microseconds, of which a bare launch is 3. Here the parameters of a kernel
 stay packed as the driver takes them, and a launch writes into them what has changed.
 
-How Triton passes parameters is not public. So only versions are served for which
-the tests hold the packed parameters to those that compiled kernels declare; the driver is asked
-for the size of every parameter; and whatever differs is launched by Triton.
+How Triton passes parameters is not public. So only those versions are served for which tests
+compare the packed parameters with what compiled kernels declare, the driver is asked for the size
+of every parameter, and Triton launches whatever differs.
 
 `try_relaunch` and `store` are the interface.
 """

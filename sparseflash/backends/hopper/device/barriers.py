@@ -2,8 +2,8 @@
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 
-# A CTA has sixteen. Triton takes up to four, from 0 on: two, and one for each further partition of
-# several warps.
+# A CTA has sixteen. Triton uses up to four, from 0 on: two, and one more for each further
+# partition of several warps.
 PINGPONG_BARRIER = gl.constexpr(4)  # and 5: one for each of two warpgroups
 PRODUCER_WARP_BARRIER = gl.constexpr(6)
 FIRST_PIPELINE_BARRIER = gl.constexpr(7)  # and the next ones: one for each stage

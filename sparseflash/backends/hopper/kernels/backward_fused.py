@@ -80,8 +80,9 @@ from sparseflash.backends.hopper.kernels.dq_accumulator import (
 )
 
 TILES_PER_BLOCK = gl.constexpr(2)  # tiles of 64 queries
-# Buffers of dS of each warpgroup. Where the other one reads dS, a warpgroup overwrites a buffer
-# only after it has found the next one of the other there, which had then read it.
+# Buffers of dS of each warpgroup. Two need no empty barriers: a warpgroup writes dS_{i+2} into the
+# buffer of dS_i only after it has waited for the other's dS_{i+1}, if the other one reads dS_i at
+# all, and the other one signals dS_{i+1} after it has read dS_i.
 DS_STAGES = gl.constexpr(2)
 
 
