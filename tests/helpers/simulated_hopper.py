@@ -15,7 +15,7 @@ import torch.fx.experimental.symbolic_shapes
 # What a simulation imports is forgotten at its end. So what takes long is imported here, once:
 # Triton, and what the first backward pass of torch imports.
 import sparseflash.backends.triton_common.launcher  # noqa: F401
-from sparseflash.backends import hopper
+from sparseflash.backends import hopper, triton_common
 from sparseflash.backends.triton_common import score_mods
 from sparseflash.dispatch.autograd import run
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
@@ -73,6 +73,7 @@ def simulation(
     with (
         patch.dict(sys.modules),
         patch.dict(vars(hopper)),
+        patch.dict(vars(triton_common)),
         patch.object(sys, "meta_path", [finder, *sys.meta_path]),
     ):
         for name in [name for name in sys.modules if name.startswith(PREFIX)]:
@@ -83,7 +84,8 @@ def simulation(
         sys.modules[f"{PREFIX}device.gluon_compat"] = simulated_gluon
         barriers = importlib.import_module(f"{PREFIX}device.barriers")
         vars(barriers).update(simulated_gluon.BARRIERS)
-        sys.modules[score_mods.__name__] = simulated_score_mods()
+        # In the place of the module wherever it is imported: by its name, or of its package.
+        triton_common.score_mods = sys.modules[score_mods.__name__] = simulated_score_mods()
         launch = importlib.import_module(f"{PREFIX}launch")
         vars(launch).update(multiprocessors=lambda device: ctas)
         for name in ("forward_pass", "backward_pass"):
