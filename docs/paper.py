@@ -347,25 +347,33 @@ def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
 # Table 5
 
 
-def authors(name: str = "long-documents-authors") -> str:
-    """Accuracy at each length beside the floors of counted words and bytes."""
-    floors = json.loads((RESULTS / "long-documents-floors.json").read_text())
-    path = RESULTS / f"{name}-{DEVICE}.json"
-    record = json.loads(path.read_text()) if path.exists() else {"lengths": {}}
+AUTHORS = {kind: f"long-documents-authors-{kind}" for kind in ("words", "bytes")}
+
+
+def authors() -> str:
+    """Accuracy of encoders of words and of bytes at each length, beside that of their counts."""
+    floors = json.loads((RESULTS / "long-documents-floors.json").read_text())["floors"]
+    paths = {kind: RESULTS / f"{name}-{DEVICE}.json" for kind, name in AUTHORS.items()}
+    found = {k: json.loads(path.read_text()) for k, path in paths.items() if path.exists()}
     lines = []
-    for length, floor in floors["floors"].items():
-        group = record["lengths"].get(length)
-        lines.append(
-            [f"{int(length):,}", accuracy(group), str(len(group["runs"]) if group else 0)]
-        )
-        lines[-1] += [f"{100 * floor[kind]['accuracy']:.1f}" for kind in ("words", "bytes")]
-    head = ["bytes of a passage", "block-sparse encoder", "runs", "counted words", "counted bytes"]
-    parts = [table(head, lines), picture(path.stem, "Accuracy over the length of a passage")]
-    source = "Test accuracy, %. Floors: `experiments/results/long-documents-floors.json`"
-    if record["lengths"]:
-        run = next(iter(record["lengths"].values()))["runs"][0]
-        return paragraphs([*parts, f"{source}. Encoder: {measured(run)}"])
-    return paragraphs([*parts, f"{source}. The encoder was not trained yet."])
+    for length, floor in floors.items():
+        lines.append([f"{int(length):,}"])
+        for kind in AUTHORS:
+            group = found[kind]["lengths"].get(length) if kind in found else None
+            lines[-1] += [accuracy(group), str(len(group["runs"]) if group else 0)]
+            lines[-1].append(f"{100 * floor[kind]['accuracy']:.1f}")
+    head = ["bytes of a passage", "encoder of words", "runs", "counted words"]
+    parts = [table([*head, "encoder of bytes", "runs", "counted bytes"], lines)]
+    parts += [
+        picture(path.stem, f"Accuracy of the encoder of {k} over the length of a passage")
+        for k, path in paths.items()
+    ]
+    source = "Test accuracy, %. Floors: `experiments/results/long-documents-floors.json`."
+    told = [
+        f"Encoder of {k}: {measured(next(iter(record['lengths'].values()))['runs'][0])}"
+        for k, record in found.items()
+    ]
+    return paragraphs([*parts, " ".join([source, *(told or ["No encoder was trained yet."])])])
 
 
 def accuracy(group: dict | None) -> str:
@@ -420,7 +428,7 @@ def overview() -> str:
         ("Tables 1, 2", "training BERT-large and GPT-2", "below", ("pretraining",)),
         ("Tables 3, 6", "Long Range Arena, Path-X", ARENA, ("lra-arena", "lra-path-x-labels")),
         ("Table 4", "language models of longer context", "below", LANGUAGE_MODELS),
-        ("Table 5", "long documents", "below", ("long-documents-authors", *TUNED)),
+        ("Table 5", "long documents", "below", (*AUTHORS.values(), *TUNED)),
     ):
         found = "yes" if there & set(records) else "not yet"
         rows.append([name, asks, page, found])

@@ -3,8 +3,8 @@ labels of a document by a pre-trained encoder, whose positions are repeated.
 
 python -m experiments.language_model data classic-books-markdown   # into data/books
 python -m experiments.long_documents floors      # a linear model of counted words, and of bytes
-python -m experiments.long_documents train 4096 --seeds 3 --output runs/authors
-python -m experiments.long_documents record authors runs/authors
+python -m experiments.long_documents train 4096 --seeds 3 --tokens words
+python -m experiments.long_documents record authors-words runs/authors-words
 python -m experiments.long_documents tune ecthr ECTHR_FOLDER ROBERTA_FOLDER --tokens 4096
 python -m experiments.long_documents record-tuned runs/ecthr/*/seed*
 """
@@ -50,7 +50,10 @@ def train(
     context: typer.Context,
     length: Annotated[int, typer.Argument(help="bytes of a passage")],
     data_root: Data = Path("data"),
-    output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs/authors"),
+    tokens: Annotated[str, typer.Option(help="bytes, or words as counted ones")] = "bytes",
+    output: Annotated[
+        Path | None, typer.Option(file_okay=False, help="runs/authors-TOKENS if none")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
 ) -> None:
@@ -63,19 +66,21 @@ def train(
     from experiments.lra import seeds as runs
 
     with usage_errors():
-        Authors(length)
+        Authors(length, tokens=tokens)  # pyright: ignore[reportArgumentType]
         books = Books.read(data_root / "books")
-    write_json(output / str(length) / DATA, dict(books.sha256))
+    folder = (output or Path(f"runs/authors-{tokens}")) / str(length)
+    write_json(folder / DATA, dict(books.sha256))
     values = {
         "config": [presets.FOLDER / presets.COMMON, CONFIG],
         "data.data_root": [data_root],
         "data.task.init_args.length": [length],
+        "data.task.init_args.tokens": [tokens],
         "data.batch_size": [max(1, STEP_BYTES // length)],
     }
     given = [
         part for name, each in values.items() for own in each for part in (f"--{name}", str(own))
     ]
-    runs.main([*given, *context.args], seeds=seeds, output=output / str(length), seconds=seconds)
+    runs.main([*given, *context.args], seeds=seeds, output=folder, seconds=seconds)
 
 
 @app.command()

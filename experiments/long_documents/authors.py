@@ -8,10 +8,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
 from experiments.language_model.books import FACTS, Book, Books
+from experiments.long_documents.words import BUCKETS, FIRST_WORD, TOKEN_BYTES, word_ids
 from experiments.lra.tasks import MissingData, Sample, Samples, Shape, Task
 from experiments.lra.tasks.task import BYTES, bytes_to_ids
 
@@ -22,6 +24,7 @@ TESTED = 8  # passages of an author, at most
 AUTHORS = 50
 NOBODY = ("", "Anonymous", "Various")
 EPOCH = 2**20  # training passages before their order begins anew
+Tokens = Literal["bytes", "words"]
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,28 @@ class Passage:
 class Authors(Task):
     """The author of a passage of `length` bytes, of so many authors.
 
+    A token is a byte, or with `tokens="words"` a word, hashed as the floor of counted words does,
+    or a byte that is neither letter nor space; a passage has at most one for TOKEN_BYTES then, and
+    what is more is cut off.
+
     A third of the books of an author tests. Of the others the last LONGEST bytes validate, and the
     rest trains: passages at random places, equally many of each author.
     """
 
-    def __init__(self, length: int = LONGEST, authors: int = AUTHORS):
+    def __init__(self, length: int = LONGEST, authors: int = AUTHORS, tokens: Tokens = "bytes"):
         if not 1 <= length <= LONGEST:
             raise ValueError(f"length must be 1 to {LONGEST} bytes, got {length}")
         if authors < 2:
             raise ValueError(f"authors must be 2 or more, got {authors}")
-        self.length, self.authors, self.name = length, authors, f"authors-{length}"
-        self.shape = Shape(seq_len=length, vocabulary=BYTES, classes=authors)
+        if tokens not in get_args(Tokens):
+            raise ValueError(f"tokens must be bytes or words, got {tokens!r}")
+        self.length, self.authors, self.tokens = length, authors, tokens
+        self.name = f"authors-{length}" + "-words" * (tokens == "words")
+        if tokens == "bytes":
+            self.shape = Shape(seq_len=length, vocabulary=BYTES, classes=authors)
+        else:
+            seq_len = -(-length // TOKEN_BYTES)
+            self.shape = Shape(seq_len, vocabulary=FIRST_WORD + BUCKETS, classes=authors)
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         folder = data_root / "books"
@@ -55,9 +69,11 @@ class Authors(Task):
         books = Books.read(folder)
         chosen = by_author(books, self.authors)
         return {
-            "train": Drawn(books, books_for_training(chosen), self.length),
-            "validation": Passages(books, passages_for_validation(chosen), self.length),
-            "test": Passages(books, passages_for_testing(chosen), self.length),
+            "train": Drawn(books, books_for_training(chosen), self.length, self.tokens),
+            "validation": Passages(
+                books, passages_for_validation(chosen), self.length, self.tokens
+            ),
+            "test": Passages(books, passages_for_testing(chosen), self.length, self.tokens),
         }
 
 
@@ -122,8 +138,10 @@ class Passages:
 
     in_memory = True
 
-    def __init__(self, books: Books, passages: list[Passage], length: int):
-        self.books, self.passages, self.length = books, passages, length
+    def __init__(
+        self, books: Books, passages: list[Passage], length: int, tokens: Tokens = "bytes"
+    ):
+        self.books, self.passages, self.length, self.tokens = books, passages, length, tokens
 
     def __len__(self) -> int:
         return len(self.passages)
@@ -133,14 +151,17 @@ class Passages:
 
     def _read(self, passage: Passage) -> Sample:
         text = self.books.text(passage.book)[passage.begin : passage.begin + self.length]
-        return Sample([bytes_to_ids(text.tobytes())], passage.label)
+        ids = word_ids(text) if self.tokens == "words" else bytes_to_ids(text.tobytes())
+        return Sample([ids], passage.label)
 
 
 class Drawn(Passages):
     """Samples at random places of the training books, the author by turns."""
 
-    def __init__(self, books: Books, training: list[list[Book]], length: int):
-        super().__init__(books, [], length)
+    def __init__(
+        self, books: Books, training: list[list[Book]], length: int, tokens: Tokens = "bytes"
+    ):
+        super().__init__(books, [], length, tokens)
         self.training = training
 
     def __len__(self) -> int:

@@ -24,10 +24,8 @@ from experiments.long_documents.authors import (
     by_author,
     passages_for_testing,
 )
+from experiments.long_documents.words import BUCKETS, words
 
-BUCKETS = 2**15  # of hashed words
-FACTOR = 0x9E3779B97F4A7C15
-LONGEST_WORD = 64
 PASSAGES = 100  # of each author for training
 PENALTY, ITERATIONS = 1e-6, 100  # best on validation passages of 4,096 bytes
 
@@ -135,24 +133,8 @@ def scaled(counts: csr_array, rarity: np.ndarray) -> csr_array:
 
 
 def word_buckets(text: np.ndarray) -> np.ndarray:
-    """The hash of each word of a text, uint8: letters a to z, whatever their case."""
-    lower = text | 0x20
-    letters = (lower >= ord("a")) & (lower <= ord("z"))
-    values = (lower[letters] - ord("a") + 1).astype(np.uint64)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], letters, [False]])))
-    sizes = edges[1::2] - edges[::2]
-    starts = np.cumsum(sizes) - sizes
-    if not len(starts):
-        return starts
-    place = np.arange(len(values)) - np.repeat(starts, sizes)
-    powers = np.multiply.accumulate(np.full(LONGEST_WORD, FACTOR, np.uint64))
-    hashes = np.add.reduceat(values * powers[np.minimum(place, LONGEST_WORD - 1)], starts)
-    return (hashes * np.uint64(FACTOR) >> np.uint64(64 - log2(BUCKETS))).astype(np.int64)
-
-
-def log2(power: int) -> int:
-    """Of a power of two."""
-    return power.bit_length() - 1
+    """The bucket of each word of a text, uint8."""
+    return words(text)[1]
 
 
 def fit(features: csr_array, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

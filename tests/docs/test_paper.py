@@ -66,7 +66,7 @@ def test_what_has_no_record_says_so(paper):
         shown = paper.TABLES[name]()
         assert shown.startswith("*Not measured yet"), name
     assert row(paper.overview(), "Figure 3")[-1] == "not yet"
-    assert row(paper.authors(), "512") == ["–", "0", "30.0", "10.0"]
+    assert row(paper.authors(), "512") == ["–", "0", "30.0", "–", "0", "10.0"]
 
 
 def test_figures_1_and_3(paper, tmp_path):
@@ -148,8 +148,9 @@ def test_table_5(paper, tmp_path):
         "authors", tmp_path / "runs", tmp_path / "long-documents-floors.json", tmp_path
     )
     facts["lengths"]["512"]["runs"][0]["environment"] = FACTS
-    write_json(path.with_name("long-documents-authors-nvidia-h200.json"), facts)
-    assert row(paper.authors(), "512") == ["45.0 ± 7.1", "2", "30.0", "10.0"]
+    write_json(path.with_name("long-documents-authors-words-nvidia-h200.json"), facts)
+    assert row(paper.authors(), "512") == ["45.0 ± 7.1", "2", "30.0", "–", "0", "10.0"]
+    assert row(paper.overview(), "Table 5")[-1] == "yes"
 
 
 def test_table_5_by_the_paper_s_method(paper, tmp_path):

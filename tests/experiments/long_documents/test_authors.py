@@ -9,6 +9,7 @@ from experiments.long_documents.authors import (
     books_for_training,
     by_author,
 )
+from experiments.long_documents.words import word_ids
 from tests.experiments.language_model.test_books import text_of_book
 
 LONGEST = 256
@@ -85,7 +86,22 @@ def test_passages_are_of_their_author_and_of_their_split(root):
     assert [sample.label for sample in read["train"][:6]] == [0, 1, 2, 0, 1, 2]
 
 
+def test_words_are_read_at_the_places_of_bytes_and_fit_the_shape(root):
+    task = Authors(256, 3, tokens="words")
+    assert (task.name, task.shape.seq_len) == ("authors-256-words", 64)
+    letters, read = (Authors(256, 3).splits(root), task.splits(root))
+    for split in ("train", "validation", "test"):
+        for index in range(6):
+            one, other = letters[split][index], read[split][index]
+            text = (one.documents[0] - 1).astype(np.uint8)
+            assert other.documents[0].tolist() == word_ids(text).tolist()
+            assert one.label == other.label
+            assert 0 < other.documents[0].min() <= other.documents[0].max() < task.shape.vocabulary
+
+
 def test_wrong_input(tmp_path):
+    with pytest.raises(ValueError, match="tokens must be bytes or words, got 'letters'"):
+        Authors(64, tokens="letters")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="length must be 1 to 256 bytes, got 257"):
         Authors(257)
     with pytest.raises(ValueError, match="authors must be 2 or more, got 1"):

@@ -45,14 +45,19 @@ def test_training_has_the_options_of_the_arena_and_those_of_the_length(
     ]
     output = tmp_path / "runs"
     given = ["train", "128", "--data-root", str(data), "--output", str(output), *more]
+    given += ["--tokens", "words"]
     assert CliRunner().invoke(app, given).exit_code == 0
     ((arguments, options),) = asked
     assert (options["seeds"], options["output"]) == (2, output / "128")
     monkeypatch.setattr(sys, "argv", ["experiments.lra", "fit", *arguments])
     monkeypatch.setattr(ArenaCLI, "_run_subcommand", lambda self, name: None)
     cli = ArenaCLI()
-    assert (cli.datamodule.task.name, cli.datamodule.batch_size) == ("authors-128", 2048)
+    assert (cli.datamodule.task.name, cli.datamodule.batch_size) == ("authors-128-words", 2048)
     assert cli.model.classifier.encoder.config.attention == "flash"
     assert (output / "128" / "data.json").exists()
-    wrong = CliRunner().invoke(app, ["train", "999999", "--data-root", str(data)])
-    assert (wrong.exit_code, "length must be 1 to" in wrong.output) == (2, True)
+    for options, message in (
+        (["999999"], "length must be 1 to"),
+        (["128", "--tokens", "letters"], "tokens must be bytes or words"),
+    ):
+        wrong = CliRunner().invoke(app, ["train", *options, "--data-root", str(data)])
+        assert (wrong.exit_code, message in wrong.output) == (2, True)
