@@ -20,9 +20,11 @@ if not HAS_GPU:
 
     interpreter.patch_once_a_launch()
 
-# xdist's workers share the cores; torch's default is one thread per core for each of them.
+# xdist's workers share the cores; torch's default is one thread per core for each of them, and for
+# each process that a test starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # The time of one example says nothing on a shared machine.
 settings.register_profile("sparseflash", deadline=None)
@@ -62,6 +64,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("interpret") and HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))
+    items.sort(key=seconds, reverse=True)  # no worker is left with a long test at the end
+
+
+def seconds(item) -> int:
+    """That a test takes, by its marker: slow(seconds)."""
+    marker = item.get_closest_marker("slow")
+    return marker.args[0] if marker and marker.args else 0
 
 
 if not HAS_GPU:

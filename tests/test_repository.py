@@ -28,7 +28,9 @@ def run(*command: str | Path) -> str:
         pytest.param(("ruff", "format", "--check", "--no-cache"), id="format"),
         pytest.param(("lint-imports", "--no-cache"), id="layers"),
         pytest.param(
-            ("basedpyright", "--pythonpath", sys.executable), id="types", marks=pytest.mark.slow
+            ("basedpyright", "--pythonpath", sys.executable),
+            id="types",
+            marks=pytest.mark.slow(60),
         ),
     ],
 )

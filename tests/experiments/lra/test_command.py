@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers.lightning import TRAINS
 from tests.helpers.lra_runs import ENCODER
 
 pytestmark = TRAINS
+ROOT = Path(__file__).parents[3]
 SMALL_RUN = """fit --preset nystromformer/image --data.task Synthetic --data.task.like ImageTask
     --data.task.size 8 --data.batch_size 4 --trainer.max_steps 3 --trainer.val_check_interval 3
     --trainer.precision 32-true --trainer.accelerator cpu --model.optimizer.warmup_steps 1
@@ -139,22 +141,30 @@ def test_presets_are_read(preset, monkeypatch, capsys):
     assert "class_path: experiments.lra.tasks" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path):
-    results = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        more = ["--trainer.devices", str(processes), "--trainer.strategy", "ddp"]
-        run = [sys.executable, "-m", "experiments.lra", *SMALL_RUN.split(), *more]
-        run += ["--trainer.default_root_dir", folder, "--data.data_root", folder]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        (result,) = folder.rglob("result.json")
-        (checkpoint,) = folder.rglob("best.ckpt")
-        results.append((json.loads(result.read_text()), torch.load(checkpoint)["state_dict"]))
-    (one, weights_of_one), (two, weights_of_two) = results
+@pytest.mark.slow(20)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+def test_two_processes_train_as_one(tmp_path, monkeypatch):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split()])
+    command.main()
+    run = [sys.executable, "-m", "experiments.lra", *SMALL_RUN.split()]
+    run += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    run += ["--trainer.default_root_dir", folder, "--data.data_root", folder]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (one, weights_of_one), (two, weights_of_two) = map(made_by, folders)
     assert one["test/samples"] == two["test/samples"] == 8
     assert one["steps"] == one["tested_step"] == 3
     assert one["curve"] == [pytest.approx(two["curve"][0])]
     for name, weight in weights_of_one.items():
         torch.testing.assert_close(weight, weights_of_two[name])
+
+
+def made_by(folder):
+    """Result and weights of the run of a folder."""
+    (result,) = folder.rglob("result.json")
+    (checkpoint,) = folder.rglob("best.ckpt")
+    return json.loads(result.read_text()), torch.load(checkpoint)["state_dict"]

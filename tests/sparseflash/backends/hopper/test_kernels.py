@@ -19,7 +19,7 @@ RESERVED = 1024  # bytes of shared memory for each CTA, beside its own
 CONFIGS = {"forward": configs.FORWARD_CONFIGS, "dq": configs.DQ_CONFIGS}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 @pytest.mark.parametrize(("head_dim", "block"), SIZES)
 def test_kernels_that_ship(head_dim, block):
     for report in finish(start(SCRIPT, "variants", head_dim, block)):
