@@ -1,6 +1,8 @@
-"""JSON files that are replaced atomically."""
+"""JSON files that are replaced atomically; what runs share that are gathered into one."""
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,6 +25,20 @@ def write_json(path: Path, value: object) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def record_path(folder: Path, name: str, device: str) -> Path:
+    """NAME-DEVICE.json in a folder, for the full name of a device."""
+    machine = re.sub(r"\W+", "-", device.lower())
+    return folder / f"{name}-{machine}.json"
+
+
+def shared(what: str, found: Iterable[str]) -> str:
+    """What all runs of a record share. Raises ValueError where they do not."""
+    distinct = set(found)
+    if len(distinct) != 1:
+        raise ValueError(f"runs of a record must have one {what}, got {sorted(distinct)}")
+    return distinct.pop()
 
 
 def _lines(value: object, depth: int = 1) -> str:

@@ -1,13 +1,12 @@
 """Trained runs gathered into one record, its picture and its table."""
 
 import json
-import re
 from pathlib import Path
 
 from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
-from experiments.files import write_json
+from experiments.files import record_path, shared, write_json
 from experiments.language_model.training import RESULT
 from experiments.pictures import COLOURS, MARKERS, panels, save
 
@@ -27,8 +26,7 @@ def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
         ValueError: A folder holds no result, two have one name, or data or device are not one.
     """
     record = record_of(name, folders)
-    machine = re.sub(r"\W+", "-", record["device"].lower())
-    path = output / f"language-model-{name}-{machine}.json"
+    path = record_path(output, f"language-model-{name}", record["device"])
     write_json(path, record)
     return path, draw(path)
 
@@ -43,14 +41,9 @@ def record_of(name: str, folders: list[Path]) -> dict:
         if folder.name in runs:
             raise ValueError(f"runs of a record must have names of their own, got {folder.name!r}")
         runs[folder.name] = json.loads(path.read_text())
-    for what, found in {
-        "data": {str(run["data"]) for run in runs.values()},
-        "device": {run["environment"]["device"] for run in runs.values()},
-    }.items():
-        if len(found) > 1:
-            raise ValueError(f"runs of a record must have one {what}, got {sorted(found)}")
-    first = next(iter(runs.values()))
-    device, data = first["environment"]["device"], first["data"]
+    shared("data", (str(run["data"]) for run in runs.values()))
+    data = next(iter(runs.values()))["data"]
+    device = shared("device", (run["environment"]["device"] for run in runs.values()))
     return {"name": name, "device": device, "data": data, "runs": runs}
 
 

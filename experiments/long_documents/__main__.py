@@ -153,16 +153,13 @@ def record_tuned(
     overwrite: Overwrite = False,
 ) -> None:
     """Gathers seeds and lengths of one data set into a record."""
-    import re
-
-    from experiments.files import write_json
+    from experiments.files import record_path, write_json
     from experiments.long_documents.pretrained import gather
 
     with usage_errors():
         facts = gather(runs)
     folder = output_folder(output, overwrite)
-    machine = re.sub(r"\W+", "-", facts["device"].lower())
-    path = folder / f"long-documents-{facts['name']}-{machine}.json"
+    path = record_path(folder, f"long-documents-{facts['name']}", facts["device"])
     write_json(path, facts)
     for tokens, group in facts["lengths"].items():
         print(

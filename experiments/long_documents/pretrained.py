@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from experiments.environment import environment
-from experiments.files import write_json
+from experiments.files import shared, write_json
 from experiments.long_documents.labelled import Document, Labelled
 from experiments.lra.batches import StepBatches
 from experiments.lra.learner import read_checkpoint
@@ -276,12 +276,8 @@ def gather(folders: list[Path]) -> dict:
         if not path.exists():
             raise ValueError(f"{folder} holds no {RESULT}: its run did not end")
         runs.append(json.loads(path.read_text()))
-    for what, found in {
-        "data": {run["data"] for run in runs},
-        "device": {run["environment"]["device"] for run in runs},
-    }.items():
-        if len(found) != 1:
-            raise ValueError(f"runs of a record must have one {what}, got {sorted(found)}")
+    shared("data", (run["data"] for run in runs))
+    device = shared("device", (run["environment"]["device"] for run in runs))
     lengths = {}
     for tokens in sorted({run["tokens"] for run in runs}):
         own = [run for run in runs if run["tokens"] == tokens]
@@ -292,8 +288,4 @@ def gather(folders: list[Path]) -> dict:
             "deviation": deviation,
             "runs": own,
         }
-    return {
-        "name": runs[0]["name"],
-        "device": runs[0]["environment"]["device"],
-        "lengths": lengths,
-    }
+    return {"name": runs[0]["name"], "device": device, "lengths": lengths}

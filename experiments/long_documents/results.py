@@ -1,12 +1,11 @@
 """Trained runs of all lengths in one record, with its picture and its table."""
 
 import json
-import re
 from pathlib import Path
 
 from rich.table import Table
 
-from experiments.files import write_json
+from experiments.files import record_path, shared, write_json
 from experiments.long_documents.__main__ import DATA
 from experiments.lra.results import ended, in_words
 from experiments.lra.seeds import summary_of
@@ -29,20 +28,17 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
         ValueError: No length has a result, or data or device are not one.
     """
     known = json.loads(floors.read_text())
-    lengths, devices = {}, set()
+    lengths, devices = {}, []
     for folder in sorted(runs.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         if json.loads((folder / DATA).read_text()) != known["data"]:
             raise ValueError(f"{folder} was trained on other books than {floors} is of")
         results = ended(folder)
-        devices |= {run["environment"]["device"] for run in results}
+        devices += [run["environment"]["device"] for run in results]
         lengths[folder.name] = summary_of(results) | {"runs": results}
-    if len(devices) != 1:
-        raise ValueError(f"{runs} must hold results of one device, got {sorted(devices)}")
-    (device,) = devices
+    device = shared("device", devices)
     facts = {"name": name, "device": device, "data": known["data"], "lengths": lengths}
     facts["floors"] = {length: known["floors"].get(length, {}) for length in lengths}
-    machine = re.sub(r"\W+", "-", device.lower())
-    path = output / f"long-documents-{name}-{machine}.json"
+    path = record_path(output, f"long-documents-{name}", device)
     write_json(path, facts)
     return facts, (path, draw(path))
 

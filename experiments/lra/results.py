@@ -10,7 +10,6 @@ file alone.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
-from experiments.files import write_json
+from experiments.files import record_path, shared, write_json
 from experiments.lra.seeds import summary_of
 from experiments.pictures import COLOURS, panels, save
 
@@ -37,8 +36,7 @@ def main(
     output_folder(output, overwrite)
     with usage_errors():
         record = record_of(name, {group.name: ended(group) for group in groups})
-    machine = re.sub(r"\W+", "-", record["device"].lower())
-    path = output / f"lra-{name}-{machine}.json"
+    path = record_path(output, f"lra-{name}", record["device"])
     write_json(path, record)
     picture = draw_curves(path)
     Console().print(table_of(record), f"wrote {path} and {picture}", sep="\n")
@@ -81,16 +79,10 @@ def record_of(name: str, groups: dict[str, list[dict]]) -> dict:
     Raises ValueError for runs of different tasks or devices.
     """
     runs = [run for group in groups.values() for run in group]
-    for what, found in {
-        "task": {run["task"] for run in runs},
-        "device": {run["environment"]["device"] for run in runs},
-    }.items():
-        if len(found) > 1:
-            raise ValueError(f"runs of a record must have one {what}, got {sorted(found)}")
     return {
         "name": name,
-        "task": runs[0]["task"],
-        "device": runs[0]["environment"]["device"],
+        "task": shared("task", (run["task"] for run in runs)),
+        "device": shared("device", (run["environment"]["device"] for run in runs)),
         "floors": floors_of(runs),
         "groups": {label: summary_of(group) | {"runs": group} for label, group in groups.items()},
     }

@@ -12,7 +12,6 @@ their lengths, and with masked black and dropout as the preset has them. Each st
 called from Python and as a CUDA graph: steps of this size wait for their launches.
 """
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +20,7 @@ import typer
 from rich.console import Console
 
 from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
-from experiments.files import write_json
+from experiments.files import record_path, write_json
 from experiments.lra import TASKS
 
 
@@ -70,8 +69,8 @@ def main(
         "failed": failed,
         "geometric_mean_speedup": steps.means(found),
     }
-    machine = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", device_name(device).lower())
-    path = output / f"lra-{name}-{machine}.json"
+    machine = "cpu" if device.type == "cpu" else device_name(device)
+    path = record_path(output, f"lra-{name}", machine)
     write_json(path, record)
     if record["geometric_mean_speedup"]:
         console.print(steps.table_of_means(record["geometric_mean_speedup"]))

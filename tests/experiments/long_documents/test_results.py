@@ -45,5 +45,5 @@ def test_runs_and_floors_of_other_books_do_not_compare(tmp_path):
     with pytest.raises(ValueError, match="was trained on other books"):
         gather("authors", tmp_path / "runs", tmp_path / "floors.json", tmp_path)
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match="must hold results of one device, got"):
+    with pytest.raises(ValueError, match="must have one device, got"):
         gather("authors", tmp_path / "none", tmp_path / "floors.json", tmp_path)
