@@ -260,7 +260,11 @@ def pretraining(name: str) -> str:
 # Table 4
 
 
-LANGUAGE_MODELS = ("language-model-25m-contexts", "language-model-25m-contexts-tokens")
+LANGUAGE_MODELS = (
+    "language-model-25m-contexts",
+    "language-model-25m-warm-up",
+    "language-model-25m-warm-up-tokens",
+)
 
 
 def language_model(name: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from experiments.language_model.model import causal_pattern
 from experiments.language_model.presets import PRESETS
 
+SHORT = ("--short-context", "--short-steps")
 SCRIPT = Path(__file__).parents[3] / "experiments/language_model/runs/contexts.sh"
 
 
@@ -34,12 +35,16 @@ def test_commands_name_what_exists(kind, tmp_path):
     assert {PRESETS[command[3]].context for command in trained} == {1024, 4096, 16384, 65536}
     outputs = [command[command.index("--output") + 1] for command in trained]
     suffix = "-tokens" * (kind == "tokens")
-    assert commands[-1][2:] == ["record", f"25m-contexts{suffix}", *outputs]
+    assert commands[-1][2:] == ["record", f"25m-warm-up{suffix}", *outputs]
     assert [command[2] for command in commands if command[2] == "tokenize"] == ["tokenize"] * (
         kind == "tokens"
     )
     for command in trained:
         assert ("--data" in command) == (kind == "tokens")
+        # Longer contexts begin with the shortest.
+        short = [command[command.index(o) + 1] for o in SHORT if o in command]
+        steps = "600" if kind == "tokens" else "2400"
+        assert short == ([] if command[3] == "25m-1k" else ["1024", steps])
     # As much text in both: a token is a byte, or some four of them.
     steps = {int(command[command.index("--steps") + 1]) for command in trained}
     assert steps == {1000 if kind == "tokens" else 4000}
