@@ -67,6 +67,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(led, markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Code in a table has its escaped bars without the backslash, as on a forge."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace(r"\|", "|"), html)
+
+
 def _in_repository(source: str, target: str) -> str:
     """The path in the repository of a link's target in the file `source`."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
