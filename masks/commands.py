@@ -233,6 +233,8 @@ def diff(
     table.add_row("pairs of both", *[f"{found.both:,}"] * 2)
     table.add_row("pairs of this one alone", f"{found.only_a:,}", f"{found.only_b:,}")
     Console().print(table)
+    if output is not None:
+        print(f"wrote {output}")
 
 
 def views_of(

@@ -356,6 +356,7 @@ def _difference_picture(parts: Sequence[BlockMask], labels: Sequence[str]):
     colours = (GREY, BLUE, VERMILION)
     _draw_cells(axes, parts[0], dict(zip(colours, map(_shares, parts), strict=True)))
     patches = [Patch(color=c, label=name) for c, name in zip(colours, labels, strict=True)]
+    patches.append(Patch(color="none", label="a cell of many pairs mixes these colours"))
     figure.legend(handles=patches, loc="outside upper left", fontsize="small", frameon=False)
     return figure
 

@@ -64,6 +64,7 @@ class Workload:
         passes = "forward and backward" if self.backward else "forward"
         sizes = (
             f"{self.seq_len:,} tokens, batch {self.batch}, {self.heads} heads of {self.head_dim}"
+            + ", causal" * self.causal
         )
         device = io_model.device_named(self.device).name
         return f"{device}, {passes}, {str(self.dtype).removeprefix('torch.')}: {sizes}"

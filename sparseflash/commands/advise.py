@@ -135,6 +135,8 @@ def _finish(
     if options.plot is not None and (found or looked_at):
         shown = {(choice.pattern, choice.block_size): choice for choice in (*looked_at, *found)}
         of.plot([*shown.values()], options.plot, title=str(workload), connected=connected)
+        if not options.as_json:
+            print(f"wrote {options.plot}")
     if options.as_json:
         facts = asdict(workload) | {"dtype": str(workload.dtype).removeprefix("torch.")}
         print(json.dumps({"workload": facts, "choices": [asdict(choice) for choice in found]}))

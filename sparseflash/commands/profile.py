@@ -49,7 +49,8 @@ def profile_command(
         raise typer.BadParameter("--by loss needs --loss")
     with usage_errors():
         check_picture("--plot", plot)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        with usage_errors("model must be a folder with a tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :tokens].to(device)
@@ -74,3 +75,5 @@ def profile_command(
         for layer, heads in enumerate(suggestion.layers):
             counts = {text: heads.count(text) for text in dict.fromkeys(heads)}
             print(f"layer {layer}: {', '.join(f'{n} x {text}' for text, n in counts.items())}")
+    for path in filter(None, (output, plot)):
+        print(f"wrote {path}")

@@ -123,6 +123,7 @@ def test_figures_of_a_drawn_pattern_as_json(tmp_path):
     assert found["picture"] == str(path)
     assert path.exists()
     assert found["figures"]["sequence length"] == "512 x 512"
+    assert "darker" in invoke("local(8)", "--seq-len", 512, "--output", path).output
 
 
 @pytest.mark.parametrize("arguments", [["gallery", "--module", "{}"], ["draw", "{}:mine"]])
@@ -142,7 +143,9 @@ def test_diff_prints_pairs_and_draws(tmp_path):
     found = json.loads(result.stdout)
     assert (found["both"], found["only_a"], found["only_b"]) == (2080, 2016, 0)
     assert path.read_text().startswith("<?xml")
-    assert "2,016" in invoke("diff", "full", "causal", *size).output
+    printed = invoke("diff", "full", "causal", *size, "--output", path).output
+    assert "2,016" in printed
+    assert "wrote" in printed
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_search_exits_with_1_where_nothing_is_found():
     result = invoke("search", "--layers", 3, *SIZE, "--most", 2, "--json")
     assert result.exit_code == 0, result.output
     assert [choice["connected"] for choice in json.loads(result.stdout)["choices"]] == [1, 1]
-    assert "100.0%" in invoke("search", "--layers", 3, *SIZE).output
+    shown = invoke("search", "--layers", 3, *SIZE, "--causal").output
+    assert "2 heads of 128, causal" in shown
+    assert "100.0%" in shown
     nothing = invoke("search", "--layers", 1, *SIZE, "--budget-ms", 1e-9)
     assert (nothing.exit_code, nothing.stdout) == (
         1,

@@ -78,3 +78,11 @@ def test_bad_input_is_named(model, arguments, named):
     result = invoke(model, *arguments)
     assert result.exit_code == 2
     assert named in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_model_without_tokenizer_is_named(model, tmp_path):
+    for name in ("config.json", "text.txt"):
+        (tmp_path / name).write_text((model / name).read_text())
+    result = invoke(tmp_path)
+    assert result.exit_code == 2
+    assert "model must be a folder with a tokenizer" in result.output
