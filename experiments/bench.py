@@ -70,7 +70,10 @@ def listed(value: object) -> str:
 def main(
     suites: Annotated[
         list[Suite] | None,
-        typer.Argument(help="By default those of a GPU alone.", show_default=False),
+        typer.Argument(
+            help="By default all but speedup and landscape, which alone run on a CPU.",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[
         Device, typer.Option(help="auto takes the GPU where there is one.")

@@ -313,7 +313,9 @@ def measure(
     data: Annotated[Path, typer.Option(file_okay=False)] = Path("data/books"),
     lengths: Annotated[list[int], typer.Option("--length", min=16)] = list(LENGTHS),  # noqa: B006
     attention: Attentions = list(ATTENTION),  # noqa: B006
-    steps: int = 200,
+    steps: Annotated[
+        int, typer.Option(help=f"more than {WARM_UP}, the first of which are not timed")
+    ] = 200,
     step_tokens: Annotated[int, typer.Option(min=1)] = STEP_TOKENS,
     dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.1,
     padding: Annotated[float, typer.Option(help="most of a sequence that is padding")] = 0.0,

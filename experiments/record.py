@@ -98,7 +98,7 @@ class Measurement:
     @property
     def size(self) -> str:
         """In words, but for the length."""
-        heads = f"{self.heads} heads of {self.head_dim}"
+        heads = f"{self.heads} head{'s' * (self.heads != 1)} of {self.head_dim}"
         if self.q_len is None:
             return heads
         return f"{heads}, {self.kv_heads} of keys, {self.q_len} queries"

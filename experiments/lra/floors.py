@@ -61,6 +61,7 @@ def main(
     record = json.loads(output.read_text()) if output.exists() else {"floors": {}, "measured": {}}
     facts = environment(torch.device("cpu")) | {"samples": samples}
     for name in task or measures:
+        Console().print(f"measuring {name}")
         with usage_errors(MissingData):
             record["floors"][name] = measures[name]()
         record["measured"][name] = facts
