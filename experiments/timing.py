@@ -12,6 +12,7 @@ from functools import cache, partial
 import torch
 
 from experiments.cli import Clock
+from sparseflash.timing import no_garbage_collection
 
 Run = Callable[[], object]
 Prepare = Callable[[], Run]
@@ -65,7 +66,7 @@ def time_rested(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
     estimates = [sample(1)[0] for sample in samples]
     wanted = [min(MAX_RUNS, max(MIN_RUNS, int(budget_ms / max(e, 1e-3)))) for e in estimates]
     milliseconds: list[list[float]] = [[] for _ in samples]
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for turn, order in enumerate(_orders(len(samples))):
             for i in order:
                 runs = wanted[i] * (turn + 1) // TURNS - wanted[i] * turn // TURNS
@@ -81,7 +82,7 @@ def time_sustained(samples: Sequence[Sample]) -> list[Timing]:
     """
     estimates = [max(min(sample(ESTIMATES)), 1e-3) for sample in samples]
     milliseconds: list[list[float]] = [[] for _ in samples]
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for turn in range(ROUNDS):
             for n in range(len(samples)):
                 i = (turn + n) % len(samples)
@@ -91,15 +92,6 @@ def time_sustained(samples: Sequence[Sample]) -> list[Timing]:
                 )
                 milliseconds[i] += samples[i](warm_up + runs)[warm_up:]
     return [Timing.of(times) for times in milliseconds]
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _orders(count: int) -> Iterator[list[int]]:

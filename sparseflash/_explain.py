@@ -29,18 +29,18 @@ from sparseflash.backends.select import reasons_against, select
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import fitted_mask, make_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
-from sparseflash.gap import Gap, alternating, split, variants
+from sparseflash.gap import ROUNDS, SECONDS, Gap, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
 from sparseflash.score import checked_score_tensors, want_gradients
+from sparseflash.timing import Turn, rested_turns, sustained_ms
 
-TIMED = {"called": "measured", "full called": "full", "dense": "dense"}  # fields of Explanation
-DEVICE = {"device": "called", "full": "full called"}  # the same calls without the host
+TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
 
 
 @dataclass(frozen=True)
 class Times:
-    """Median milliseconds of calls in a row."""
+    """Milliseconds of a call, of calls one after another."""
 
     forward: float
     backward: float
@@ -59,9 +59,11 @@ class Explanation:
         backend: The one that would run it, None when none can.
         configuration: How it would run each pass.
         why_not: The reasons of every backend that cannot, or that "auto" skips.
-        measured: This mask on that backend; None if nothing was timed.
-        full: The mask of all pairs there.
-        dense: torch's own attention of all pairs.
+        measured: Rested time (see sparseflash.timing) of this mask on that backend; None if
+            nothing was timed.
+        full: The same of the mask of all pairs there.
+        dense: The same of torch's own attention of all pairs.
+        sustained: This mask under continuous load, where a GPU may lower its clock; None on a CPU.
         forward_gap, backward_gap: Why the mask takes longer than its density of the full mask;
             None if nothing was timed, and for masks of each batch element and dynamic ones.
     """
@@ -74,6 +76,7 @@ class Explanation:
     measured: Times | None = None
     full: Times | None = None
     dense: Times | None = None
+    sustained: Times | None = None
     forward_gap: Gap | None = None
     backward_gap: Gap | None = None
 
@@ -98,12 +101,19 @@ class Explanation:
         lines += [f"  {which}: {how}" for which, how in self.configuration.items()]
         lines += [f"not {name}: {'; '.join(why)}" for name, why in self.why_not.items()]
         times = {
-            "measured": self.measured,
+            "measured (rested: in short turns with pauses)": self.measured,
             "predicted (density x full mask)": self.predicted,
             "full mask": self.full,
             "torch's dense attention": self.dense,
         }
         lines += [f"{name}: {time}" for name, time in times.items() if time is not None]
+        if self.measured is not None and self.sustained is not None:
+            forward = self.sustained.forward / self.measured.forward - 1
+            backward = self.sustained.backward / self.measured.backward - 1
+            lines.append(
+                f"under continuous load, where power may lower the clock: {self.sustained}; "
+                f"{forward:+.0%} and {backward:+.0%}"
+            )
         gaps = {"forward": self.forward_gap, "backward": self.backward_gap}
         lines += [f"{name}: {gap}" for name, gap in gaps.items() if gap is not None]
         if self.dense_is_faster:
@@ -132,7 +142,8 @@ def explain(
         score_tensors, return_max_logits: As in sparseflash.attention.
         measure: Also time the call, the full mask and torch's dense attention, each forward and
             backward, with the options of the call (without maximum logits; torch's also without
-            softcap, score, bias, sinks and key_lengths); and split what the mask takes longer than
+            softcap, score, bias, sinks and key_lengths). Times are rested, on a GPU that of the
+            call under continuous load stands beside. And split what the mask takes longer than
             its density of the full mask into causes, by masks that leave one out (see
             sparseflash.gap).
         **options: As in sparseflash.attention.
@@ -182,67 +193,64 @@ def explain(
         dropout_p=spec.dropout_p,
         enable_gqa=spec.heads != spec.kv_heads,
     )
-    called = {
-        "called": partial(attend, mask=fitted),
-        "full called": partial(attend, mask=full),
+    runs = {
+        "device": partial(attend, mask=fitted),
+        "full": partial(attend, mask=full),
         "dense": dense,
     }
     if not isinstance(fitted, BlockMask):
-        return replace(explanation, **_times(_measured(called, {}, query, key, value)))
+        return replace(explanation, **_times(*_measured(runs, query, key, value)))
     read = fitted.reblock(chosen.block_size_for(spec, fitted))
     without = variants(read)
-    alone = {name: partial(attend, mask=each) for name, each in without.items()}
-    if spec.device.type != "cpu":
-        alone |= {name: called[same] for name, same in DEVICE.items()}
-    passes = _measured(called, alone, query, key, value)
+    runs |= {name: partial(attend, mask=each) for name, each in without.items()}
+    passes, sustained = _measured(runs, query, key, value)
     gaps = [
         split(
-            {name: milliseconds[same] for name, same in DEVICE.items()} | milliseconds,
+            {name: of for name, of in timed.items() if name != "dense"},
             without,
             read.density,
             fitted.density,
             _filled(spec, chosen, fitted, direction),
             _filled(spec, chosen, full, direction),
         )
-        for direction, milliseconds in zip(io_model.DIRECTIONS, passes, strict=True)
+        for direction, timed in zip(io_model.DIRECTIONS, passes, strict=True)
     ]
-    times = _times(passes)
+    times = _times(passes, sustained)
     return replace(explanation, **times, forward_gap=gaps[0], backward_gap=gaps[1])
 
 
-def _measured(
-    called: Mapping[str, Callable[..., Tensor]],
-    alone: Mapping[str, Callable[..., Tensor]],
-    *tensors: Tensor,
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of the forward and of the backward pass of each, in as many rounds.
+Pass = dict[str, list[Turn]]  # the turns of each function, as many rounds
 
-    Args:
-        called: Functions of the tensors that are timed with the host.
-        alone: Functions that are timed without it.
-        tensors: Query, key, value.
+
+def _measured(
+    runs: Mapping[str, Callable[..., Tensor]], *tensors: Tensor
+) -> tuple[list[Pass], list[float | None]]:
+    """The turns of the forward and of the backward pass of functions of query, key and value; and
+    the sustained milliseconds of "device".
     """
     inputs = [x.clone().requires_grad_() for x in tensors]
-    runs = {name: partial(attend, *inputs) for name, attend in {**called, **alone}.items()}
+    device = inputs[0].device
+    forward = {name: partial(run, *inputs) for name, run in runs.items()}
     with torch.no_grad():
-        forward = alternating(runs, inputs[0].device, called)
-    outs = {name: run() for name, run in runs.items()}
-    grad = torch.randn_like(outs["called"])
-    backward = alternating(
-        {
-            name: partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
-            for name, out in outs.items()
-        },
-        inputs[0].device,
-        called,
-    )
-    return forward, backward
+        passes = [rested_turns(forward, device, SECONDS, ROUNDS)]
+        sustained = [sustained_ms(forward["device"], device)]
+    outs = {name: run() for name, run in forward.items()}
+    grad = torch.randn_like(outs["device"])
+    backward = {
+        name: partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+        for name, out in outs.items()
+    }
+    passes.append(rested_turns(backward, device, SECONDS, ROUNDS))
+    sustained.append(sustained_ms(backward["device"], device))
+    return passes, sustained
 
 
-def _times(passes: tuple[dict[str, list[float]], ...]) -> dict[str, Times]:
-    """The fields of an Explanation for what was timed with the host."""
-    return {
-        field: Times(*(median(milliseconds[name]) for milliseconds in passes))
+def _times(passes: Sequence[Pass], sustained: Sequence[float | None]) -> dict[str, Times | None]:
+    """The fields of an Explanation."""
+    forward, backward = sustained
+    loaded = None if forward is None or backward is None else Times(forward, backward)
+    return {"sustained": loaded} | {
+        field: Times(*(median(turn.called for turn in timed[name]) for timed in passes))
         for name, field in TIMED.items()
     }
 

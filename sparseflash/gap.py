@@ -3,8 +3,7 @@
 A mask of density s should take s times as long as the full mask. What it takes longer is split by
 masks that leave one cause after the other out, each with as many blocks as the mask itself:
 
-    called       the call as it is, one after the other
-    device       the same, the host so far ahead that the device never waits for it
+    device       the call as it is, on the device
     whole        its blocks, all full
     contiguous   as many full blocks in every row, side by side
     equal        as many in all, side by side, in rows of equal length
@@ -14,18 +13,16 @@ A row takes the time of its prologue and epilogue, and the time of its blocks. `
 rows of twice as many blocks, so its difference to `equal` is the time of the blocks; the rest of
 `equal` is prologues and epilogues. The last wave of work tiles may leave a part of the device
 idle: that is the tail of the grid, of which only what exceeds the tail of the full mask, times the
-density, counts. Every part is the difference of two neighbours, so all parts and the ideal time
-add up to the measured one.
+density, counts. Every part but one is the difference of two neighbours. Launch and host is what
+the host takes to enqueue a call beyond the time of the device, for both work at once. So all parts
+and the ideal time add up to the measured one.
 
-All are measured in one way: several calls one after another, alternately with those of the other
-masks. On a GPU the clock first settles under calls that are not counted; events on the stream time
-those that are. So the begin and the end of such a sequence are in none of the times, and where the
-host is ahead of the device, launch and host cost nothing.
+All times are rested ones (see sparseflash.timing), and differences are taken within a round: what
+slows the machine for a while slows both times. A part is the median over rounds, and its noise
+the confidence interval of that median.
 """
 
-import math
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -33,17 +30,15 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask
+from sparseflash.timing import Turn
 
-ROUNDS = 7
-MIN_ROUNDS, BUDGET_SECONDS = 5, 2.0  # fewer rounds where they take longer than that
-ESTIMATES = 3  # calls whose time sets how many follow one another
-CPU_MS, CPU_CALLS = 2.0, 20  # of calls one after another on a CPU, at most
-WARM_UP_MS, COUNTED_MS = 10.0, 20.0  # of calls one after another on a GPU
-# Most calls of each of these two: the device queues some 1,000 launches, up to four for a call.
-MOST_CALLS = 100
-CYCLES = 2e9  # a second, as fast as any clock
+ROUNDS = 6  # at least
+SECONDS = 3.0  # of measurement of a pass, after which no further round begins
+CONFIDENCE = 0.95
+# Of normal values: standard over median deviation, and the error of their median over that of
+# their mean.
+NORMAL_DEVIATION, MEDIAN_ERROR = 1.4826, 1.2533
 
-Run = Callable[[], object]
 CHANGES = {
     "launch and host": "capture the calls in a CUDA graph, or put more work into one",
     "partial blocks": "move the edges of the pattern to those of blocks, or choose another block "
@@ -59,13 +54,14 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Gap:
-    """Milliseconds of one pass.
+    """Rested milliseconds of one pass.
 
     Args:
-        measured: The time of a call, of calls in a row.
-        ideal: The density times the full mask, the host ahead.
+        measured: The time of a call, of calls one after another.
+        ideal: The density times the full mask, on the device.
         parts: The gap between both, split by the names of CHANGES; some may be negative.
-        noise: How far each part was from that in a round at most: one no larger says nothing.
+        noise: Half the confidence interval of each part at 95 %, two to three standard errors: a
+            part that is no larger may be zero, and is printed so.
     """
 
     measured: float
@@ -75,20 +71,24 @@ class Gap:
 
     @property
     def largest(self) -> str | None:
-        """The part that costs most, of those above their noise; None if none is."""
-        above = [part for part, cost in self.parts.items() if cost > self.noise[part]]
-        return max(above, key=lambda part: self.parts[part], default=None)
+        """The part that costs most, of those above their noise that a change can lower; None if
+        there is none.
+        """
+        above = (part for part, cost in self.parts.items() if cost > self.noise[part])
+        changed = (part for part in above if part != "remainder")
+        return max(changed, key=lambda part: self.parts[part], default=None)
 
     def __str__(self) -> str:
         gap = self.measured - self.ideal
         lines = [f"{self.measured:.3f} ms, ideal {self.ideal:.3f}, gap {gap:+.3f}"]
         lines += [
-            f"{name:>21} {cost:+.3f} ± {self.noise[name]:.3f}"
+            f"{name:>21} {f'{cost:+.3f}' if abs(cost) > self.noise[name] else '0':>6} "
+            f"± {self.noise[name]:.3f}"
             for name, cost in self.parts.items()
             if cost or self.noise[name]
         ]
         if self.largest is None:
-            return "\n  ".join([*lines, "no part is above its noise"])
+            return "\n  ".join([*lines, "no part that a change lowers is above its noise"])
         share = self.parts[self.largest] / self.measured
         lines.append(f"most by {self.largest} ({share:.0%}): {CHANGES[self.largest]}")
         return "\n  ".join(lines)
@@ -121,7 +121,7 @@ def _windows(counts: Tensor, columns: int) -> Tensor:
 
 
 def split(
-    measured: Mapping[str, Sequence[float]],
+    turns: Mapping[str, Sequence[Turn]],
     masks: Mapping[str, BlockMask],
     tile_density: float,
     density: float,
@@ -131,21 +131,43 @@ def split(
     """The gap of a pass.
 
     Args:
-        measured: Milliseconds of "called", "device", "full" and of each of `variants`, in
-            as many rounds.
+        turns: Of "device", "full" and each of `variants`, as many rounds.
         masks: The masks of `variants`.
         tile_density: Density of the mask in the blocks that the backend reads.
         density: Density of the mask in its own blocks.
         filled: Share of the waves of work tiles that is filled.
         filled_by_full: The same of the full mask.
     """
-    times = {name: median(found) for name, found in measured.items()}
-    rounds = (dict(zip(measured, of, strict=True)) for of in zip(*measured.values(), strict=True))
     facts = masks, tile_density, density, filled, filled_by_full
-    parts = _parts(times, *facts)
+    rounds = [
+        {name: turn.device for name, turn in zip(turns, of_round, strict=True)}
+        | {"called": of_round[list(turns).index("device")].called}
+        for of_round in zip(*turns.values(), strict=True)
+    ]
     in_rounds = [_parts(of_round, *facts) for of_round in rounds]
-    noise = {name: max(abs(of[name] - cost) for of in in_rounds) for name, cost in parts.items()}
-    return Gap(times["called"], times["full"] * density, parts, noise)
+    found = {name: [of[name] for of in in_rounds] for name in CHANGES}
+    parts = {name: median(costs) for name, costs in found.items()}
+    measured = median(of_round["called"] for of_round in rounds)
+    ideal = median(of_round["full"] for of_round in rounds) * density
+    noise = {name: _noise(costs) for name, costs in found.items()}
+    apart = measured - ideal - sum(parts.values())  # as far as medians do not add up
+    parts["remainder"] += apart
+    noise["remainder"] += abs(apart)
+    return Gap(measured, ideal, parts, noise)
+
+
+def _noise(rounds: Sequence[float]) -> float:
+    """Half the confidence interval of the median: standard errors by Student's distribution.
+
+    The deviation is that of a normal distribution with the median deviation of the rounds, so that
+    a round in which the machine stood still for a while counts as one round.
+    """
+    from scipy.special import stdtrit  # takes long to import
+
+    middle, count = median(rounds), len(rounds)
+    deviation = NORMAL_DEVIATION * median(abs(cost - middle) for cost in rounds)
+    error = MEDIAN_ERROR * deviation / count**0.5
+    return float(stdtrit(max(count - 1, 1), (1 + CONFIDENCE) / 2)) * error
 
 
 def _parts(
@@ -173,81 +195,3 @@ def _parts(
         "larger tiles": in_tiles - in_blocks,
         "remainder": in_blocks - ideal * filled_by_full,
     }
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """Calls in a row, some before those that are counted.
-
-    The device waits so many cycles before them, in which the host gets ahead, or waits as well:
-    a pause changes the clock of a GPU.
-    """
-
-    run: Run
-    warm_up: int
-    count: int
-    cycles: int = 0
-    host_ahead: bool = False
-
-
-def alternating(
-    runs: Mapping[str, Run], device: torch.device, with_host: Collection[str]
-) -> dict[str, list[float]]:
-    """Milliseconds of a call of each in several rounds, measured in alternation: of those in
-    `with_host` as they follow one another, of the others with the host ahead of a GPU.
-    """
-    planned = {name: _planned(run, device, name not in with_host) for name, run in runs.items()}
-    measured = _on_gpu if device.type == "cuda" else _on_cpu
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    end = time.perf_counter() + BUDGET_SECONDS
-    for number in range(ROUNDS):
-        if number >= MIN_ROUNDS and time.perf_counter() > end:
-            break
-        for name, calls in planned.items():
-            found[name].append(measured(calls, device))
-    return found
-
-
-def _planned(run: Run, device: torch.device, host_ahead: bool) -> _Calls:
-    """As many calls as fit into the time of a round."""
-    run()
-    _wait(device)
-    begin = time.perf_counter()
-    for _ in range(ESTIMATES):
-        run()
-    enqueued = time.perf_counter() - begin
-    _wait(device)
-    each_ms = max((time.perf_counter() - begin) * 1e3 / ESTIMATES, 1e-3)
-    if device.type != "cuda":
-        return _Calls(run, 0, max(1, min(CPU_CALLS, int(CPU_MS / each_ms))))
-    warm_up, count = (min(MOST_CALLS, math.ceil(ms / each_ms)) for ms in (WARM_UP_MS, COUNTED_MS))
-    host = enqueued / ESTIMATES * (warm_up + count)
-    return _Calls(run, warm_up, count, int(host * CYCLES), host_ahead)
-
-
-def _on_gpu(calls: _Calls, device: torch.device) -> float:
-    with torch.cuda.device(device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(calls.cycles)
-        if not calls.host_ahead:
-            _wait(device)
-        for _ in range(calls.warm_up):
-            calls.run()
-        begin.record()
-        for _ in range(calls.count):
-            calls.run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / calls.count
-
-
-def _on_cpu(calls: _Calls, device: torch.device) -> float:
-    begin = time.perf_counter()
-    for _ in range(calls.count):
-        calls.run()
-    return (time.perf_counter() - begin) * 1e3 / calls.count
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,13 +1,189 @@
-"""The time of a call, by torch's own timer."""
+"""The time of a call: rested, and under continuous load.
 
-from collections.abc import Callable
+A GPU that works for some tens of milliseconds without a pause draws more power than it may, and
+lowers its clock, the more the busier it is. So the time of a call depends on what ran before it.
+All times but `sustained_ms` are rested: calls follow one another for a few milliseconds, a turn,
+and pauses as long as the longest turn lie between. In them the host gets so far ahead that the
+device never waits for it.
+
+All take one turn each, in an order that the second half of a round reverses: what drifts in a
+round slows the first and the second turn of each by the same sum.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean, median
+from typing import NamedTuple
 
 import torch
 
+WARM_UP_MS, COUNTED_MS = 1.0, 3.0  # of calls in a turn on a GPU
+MOST_PAUSE_MS = 50.0  # for rest; after that no power is left that binds
+HOST_AHEAD = 2.0  # a pause over the time of the host to enqueue a turn
+# The device queues some 1,000 launches, and a call has up to four.
+MOST_CALLS = 100
+CYCLES = 2e9  # a second, as fast as any clock
+SETTLE_MS, SUSTAINED_MS = 100.0, 100.0  # of calls under continuous load, not counted and counted
+CPU_MS, CPU_CALLS = 2.0, 20  # of calls in a turn, at most
+ESTIMATES = 3  # calls that set how many a turn has
+MOST_ROUNDS = 50
 
-def median_ms(run: Callable[[], object], seconds: float) -> float:
-    """Median milliseconds of a call, of as many as take about `seconds`; a GPU is waited for."""
-    from torch.utils.benchmark import Timer  # takes long to import
+Run = Callable[[], object]
 
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median * 1e3
+
+class Turn(NamedTuple):
+    """Milliseconds of a call, of calls one after another.
+
+    Args:
+        device: On the device, the host ahead.
+        host: Of the host, to enqueue it; 0 on a CPU, where it is in the other.
+    """
+
+    device: float
+    host: float
+
+    @property
+    def called(self) -> float:
+        """The longer of both: device and host work at the same time."""
+        return max(self)
+
+
+class _Calls(NamedTuple):
+    """What a turn does: calls that are not counted, and those that are."""
+
+    run: Run
+    warm_up: int
+    count: int
+    busy_ms: float
+    enqueued_ms: float
+
+
+def rested_turns(
+    runs: Mapping[str, Run], device: torch.device, seconds: float, least_rounds: int
+) -> dict[str, list[Turn]]:
+    """The rested time of a call of each in every round, the mean of its two turns.
+
+    Args:
+        runs: Functions that call.
+        device: Where they run.
+        seconds: After which no round begins.
+        least_rounds: Rounds that are measured whatever they take.
+    """
+    with no_garbage_collection():
+        planned = {name: _planned(run, device) for name, run in runs.items()}
+        pause_ms = max(
+            min(max(calls.busy_ms for calls in planned.values()), MOST_PAUSE_MS),
+            HOST_AHEAD * max(calls.enqueued_ms for calls in planned.values()),
+        )
+        rounds: list[dict[str, Turn]] = []
+        end = time.perf_counter() + seconds
+        while len(rounds) < MOST_ROUNDS:
+            if len(rounds) >= least_rounds and time.perf_counter() > end:
+                break
+            first = len(rounds) % len(planned)
+            order = [*planned, *planned][first : first + len(planned)]
+            done = {name: [_turn(planned[name], device, pause_ms)] for name in order}
+            for name in reversed(order):
+                done[name].append(_turn(planned[name], device, pause_ms))
+            rounds.append({name: _mean(of) for name, of in done.items()})
+    return {name: [of[name] for of in rounds] for name in planned}
+
+
+def median_ms(
+    runs: Mapping[str, Run], device: torch.device, seconds: float, least_rounds: int = 2
+) -> dict[str, float]:
+    """Median rested milliseconds of a call of each, as `rested_turns` measures it."""
+    found = rested_turns(runs, device, seconds, least_rounds)
+    return {name: median(turn.called for turn in rounds) for name, rounds in found.items()}
+
+
+def sustained_ms(run: Run, device: torch.device) -> float | None:
+    """Milliseconds of a call under continuous load; None on a CPU.
+
+    Calls follow one another without a pause, the first of them until the clock has settled.
+    """
+    if device.type != "cuda":
+        return None
+    each_ms, _ = _estimate(run, device)
+    with no_garbage_collection(), torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(math.ceil(SETTLE_MS / each_ms)):
+            run()
+        begin.record()
+        count = math.ceil(SUSTAINED_MS / each_ms)
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collects no garbage, which takes the host milliseconds, inside the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _planned(run: Run, device: torch.device) -> _Calls:
+    """As many calls as fit into a turn."""
+    each_ms, host_ms = _estimate(run, device)
+    if device.type != "cuda":
+        return _Calls(run, 0, max(1, min(CPU_CALLS, int(CPU_MS / each_ms))), 0.0, 0.0)
+    warm_up = min(MOST_CALLS, round(WARM_UP_MS / each_ms))
+    count = min(MOST_CALLS, math.ceil(COUNTED_MS / each_ms))
+    return _Calls(run, warm_up, count, *((warm_up + count) * ms for ms in (each_ms, host_ms)))
+
+
+def _estimate(run: Run, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a call, and of the host to enqueue it."""
+    run()
+    _wait(device)
+    begin = time.perf_counter()
+    for _ in range(ESTIMATES):
+        run()
+    enqueued = time.perf_counter() - begin
+    _wait(device)
+    both = (time.perf_counter() - begin, enqueued)
+    each_ms, host_ms = (max(seconds * 1e3 / ESTIMATES, 1e-3) for seconds in both)
+    return each_ms, host_ms
+
+
+def _mean(turns: Sequence[Turn]) -> Turn:
+    return Turn(*(fmean(times) for times in zip(*turns, strict=True)))
+
+
+def _turn(calls: _Calls, device: torch.device, pause_ms: float) -> Turn:
+    if device.type != "cuda":
+        return Turn(_seconds(calls) * 1e3 / calls.count, 0.0)
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(pause_ms * CYCLES / 1e3))
+        for _ in range(calls.warm_up):
+            calls.run()
+        begin.record()
+        host = _seconds(calls)
+        end.record()
+        end.synchronize()
+        return Turn(begin.elapsed_time(end) / calls.count, host * 1e3 / calls.count)
+
+
+def _seconds(calls: _Calls) -> float:
+    """Of the host for the counted calls."""
+    begin = time.perf_counter()
+    for _ in range(calls.count):
+        calls.run()
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -219,7 +219,8 @@ def measure(
     device: torch.device | str = "cuda",
     progress: Progress | None = None,
 ) -> list[Choice]:
-    """The choices with the median times of their calls on this machine, the least first.
+    """The choices with the rested times of their calls on this machine (see sparseflash.timing),
+    the least first.
 
     Raises:
         RuntimeError: There is no such device.
@@ -340,4 +341,4 @@ def _median_ms(
         if workload.backward:
             torch.autograd.grad(out, (query, key, value), grad)
 
-    return median_ms(run, SECONDS)
+    return median_ms({"run": run}, query.device, SECONDS)["run"]

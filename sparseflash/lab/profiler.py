@@ -17,7 +17,6 @@ from sparseflash.lab.capture import AttentionCall, attention_modules, captured, 
 from sparseflash.timing import median_ms
 
 SECONDS = 0.2  # of measurement for each pattern
-ROUNDS = 3  # of measurement, among which these are shared
 
 Progress = Callable[[int, int], None]
 
@@ -36,7 +35,7 @@ class Profile:
         error: float64 (layers, heads, patterns), ||O_pattern - O|| / ||O||.
         loss: float64 (layers, heads, patterns), the change of the loss to first order if this head
             alone attends by the pattern, sum of dL/dO (O_pattern - O); None without a loss.
-        measured_ms: float64 (patterns,), median time of the forward pass of one layer.
+        measured_ms: float64 (patterns,), rested time of the forward pass of one layer.
         predicted_ms: float64 (patterns,), the model's own time in proportion to the densities.
     """
 
@@ -273,15 +272,14 @@ class _Study:
         return torch.stack(recalls, dim=1), torch.stack(errors, dim=1)
 
     def _measure(self, call: AttentionCall) -> None:
-        runs = []
+        runs = {}
         for pattern in [call.base, *(within(p, call.base) for p in self.patterns)]:
             mask = pattern(call.query.shape[2], device=call.query.device)
             self.density.append(mask.density)
-            runs.append(partial(_attend, call, mask))
-        # Alternately: what slows the machine for a while slows every pattern.
+            runs[str(len(runs))] = partial(_attend, call, mask)
         with torch.no_grad():
-            rounds = [[median_ms(run, SECONDS / ROUNDS) for run in runs] for _ in range(ROUNDS)]
-        self.times += torch.tensor(rounds).double().median(0).values.tolist()
+            found = median_ms(runs, call.query.device, SECONDS * len(runs))
+        self.times += found.values()
 
     def _check(self, call: AttentionCall, first: AttentionCall) -> None:
         facts, of_first = (

@@ -8,6 +8,7 @@ import torch
 import masks
 import sparseflash
 from sparseflash import _explain, backends
+from sparseflash.timing import Turn
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -33,7 +34,8 @@ def test_no_backend_is_no_error():
     assert "not triton: head_dim is 512" in str(found)
 
 
-def test_times():
+def test_times(monkeypatch):
+    monkeypatch.setattr(_explain, "SECONDS", 0.0)
     tensors_ = tensors(kv_heads=1)
     mask = masks.causal()(100, 16, tensors_[0].device)
     sinks = torch.zeros(2, device=tensors_[0].device)
@@ -50,13 +52,15 @@ def test_times():
 
 @pytest.fixture
 def timed(monkeypatch):
-    """What is timed with the host, in order; the n-th takes n ms forward and 10 n backward."""
+    """What is timed, in order; the n-th takes n ms forward and 10 n backward."""
     found = []
 
-    def measured(called, alone, *tensors):
-        found.extend(called.values())
-        names = [*called, *alone]
-        return [{name: [ms * n] * 5 for n, name in enumerate(names, 1)} for ms in (1, 10)]
+    def measured(runs, *tensors):
+        found.extend(runs.values())
+        passes = [
+            {name: [Turn(ms * n, 0.0)] * 5 for n, name in enumerate(runs, 1)} for ms in (1, 10)
+        ]
+        return passes, [1.125, 11.0]
 
     monkeypatch.setattr(_explain, "_measured", measured)
     return found
@@ -69,7 +73,7 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
     found = sparseflash.explain(
         *tensors_, mask, scale=0.3, dropout_p=0.1, sinks=sinks, measure=True
     )
-    ours, full, dense = timed
+    ours, full, dense = timed[:3]
     assert ours.keywords["mask"] is mask
     assert ours.keywords["sinks"] is full.keywords["sinks"] is sinks
     assert full.keywords["mask"] == masks.full()(100, 16, tensors_[0].device)
@@ -79,6 +83,11 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
     assert (found.measured.forward, found.full.forward, found.dense.forward) == (1, 2, 3)
     assert found.predicted == _explain.Times(2 * mask.density, 20 * mask.density)
     assert "full mask: forward 2.000 ms, backward 20.000 ms" in str(found)
+    assert "(rested: in short turns with pauses): forward 1.000 ms, backward 10.000" in str(found)
+    assert found.sustained == _explain.Times(1.125, 11.0)
+    under_load = "under continuous load, where power may lower the clock: forward 1.125 ms"
+    assert f"{under_load}, backward 11.000 ms; +12% and +10%" in str(found)
+    assert "continuous load" not in str(replace(found, sustained=None))
     for dense, faster in (((3, 30), False), ((2, 8), True), ((0.5, 12), False)):
         other = replace(found, dense=_explain.Times(*dense))
         assert other.dense_is_faster == faster

@@ -216,7 +216,8 @@ def test_options_of_a_module_come_to_the_backend(passed):
         module(x)
 
 
-def test_options_of_an_explained_call_are_those_that_are_measured(passed):
+def test_options_of_an_explained_call_are_those_that_are_measured(passed, monkeypatch):
+    monkeypatch.setattr("sparseflash._explain.SECONDS", 0.0)
     bias, lengths = torch.randn(2, 2 * LENGTH - 1), torch.tensor([30])
     sinks, mask = torch.zeros(2), masks.local(3)(LENGTH, 16)
     options = FACTS | {"score": HALF, "bias": bias, "key_lengths": lengths, "sinks": sinks}
