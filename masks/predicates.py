@@ -16,9 +16,6 @@ from masks._core.intervals import concatenate, from_bool_matrix
 from masks.block_mask import BlockMask
 from masks.builders import BLOCKS_AT_ONCE, from_runs
 
-# Values of pairs that stay in the cache of a CPU: functions of tokens run several times faster on
-# as many pairs than on a whole strip.
-CACHED_BYTES = 1 << 21
 PAIRS_FOR_THREADS = 1 << 24  # fewer are read before threads have started
 SECONDS_UNTIL_BAR = 2.0
 
@@ -35,28 +32,23 @@ def from_predicate(
 
 
 def _from_pairs(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tensor]) -> BlockMask:
-    on_cpu = grid.device.type == "cpu"
     q = torch.arange(grid.q_len, device=grid.device)[:, None]
     k = torch.arange(grid.k_len, device=grid.device)[None]
     recorded = ElementwiseFunction(attends)
     _evaluate(name, recorded.record, q[:2], k, (min(grid.q_len, 2), grid.k_len))
     is_elementwise = recorded.prepare(q, k)
     pair_bytes = recorded.pair_bytes() if is_elementwise else torch.int64.itemsize
-    at_once = max(1, CACHED_BYTES // (pair_bytes * grid.k_len)) if on_cpu else grid.q_len
 
-    def pairs(begin: int, end: int) -> Tensor:
-        shape = (end - begin, grid.k_len)
+    def pairs(_: int, rows: slice) -> Tensor:
+        shape = (rows.stop - rows.start, grid.k_len)
         if is_elementwise:
-            return recorded.pairs(begin, end).expand(shape)
-        return _evaluate(name, attends, q[begin:end], k, shape)
+            return recorded.pairs(rows.start, rows.stop).expand(shape)
+        return _evaluate(name, attends, q[rows], k, shape)
 
-    def strip(_: int, rows: slice) -> Tensor:
-        begins = range(rows.start, rows.stop, at_once)
-        return torch.cat([pairs(begin, min(begin + at_once, rows.stop)) for begin in begins])
-
-    run = _in_threads if on_cpu and grid.q_len * grid.k_len > PAIRS_FOR_THREADS else map
+    threads = grid.device.type == "cpu" and grid.q_len * grid.k_len > PAIRS_FOR_THREADS
+    run = _in_threads if threads else map
     read = functools.partial(_with_progress, f"reading {name}", run)
-    return BlockMask(convert.from_strips(grid, strip, run=read))
+    return BlockMask(convert.from_strips(grid, pairs, pair_bytes=pair_bytes, run=read))
 
 
 def from_block_predicate(

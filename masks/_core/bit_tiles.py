@@ -21,10 +21,20 @@ def words_per_row(block_k: int) -> int:
 
 def pack(pairs: Tensor) -> Tensor:
     """bool (..., bk) -> int32 (..., words); bk is a multiple of 8."""
+    return to_words(pack_bytes(pairs))
+
+
+def pack_bytes(pairs: Tensor) -> Tensor:
+    """bool (..., bk) -> uint8 (..., bk / 8); bk is a multiple of 8."""
     # Eight bools are eight bytes of an int64. One product gathers their low bits in its top byte,
     # byte i at bit i.
     octets = _viewable(pairs).view(torch.int64)
-    packed = ((octets * 0x0102040810204080) >> 56).to(torch.uint8)
+    return (octets * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def to_words(packed: Tensor) -> Tensor:
+    """Integers of any width (..., n), rows of packed pairs, -> int32 (..., words)."""
+    packed = _viewable(packed).view(torch.uint8)
     missing = -packed.shape[-1] % (WORD_BITS // 8)
     return torch.nn.functional.pad(packed, (0, missing)).view(torch.int32)
 
@@ -39,13 +49,11 @@ def unpack(tiles: Tensor, block_k: int) -> Tensor:
 
 
 def _viewable(tensor: Tensor) -> Tensor:
-    """The tensor or a copy, contiguous from a multiple of eight numbers on.
-
-    An empty one counts as contiguous whatever its strides.
+    """The tensor or a copy, contiguous from a multiple of eight numbers on, in dimensions of one,
+    too.
     """
-    if tensor.stride(-1) == 1 and tensor.is_contiguous() and tensor.storage_offset() % 8 == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    flat = tensor.contiguous().flatten()
+    return (flat.clone() if flat.storage_offset() % 8 else flat).view(tensor.shape)
 
 
 def inbounds_tile(

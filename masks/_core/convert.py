@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from masks._core.bit_tiles import deduplicate, pack, unpack
+from masks._core.bit_tiles import deduplicate, pack, pack_bytes, to_words, unpack
 from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.grid import Grid
 from masks._core.intervals import empty, from_bool_matrix, from_points
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 STRIP = 1 << 22  # pairs that are read at a time
+# Values of pairs that stay in the cache of a CPU: they are computed and packed several times
+# faster than those of a whole strip.
+CACHED_BYTES = 1 << 21
+_WORDS = {16: torch.int16, 32: torch.int32}  # by keys of a block, of whose pairs they are the bits
 
 
 def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockSet:
@@ -137,6 +141,7 @@ def from_strips(
     grid: Grid,
     pairs: Callable[[int, slice], Tensor],
     head_to_mask: tuple[int, ...] = (0,),
+    pair_bytes: int = 1,
     run: Callable = map,
 ) -> BlockSet:
     """The set read strip by strip.
@@ -145,15 +150,25 @@ def from_strips(
         grid: Lengths, block size and device.
         pairs: pairs(mask, slice of queries) is bool (queries, k_len).
         head_to_mask: The mask of each head.
+        pair_bytes: Of the largest value of a pair that `pairs` computes.
         run: `map`, or what does the same for a list.
     """
     rows = max(1, STRIP // (grid.bq * grid.k_len))
     strips = [(m, row) for m in range(max(head_to_mask) + 1) for row in range(0, grid.nq, rows)]
+    at_once = max(1, CACHED_BYTES // (pair_bytes * grid.k_len))
+    if grid.device.type != "cpu":
+        at_once = rows * grid.bq
+
+    def packed(mask: int, begin: int, end: int) -> Tensor:
+        return pack_bytes(_padded(pairs(mask, slice(begin, end)), 1, grid.bk))
 
     def read(strip: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mask, row = strip
-        queries = slice(row * grid.bq, min((row + rows) * grid.bq, grid.q_len))
-        return _strip_blocks(grid, pairs(mask, queries), mask * grid.nq + row)
+        begin, end = row * grid.bq, min((row + rows) * grid.bq, grid.q_len)
+        parts = [
+            packed(mask, first, min(first + at_once, end)) for first in range(begin, end, at_once)
+        ]
+        return _strip_blocks(grid, torch.cat(parts), mask * grid.nq + row)
 
     full, partial, tile, tiles = zip(*run(read, strips), strict=True)
     first_tile = accumulate((len(part) for part in tiles), initial=0)
@@ -162,19 +177,24 @@ def from_strips(
     return assemble(grid, head_to_mask, from_points(full), partial, tiles, tile)
 
 
+def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """x, or a copy of which a dimension ends with zeros that make it a multiple."""
+    missing = -x.shape[dim] % multiple
+    sizes = (0, missing) if dim == 1 else (0, 0, 0, missing)
+    return torch.nn.functional.pad(x, sizes) if missing else x
+
+
 def _strip_blocks(
     grid: Grid, strip: Tensor, first_row: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(full, partial, tile, bit tiles) of a strip of whole block rows."""
-    short_q, short_k = -strip.shape[0] % grid.bq, -strip.shape[1] % grid.bk
-    if short_q or short_k:
-        strip = torch.nn.functional.pad(strip, (0, short_k, 0, short_q))
-    # Most blocks are all false or all true: eight bools are compared at a time.
-    octets = strip.contiguous().view(torch.int64).view(-1, grid.bq, grid.nk, grid.bk // 8)
-    full = _fold(torch.bitwise_and, octets) == 0x0101010101010101
-    row, column = ((_fold(torch.bitwise_or, octets) != 0) & ~full).nonzero(as_tuple=True)
-    pairs = strip.view(-1, grid.bq, grid.nk, grid.bk)[row, :, column]
-    bit_tiles, tile = deduplicate(pack(pairs))
+    """(full, partial, tile, bit tiles) of a strip of whole block rows: uint8 (queries, bytes)."""
+    strip = _padded(strip, 0, grid.bq)
+    # Most blocks are all false or all true: many pairs are compared at a time.
+    words = strip.view(_WORDS.get(grid.bk, torch.int64))
+    words = words.view(-1, grid.bq, grid.nk, words.shape[1] // grid.nk)
+    full = _fold(torch.bitwise_and, words) == -1
+    row, column = ((_fold(torch.bitwise_or, words) != 0) & ~full).nonzero(as_tuple=True)
+    bit_tiles, tile = deduplicate(to_words(words[row, :, column]))
     full_row, full_column = full.nonzero(as_tuple=True)
     return (
         grid.flat_index(0, full_row + first_row, full_column),

@@ -1,13 +1,16 @@
 """Functions of (query, key) that torch computes elementwise: recorded once, then replayed.
 
-What such a function computes on its way depends on the query alone, on the key alone, on the
-distance q - k alone, or on the pair. Only the last is computed for every pair: of the others there
-are as many values as tokens.
+What such a function computes on its way depends on the query alone, on the key alone, on one sum
+a q + b k alone (the distance is one), or on the pair. Only the last is computed for every pair: of
+the others there are about as many values as tokens. And rows of pairs are computed once for all
+queries with equal values, such as those of one document.
 """
 
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from math import gcd
+from operator import add, neg, sub
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -16,14 +19,45 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CONSTANT, QUERY, KEY, DISTANCE, PAIR = range(5)  # what a value depends on
+# What a value depends on: (a, b), without a common divisor, is the sum a q + b k, and a set the
+# key and, by their ids, these values of the query.
+Dependence = tuple[int, int] | frozenset[int] | None
+Sum = tuple[int, ...]  # (a, b, c) is a q + b k + c
+CONSTANT, QUERY, KEY, PAIR = (0, 0), (1, 0), (0, 1), None
+
+# Beyond, a sum may wrap around, and to compare it with another says nothing of their difference.
+MAX_FACTOR, MAX_OFFSET = 2**16, 2**61
+SUMS = 2**22  # values of a q + b k, at most, that are tabulated
+SHARED_ROWS = 2**26  # values of rows, at most, that are tabulated for queries that share them
+QUERIES_OF_ROW = 4  # that share it, in the mean, at least
+PAIRS_AT_ONCE = 2**18
 
 _aten = torch.ops.aten
-_SHIFTS = (_aten.add.Tensor, _aten.sub.Tensor)
-MAX_SHIFT = 2**62  # beyond, a shifted token may wrap around, and its order says nothing
-# Operations that give for (q + n, k + n) what they give for (q, k).
-_OF_DISTANCE = (_aten.sub, _aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge)
+_COMPARISONS = (_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge)
 _POINTWISE = (_aten.floor_divide.default, _aten._to_copy.default)  # without torch's tag
+
+
+def _product(x: Sum, y: Sum) -> Sum | None:
+    if y[:2] == CONSTANT:
+        x, y = y, x
+    return tuple(x[2] * n for n in y) if x[:2] == CONSTANT else None
+
+
+_SUMS: dict[Any, Callable[..., Sum | None]] = {
+    _aten.add.Tensor: lambda x, y: tuple(map(add, x, y)),
+    _aten.sub.Tensor: lambda x, y: tuple(map(sub, x, y)),
+    _aten.rsub.Scalar: lambda x, y: tuple(map(sub, y, x)),
+    _aten.neg.default: lambda x: tuple(map(neg, x)),
+    _aten.mul.Tensor: _product,
+}
+
+
+def _without_overflow(found: Sum | None) -> Sum | None:
+    """The sum if it does not wrap around, whatever the tokens."""
+    if found is None:
+        return None
+    *factors, offset = found
+    return found if max(map(abs, factors)) <= MAX_FACTOR and abs(offset) <= MAX_OFFSET else None
 
 
 class _Step(NamedTuple):
@@ -63,9 +97,12 @@ class ElementwiseFunction:
     def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
         self.function = function
         self.steps: list[_Step] = []
-        self.depends: dict[int, int] = {}
-        self.shifted: dict[int, int] = {}  # of values q + n and k + n: a bound of |n|
+        self.depends: dict[int, Dependence] = {}
+        self.sums: dict[int, Sum] = {}
         self.values: dict[int, Tensor] = {}
+        self.pair_steps: list[tuple[_Step, set[int]]] = []  # with what no later one reads
+        # Of values that are stored as one row: where in it the row of each query begins.
+        self.begins: dict[Dependence, Tensor] = {}
 
     def record(self, q: Tensor, k: Tensor) -> Any:
         """The function of a few queries and all keys."""
@@ -83,50 +120,58 @@ class ElementwiseFunction:
             Whether every step is a function of the pair alone. If not, the function itself has to
             be called for every pair.
         """
-        self.q_len, self.k_len = len(q), k.shape[1]
+        self.q, self.k = q, k
         sample_q, sample_k = map(id, self.sample)
         self.depends = {sample_q: QUERY, sample_k: KEY}
-        self.shifted = {sample_q: 0, sample_k: 0}
+        self.sums = {sample_q: (*QUERY, 0), sample_k: (*KEY, 0)}
         if not all(map(self._is_elementwise, self.steps)):
             return False
         if self.depends.get(id(self.answer), CONSTANT) == CONSTANT:
             return False
-        pairwise = self._steps_of(PAIR)
-        used = {id(t) for step in pairwise for t in _inputs(step)} | {id(self.answer)}
-        tokens = {sample_q: q, sample_k: k}
-        self._replay(tokens, self._steps_of(QUERY, KEY))
-        # With key 0 the distance is the query: such pairs give a value for each distance.
-        distance = torch.arange(self.q_len - 1, -self.k_len, -1, device=q.device)
-        distances = {sample_q: distance, sample_k: torch.zeros_like(distance[:1])}
-        shifts = [step for step in self.steps if id(step.result) in self.shifted]
-        self._replay(distances, [*shifts, *self._steps_of(DISTANCE)])
-        self.values = {i: value for i, value in (distances | tokens).items() if i in used}
+        for which in {*self.depends.values()} - {CONSTANT}:
+            if isinstance(which, tuple):
+                self._tabulate_sums(*which)
+        self._tabulate_shared_rows()
+        read = {id(self.answer)}
+        for step in reversed(self._steps_of(PAIR)):
+            own = {id(t) for t in _inputs(step)}
+            self.pair_steps.insert(0, (step, own - read))
+            read |= own
+        self.values = {i: value for i, value in self.values.items() if i in read}
         return True
 
-    def _steps_of(self, *kinds: int) -> list[_Step]:
-        """The steps whose results depend on these."""
-        return [step for step in self.steps if self.depends[id(step.result)] in kinds]
-
     def pair_bytes(self) -> int:
-        """Bytes of the largest value that is computed for every pair."""
-        return max((step.result.itemsize for step in self._steps_of(PAIR)), default=1)
+        """Bytes of the largest value that is computed or copied for every pair."""
+        copied = [value for i, value in self.values.items() if self.depends[i] in self.begins]
+        computed = [step.result for step in self._steps_of(PAIR)]
+        return max((value.itemsize for value in copied + computed), default=1)
 
     def pairs(self, begin: int, end: int) -> Tensor:
         """Its values, which broadcast to (end - begin, k_len), of the queries from `begin` to
         before `end`.
         """
-        values = {}
-        for i, value in self.values.items():
-            if self.depends[i] == DISTANCE:
-                # Entry n is of the distance q_len - 1 - n: the next query begins an entry earlier.
-                shape = (end - begin, self.k_len)
-                up = value.as_strided(shape, (1, 1), self.q_len - end)
-                reverse = torch.arange(end - begin - 1, -1, -1, device=value.device)
-                values[i] = up.index_select(0, reverse)  # flip is slower
-            else:
-                values[i] = value[begin:end] if self.depends[i] == QUERY else value
-        self._replay(values, self._steps_of(PAIR))
+        values = {i: self._value(i, slice(begin, end)) for i in self.values}
+        for step, read_last in self.pair_steps:
+            self._replay(values, [step])
+            for i in read_last & values.keys():
+                del values[i]  # so that the next value takes its memory, which is in the cache
         return values[id(self.answer)]
+
+    def _value(self, i: int, queries: slice | Tensor) -> Tensor:
+        """A stored value of some queries, which broadcasts to (queries, k_len)."""
+        value, which = self.values[i], self.depends[i]
+        if which in self.begins:
+            rows = value.as_strided((value.numel() - self.k.numel() + 1, self.k.numel()), (1, 1))
+            return rows.index_select(0, self.begins[which][queries])
+        return value[queries] if which == QUERY else value
+
+    def _steps_of(self, which: Dependence) -> list[_Step]:
+        """The steps whose results depend on this."""
+        return [step for step in self.steps if self.depends[id(step.result)] == which]
+
+    def _read_by(self, steps: list[_Step]) -> set[int]:
+        """What these steps read, and the answer."""
+        return {id(t) for step in steps for t in _inputs(step)} | {id(self.answer)}
 
     def _is_elementwise(self, step: _Step) -> bool:
         """Finds what the result of a step depends on, if it is a function of the pair alone."""
@@ -151,21 +196,111 @@ class ElementwiseFunction:
             is_number = not depends and step.result.ndim == 0
             pointwise = torch.Tag.pointwise in tags or step.operation in _POINTWISE
             elementwise = numbers and (pointwise or is_number)
-        if not elementwise:
-            return False
-        shifts = all(id(t) in self.shifted for t in tensors) and not step.options
-        if len(depends) < 2:
-            self.depends[id(step.result)] = max(depends, default=CONSTANT)
-        elif shifts and step.operation.overloadpacket in _OF_DISTANCE:
-            self.depends[id(step.result)] = DISTANCE
-        else:
-            self.depends[id(step.result)] = PAIR
-        if shifts and step.operation in _SHIFTS and isinstance(step.arguments[1], int):
-            token, n = step.arguments
-            shift = self.shifted[id(token)] + abs(n)
-            if shift <= MAX_SHIFT:
-                self.shifted[id(step.result)] = shift
-        return True
+        if elementwise:
+            self.depends[id(step.result)] = self._dependence(step, depends)
+        return elementwise
+
+    def _dependence(self, step: _Step, depends: set[Dependence]) -> Dependence:
+        """What the result of an elementwise step depends on whose arguments depend on these."""
+        terms = [self._sum_of(argument) for argument in step.arguments]
+        found = None
+        if None not in terms and not step.options and len(terms) <= 2:
+            if step.operation.overloadpacket in _COMPARISONS:
+                found = _SUMS[_aten.sub.Tensor](*terms)
+            elif step.operation in _SUMS and step.result.dtype == torch.int64:
+                found = _without_overflow(_SUMS[step.operation](*terms))
+                if found is not None:
+                    self.sums[id(step.result)] = found
+        if found is None or found[:2] == CONSTANT:
+            return PAIR if len(depends) > 1 else next(iter(depends), CONSTANT)
+        a, b, _ = found
+        divisor = gcd(a, b) * (-1 if (b, a) < CONSTANT else 1)
+        a, b = a // divisor, b // divisor
+        few = abs(a) * self.q.numel() + b * self.k.numel() <= SUMS or max(abs(a), b) == 1
+        return (a, b) if few else PAIR
+
+    def _sum_of(self, argument: Any) -> Sum | None:
+        return (*CONSTANT, argument) if type(argument) is int else self.sums.get(id(argument))
+
+    def _tabulate_sums(self, a: int, b: int) -> None:
+        """Computes what depends on a q + b k alone for each sum, and stores what others read."""
+        which = a, b
+        sums = self.q if which == QUERY else self.k
+        if a and b:
+            sums, self.begins[which] = self._sums_of_tokens(a, b)
+        # Tokens, though not those of the sequence, that have these sums.
+        of_query = pow(a, -1, b) if b else 1
+        of_key = (1 - a * of_query) // b if b else 0
+        values = {id(t): n * sums for t, n in zip(self.sample, (of_query, of_key), strict=True)}
+        results = [(step, id(step.result)) for step in self.steps]
+        of_sum = [s for s, i in results if i in self.sums or self.depends[i] == which]
+        self._replay(values, of_sum)
+        used = self._read_by(self._steps_of(PAIR))
+        found = {i for i in used & values.keys() if self.depends[i] == which}
+        self.values |= {i: values[i].contiguous() for i in found}
+
+    def _sums_of_tokens(self, a: int, b: int) -> tuple[Tensor, Tensor]:
+        """(the sums a q + b k, where those of each query begin): of each the next key's follow."""
+        of_query = a * self.q.flatten()
+        row, column = of_query % b, of_query // b
+        least = int(column.min())
+        columns = int(column.max()) - least + self.k.numel()
+        begins = row * columns + column - least
+        column = torch.arange(least, least + columns, device=begins.device)
+        sums = (column * b + torch.arange(b, device=begins.device)[:, None]).flatten()
+        # No tokens have the sums between those of queries: functions may fail there, never at 0.
+        edges = torch.zeros(len(sums) + 1, dtype=torch.int64, device=begins.device)
+        edges.index_add_(0, begins, torch.ones_like(begins))
+        edges.index_add_(0, begins + self.k.numel(), -torch.ones_like(begins))
+        return sums.where(edges.cumsum(0)[:-1] > 0, 0), begins
+
+    def _tabulate_shared_rows(self) -> None:
+        """Computes rows of pairs that many queries share, and stores those that others read."""
+        queries = {}
+        for step in self._steps_of(PAIR):
+            which = self._values_of_query(step)
+            if which and which not in queries:
+                queries[which] = self._queries_of_rows(which)
+            if which and queries[which] is not None:
+                self.depends[id(step.result)] = which
+        shared = {which: some for which, some in queries.items() if some is not None}
+        for which in sorted(shared, key=len):  # those of fewer values are read by others
+            steps = self._steps_of(which)
+            others = [s for s in self.steps if self.depends[id(s.result)] != which]
+            found = {id(step.result) for step in steps} & self._read_by(others)
+            read = self._read_by(steps) & self.values.keys()
+            parts = []
+            for part in shared[which].split(max(1, PAIRS_AT_ONCE // self.k.numel())):
+                values = {i: self._value(i, part) for i in read}
+                self._replay(values, steps)
+                parts.append([values[i] for i in found])
+            tables = [torch.cat(rows).flatten() for rows in zip(*parts, strict=True)]
+            self.values |= dict(zip(found, tables, strict=True))
+
+    def _values_of_query(self, step: _Step) -> frozenset[int] | None:
+        """The values of the query on which, and on the key, alone a step of pairs depends."""
+        found = set()
+        for tensor in _inputs(step):
+            which = self.depends.get(id(tensor), CONSTANT)
+            if which == QUERY:
+                found.add(id(tensor))
+            elif isinstance(which, frozenset):
+                found |= which
+            elif which not in (KEY, CONSTANT):
+                return None
+        return frozenset(found)
+
+    def _queries_of_rows(self, which: frozenset[int]) -> Tensor | None:
+        """A query for each combination of these values; None if queries share too few rows."""
+        row = torch.zeros_like(self.q.flatten())
+        for i in which:
+            _, number = torch.unique(self.values[i].flatten(), return_inverse=True)
+            _, row = torch.unique(row * len(row) + number, return_inverse=True)
+        count, queries = int(row.max()) + 1, self.q.flatten()
+        if count * QUERIES_OF_ROW > len(row) or count * self.k.numel() > SHARED_ROWS:
+            return None
+        self.begins[which] = row * self.k.numel()
+        return torch.empty_like(queries[:count]).scatter_(0, row, queries)
 
     def _replay(self, values: dict[int, Tensor], steps: list[_Step]) -> None:
         """Adds the results of these steps to `values`."""

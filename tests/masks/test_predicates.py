@@ -93,8 +93,10 @@ def test_functions_of_blocks_are_called_without_autocast():
     [
         lambda q, k: (q - k).abs() % 1000 < 10,
         lambda q, k: ((q - k).abs() < 64) | (k % 1000 < 10),
+        lambda q, k: (q // 777 == k // 777) & (k <= q),
+        lambda q, k: (7 * q + 3 * k) % 1000 < 10,
     ],
-    ids=["distance", "distance or key"],
+    ids=["distance", "distance or key", "causal documents", "sum"],
 )
 def test_what_depends_on_no_pair_is_computed_for_no_pair(attends):
     def once() -> float:

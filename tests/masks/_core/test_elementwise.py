@@ -13,6 +13,7 @@ from masks._core.elementwise import ElementwiseFunction
 
 TABLE = torch.arange(100) % 7
 SHORT = torch.arange(84) // 9  # for queries and keys, too short for their distances
+LONG = torch.arange(300) % 5
 PLANE = (torch.arange(100)[:, None] * torch.arange(100)) % 5 < 2
 NUMBER = torch.tensor(3)
 
@@ -43,6 +44,21 @@ ELEMENTWISE = {
     "xor": lambda q, k: ((q ^ k) & 4) == 0,
     "min": lambda q, k: torch.minimum(q, k) > 5,
     "root": lambda q, k: (q - k).clamp(min=0).sqrt().floor() % 2 == 1,
+    "sum": lambda q, k: (7 * q + 3 * k) % 100 < 10,
+    "negative sum": lambda q, k: (5 - 3 * q - 2 * k) // -7 % -4 == -1,
+    "sum of one factor": lambda q, k: (6 * (q - 2) + 4 * -k) // 8 < -20,
+    "sum that comes to the query": lambda q, k: (q + k) - k > 7,
+    "sum that comes to a number": lambda q, k: (q - q + 3) * k > 50,
+    "compared sums": lambda q, k: 3 * q + k > 2 * q + 4 * k - 7,
+    "sum of large factors": lambda q, k: (q * 40_000_000 + k * 104_729) % 11 < 3,
+    "wrapping sum": lambda q, k: q * 2**62 + k > k - 1,
+    "sum of a table": lambda q, k: LONG[q + 2 * k] > 3,
+    "sums that no tokens have": lambda q, k: 1000 // (3 * q + 5 * k - 4) > 20,
+    "blocks": lambda q, k: q // 16 == k // 20,
+    "blocks and strides": lambda q, k: (q // 8 == k // 8) | (q % 5 == k % 5),
+    "rows of a table": lambda q, k: (TABLE[q // 9] ^ (k & 3)) > 3,
+    "rows of fractions": lambda q, k: ((q // 20).float() / (k + 1) > 0.1) == (q < 30),
+    "rows or sums": lambda q, k: torch.where(q // 16 == k // 16, k % 3 == 0, (q + k) % 4 == 0),
     "narrow": lambda q, k: (q.to(torch.int8) - k.to(torch.int8)) > 0,
 }
 OTHERS = {
@@ -59,7 +75,7 @@ OTHERS = {
 @pytest.mark.parametrize("lengths", [(50, 83), (83, 50), (1, 20), (20, 1), (64, 64)], ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE | OTHERS)
 def test_every_pair_is_that_of_the_function(name, lengths, monkeypatch):
-    monkeypatch.setattr("masks.predicates.CACHED_BYTES", 400)
+    monkeypatch.setattr("masks._core.convert.CACHED_BYTES", 400)
     function = (ELEMENTWISE | OTHERS)[name]
     q, k = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None]
     expected = function(q, k).expand(lengths)
@@ -79,7 +95,8 @@ def test_which_functions_are_replayed(name):
     [
         (lambda q, k: (q - k).abs() < 5, 1),
         (lambda q, k: (q // 7 == k // 7) & (k <= q), 1),
-        (lambda q, k: (q + k).int() % 7 == 0, 8),
+        (lambda q, k: (q + k).int() % 7 == 0, 1),
+        (lambda q, k: (q * k).int() % 7 == 0, 8),
     ],
 )
 def test_bytes_of_a_pair_are_those_of_the_largest_value(attends, expected):
@@ -90,6 +107,27 @@ def test_bytes_of_a_pair_are_those_of_the_largest_value(attends, expected):
     assert function.pair_bytes() == expected
 
 
+@pytest.mark.parametrize(
+    ("attends", "operations"),
+    [
+        (lambda q, k: (7 * q + 3 * k) % 100 < 10, 0),
+        (lambda q, k: q // 9 == k // 9, 0),
+        (lambda q, k: (q // 9 == k // 9) & (k <= q), 1),
+        (lambda q, k: (q // 9 == k // 9) | (q % 9 == k % 9), 1),
+        (lambda q, k: (q // 9 == k // 9) | (q % 9 == 3), 0),
+        (lambda q, k: (3 * q + 7000 * k) % 1001 < 10, 3),
+        (lambda q, k: q ^ k < 5, 2),
+    ],
+)
+def test_operations_on_every_pair(attends, operations, monkeypatch):
+    monkeypatch.setattr("masks._core.elementwise.SUMS", 2**16)
+    function = ElementwiseFunction(attends)
+    q, k = torch.arange(500)[:, None], torch.arange(300)[None]
+    function.record(q[:2], k)
+    assert function.prepare(q, k)
+    assert len(function.pair_steps) == operations
+
+
 def test_what_depends_on_the_distance_is_computed_once_for_each():
     function = ElementwiseFunction(lambda q, k: ((q + 1 - k).abs() % 5 < 2) & (k % 3 == 0))
     q, k = torch.arange(50)[:, None], torch.arange(83)[None]
@@ -98,26 +136,36 @@ def test_what_depends_on_the_distance_is_computed_once_for_each():
     assert sorted(value.numel() for value in function.values.values()) == [83, 132]
 
 
-RULES = [operator.add, operator.sub, operator.mul, torch.minimum, operator.floordiv]
+RULES = [operator.add, operator.sub, operator.mul, torch.minimum, operator.floordiv, operator.mod]
+LEAVES = [
+    lambda q, k: q,
+    lambda q, k: k,
+    lambda q, k: 4,
+    lambda q, k: q - k,
+    lambda q, k: 5 - 2 * q + 3 * k,
+    lambda q, k: q // 11,
+    lambda q, k: -k,
+]
 SIGNS = [operator.lt, operator.le, operator.eq, operator.ne, operator.ge, operator.gt]
 
 
 def drawn(draw: random.Random, depth: int):
     """A random function of (q, k) with integers."""
     if depth == 0:
-        return draw.choice([lambda q, k: q, lambda q, k: k, lambda q, k: 4, lambda q, k: q - k])
+        return draw.choice(LEAVES)
     rule, left, right = draw.choice(RULES), drawn(draw, depth - 1), drawn(draw, depth - 1)
+    divisor = draw.choice([3, -3, 20, -7])
 
     def value(q, k):
         a, b = left(q, k), right(q, k)
         if rule is torch.minimum and not (torch.is_tensor(a) and torch.is_tensor(b)):
             return a
-        return rule(a, 3 if rule is operator.floordiv else b)
+        return rule(a, divisor if rule in (operator.floordiv, operator.mod) else b)
 
     return value
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_random_functions(seed):
     draw = random.Random(seed)
     left, right, other = (drawn(draw, draw.randrange(4)) for _ in range(3))
