@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 from textwrap import fill
 
-from records import NAMES, Rows, table
+from records import NAMES, Rows
+
+from experiments.markdown import table
 
 FITTED = {
     "l2_gb": "bytes through L2, predicted",

@@ -7,7 +7,6 @@ command that makes one. `--check` only says whether the page is current.
 """
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,9 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is no package
 
-from records import NAMES, RESULTS, load, measured, table  # noqa: E402
+from records import NAMES, RESULTS, load, measured  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
+from experiments.markdown import table, written  # noqa: E402
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
 PAGE = ROOT / "docs/paper.md"
@@ -458,19 +458,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def written(page: str) -> str:
-    """A page with its tables written anew. Raises ValueError for one without their marks."""
-    for name, show in TABLES.items():
-        marked = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", re.DOTALL)
-        if not marked.search(page):
-            raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} -->")
-        page = marked.sub(lambda _, show=show: show(), page)
-    return page
-
-
 def main() -> int:
     page = PAGE.read_text()
-    wanted = written(page)
+    wanted = written(page, TABLES)
     if "--check" in sys.argv:
         print("current" if page == wanted else f"not current: {PAGE.name}")
         return int(page != wanted)

@@ -5,11 +5,11 @@
 A section whose record is absent is left out. `--check` only says whether both files are current.
 """
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
 from io_complexity import THEORY, io_complexity
@@ -23,12 +23,12 @@ from records import (
     measured,
     milliseconds,
     size_of,
-    table,
     words,
 )
 
+from experiments.markdown import table, written
+
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
-TABLE = re.compile(r"(?<=<!-- speed -->\n).*?(?=\n<!-- /speed -->)", re.DOTALL)
 UNITS = {"matrix units": "tensor cores"}  # in older records
 SHOWN = ("sparseflash", "flash4", "flex")  # in the table of the README
 
@@ -253,7 +253,7 @@ def readme_table() -> str:
 
 
 def main() -> int:
-    wanted = {PAGE: page(), README: TABLE.sub(readme_table(), README.read_text())}
+    wanted = {PAGE: page(), README: written(README.read_text(), {"speed": readme_table})}
     if "--check" in sys.argv:
         old = [path.name for path, text in wanted.items() if path.read_text() != text]
         print(f"not current: {', '.join(old)}" if old else "current")

@@ -1,8 +1,10 @@
 """Records of measurements, and their rows as tables of Markdown."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+
+from experiments.markdown import table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
@@ -39,13 +41,6 @@ def load(name: str) -> dict | None:
         {RENAMED.get(key, key): value for key, value in row.items()} for row in record["rows"]
     ]
     return record
-
-
-def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """A table of Markdown."""
-    head = list(head)
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def size_of(row: dict) -> tuple:

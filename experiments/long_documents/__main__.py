@@ -21,7 +21,6 @@ app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
 LENGTHS = tuple(2**n for n in range(9, 17))
 FLOORS = SHIPPED / "long-documents-floors.json"
 STEP_BYTES = 2**18  # of a training step, whatever the length is
-DATA = "data.json"  # in the folder of a length: SHA-256 of the books
 CONFIG = Path(__file__).with_name("authors.yaml")
 Data = Annotated[Path, typer.Option(file_okay=False, help="with books/, as `data` built them")]
 Lengths = Annotated[list[int], typer.Option("--length", help="bytes of a passage")]
@@ -61,7 +60,7 @@ def train(
     `python -m experiments.lra fit`, as --model.encoder.attention."""
     from experiments.files import write_json
     from experiments.language_model.books import Books
-    from experiments.long_documents.authors import Authors
+    from experiments.long_documents.authors import DATA, Authors
     from experiments.lra import presets
     from experiments.lra import seeds as runs
 

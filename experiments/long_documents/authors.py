@@ -24,6 +24,7 @@ TESTED = 8  # passages of an author, at most
 AUTHORS = 50
 NOBODY = ("", "Anonymous", "Various")
 EPOCH = 2**20  # training passages before their order begins anew
+DATA = "data.json"  # in the folder of a length: SHA-256 of the books
 Tokens = Literal["bytes", "words"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from experiments.files import record_path, shared, write_json
-from experiments.long_documents.__main__ import DATA
+from experiments.long_documents.authors import DATA
 from experiments.lra.results import ended, in_words
 from experiments.lra.seeds import summary_of
 from experiments.pictures import COLOURS, panels, save

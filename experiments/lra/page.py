@@ -9,8 +9,7 @@ says so.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -23,6 +22,7 @@ import yaml
 
 from experiments.cli import SHIPPED, needs
 from experiments.lra import TASKS, floors
+from experiments.markdown import table, written
 
 README = Path(__file__).parent / "README.md"
 FRONT = Path(__file__).parents[2] / "README.md"
@@ -104,35 +104,13 @@ def main(
     """Writes the tables of the page of Long Range Arena."""
     needs(README.exists(), "a checkout, which has the page")
     wanted = {
-        README: written(README.read_text()),
+        README: written(README.read_text(), TABLES),
         FRONT: written(FRONT.read_text(), SENTENCES, between=""),
     }
     if check:
         raise typer.Exit(any(path.read_text() != text for path, text in wanted.items()))
     for path, text in wanted.items():
         path.write_text(text)
-
-
-def written(
-    page: str, parts: Mapping[str, Callable[[], str]] | None = None, between: str = "\n"
-) -> str:
-    """A page with its tables written anew.
-
-    Args:
-        page: Its text.
-        parts: What stands between the marks of each name; TABLES if None.
-        between: What stands between a mark and them.
-
-    Raises:
-        ValueError: For a page without the marks of a table.
-    """
-    for name, table in (TABLES if parts is None else parts).items():
-        marks = rf"(?<=<!-- {name} -->{between}).*?(?={between}<!-- /{name} -->)"
-        marked = re.compile(marks, re.DOTALL)
-        if not marked.search(page):
-            raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} -->")
-        page = marked.sub(lambda _, table=table: table(), page)
-    return page
 
 
 @cache
@@ -146,13 +124,6 @@ def group_of(name: str, group: str) -> dict | None:
     """A group of trained runs, or None; one that is stuck has no accuracy."""
     found = record(name)
     return None if found is None else found["groups"].get(group)
-
-
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def comparison() -> str:
@@ -171,7 +142,7 @@ def comparison() -> str:
         for row in ROWS
     ]
     reading = ["*floor*", *(f"{100 * floor(task):.1f}" for task in COLUMNS)]
-    return markdown(["", *titles, "speed-up", "published by"], [[*reading, "", ""], *rows])
+    return table(["", *titles, "speed-up", "published by"], [[*reading, "", ""], *rows])
 
 
 def ours(row: Row, task: str) -> str:
@@ -225,7 +196,7 @@ def speed_table() -> str:
         if measured := record(part):
             steps = [step for step in measured["steps"] if step["clock"] == "graph"]
             rows += speed_rows(steps)[bool(rows) :]  # standard attention once
-    return markdown([*SPEED_HEAD, "geometric mean", "on real batches", "peak MiB, Text"], rows)
+    return table([*SPEED_HEAD, "geometric mean", "on real batches", "peak MiB, Text"], rows)
 
 
 def speed_rows(steps: list[dict]) -> list[list[str]]:
@@ -266,7 +237,7 @@ def floor_table() -> str:
     for title, name in FLOORS.items():
         cells = (known[task].get(name) for task in tasks)
         rows.append([title, *("" if cell is None else f"{100 * cell:.1f}" for cell in cells)])
-    return markdown(
+    return table(
         ["test accuracy, %", "ListOps", "Pathfinder 32", "64", "Path-X", "Path-256"], rows
     )
 
@@ -274,7 +245,7 @@ def floor_table() -> str:
 def trained_table() -> str:
     """Every group of trained runs beside its floor."""
     head = ["test accuracy, %", "record", "runs", "attention", "accuracy", "floor", "above it"]
-    return markdown([*head, "disc pairs right"], map(trained_row, TRAINED))
+    return table([*head, "disc pairs right"], map(trained_row, TRAINED))
 
 
 def trained_row(row: Trained) -> list[str]:
@@ -305,7 +276,7 @@ def runs_table() -> str:
     for name, label in trained_groups():
         group = group_of(name, label)
         rows += [run_row(label, run) for run in group["runs"]] if group else []
-    return markdown(head, rows)
+    return table(head, rows)
 
 
 def trained_groups() -> list[tuple[str, str]]:

@@ -106,4 +106,4 @@ def test_a_page_is_checked_and_written(tmp_path, monkeypatch):
         page.main(check=True)
     assert not ended.value.exit_code
     with pytest.raises(ValueError, match="the page needs <!-- comparison -->"):
-        page.written("no marks")
+        page.written("no marks", page.TABLES)
