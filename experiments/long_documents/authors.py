@@ -55,7 +55,8 @@ class Authors(Task):
             raise ValueError(f"authors must be 2 or more, got {authors}")
         if tokens not in get_args(Tokens):
             raise ValueError(f"tokens must be bytes or words, got {tokens!r}")
-        self.length, self.authors, self.tokens = length, authors, tokens
+        self.length, self.authors = length, authors
+        self.tokens: Tokens = tokens
         self.name = f"authors-{length}" + "-words" * (tokens == "words")
         if tokens == "bytes":
             self.shape = Shape(seq_len=length, vocabulary=BYTES, classes=authors)

@@ -166,4 +166,4 @@ def test_table_5_by_the_paper_s_method(paper, tmp_path):
 
 def test_a_page_without_marks_is_an_error(paper):
     with pytest.raises(ValueError, match="the page needs <!-- overview -->"):
-        paper.written("no marks")
+        paper.written("no marks", paper.TABLES)
