@@ -23,5 +23,6 @@ def test_site_builds_strictly(tmp_path):
         for picture in re.findall(r'<img[^>]+src="([^"]+)"', (site / name).read_text()):
             assert (site / picture).exists(), picture
     assert "figure-2.png" in (site / "performance.html").read_text()
+    assert 'id="masks.Pattern.__call__"' in (site / "api/masks.html").read_text()
     assert '<code>python -m masks "local(256) | butterfly()"</code>' in pages
     assert len(list((site / "gallery").glob("*.png"))) >= 13
