@@ -37,7 +37,12 @@ def _is_builtin(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "builtin"
 
 
-app = typer.Typer(cls=commands.DrawByDefault, epilog=_known_patterns(), add_completion=False)
+app = typer.Typer(
+    cls=commands.DrawByDefault,
+    help='Draw and analyse sparsity patterns. A pattern alone, as "local(256)", is drawn.',
+    epilog=_known_patterns(),
+    add_completion=False,
+)
 for command in (commands.reach, commands.lint, commands.gallery, commands.diff):
     app.command()(command)
 

@@ -169,12 +169,11 @@ def listed(masks: BlockMask | Sequence[BlockMask]) -> list[BlockMask]:
 
 
 def _check(masks: Sequence[BlockMask]) -> None:
-    for mask in masks:
-        if mask.seq_len != (mask.seq_len[0],) * 2 or mask.seq_len != masks[0].seq_len:
-            raise ValueError(
-                "masks of layers must have as many keys as queries, and all the same, got "
-                f"{mask.seq_len} beside {masks[0].seq_len}"
-            )
+    lengths = sorted({length for mask in masks for length in mask.seq_len})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"masks of layers must have as many keys as queries, and all the same, got {lengths}"
+        )
 
 
 class _Firsts(NamedTuple):
