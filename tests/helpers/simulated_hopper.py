@@ -85,7 +85,8 @@ def simulation(
         barriers = importlib.import_module(f"{PREFIX}device.barriers")
         vars(barriers).update(simulated_gluon.BARRIERS)
         # In the place of the module wherever it is imported: by its name, or of its package.
-        triton_common.score_mods = sys.modules[score_mods.__name__] = simulated_score_mods()
+        simulated = sys.modules[score_mods.__name__] = simulated_score_mods()
+        vars(triton_common).update(score_mods=simulated)
         launch = importlib.import_module(f"{PREFIX}launch")
         vars(launch).update(multiprocessors=lambda device: ctas)
         for name in ("forward_pass", "backward_pass"):
