@@ -70,10 +70,11 @@ def simulation(
         ctas: How many CTAs a launch has at most.
     """
     finder = Finder(bugs or {})
+    shared = simulated_score_mods()
     with (
         patch.dict(sys.modules),
         patch.dict(vars(hopper)),
-        patch.dict(vars(triton_common)),
+        patch.object(triton_common, "score_mods", shared),  # imported by its name, or of here
         patch.object(sys, "meta_path", [finder, *sys.meta_path]),
     ):
         for name in [name for name in sys.modules if name.startswith(PREFIX)]:
@@ -84,9 +85,7 @@ def simulation(
         sys.modules[f"{PREFIX}device.gluon_compat"] = simulated_gluon
         barriers = importlib.import_module(f"{PREFIX}device.barriers")
         vars(barriers).update(simulated_gluon.BARRIERS)
-        # In the place of the module wherever it is imported: by its name, or of its package.
-        simulated = sys.modules[score_mods.__name__] = simulated_score_mods()
-        vars(triton_common).update(score_mods=simulated)
+        sys.modules[score_mods.__name__] = shared
         launch = importlib.import_module(f"{PREFIX}launch")
         vars(launch).update(multiprocessors=lambda device: ctas)
         for name in ("forward_pass", "backward_pass"):
