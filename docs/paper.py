@@ -298,7 +298,7 @@ def language_model(name: str) -> str:
     head = ["run", "context, tokens", "parameters", "attention", "MB read", "bits per byte"]
     head += ["of its last positions", "over dense at this context", "bytes/s"]
     first = next(iter(runs))
-    shown = picture(path.stem, "Bits per byte over bytes read, and by position")
+    shown = picture(path.stem, "Bits per byte over bytes read, over time, and by position")
     source = f"Record `experiments/results/{path.name}`."
     parts = [f"**{record['name']}**", table([*head, "of dense"], lines), contexts(record["runs"])]
     parts += [patterns(record["runs"], dense), shown, f"{source} {measured(first)}"]
@@ -343,8 +343,8 @@ def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
         if other is None or is_dense(run):
             continue
         change = 100 * (run["bits_per_byte"] / other["bits_per_byte"] - 1)
-        times = run["bytes_per_second"] / other["bytes_per_second"]
-        told.append(f"{name} {change:+.1f} % bits per byte at {times:.2f} times its throughput")
+        times = ratio(run["bytes_per_second"], other["bytes_per_second"])
+        told.append(f"{name} {change:+.1f} % bits per byte at {times} times its throughput")
     return f"A pattern, against dense attention at its context: {'; '.join(told)}." if told else ""
 
 

@@ -48,10 +48,10 @@ def record_of(name: str, folders: list[Path]) -> dict:
 
 
 def draw(record: Path) -> Path:
-    """Draws bits per byte against bytes that were read, and against the position of a byte in
-    its sequence at the end of each run; returns the path of the picture."""
+    """Draws bits per byte against bytes that were read, against seconds of training, and against
+    the position of a byte in its sequence at the end of each run; returns the path."""
     facts = json.loads(record.read_text())
-    figure, (curve, position) = panels(1, 2, size=(11, 4.6))
+    figure, (curve, times, position) = panels(1, 3, size=(14, 4.6))
     for number, (label, run) in enumerate(facts["runs"].items()):
         place = number % len(COLOURS)
         look = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 3}
@@ -59,9 +59,12 @@ def draw(record: Path) -> Path:
         bits = [point["bits_per_byte"] for point in run["curve"]]
         legend = f"{label}: {run['bits_per_byte']:.4f}, {run['bytes_per_second']:,.0f} bytes/s"
         curve.plot(read, bits, label=legend, **look)
+        if run["bytes_per_second"]:
+            times.plot([seconds_of(run, point["step"]) for point in run["curve"]], bits, **look)
         position.plot(run["positions"][1:], run["curve"][-1]["by_position"], **look)
     curve.set(xlabel="bytes read in training", ylabel="validation bits per byte")
     curve.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1e6:g}M"))
+    times.set(xlabel="seconds of training", ylabel="validation bits per byte")
     position.set_xscale("log", base=2)
     position.set(xlabel="position in the sequence, up to", ylabel="validation bits per byte")
     # The first bytes of a sequence are hard for all; what the context is worth comes later.
@@ -76,6 +79,15 @@ def draw(record: Path) -> Path:
     figure.suptitle(f"{facts['name']}, {facts['device']}", fontsize=10)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
     return save(figure, record)[0]
+
+
+def seconds_of(run: dict, step: int) -> float:
+    """What the first steps of a run took, by the throughput at each context."""
+    short = min(step, run.get("short_steps", 0))
+    seconds = (step - short) / run["bytes_per_second"]
+    if short:
+        seconds += short / run["short_bytes_per_second"]
+    return seconds * run["step_bytes"]
 
 
 def contexts_of(run: dict) -> str:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from experiments.files import write_json
-from experiments.language_model.results import contexts_of, gather, table_of
+from experiments.language_model.results import contexts_of, gather, seconds_of, table_of
 
 
 def write_run(folder, bits=2.0, speed=1e6, data="a", context=1024):
@@ -44,6 +44,13 @@ def test_a_run_says_which_contexts_its_steps_had():
     assert contexts_of(run) == "16,384"
     run |= {"short_context": 1024, "short_steps": 1200}
     assert contexts_of(run) == "16,384, first 1,200 steps 1,024"
+
+
+def test_seconds_are_those_of_both_contexts():
+    run = {"step_bytes": 100, "bytes_per_second": 50}
+    assert seconds_of(run, 3) == 6
+    run |= {"short_steps": 2, "short_bytes_per_second": 100}
+    assert [seconds_of(run, step) for step in (1, 2, 3)] == [1, 2, 4]
 
 
 def test_runs_that_do_not_compare(tmp_path):
