@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers.compiler import Compiler
 from tests.helpers.ranks import Ranks
 
 RECORDS = Path(__file__).parent / "records"
@@ -100,6 +101,14 @@ def ranks_of(count: int):
         ranks.close()
 
     return started
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """Compiles kernels where others are interpreted."""
+    compiler = Compiler()
+    yield compiler
+    compiler.close()
 
 
 one_rank, two_ranks, four_ranks = map(ranks_of, (1, 2, 4))

@@ -1,15 +1,13 @@
-"""Compiles the Hopper kernels without a GPU, and prints JSON lines about them.
+"""Compiles the Hopper kernels without a GPU, and reports on them.
 
-What `compile_only.start` may ask of it:
+What a `Compiler` may ask of it:
     variants HEAD_DIM BLOCK    what the compiler made of all that ships
     calls HEAD_DIM             kernels compiled by calls of many lengths
     layouts HEAD_DIM           kernels compiled for tensors of many strides
     refused HEAD_DIM           what is said of score functions that return tiles of other shapes
 """
 
-import json
 import re
-import sys
 
 import torch
 import triton
@@ -195,12 +193,11 @@ def report_refused(head_dim: int):
             yield {"function": function.__name__, "error": str(error)}
 
 
-if __name__ == "__main__":
-    what, *numbers = sys.argv[1:]
+def reports(what: str, *numbers: int):
+    global VARIANTS
     VARIANTS = compile_instead_of_launching(90)
     if what in ("calls", "layouts"):
         count_instead_of_compiling()
     launch.multiprocessors = lambda device: 132
     configs.MIN_FUSED_BLOCKS = 0
-    for report in globals()[f"report_{what}"](*map(int, numbers)):
-        print(json.dumps(report), flush=True)
+    yield from globals()[f"report_{what}"](*numbers)

@@ -1,15 +1,11 @@
 """Kernels compiled for a GPU that need not be there, and what the compiler made of them.
 
-Programs that compile run with TRITON_INTERPRET unset, so in a process of their own: `start` and
-`finish` run a module of tests.helpers that prints JSON lines, which calls
-`compile_instead_of_launching`.
+For a process with TRITON_INTERPRET unset, as that of a `Compiler`: `compile_hopper` and
+`compile_triton` report of kernels after `compile_instead_of_launching`.
 """
 
-import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -22,26 +18,6 @@ from triton.runtime import JITFunction, driver
 from sparseflash.backends.triton_common import launcher, relaunch
 
 SHARED_MEMORY = {80: 166912, 90: 232448}
-ROOT = Path(__file__).parents[2]
-
-
-def start(module: str, *arguments: str | int) -> subprocess.Popen:
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    python = [sys.executable, "-W", "ignore", "-m", f"tests.helpers.{module}"]
-    return subprocess.Popen(
-        [*python, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen) -> list[dict]:
-    out, errors = process.communicate()
-    assert process.returncode == 0, errors
-    return [json.loads(line) for line in out.splitlines()]
 
 
 class CompileOnlyDriver:

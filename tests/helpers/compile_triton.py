@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels for a GPU that need not be there, and prints JSON lines about them.
+"""Compiles the Triton kernels for a GPU that need not be there, and reports on them.
 
-What `compile_only.start` may ask of it:
+What a `Compiler` may ask of it:
     variants ARCHITECTURE    what the compiler made of the first choices
     every ARCHITECTURE       the same of all that ships
     calls ARCHITECTURE       kernels compiled by calls of many lengths
@@ -11,10 +11,8 @@ What `compile_only.start` may ask of it:
 """
 
 import itertools
-import json
 import math
 import re
-import sys
 
 import torch
 
@@ -329,12 +327,11 @@ def count_kernels() -> int:
     return sum(len(compiled(kernel)) for kernel in KERNELS.values())
 
 
-if __name__ == "__main__":
-    what, architecture = sys.argv[1], int(sys.argv[2])
+def reports(what: str, architecture: int):
+    global VARIANTS
     VARIANTS = compile_instead_of_launching(architecture)
     if what in ("calls", "layouts"):
         count_instead_of_compiling()
     configs.limits = lambda device: (architecture, SHARED_MEMORY[architecture])
     launcher.multiprocessors = lambda device: 4
-    for made in globals()[f"report_{what}"](architecture):
-        print(json.dumps(made), flush=True)
+    yield from globals()[f"report_{what}"](architecture)

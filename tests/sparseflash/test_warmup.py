@@ -6,7 +6,6 @@ from triton import knobs
 
 import masks
 import sparseflash
-from tests.helpers.compile_only import finish, start
 
 SHAPE = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
@@ -64,8 +63,8 @@ def test_a_call_finds_its_plan_in_the_mask():
 
 
 @pytest.mark.slow
-def test_a_backward_pass_finds_its_kernels_compiled():
-    reports = finish(start("compile_triton", "warmup", 90))
+def test_a_backward_pass_finds_its_kernels_compiled(compiler):
+    reports = compiler.reports("triton", "warmup", 90)
     found = {x["call"]: (x["before"], x["forward"], x["later"]) for x in reports}
     assert found == {
         "plain": (3, 0, 0),

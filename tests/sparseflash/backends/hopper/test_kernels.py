@@ -6,10 +6,9 @@ from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.configs import KernelConfig
 from sparseflash.backends.hopper.device import barriers
 from sparseflash.backends.hopper.kernels.forward import num_load_wait_warps
-from tests.helpers.compile_only import SHARED_MEMORY, finish, start
+from tests.helpers.compile_only import SHARED_MEMORY
 from tests.helpers.operands import unset_operands
 
-SCRIPT = "compile_hopper"
 SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of tiles, block
 # Bytes per thread, without and with all options.
 STACK_LIMIT = {64: (56, 320), 128: (160, 544), 256: (560, 800)}
@@ -21,8 +20,8 @@ CONFIGS = {"forward": configs.FORWARD_CONFIGS, "dq": configs.DQ_CONFIGS}
 
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(("head_dim", "block"), SIZES)
-def test_kernels_that_ship(head_dim, block):
-    for report in finish(start(SCRIPT, "variants", head_dim, block)):
+def test_kernels_that_ship(head_dim, block, compiler):
+    for report in compiler.reports("hopper", "variants", head_dim, block):
         check_memory(report)
         check_products(report)
         check_barriers(report)
@@ -30,8 +29,9 @@ def test_kernels_that_ship(head_dim, block):
 
 
 @pytest.mark.slow
-def test_score_functions_of_another_shape_are_refused():
-    told = {report["function"]: report["error"] for report in finish(start(SCRIPT, "refused", 64))}
+def test_score_functions_of_another_shape_are_refused(compiler):
+    reports = compiler.reports("hopper", "refused", 64)
+    told = {report["function"]: report["error"] for report in reports}
     assert set(told.values()) == {"f of a score function must have the shape of score"}
     assert list(told) == ["of_query", "of_nothing"]
 
@@ -134,13 +134,13 @@ def test_an_operand_that_a_skipped_loop_sets_is_found():
 
 
 @pytest.mark.slow
-def test_lengths_and_batches_share_a_kernel():
-    (counts,) = finish(start(SCRIPT, "calls", 64))
+def test_lengths_and_batches_share_a_kernel(compiler):
+    (counts,) = compiler.reports("hopper", "calls", 64)
     assert counts == {"forward": 2, "dq": 2, "dkdv": 2, "fused": 0}  # one for each side of blocks
 
 
 @pytest.mark.slow
-def test_what_is_launched_without_asking_triton_is_what_triton_would_launch():
-    (report,) = finish(start(SCRIPT, "layouts", 64))
+def test_what_is_launched_without_asking_triton_is_what_triton_would_launch(compiler):
+    (report,) = compiler.reports("hopper", "layouts", 64)
     assert report["variants"] >= 43
     assert report["kernels of one variant"] == 1

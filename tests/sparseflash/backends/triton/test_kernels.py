@@ -5,18 +5,15 @@ With --every-kernel all of them, which takes minutes.
 
 import pytest
 
-from tests.helpers.compile_only import finish, start
-
-SCRIPT = "compile_triton"
 ARCHITECTURES = (80, 90)
 STACK_LIMIT = 512  # bytes per thread
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_that_ship(architecture, request):
+def test_kernels_that_ship(architecture, request, compiler):
     which = "every" if request.config.getoption("every_kernel") else "variants"
-    for report in finish(start(SCRIPT, which, architecture)):
+    for report in compiler.reports("triton", which, architecture):
         assert report["shared"] <= report["estimate"] <= report["limit"], report["variant"]
         assert report["stack"] <= STACK_LIMIT, report["variant"]
         if architecture == 90 and report["wants_warpgroups"]:
@@ -24,8 +21,8 @@ def test_kernels_that_ship(architecture, request):
 
 
 @pytest.mark.slow
-def test_lengths_batches_and_masks_share_a_kernel():
-    first, second = finish(start(SCRIPT, "calls", 90))
+def test_lengths_batches_and_masks_share_a_kernel(compiler):
+    first, second = compiler.reports("triton", "calls", 90)
     # Decoding takes one for keys that are split, and one for keys that are not.
     assert first == {"forward": 1, "dq": 1, "dkdv": 1, "ds_sums": 1, "decode": 2}
     assert second == {which: 2 * kernels for which, kernels in first.items()}
@@ -33,14 +30,14 @@ def test_lengths_batches_and_masks_share_a_kernel():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_float32_products_are_in_tf32_only_on_request(architecture):
-    ieee, tf32 = finish(start(SCRIPT, "products", architecture))
+def test_float32_products_are_in_tf32_only_on_request(architecture, compiler):
+    ieee, tf32 = compiler.reports("triton", "products", architecture)
     assert set(ieee.values()) == {False}
     assert set(tf32.values()) == {True}
 
 
 @pytest.mark.slow
-def test_what_is_launched_without_asking_triton_is_what_triton_would_launch():
-    (report,) = finish(start(SCRIPT, "layouts", 90))
+def test_what_is_launched_without_asking_triton_is_what_triton_would_launch(compiler):
+    (report,) = compiler.reports("triton", "layouts", 90)
     assert report["variants"] >= 18
     assert report["kernels of one variant"] == 1

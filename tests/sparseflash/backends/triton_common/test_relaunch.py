@@ -19,7 +19,6 @@ from sparseflash import attention
 from sparseflash.backends.triton_common import relaunch
 from sparseflash.backends.triton_common.relaunch import Launched, store, try_relaunch
 from sparseflash.testing import make_inputs
-from tests.helpers.compile_only import finish, start
 
 TYPES = {
     "query": "*bf16",
@@ -307,8 +306,8 @@ def test_threads_do_not_launch_on_the_tensors_of_one_another(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_parameters_are_packed_as_kernels_of_this_triton_declare_them(architecture):
-    reports = finish(start("compile_triton", "parameters", architecture))
+def test_parameters_are_packed_as_kernels_of_this_triton_declare_them(architecture, compiler):
+    reports = compiler.reports("triton", "parameters", architecture)
     assert {report["pass"] for report in reports} == {"forward", "dq", "dkdv", "ds_sums", "decode"}
     assert any(128 in report["declared"] for report in reports) == (architecture == 90)
     for report in reports:
