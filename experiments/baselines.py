@@ -1,7 +1,7 @@
 """Sparseflash and its baselines, each as a function (query, key, value) -> out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -90,13 +90,9 @@ def attend_sdpa(baseline: Baseline, causal: bool, dropout_p: float = 0.0) -> Att
         Baseline.FLASH: [SDPBackend.FLASH_ATTENTION],
         Baseline.CUDNN: [SDPBackend.CUDNN_ATTENTION],
     }
-    if baseline not in backends:
-        return lambda query, key, value: scaled_dot_product_attention(
-            *(query, key, value, None, dropout_p, causal), enable_gqa=_grouped(query, key)
-        )
 
     def attend(query, key, value):
-        with sdpa_kernel(backends[baseline]):
+        with sdpa_kernel(backends[baseline]) if baseline in backends else nullcontext():
             return scaled_dot_product_attention(
                 *(query, key, value, None, dropout_p, causal), enable_gqa=_grouped(query, key)
             )

@@ -37,172 +37,116 @@ class Config:
     registers: int | None = None
 
 
+def ptr(bm: int, bn: int, warps: int, stages: int, registers: int | None = None) -> Config:
+    """A configuration whose loop loads through pointers."""
+    return Config(bm, bn, warps, stages, False, registers)
+
+
+def tma(bm: int, bn: int, warps: int, stages: int, registers: int | None = None) -> Config:
+    """A configuration whose loop loads through TMA."""
+    return Config(bm, bn, warps, stages, True, registers)
+
+
 PASSES = ("forward", "dq", "dkdv")  # each with a configuration of its own, as has "decode"
 MAX_ACCUMULATORS_WITH_DROPOUT = 112  # of a thread
 MAX_PACKED_ROWS = 64  # of a tile of "decode", the forward pass of few queries
 WARPS_PER_MULTIPROCESSOR = 16  # at most, by its registers
 
-SMALL = (Config(32, 32, 2, 3), Config(16, 16, 1, 3))
-SMALL_FLOAT32 = (Config(32, 32, 4, 2), Config(16, 16, 4, 2))
-SMALL_DECODE = (
-    Config(16, 32, 1, 4),
-    Config(16, 16, 1, 3),
-    Config(64, 32, 4, 3),
-    Config(64, 16, 4, 3),
-)
+# By pass and head dim, the fastest first: queries and keys of a tile, warps, stages, registers.
+SMALL = (ptr(32, 32, 2, 3), ptr(16, 16, 1, 3))
+SMALL_FLOAT32 = (ptr(32, 32, 4, 2), ptr(16, 16, 4, 2))
+SMALL_DECODE = (ptr(16, 32, 1, 4), ptr(16, 16, 1, 3), ptr(64, 32, 4, 3), ptr(64, 16, 4, 3))
 # Of blocks of 32 and 16: a program of one warp waits for no other warp, and many programs share a
 # multiprocessor.
 SMALL_HOPPER = {
-    ("forward", 32): (
-        Config(32, 32, 1, 3, tma=True, registers=128),
-        Config(32, 32, 1, 2, registers=168),
-        Config(16, 16, 1, 3),
-    ),
-    ("forward", 64): (
-        Config(32, 32, 1, 2, tma=True, registers=168),
-        Config(32, 32, 1, 2, registers=168),
-        Config(16, 16, 1, 3),
-    ),
+    ("forward", 32): (tma(32, 32, 1, 3, 128), ptr(32, 32, 1, 2, 168), ptr(16, 16, 1, 3)),
+    ("forward", 64): (tma(32, 32, 1, 2, 168), ptr(32, 32, 1, 2, 168), ptr(16, 16, 1, 3)),
     ("forward", 128): (
-        Config(32, 32, 1, 2, tma=True),
-        Config(32, 16, 1, 2),
-        Config(16, 16, 1, 3, tma=True, registers=168),
-        Config(16, 16, 1, 3),
+        tma(32, 32, 1, 2),
+        ptr(32, 16, 1, 2),
+        tma(16, 16, 1, 3, 168),
+        ptr(16, 16, 1, 3),
     ),
-    ("forward", 256): (
-        Config(32, 32, 2, 2, tma=True),
-        Config(32, 32, 2, 2),
-        Config(16, 16, 1, 2, tma=True),
-        Config(16, 16, 1, 2),
-    ),
-    ("dq", 32): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
-    ("dq", 64): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
-    ("dq", 128): (Config(32, 16, 1, 2, tma=True), Config(32, 32, 2, 3), Config(16, 16, 1, 3)),
-    ("dq", 256): (
-        Config(32, 32, 2, 2, tma=True),
-        Config(32, 32, 2, 2),
-        Config(16, 16, 1, 2, tma=True),
-        Config(16, 16, 1, 2),
-    ),
-    ("dkdv", 32): (Config(32, 32, 1, 2, tma=True), Config(32, 32, 1, 2), Config(16, 16, 1, 3)),
-    ("dkdv", 64): (
-        Config(32, 32, 1, 2, tma=True),
-        Config(32, 32, 1, 2),
-        Config(16, 16, 1, 3, registers=128),
-    ),
-    ("dkdv", 128): (Config(32, 32, 2, 2, tma=True), Config(32, 32, 2, 2), Config(16, 16, 1, 3)),
-    ("dkdv", 256): (
-        Config(32, 16, 2, 2, tma=True),
-        Config(32, 16, 2, 2),
-        Config(16, 16, 2, 2, tma=True),
-        Config(16, 16, 2, 2),
-    ),
+    ("forward", 256): (tma(32, 32, 2, 2), ptr(32, 32, 2, 2), tma(16, 16, 1, 2), ptr(16, 16, 1, 2)),
+    ("dq", 32): (tma(32, 32, 1, 2), ptr(32, 32, 1, 2), ptr(16, 16, 1, 3)),
+    ("dq", 64): (tma(32, 32, 1, 2), ptr(32, 32, 1, 2), ptr(16, 16, 1, 3)),
+    ("dq", 128): (tma(32, 16, 1, 2), ptr(32, 32, 2, 3), ptr(16, 16, 1, 3)),
+    ("dq", 256): (tma(32, 32, 2, 2), ptr(32, 32, 2, 2), tma(16, 16, 1, 2), ptr(16, 16, 1, 2)),
+    ("dkdv", 32): (tma(32, 32, 1, 2), ptr(32, 32, 1, 2), ptr(16, 16, 1, 3)),
+    ("dkdv", 64): (tma(32, 32, 1, 2), ptr(32, 32, 1, 2), ptr(16, 16, 1, 3, 128)),
+    ("dkdv", 128): (tma(32, 32, 2, 2), ptr(32, 32, 2, 2), ptr(16, 16, 1, 3)),
+    ("dkdv", 256): (tma(32, 16, 2, 2), ptr(32, 16, 2, 2), tma(16, 16, 2, 2), ptr(16, 16, 2, 2)),
 }
 
 HOPPER = {
-    ("forward", 32): (
-        Config(128, 64, 4, 3, registers=128),
-        Config(64, 64, 4, 3, tma=True),
-        Config(64, 64, 4, 3),
-    ),
+    ("forward", 32): (ptr(128, 64, 4, 3, 128), tma(64, 64, 4, 3), ptr(64, 64, 4, 3)),
     ("forward", 64): (
-        Config(64, 128, 4, 2, tma=True, registers=168),
-        Config(64, 64, 4, 2, tma=True, registers=128),
-        Config(128, 64, 4, 3),
-        Config(64, 64, 4, 3),
+        tma(64, 128, 4, 2, 168),
+        tma(64, 64, 4, 2, 128),
+        ptr(128, 64, 4, 3),
+        ptr(64, 64, 4, 3),
     ),
-    ("forward", 128): (
-        Config(128, 64, 4, 2, tma=True),
-        Config(64, 64, 4, 3, tma=True),
-        Config(64, 64, 4, 3),
-    ),
+    ("forward", 128): (tma(128, 64, 4, 2), tma(64, 64, 4, 3), ptr(64, 64, 4, 3)),
     ("forward", 256): (
-        Config(128, 64, 8, 2, tma=True),
-        Config(128, 64, 8, 2),
-        Config(64, 32, 4, 2, tma=True),
-        Config(64, 32, 4, 2),
+        tma(128, 64, 8, 2),
+        ptr(128, 64, 8, 2),
+        tma(64, 32, 4, 2),
+        ptr(64, 32, 4, 2),
     ),
-    ("dq", 32): (Config(128, 32, 4, 3, registers=128), Config(64, 64, 4, 3)),
-    ("dq", 64): (
-        Config(64, 64, 4, 2, tma=True, registers=128),
-        Config(64, 64, 4, 2, registers=168),
-    ),
-    ("dq", 128): (
-        Config(64, 64, 4, 2, tma=True),
-        Config(128, 64, 8, 3),
-        Config(64, 64, 4, 2),
-    ),
-    ("dq", 256): (
-        Config(64, 64, 4, 2, tma=True),
-        Config(128, 32, 8, 2),
-        Config(64, 32, 4, 2, tma=True),
-        Config(64, 32, 4, 2),
-    ),
-    ("dkdv", 32): (Config(64, 64, 4, 3, registers=128),),
-    ("dkdv", 64): (
-        Config(128, 64, 4, 2, tma=True),
-        Config(32, 64, 4, 3, registers=128),
-    ),
-    ("dkdv", 128): (Config(64, 64, 4, 2, tma=True), Config(64, 128, 8, 3), Config(32, 64, 4, 3)),
-    ("dkdv", 256): (Config(64, 64, 8, 2, tma=True), Config(64, 64, 8, 2)),
-    ("decode", 32): (
-        Config(16, 64, 1, 2),
-        Config(64, 128, 4, 4, tma=True, registers=168),
-        Config(64, 64, 4, 3, tma=True),
-    ),
+    ("dq", 32): (ptr(128, 32, 4, 3, 128), ptr(64, 64, 4, 3)),
+    ("dq", 64): (tma(64, 64, 4, 2, 128), ptr(64, 64, 4, 2, 168)),
+    ("dq", 128): (tma(64, 64, 4, 2), ptr(128, 64, 8, 3), ptr(64, 64, 4, 2)),
+    ("dq", 256): (tma(64, 64, 4, 2), ptr(128, 32, 8, 2), tma(64, 32, 4, 2), ptr(64, 32, 4, 2)),
+    ("dkdv", 32): (ptr(64, 64, 4, 3, 128),),
+    ("dkdv", 64): (tma(128, 64, 4, 2), ptr(32, 64, 4, 3, 128)),
+    ("dkdv", 128): (tma(64, 64, 4, 2), ptr(64, 128, 8, 3), ptr(32, 64, 4, 3)),
+    ("dkdv", 256): (tma(64, 64, 8, 2), ptr(64, 64, 8, 2)),
+    ("decode", 32): (ptr(16, 64, 1, 2), tma(64, 128, 4, 4, 168), tma(64, 64, 4, 3)),
     ("decode", 64): (
-        Config(16, 128, 4, 4, tma=True, registers=128),
-        Config(16, 64, 4, 4, tma=True),
-        Config(16, 64, 4, 4),
-        Config(64, 128, 4, 4, tma=True, registers=168),
-        Config(64, 64, 4, 3, tma=True),
+        tma(16, 128, 4, 4, 128),
+        tma(16, 64, 4, 4),
+        ptr(16, 64, 4, 4),
+        tma(64, 128, 4, 4, 168),
+        tma(64, 64, 4, 3),
     ),
-    ("decode", 128): (
-        Config(16, 64, 4, 3, tma=True),
-        Config(16, 64, 4, 3),
-        Config(64, 64, 4, 3, tma=True),
-    ),
-    ("decode", 256): (
-        Config(16, 64, 4, 3, tma=True),
-        Config(16, 32, 4, 3),
-        Config(64, 32, 4, 4, tma=True),
-    ),
+    ("decode", 128): (tma(16, 64, 4, 3), ptr(16, 64, 4, 3), tma(64, 64, 4, 3)),
+    ("decode", 256): (tma(16, 64, 4, 3), ptr(16, 32, 4, 3), tma(64, 32, 4, 4)),
 }
 AMPERE = {
-    ("forward", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
-    ("forward", 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
-    ("forward", 128): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-    ("forward", 256): (Config(64, 32, 4, 2),),
-    ("dq", 32): (Config(64, 64, 4, 3),),
-    ("dq", 64): (Config(64, 64, 4, 2),),
-    ("dq", 128): (Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
-    ("dq", 256): (Config(64, 32, 8, 2),),
-    ("dkdv", 32): (Config(64, 64, 4, 3),),
-    ("dkdv", 64): (Config(32, 64, 4, 3),),
-    ("dkdv", 128): (Config(64, 64, 8, 2), Config(32, 64, 4, 2)),
-    ("dkdv", 256): (Config(32, 64, 8, 2),),
-    ("decode", 32): (Config(16, 64, 4, 4), Config(64, 64, 4, 3)),
-    ("decode", 64): (Config(16, 64, 4, 4), Config(64, 64, 4, 3)),
-    ("decode", 128): (Config(16, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("decode", 256): (Config(16, 32, 4, 3), Config(64, 32, 8, 2)),
+    ("forward", 32): (ptr(128, 64, 4, 3), ptr(64, 64, 4, 3)),
+    ("forward", 64): (ptr(128, 64, 4, 3), ptr(64, 64, 4, 3)),
+    ("forward", 128): (ptr(128, 64, 8, 2), ptr(64, 64, 4, 2)),
+    ("forward", 256): (ptr(64, 32, 4, 2),),
+    ("dq", 32): (ptr(64, 64, 4, 3),),
+    ("dq", 64): (ptr(64, 64, 4, 2),),
+    ("dq", 128): (ptr(64, 64, 8, 2), ptr(64, 32, 4, 2)),
+    ("dq", 256): (ptr(64, 32, 8, 2),),
+    ("dkdv", 32): (ptr(64, 64, 4, 3),),
+    ("dkdv", 64): (ptr(32, 64, 4, 3),),
+    ("dkdv", 128): (ptr(64, 64, 8, 2), ptr(32, 64, 4, 2)),
+    ("dkdv", 256): (ptr(32, 64, 8, 2),),
+    ("decode", 32): (ptr(16, 64, 4, 4), ptr(64, 64, 4, 3)),
+    ("decode", 64): (ptr(16, 64, 4, 4), ptr(64, 64, 4, 3)),
+    ("decode", 128): (ptr(16, 64, 4, 3), ptr(64, 64, 4, 2)),
+    ("decode", 256): (ptr(16, 32, 4, 3), ptr(64, 32, 8, 2)),
 }
 FLOAT32 = {
-    ("forward", 32): (Config(64, 32, 8, 2),),
-    ("forward", 64): (Config(64, 32, 8, 2),),
-    ("forward", 128): (Config(32, 32, 8, 2),),
-    ("forward", 256): (Config(16, 32, 8, 2),),
-    ("dq", 32): (Config(64, 32, 8, 2),),
-    ("dq", 64): (Config(64, 32, 8, 2),),
-    ("dq", 128): (Config(32, 32, 8, 2),),
-    ("dq", 256): (Config(16, 32, 8, 2),),
-    ("dkdv", 32): (Config(32, 32, 8, 2),),
-    ("dkdv", 64): (Config(32, 32, 8, 2),),
-    ("dkdv", 128): (Config(32, 32, 8, 2),),
-    ("dkdv", 256): (Config(16, 32, 8, 2),),
-    ("decode", 32): (Config(16, 32, 4, 2),),
-    ("decode", 64): (Config(16, 32, 4, 2),),
-    ("decode", 128): (Config(16, 32, 8, 2),),
-    ("decode", 256): (Config(16, 32, 8, 2),),
+    ("forward", 32): (ptr(64, 32, 8, 2),),
+    ("forward", 64): (ptr(64, 32, 8, 2),),
+    ("forward", 128): (ptr(32, 32, 8, 2),),
+    ("forward", 256): (ptr(16, 32, 8, 2),),
+    ("dq", 32): (ptr(64, 32, 8, 2),),
+    ("dq", 64): (ptr(64, 32, 8, 2),),
+    ("dq", 128): (ptr(32, 32, 8, 2),),
+    ("dq", 256): (ptr(16, 32, 8, 2),),
+    ("dkdv", 32): (ptr(32, 32, 8, 2),),
+    ("dkdv", 64): (ptr(32, 32, 8, 2),),
+    ("dkdv", 128): (ptr(32, 32, 8, 2),),
+    ("dkdv", 256): (ptr(16, 32, 8, 2),),
+    ("decode", 32): (ptr(16, 32, 4, 2),),
+    ("decode", 64): (ptr(16, 32, 4, 2),),
+    ("decode", 128): (ptr(16, 32, 8, 2),),
+    ("decode", 256): (ptr(16, 32, 8, 2),),
 }
 
 
