@@ -28,7 +28,7 @@ def test_texts_that_cannot_be_read(text):
 
 def test_long_chains_are_compared_and_built():
     chains = [masks.local(3), masks.local(3)]
-    for _ in range(1500):
+    for _ in range(600):  # twice as many operators, more than Python has frames
         chains = [~(chain | masks.global_tokens(2)) for chain in chains]
     first, second = chains
     assert first == second
