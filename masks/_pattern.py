@@ -14,7 +14,7 @@ import torch
 from masks import block_mask
 from masks._core.grid import Grid
 from masks.arguments import to_python
-from masks.block_mask import BlockMask
+from masks.block_mask import BlockMask, untraced
 from masks.predicates import from_block_predicate, from_predicate
 from masks.registry import Handled
 
@@ -60,7 +60,8 @@ class Pattern(Handled):
             ValueError: A length is below 1, or a side other than 16, 32, 64, 128, 256 or 512.
         """
         size = self.block_size if block_size is None else block_size
-        return self.build(Grid.of(seq_len, size, device))
+        with untraced():
+            return self.build(Grid.of(seq_len, size, device))
 
     def with_block_size(self, block_size: int | tuple[int, int]) -> "Pattern":
         """The same pattern, compiled in blocks of `block_size` tokens where nothing else is said:

@@ -4,7 +4,9 @@ They stand in one module because each constructs the other: a BlockMask selects 
 which reads back as a BlockMask. What they do is in masks._core; here is what users see of it.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from masks._core import block_set, convert, reblock, slicing
 from masks._core.block_set import EMPTY, BlockSet
@@ -25,6 +28,19 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 Size = int | tuple[int, int]
+
+
+def untraced() -> ExitStack:
+    """A mask that a function makes is data to what transforms or traces the function, such as
+    torch.func.grad and linearize: they see no operation by which it is made.
+    """
+    stack = ExitStack()
+    if torch._C._are_functorch_transforms_active():
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if tracing is not None and tracing.get_proxy_mode() is not None:
+        stack.enter_context(tracing.disable_proxy_modes_tracing())
+    return stack
 
 
 @dataclass(frozen=True, eq=False, repr=False)

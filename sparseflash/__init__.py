@@ -53,7 +53,8 @@ def __getattr__(name: str):
     if name not in {*__all__, *_ON_DEMAND}:
         raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
     module, attribute = _ON_DEMAND.get(name, ("sparseflash._api", name))
-    found = import_module(module)
+    with import_module("masks.block_mask").untraced():  # modules have tensors
+        found = import_module(module)
     globals()[name] = found if attribute is None else getattr(found, attribute)
     return globals()[name]
 

@@ -1,5 +1,7 @@
 """torch.func and forward-mode derivatives: right against float64, or refused with a sentence."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -80,6 +82,43 @@ TANGENTS = {
 def test_forward_mode_is_refused_with_what_works(derivative):
     with pytest.raises(NotImplementedError, match=r"no forward-mode .* torch.func.grad, vjp and"):
         derivative(lambda x: attend(x, KEY, VALUE))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.causal()(12, 16),
+        lambda: masks.pattern(lambda q, k: q // 3 >= k // 5)(12, 16),
+        lambda: masks.stack([masks.causal(), masks.local(3)])(12, 16),
+    ],
+    ids=["builtin", "own", "heads"],
+)
+def test_a_function_may_make_its_mask(make):
+    def attended(query):
+        return sparseflash.attention(query, KEY, VALUE, make())
+
+    with pytest.raises(NotImplementedError, match=r"no forward-mode .* torch.func.grad, vjp and"):
+        TANGENTS["linearize"](attended)
+    torch.testing.assert_close(
+        func.grad(loss(attended))(QUERY),
+        torch.autograd.grad(loss(attended)(leaf := QUERY.clone().requires_grad_()), leaf)[0],
+    )
+
+
+def test_the_first_call_of_a_process_may_be_a_transformed_one():
+    program = """
+import torch, masks, sparseflash
+q = torch.randn(1, 1, 8, 4)
+attend = lambda x: sparseflash.attention(x, q, q, masks.causal()(8, 16))
+torch.func.grad(lambda x: attend(x).sum())(q)
+attend(q.requires_grad_()).sum().backward()
+try:
+    torch.func.linearize(attend, q)
+except NotImplementedError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "no forward-mode derivative" in done.stdout, done.stderr
 
 
 def test_forward_mode_of_plain_autograd_is_refused_too():
