@@ -1,5 +1,6 @@
-"""python -m sparseflash: is attention right on this machine, which patterns does a model need, in
-which blocks, which see far enough in little time, and how long would many ranks take?
+"""python -m sparseflash: is attention right on this machine, why does a call take its time, which
+patterns does a model need, in which blocks, which see far enough in little time, and how long
+would many ranks take?
 """
 
 import os
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sparseflash.commands.advise import advise, search
+from sparseflash.commands.explain import explain_command
 from sparseflash.commands.profile import profile_command
 from sparseflash.commands.simulate import simulate
 
@@ -34,6 +36,7 @@ def check(
     raise typer.Exit(selfcheck(processes=processes) > 0)
 
 
+app.command("explain")(explain_command)
 app.command("profile")(profile_command)
 app.command()(advise)
 app.command()(search)

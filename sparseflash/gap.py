@@ -47,7 +47,7 @@ CHANGES = {
     "load imbalance": "give all rows about as many blocks, and long rows to fewer heads",
     "tail of the grid": "choose batch x heads so that work tiles fill whole waves",
     "prologue and epilogue": "put more blocks into a row: fewer, larger blocks of queries",
-    "larger tiles": "use blocks of the size of a tile, or scatter small ones less",
+    "tiles of another size": "use blocks of the size of a tile, or scatter small ones less",
     "remainder": "no change is known",
 }
 
@@ -192,6 +192,6 @@ def _parts(
         "load imbalance": times["contiguous"] - equal,
         "tail of the grid": equal * (1 - filled) - ideal * (1 - filled_by_full),
         "prologue and epilogue": (equal - of_blocks) * filled,
-        "larger tiles": in_tiles - in_blocks,
+        "tiles of another size": in_tiles - in_blocks,
         "remainder": in_blocks - ideal * filled_by_full,
     }

@@ -77,7 +77,7 @@ def test_causes_are_found_and_add_up(filled):
     assert parts["load imbalance"] == pytest.approx(0.1)
     assert parts["prologue and epilogue"] == pytest.approx(32 * 0.01 * filled)
     assert parts["tail of the grid"] == pytest.approx(times["equal"][0].device * (1 - filled))
-    assert parts["larger tiles"] == pytest.approx(0)
+    assert parts["tiles of another size"] == pytest.approx(0)
     assert found.ideal == pytest.approx(mask.nnz_blocks * 1e-3)
     assert sum(parts.values()) == pytest.approx(found.measured - found.ideal)
 
@@ -88,9 +88,9 @@ def test_larger_tiles_cost_their_empty_share():
     times, made = planted(read)
     found = split(times, made, read.density, mask.density, 1.0, 1.0)
     wasted = made["equal"].nnz_blocks * 1e-3 * (1 - mask.density / read.density)
-    assert found.parts["larger tiles"] == pytest.approx(wasted)
+    assert found.parts["tiles of another size"] == pytest.approx(wasted)
     assert found.parts["remainder"] == pytest.approx(0)
-    assert found.largest == "larger tiles"
+    assert found.largest == "tiles of another size"
 
 
 def test_a_full_mask_has_no_gap():
