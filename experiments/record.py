@@ -227,7 +227,8 @@ def lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], Line]:
 
     A length at which only one of the passes was measured is left out.
     """
-    own = sorted((r for r in rows if r.suite == "landscape"), key=_not_ours)
+    landscape = (row for row in rows if row.suite == "landscape")
+    own = sorted(landscape, key=lambda row: not is_ours(row.implementation))
     passes = len({row.direction for row in own})
     found: dict[tuple[str, str], dict[int, list[Measurement]]] = {}
     for row in own:
@@ -242,10 +243,6 @@ def lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], Line]:
         for name, line in found.items()
         if any(len(of) == passes for of in line.values())
     }
-
-
-def _not_ours(row: Measurement) -> bool:
-    return not is_ours(row.implementation)
 
 
 def crossing_length(line: Line, other: Line) -> float | None:

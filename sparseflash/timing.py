@@ -13,7 +13,7 @@ round slows the first and the second turn of each by the same sum.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean, median
 from typing import NamedTuple
@@ -88,7 +88,9 @@ def rested_turns(
             done = {name: [_turn(planned[name], device, pause_ms)] for name in order}
             for name in reversed(order):
                 done[name].append(_turn(planned[name], device, pause_ms))
-            rounds.append({name: _mean(of) for name, of in done.items()})
+            rounds.append(
+                {name: Turn(*map(fmean, zip(*of, strict=True))) for name, of in done.items()}
+            )
     return {name: [of[name] for of in rounds] for name in planned}
 
 
@@ -155,10 +157,6 @@ def _estimate(run: Run, device: torch.device) -> tuple[float, float]:
     both = (time.perf_counter() - begin, enqueued)
     each_ms, host_ms = (max(seconds * 1e3 / ESTIMATES, 1e-3) for seconds in both)
     return each_ms, host_ms
-
-
-def _mean(turns: Sequence[Turn]) -> Turn:
-    return Turn(*(fmean(times) for times in zip(*turns, strict=True)))
 
 
 def _turn(calls: _Calls, device: torch.device, pause_ms: float) -> Turn:

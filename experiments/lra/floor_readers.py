@@ -90,7 +90,9 @@ def pathfinder_floors(task: Pathfinder, samples: int) -> dict[str, float]:
     """
     discs, labels = _discs(task, samples)
     centred = (discs / (task.side - 1) - 0.5).flatten(1)
-    turned, plain = torch.stack(symmetries(centred)), torch.stack(swaps(centred))
+    # An image does not say which disc is first.
+    plain = torch.stack([centred, centred[:, (2, 3, 0, 1)]])
+    turned = torch.stack(symmetries(centred))
     return {
         "distance of the discs": _network_accuracy(_apart(plain), labels),
         "coordinates of the discs, turned and mirrored": _coordinates_accuracy(turned, labels),
@@ -113,11 +115,6 @@ def _discs(task: Pathfinder, samples: int) -> tuple[Tensor, Tensor]:
         drawings = list(pool.map(images.draw, range(samples)))
     discs = torch.from_numpy(np.stack([drawing.discs for drawing in drawings])).float()
     return discs, torch.tensor([drawing.label for drawing in drawings])
-
-
-def swaps(discs: Tensor) -> list[Tensor]:
-    """The same pairs of points, (n, 4), in both orders: an image does not say which is first."""
-    return [discs, discs[:, (2, 3, 0, 1)]]
 
 
 def symmetries(discs: Tensor) -> list[Tensor]:

@@ -53,7 +53,8 @@ def main(
     runs = Runs(output, arguments, end)
     try:
         with ThreadPoolExecutor(at_once) as pool:
-            found = pool.map(lambda seed: runs.until_unstuck(seed, restarts), _range(first, seeds))
+            chosen = range(first, first + seeds)
+            found = pool.map(lambda seed: runs.until_unstuck(seed, restarts), chosen)
             results = [result for of_seed in found for result in of_seed]
     except subprocess.CalledProcessError as error:  # which has said why itself
         Console(stderr=True).print(f"a run failed: {shlex.join(error.cmd)}", highlight=False)
@@ -67,10 +68,6 @@ def main(
     if any(not result["ended"] and not result["stuck"] for result in results):
         Console().print("the time is up: the same command goes on")
         raise typer.Exit(1)
-
-
-def _range(first: int, count: int) -> range:
-    return range(first, first + count)
 
 
 @dataclass(frozen=True)

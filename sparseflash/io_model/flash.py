@@ -273,7 +273,8 @@ def _cost_of(
     bit_tile_bytes = table.bit_tiles[0].numel() * 4
     partial = float((readers * rows.row_ptr[..., 3].sum(1).cpu()).sum())
     read_table = passes * (4 * blocks + partial * (4 + bit_tile_bytes))
-    table_bytes = min(read_table, 4 * _entries(rows) + table.bit_tiles.numel() * 4)
+    words = (rows.row_ptr, rows.full_index, rows.partial_index, table.bit_tiles)
+    table_bytes = min(read_table, 4 * sum(x.numel() for x in words))
     once = _memory_reads(kernel, rows, mask_of_head, spec, work, column_side * token, device)
 
     pairs = blocks * row_side * column_side
@@ -295,11 +296,6 @@ def _cost_of(
 def _listed(rows: BlockLists) -> Tensor:
     """(masks,): blocks that all rows list."""
     return rows.row_ptr[..., [1, 3]].sum((1, 2)).cpu()
-
-
-def _entries(rows: BlockLists) -> int:
-    """32-bit words of one direction of a table."""
-    return sum(x.numel() for x in (rows.row_ptr, rows.full_index, rows.partial_index))
 
 
 def _listed_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:

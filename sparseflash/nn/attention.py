@@ -280,12 +280,10 @@ class SparseAttention(nn.Module):
             of_memory = linear(memory, weights[1], biases[1])
             found = (linear(x, weights[0], biases[0]), *of_memory.split(sizes[1:], 2))
         dims = (self.head_dim, self.head_dim, self.value_dim)
-        query, key, value = (_heads(x, dim) for x, dim in zip(found, dims, strict=True))
+        query, key, value = (
+            rearrange(x, "b n (h d) -> b h n d", d=dim) for x, dim in zip(found, dims, strict=True)
+        )
         return query, key, value
-
-
-def _heads(projected: Tensor, head_dim: int) -> Tensor:
-    return rearrange(projected, "b n (h d) -> b h n d", d=head_dim)
 
 
 def _pattern(
