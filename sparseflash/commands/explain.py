@@ -60,8 +60,8 @@ def explain_command(
         with progress_bar("measuring" if measure else "building masks"):
             mask = parse(pattern)(seq_len, *sizes, device=torch.device(where))
             shape = (batch, heads, seq_len, head_dim)
-            tensors = (torch.randn(shape, dtype=kind, device=where) for _ in range(3))
-            found = explain(*tensors, mask, measure=measure)
+            query, key, value = (torch.randn(shape, dtype=kind, device=where) for _ in range(3))
+            found = explain(query, key, value, mask, measure=measure)
     gaps = {"forward": found.forward_gap, "backward": found.backward_gap}
     split = {name: gap for name, gap in gaps.items() if gap is not None}
     if plot is not None and split:
@@ -73,8 +73,8 @@ def explain_command(
 
 def to_dict(found: "Explanation") -> dict[str, Any]:
     """All values as JSON has them, with what is computed of them."""
-    values = asdict(found) | {"dense_is_faster": found.dense_is_faster}
-    values["spec"] = str(found.spec)
+    facts = {"spec": str(found.spec), "dense_is_faster": found.dense_is_faster}
+    values: dict[str, Any] = asdict(found) | facts
     for name in ("forward_gap", "backward_gap"):
         gap = getattr(found, name)
         if gap is not None:
