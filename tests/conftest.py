@@ -20,6 +20,7 @@ if not HAS_GPU:
     from tests.helpers import interpreter
 
     interpreter.patch_once_a_launch()
+    interpreter.keep_types()
 
 # xdist's workers share the cores; torch's default is one thread per core for each of them, and for
 # each process that a test starts.
