@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from masks import BlockMask
+from masks.mask_batch import CompiledMask
 from sparseflash import backends, io_model
 from sparseflash._attention import attention
 from sparseflash.arguments import (
@@ -36,6 +37,8 @@ from sparseflash.score import checked_score_tensors, want_gradients
 from sparseflash.timing import Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
+SIDES = (64, 128)  # of blocks in which a mask may be faster
+FASTER = 0.9  # least times nearer to one another decide nothing
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Explanation:
         backend: The one that would run it, None when none can.
         configuration: How it would run each pass.
         why_not: The reasons of every backend that cannot, or that "auto" skips.
+        better_blocks: On a GPU that sparseflash.io_model knows, the side of blocks in which both
+            passes would take least time, and that time over the one in blocks of the mask; None
+            where that is more than 0.9.
         measured: Rested time (see sparseflash.timing) of this mask on that backend; None if
             nothing was timed.
         full: The same of the mask of all pairs there.
@@ -73,6 +79,7 @@ class Explanation:
     backend: str | None
     configuration: dict[str, str]
     why_not: dict[str, list[str]]
+    better_blocks: tuple[int, float] | None = None
     measured: Times | None = None
     full: Times | None = None
     dense: Times | None = None
@@ -100,6 +107,12 @@ class Explanation:
         lines = [f"{self.spec}, density {self.density:.4g}", f"backend: {self.backend}"]
         lines += [f"  {which}: {how}" for which, how in self.configuration.items()]
         lines += [f"not {name}: {'; '.join(why)}" for name, why in self.why_not.items()]
+        if self.better_blocks is not None:
+            side, share = self.better_blocks
+            lines.append(
+                f"blocks of {side} may be faster, see with_block_size: the least time in them is "
+                f"{share:.0%} of that in blocks of {self.spec.block_size}"
+            )
         times = {
             "measured (rested: in short turns with pauses)": self.measured,
             "predicted (density x full mask)": self.predicted,
@@ -180,6 +193,7 @@ def explain(
     )
     configuration = chosen.describe(call, fitted, query, key, value)
     explanation = Explanation(spec, fitted.density, chosen.name, configuration, why_not)
+    explanation = replace(explanation, better_blocks=_better_blocks(spec, chosen, fitted))
     if not measure:
         return explanation
 
@@ -255,10 +269,41 @@ def _times(passes: Sequence[Pass], sustained: Sequence[float | None]) -> dict[st
     }
 
 
+def _better_blocks(
+    spec: AttentionSpec, backend: Backend, mask: CompiledMask
+) -> tuple[int, float] | None:
+    """See Explanation."""
+    device = _modelled_device(spec, backend)
+    if device is None or not isinstance(mask, BlockMask):
+        return None
+
+    def seconds(same: BlockMask) -> float:
+        sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
+        facts = {"dtype": spec.dtype, "backend": spec.backend, "device": device}
+        passes = [
+            io_model.attention(same, spec.head_dim, direction=direction, **sizes, **facts)
+            for direction in io_model.DIRECTIONS
+        ]
+        return sum(cost.seconds for cost in passes)
+
+    times = {
+        side: seconds(mask.reblock(side)) for side in SIDES if (side, side) != spec.block_size
+    }
+    side = min(times, key=lambda side: times[side])
+    share = times[side] / seconds(mask)
+    return (side, share) if share <= FASTER else None
+
+
+def _modelled_device(spec: AttentionSpec, backend: Backend) -> io_model.Device | None:
+    """The device of a call whose backend sparseflash.io_model knows; None of any other call."""
+    modelled = backend.name in io_model.BACKENDS and not spec.few_queries
+    return device_like(spec.device) if modelled else None
+
+
 def _filled(spec: AttentionSpec, backend: Backend, mask: BlockMask, direction: str) -> float:
     """Share of the waves of work tiles that is filled; 1 where no model says it."""
-    device = device_like(spec.device)
-    if device is None or backend.name not in io_model.BACKENDS or spec.few_queries:
+    device = _modelled_device(spec, backend)
+    if device is None:
         return 1.0
     sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
     facts = {"dtype": spec.dtype, "backend": backend.name, "device": device}

@@ -8,6 +8,7 @@ import torch
 import masks
 import sparseflash
 from sparseflash import _explain, backends
+from sparseflash.io_model.device import DEVICES
 from sparseflash.timing import Turn
 
 HAS_GPU = torch.cuda.is_available()
@@ -25,6 +26,31 @@ def test_backend_configuration_and_reasons():
     assert set(found.configuration) == {"forward", "dq", "dkdv"}
     assert found.measured is found.predicted is found.dense_is_faster is None
     assert "forward: Config(bm=" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "better"),
+    [(masks.local(16), 64), (masks.local(16).with_block_size(64), None), (masks.causal(), None)],
+    ids=repr,
+)
+def test_better_blocks_on_a_device_that_is_modelled(pattern, better, monkeypatch):
+    monkeypatch.setattr(_explain, "device_like", lambda _: DEVICES["H200"])
+    found = sparseflash.explain(*tensors(4096, head_dim=64), pattern, backend="triton")
+    if better is None:
+        assert found.better_blocks is None
+        assert "may be faster" not in str(found)
+    else:
+        side, share = found.better_blocks
+        assert side == better
+        assert 0.3 < share < 0.9
+        assert f"blocks of {side} may be faster" in str(found)
+
+
+def test_no_better_blocks_where_calls_choose_them_or_no_model_knows():
+    assert sparseflash.explain(*tensors(4096), masks.local(16)).better_blocks is None or HAS_GPU
+    assert (
+        sparseflash.explain(*tensors(4), masks.local(16), backend="triton").better_blocks is None
+    )
 
 
 def test_no_backend_is_no_error():
