@@ -207,7 +207,8 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _named(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower()
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name
 
 
 def _watch(name: str, running: list[str], silent: set[str]):

@@ -179,6 +179,8 @@ def profile(
         with torch.set_grad_enabled(study.keeps):
             with captured(source, study.look_at):
                 value = run(source, inputs, loss)
+            if not study.layers:
+                raise ValueError(_without_calls(source))
             study.differentiate(value)
     else:
         study.expected = len(source)
@@ -187,6 +189,20 @@ def profile(
             for i, tensors in enumerate(source):
                 study.look_at(AttentionCall(f"layer {i}", *tensors, own, None))
     return study.result()
+
+
+def _without_calls(model: nn.Module) -> str:
+    """What is wrong with a model that made no call of attention."""
+    named = ", ".join(attention_modules(model))
+    return (
+        f"{type(model).__name__} cannot be hooked: it calls neither torch's "
+        "scaled_dot_product_attention nor sparseflash's attention; "
+        + (
+            f"modules that are named after attention but did not run: {named}"
+            if named
+            else "no module of it is named after attention"
+        )
+    )
 
 
 class _Study:

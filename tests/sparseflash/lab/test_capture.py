@@ -135,6 +135,18 @@ def test_attention_that_cannot_be_hooked_is_named(call, named):
     assert not block._forward_pre_hooks
 
 
+def test_a_layer_that_cannot_be_hooked_is_named_beside_one_that_can():
+    class OwnAttn(OwnAttention):
+        pass
+
+    model = nn.Sequential(
+        OwnAttention(lambda x: scaled_dot_product_attention(x, x, x)),
+        OwnAttn(lambda x: (x @ x.mT).softmax(-1) @ x),
+    )
+    with pytest.raises(ValueError, match="attention of 1 cannot be hooked"):
+        lab.profile(model, ["local(8)"], torch.randn(1, HEADS, TOKENS, 16))
+
+
 def test_attention_of_torch_is_named():
     layer = nn.TransformerEncoderLayer(32, HEADS, batch_first=True)
     with pytest.raises(ValueError, match="self_attn cannot be hooked"):

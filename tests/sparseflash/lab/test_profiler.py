@@ -81,8 +81,12 @@ def test_layers_of_other_shapes_are_refused():
         lab.profile(tensors(1), "local(20)")
     with pytest.raises(ValueError, match="at least 1 layer"):
         lab.profile([], PATTERNS)
-    with pytest.raises(ValueError, match="at least 1 layer"):
+    with pytest.raises(ValueError, match=r"Linear cannot be hooked: .* no module of it is named"):
         lab.profile(nn.Linear(3, 3), PATTERNS, torch.randn(3))
+    unused = nn.Sequential(nn.Linear(3, 3))
+    unused[0].other = nn.MultiheadAttention(4, 1)
+    with pytest.raises(ValueError, match=r"Sequential cannot be hooked: .* not run: 0\.other"):
+        lab.profile(unused, PATTERNS, torch.randn(3))
 
 
 def test_patterns_are_timed_beside_one_another(monkeypatch):
