@@ -47,6 +47,13 @@ class Handled:
         object.__setattr__(self, "handle", f"{type(self).__name__}-{next(_numbers)}")
         _objects[self.handle] = self
 
+    def __bool__(self) -> bool:
+        # Otherwise `a and b` would be b, without a word.
+        raise TypeError(
+            f"a {type(self).__name__} is neither true nor false: join them by & | - ^ ~, not by "
+            "and, or, not"
+        )
+
     def __copy__(self):
         return self
 

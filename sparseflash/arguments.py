@@ -11,7 +11,13 @@ from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
 FULL = full()
-_MAKERS = {Tensor: "masks.BlockMask.from_dense", str: "masks.parse"}
+# What makes a mask of an object of another type, by its name; that BlockMask is FlexAttention's.
+_MAKERS = {
+    "Tensor": "masks.BlockMask.from_dense",
+    "str": "masks.parse",
+    "function": "masks.pattern (or, of a built-in pattern, its call)",
+    "BlockMask": "masks.interop.from_flex",
+}
 
 
 def checked_tensors(
@@ -139,10 +145,11 @@ def checked_mask(mask: AnyMask | None) -> AnyMask:
     if mask is None:
         return FULL
     if not isinstance(mask, AnyMask):
-        maker = _MAKERS.get(type(mask))
+        name = type(mask).__name__
+        made = f", of which {_MAKERS[name]} makes one" if name in _MAKERS else ""
         raise TypeError(
             "mask must be a Pattern, a BlockMask, a MaskBatch, a DynamicMask or None, got "
-            f"{type(mask).__name__}" + (f", of which {maker} makes one" if maker else "")
+            f"{name}{made}"
         )
     return mask
 

@@ -16,6 +16,12 @@ def test_a_handle_finds_its_mask_and_copies_are_the_mask(mask):
     assert copy.deepcopy({"mask": mask})["mask"] is copy.copy(mask) is mask
 
 
+@pytest.mark.parametrize("mask", [masks.causal(), masks.causal()(64, 16)], ids=repr)
+def test_and_does_not_join_masks(mask):
+    with pytest.raises(TypeError, match="join them by &"):
+        assert not (mask and mask)
+
+
 def test_handles_are_of_one_object_only():
     assert masks.causal().handle != masks.causal().handle
     mask = masks.causal()(64, 16)

@@ -289,6 +289,7 @@ def test_without_a_pair_results_are_those_of_torch(sizes, traced):
             "mask must have 1 or 2 heads",
         ),
         ({"mask": "local"}, "mask must be a Pattern, .* got str, of which masks.parse makes one"),
+        ({"mask": masks.causal}, "got function, of which masks.pattern"),
         ({"mask": torch.ones(16, 16).bool()}, "got Tensor, of which masks.BlockMask.from_dense"),
         ({"scale": float("nan")}, "scale must be positive"),
         ({"scale": -1.0}, "scale must be positive"),

@@ -244,7 +244,7 @@ def test_a_cuda_graph_chooses_blocks_anew_at_every_replay(within):
     for x in tensors:
         x.requires_grad_()
     scores = torch.rand(BATCH, HEADS, NQ, NK, device="cuda", requires_grad=True)
-    every = (within or masks.full())(LENGTHS, BLOCKS, "cuda")
+    every = (masks.full() if within is None else within)(LENGTHS, BLOCKS, "cuda")
 
     def step():
         out = sparseflash.attention(*tensors, every.select_topk(scores, 2), backend="triton")

@@ -31,7 +31,8 @@ def test_documents_have_the_pattern_at_their_own_length(backend, name):
     dense = torch.zeros(98, 104, dtype=torch.bool)
     start_q = start_k = 0
     for q_len, k_len in zip(q_lengths, k_lengths, strict=True):
-        mask = (PATTERNS[name] or masks.full())((q_len, k_len))
+        pattern = masks.full() if PATTERNS[name] is None else PATTERNS[name]
+        mask = pattern((q_len, k_len))
         dense[start_q : start_q + q_len, start_k : start_k + k_len] = mask.to_dense()
         start_q, start_k = start_q + q_len, start_k + k_len
 
