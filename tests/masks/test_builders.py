@@ -12,8 +12,8 @@ from masks import builders
 MILLION = 1 << 20
 
 
-def seconds(build) -> float:
-    """CPU time on one thread, which waits for no other: the least of two runs."""
+def takes_less(seconds: float, build) -> bool:
+    """CPU time on one thread, which waits for no other, in one of two runs."""
 
     def once() -> float:
         began = time.process_time()
@@ -23,7 +23,7 @@ def seconds(build) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return min(once(), once())
+        return any(once() < seconds for _ in range(2))
     finally:
         torch.set_num_threads(threads)
 
@@ -44,7 +44,7 @@ def seconds(build) -> float:
     ids=repr,
 )
 def test_costs_are_in_proportion_to_what_is_built(pattern, seq_len, limit):
-    assert seconds(lambda: pattern(seq_len, 128)) < limit
+    assert takes_less(limit, lambda: pattern(seq_len, 128))
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_costs_are_in_proportion_to_what_is_built(pattern, seq_len, limit):
 )
 def test_costs_at_a_million_tokens(pattern, limit):
     made = []
-    assert seconds(lambda: made.append(pattern(MILLION, 128))) < limit
+    assert takes_less(limit, lambda: made.append(pattern(MILLION, 128)))
     began = time.process_time()
     made[0].table()
     assert time.process_time() - began < 16  # 8 seconds of two cores

@@ -384,7 +384,9 @@ def operations(function):
     """How many operations of torch a function starts, those within others counted too."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         function()
-    return sum(event.name.startswith("aten::") for event in recorded.events())
+    events = recorded.events()
+    assert events
+    return sum(event.name.startswith("aten::") for event in events)
 
 
 @pytest.mark.parametrize(
