@@ -15,6 +15,7 @@ from masks.commands import Json, progress_bar, usage_errors
 
 if TYPE_CHECKING:
     from sparseflash.advisor.choices import Choice, Workload
+    from sparseflash.io_model import Device
 
 
 @dataclass
@@ -26,7 +27,13 @@ class Shared:
     batch: Annotated[int, typer.Option(min=1, help="batch elements")] = 1
     heads: Annotated[int, typer.Option(min=1, help="heads")] = 16
     backward: Annotated[bool, typer.Option(help="Times with the backward pass.")] = True
-    device: Annotated[str, typer.Option(help="for predicted times: A100, H100 or H200")] = "H200"
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="of predicted times: A100, H100 or H200; by default the GPU of this machine, "
+            "where it is none of them an H200"
+        ),
+    ] = None
     measure: Annotated[bool, typer.Option(help="Also measure, on the GPU of this machine.")] = (
         False
     )
@@ -43,7 +50,7 @@ class Shared:
         check_picture("--plot", self.plot)
         _check_measure(self.measure)
         sizes = (self.seq_len, self.head_dim, self.batch, self.heads)
-        return Workload(*sizes, causal, self.backward, self.device)
+        return Workload(*sizes, causal, self.backward, self.device or _of_this_machine())
 
 
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,6 +116,15 @@ def search(
     raise typer.Exit(not found)
 
 
+def _of_this_machine() -> "str | Device":
+    import torch
+
+    from sparseflash.io_model import device_like
+
+    found = device_like(torch.device("cuda")) if torch.cuda.is_available() else None
+    return found or "H200"
+
+
 def _check_measure(measure: bool) -> None:
     """Raises where there is no GPU to measure on: a CPU would take minutes for each choice."""
     import torch
@@ -128,7 +144,9 @@ def _finish(
     connected: float | None = None,
 ) -> None:
     from sparseflash.advisor import choices as of
+    from sparseflash.io_model import device_named
 
+    device = device_named(workload.device).name
     if options.measure:
         with progress_bar("measuring") as progress:
             found = of.measure(found, workload, progress=progress)
@@ -138,7 +156,8 @@ def _finish(
         if not options.as_json:
             print(f"wrote {options.plot}")
     if options.as_json:
-        facts = asdict(workload) | {"dtype": str(workload.dtype).removeprefix("torch.")}
+        dtype = str(workload.dtype).removeprefix("torch.")
+        facts = asdict(workload) | {"device": device, "dtype": dtype}
         print(json.dumps({"workload": facts, "choices": [asdict(choice) for choice in found]}))
         return
     if not found:
@@ -160,7 +179,7 @@ def _finish(
             row.append(f"{choice.connected:.1%}{interval}")
         table.add_row(*row)
     Console().print(table)
-    order = "measured time" if options.measure else f"least time on {workload.device}"
+    order = "measured time" if options.measure else f"least time on {device}"
     print(f"in the order of {order}, equal ones in that of candidates")
     if not options.measure:
         low, middle, high = of.OVER_LEAST

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ def test_advise_lists_block_sizes(tmp_path):
     assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads of 128" in shown
     assert "in the order of least time on A100, equal ones in that of candidates" in shown
     assert "a bound: calls of the records of an H200 took 1.2 to 2.3 times as long" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "predicted"), [("NVIDIA A100-SXM4-40GB", "A100"), ("L4", "H200")]
+)
+def test_times_are_predicted_for_the_gpu_of_this_machine(monkeypatch, name, predicted):
+    gpu = SimpleNamespace(name=name, multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert f"in the order of least time on {predicted}," in invoke("advise", "full", *SIZE).output
+    found = json.loads(invoke("advise", "full", *SIZE, "--json").stdout)
+    assert found["workload"]["device"] == predicted
 
 
 @pytest.mark.parametrize("command", [("advise", "full()"), ("search", "--layers", 1)])
@@ -85,7 +98,7 @@ def test_measured_choices_are_printed_in_their_order(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(choices, "measure", measure)
-    shown = invoke("advise", "local(20)", *SIZE, "--measure").output
+    shown = invoke("advise", "local(20)", *SIZE, "--device", "H200", "--measure").output
     assert "4.000" in shown
     assert "in the order of measured time" in shown
     assert "bound" not in shown
