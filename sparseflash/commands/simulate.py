@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from masks.commands import usage_errors
+from masks.commands import progress_bar, usage_errors
 
 if TYPE_CHECKING:
     from masks import BlockMask
@@ -50,7 +50,7 @@ def simulate(
     from sparseflash.distributed.assign import STRATEGIES
     from sparseflash.distributed.simulation import Attention, Machine, predict
 
-    with usage_errors():
+    with usage_errors(), progress_bar("planning") as progress:
         length, each = parse_tokens(tokens), ranks.split(",")
         if not all(number.isdecimal() for number in each):
             raise ValueError(f"ranks must be numbers, separated by commas, got {ranks!r}")
@@ -60,11 +60,11 @@ def simulate(
         rates = replace(Machine() if machine is None else Machine.load(machine), **given)
         attention = Attention(heads, kv_heads, head_dim)
         names = [*STRATEGIES] if strategy == "all" else [strategy]
-        found = [
-            predict(make_plan(mask, int(number), name), rates, attention)
-            for number in each
-            for name in names
-        ]
+        cases = [(int(number), name) for number in each for name in names]
+        found = []
+        for number, name in cases:
+            found.append(predict(make_plan(mask, number, name), rates, attention))
+            progress(len(found), len(cases))
     _show(mask, found)
     groups = {name: [each for each in found if each.strategy == name] for name in STRATEGIES}
     groups = groups if strategy == "all" else {strategy: found}
