@@ -6,10 +6,11 @@ the others there are about as many values as tokens. And rows of pairs are compu
 queries with equal values, such as those of one document.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from math import gcd
+from math import gcd, inf, prod
 from operator import add, neg, sub
 from threading import RLock
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ PAIRS_AT_ONCE = 2**18
 
 _aten = torch.ops.aten
 _COMPARISONS = (_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge)
+_REMAINDER = _aten.remainder.Scalar
 _POINTWISE = (_aten.floor_divide.default, _aten._to_copy.default)  # without torch's tag
 
 
@@ -99,6 +101,7 @@ class ElementwiseFunction:
         self.steps: list[_Step] = []
         self.depends: dict[int, Dependence] = {}
         self.sums: dict[int, Sum] = {}
+        self.made: dict[int, _Step] = {}  # by which values are made
         self.values: dict[int, Tensor] = {}
         self.pair_steps: list[tuple[_Step, set[int]]] = []  # with what no later one reads
         # Of values that are stored as one row: where in it the row of each query begins.
@@ -124,8 +127,12 @@ class ElementwiseFunction:
         sample_q, sample_k = map(id, self.sample)
         self.depends = {sample_q: QUERY, sample_k: KEY}
         self.sums = {sample_q: (*QUERY, 0), sample_k: (*KEY, 0)}
-        if not all(map(self._is_elementwise, self.steps)):
-            return False
+        recorded, self.steps = self.steps, []
+        for step in itertools.chain.from_iterable(map(self._reduced, recorded)):
+            self.steps.append(step)
+            if not self._is_elementwise(step):
+                return False
+        self._drop_unread_steps()
         if self.depends.get(id(self.answer), CONSTANT) == CONSTANT:
             return False
         for which in {*self.depends.values()} - {CONSTANT}:
@@ -139,6 +146,14 @@ class ElementwiseFunction:
             read |= own
         self.values = {i: value for i, value in self.values.items() if i in read}
         return True
+
+    def _drop_unread_steps(self) -> None:
+        read, steps = {id(self.answer)}, []
+        for step in reversed(self.steps):
+            if id(step.result) in read:
+                steps.insert(0, step)
+                read |= {id(t) for t in _inputs(step)}
+        self.steps = steps
 
     def pair_bytes(self) -> int:
         """Bytes of the largest value that is computed or copied for every pair."""
@@ -218,6 +233,56 @@ class ElementwiseFunction:
         a, b = a // divisor, b // divisor
         few = abs(a) * self.q.numel() + b * self.k.numel() <= SUMS or max(abs(a), b) == 1
         return (a, b) if few else PAIR
+
+    def _reduced(self, step: _Step) -> list[_Step]:
+        """The step, and before it, if it takes a remainder of sums and products of pairs, steps
+        that take them of remainders: of those there are few, so that queries share rows.
+        """
+        self.made[id(step.result)] = step
+        if step.operation is not _REMAINDER or type(step.arguments[1]) is not int:
+            return [step]
+        value, modulus = step.arguments
+        of_pairs = self.depends.get(id(value), CONSTANT) is PAIR and modulus != 0
+        if not of_pairs or self._bound(value) > MAX_OFFSET:
+            return [step]
+        steps = []
+
+        def make(operation: Any, *arguments: Any) -> Tensor:
+            steps.append(_Step(operation, arguments, {}, operation(*arguments)))
+            self.made[id(steps[-1].result)] = steps[-1]
+            return steps[-1].result
+
+        def reduced(part: Any) -> Any:
+            if type(part) is int:
+                return part
+            if self.depends.get(id(part), CONSTANT) is not PAIR:
+                return make(_REMAINDER, part, modulus)
+            own = self.made[id(part)]
+            return make(own.operation, *map(reduced, own.arguments))
+
+        smaller = reduced(value)
+        if self._bound(smaller) > MAX_OFFSET:
+            return [step]
+        return [*steps, _Step(_REMAINDER, (smaller, modulus), {}, step.result)]
+
+    def _bound(self, value: Any) -> float:
+        """What the absolute of an integer, or of a sum or product of pairs, is at most."""
+        if type(value) is int:
+            return abs(value)
+        made = self.made.get(id(value))
+        if made is None:
+            tokens = {id(t): whole for t, whole in zip(self.sample, (self.q, self.k), strict=True)}
+            return tokens[id(value)].numel() if id(value) in tokens else inf
+        if value.dtype != torch.int64 or made.options:
+            return inf
+        bounds = list(map(self._bound, made.arguments))
+        if made.operation in _SUMS:
+            return prod(bounds) if made.operation is _aten.mul.Tensor else sum(bounds)
+        if self.depends.get(id(value), CONSTANT) is PAIR:
+            return inf
+        if made.operation in (_aten.floor_divide.default, _aten.abs.default):
+            return bounds[0]
+        return bounds[1] if made.operation is _REMAINDER else inf
 
     def _sum_of(self, argument: Any) -> Sum | None:
         return (*CONSTANT, argument) if type(argument) is int else self.sums.get(id(argument))

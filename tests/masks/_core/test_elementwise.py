@@ -59,6 +59,11 @@ ELEMENTWISE = {
     "rows of a table": lambda q, k: (TABLE[q // 9] ^ (k & 3)) > 3,
     "rows of fractions": lambda q, k: ((q // 20).float() / (k + 1) > 0.1) == (q < 30),
     "rows or sums": lambda q, k: torch.where(q // 16 == k // 16, k % 3 == 0, (q + k) % 4 == 0),
+    "remainder of a product": lambda q, k: ((q - 9) * (k // 2) - k * 3) % 7 > 3,
+    "negative remainder of a product": lambda q, k: (q * k - q * q) % -5 == -2,
+    "remainder of a wrapping product": lambda q, k: (q * 2**58 * k) % 7 > 3,
+    "remainder of a wrapping sum": lambda q, k: (q * k + 2**63 - 40) % 7 > 3,
+    "remainder of a remainder": lambda q, k: ((q * k) % 7 + q * k) % 5 > 2,
     "narrow": lambda q, k: (q.to(torch.int8) - k.to(torch.int8)) > 0,
 }
 OTHERS = {
@@ -116,6 +121,10 @@ def test_bytes_of_a_pair_are_those_of_the_largest_value(attends, expected):
         (lambda q, k: (q // 9 == k // 9) | (q % 9 == k % 9), 1),
         (lambda q, k: (q // 9 == k // 9) | (q % 9 == 3), 0),
         (lambda q, k: (3 * q + 7000 * k) % 1001 < 10, 3),
+        (lambda q, k: (3 * q + 7000 * k) % 11 < 3, 0),
+        (lambda q, k: (q * k - 5 * q * q) % -97 < -3, 0),
+        (lambda q, k: (q * k + (q ^ k)) % 97 < 3, 5),
+        (lambda q, k: (q * 2**40 * k * 2**20) % 97 < 3, 4),
         (lambda q, k: q ^ k < 5, 2),
     ],
 )
