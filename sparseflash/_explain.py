@@ -34,7 +34,7 @@ from sparseflash.gap import ROUNDS, SECONDS, Gap, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
 from sparseflash.score import checked_score_tensors, want_gradients
-from sparseflash.timing import Turn, rested_turns, sustained_ms
+from sparseflash.timing import Progress, Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
 SIDES = (64, 128)  # of blocks in which a mask may be faster
@@ -146,6 +146,7 @@ def explain(
     score_tensors: Sequence[Tensor] = (),
     return_max_logits: bool = False,
     measure: bool = False,
+    progress: Progress | None = None,
     **options: Unpack[OptionKeywords],
 ) -> Explanation:
     """What `attention` would do with these arguments: backend, configuration, reasons, times.
@@ -159,6 +160,7 @@ def explain(
             call under continuous load stands beside. And split what the mask takes longer than
             its density of the full mask into causes, by masks that leave one out (see
             sparseflash.gap).
+        progress: Called with (rounds of measurement, how many there are at least).
         **options: As in sparseflash.attention.
 
     Returns:
@@ -213,11 +215,11 @@ def explain(
         "dense": dense,
     }
     if not isinstance(fitted, BlockMask):
-        return replace(explanation, **_times(*_measured(runs, query, key, value)))
+        return replace(explanation, **_times(*_measured(runs, progress, query, key, value)))
     read = fitted.reblock(chosen.block_size_for(spec, fitted))
     without = variants(read)
     runs |= {name: partial(attend, mask=each) for name, each in without.items()}
-    passes, sustained = _measured(runs, query, key, value)
+    passes, sustained = _measured(runs, progress, query, key, value)
     gaps = [
         split(
             {name: of for name, of in timed.items() if name != "dense"},
@@ -237,16 +239,24 @@ Pass = dict[str, list[Turn]]  # the turns of each function, as many rounds
 
 
 def _measured(
-    runs: Mapping[str, Callable[..., Tensor]], *tensors: Tensor
+    runs: Mapping[str, Callable[..., Tensor]], progress: Progress | None, *tensors: Tensor
 ) -> tuple[list[Pass], list[float | None]]:
     """The turns of the forward and of the backward pass of functions of query, key and value; and
     the sustained milliseconds of "device".
     """
+
+    def of_pass(number: int) -> Progress:
+        def report(done: int, total: int) -> None:
+            if progress is not None:
+                progress(number * total + done, 2 * total)
+
+        return report
+
     inputs = [x.clone().requires_grad_() for x in tensors]
     device = inputs[0].device
     forward = {name: partial(run, *inputs) for name, run in runs.items()}
     with torch.no_grad():
-        passes = [rested_turns(forward, device, SECONDS, ROUNDS)]
+        passes = [rested_turns(forward, device, SECONDS, ROUNDS, of_pass(0))]
         sustained = [sustained_ms(forward["device"], device)]
     outs = {name: run() for name, run in forward.items()}
     grad = torch.randn_like(outs["device"])
@@ -254,7 +264,7 @@ def _measured(
         name: partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
         for name, out in outs.items()
     }
-    passes.append(rested_turns(backward, device, SECONDS, ROUNDS))
+    passes.append(rested_turns(backward, device, SECONDS, ROUNDS, of_pass(1)))
     sustained.append(sustained_ms(backward["device"], device))
     return passes, sustained
 

@@ -32,6 +32,7 @@ ESTIMATES = 3  # calls that set how many a turn has
 MOST_ROUNDS = 50
 
 Run = Callable[[], object]
+Progress = Callable[[int, int], None]
 
 
 class Turn(NamedTuple):
@@ -62,7 +63,11 @@ class _Calls(NamedTuple):
 
 
 def rested_turns(
-    runs: Mapping[str, Run], device: torch.device, seconds: float, least_rounds: int
+    runs: Mapping[str, Run],
+    device: torch.device,
+    seconds: float,
+    least_rounds: int,
+    progress: Progress | None = None,
 ) -> dict[str, list[Turn]]:
     """The rested time of a call of each in every round, the mean of its two turns.
 
@@ -71,6 +76,7 @@ def rested_turns(
         device: Where they run.
         seconds: After which no round begins.
         least_rounds: Rounds that are measured whatever they take.
+        progress: Called with (rounds, least_rounds) after each of these.
     """
     with no_garbage_collection():
         planned = {name: _planned(run, device) for name, run in runs.items()}
@@ -91,6 +97,8 @@ def rested_turns(
             rounds.append(
                 {name: Turn(*map(fmean, zip(*of, strict=True))) for name, of in done.items()}
             )
+            if progress is not None and len(rounds) <= least_rounds:
+                progress(len(rounds), least_rounds)
     return {name: [of[name] for of in rounds] for name in planned}
 
 

@@ -57,11 +57,11 @@ def explain_command(
             raise ValueError("--device cuda needs a CUDA device, and there is none")
         kind = getattr(torch, dtype or ("bfloat16" if where == "cuda" else "float32"))
         sizes = () if block_size is None else (block_size,)
-        with progress_bar("measuring" if measure else "building masks"):
+        with progress_bar("measuring" if measure else "building masks") as progress:
             mask = parse(pattern)(seq_len, *sizes, device=torch.device(where))
             shape = (batch, heads, seq_len, head_dim)
             query, key, value = (torch.randn(shape, dtype=kind, device=where) for _ in range(3))
-            found = explain(query, key, value, mask, measure=measure)
+            found = explain(query, key, value, mask, measure=measure, progress=progress)
     gaps = {"forward": found.forward_gap, "backward": found.backward_gap}
     split = {name: gap for name, gap in gaps.items() if gap is not None}
     if plot is not None and split:

@@ -8,6 +8,7 @@ import torch
 import masks
 import sparseflash
 from sparseflash import _explain, backends
+from sparseflash.gap import ROUNDS
 from sparseflash.io_model.device import DEVICES
 from sparseflash.timing import Turn
 
@@ -65,7 +66,16 @@ def test_times(monkeypatch):
     tensors_ = tensors(kv_heads=1)
     mask = masks.causal()(100, 16, tensors_[0].device)
     sinks = torch.zeros(2, device=tensors_[0].device)
-    found = sparseflash.explain(*tensors_, mask, dropout_p=0.1, sinks=sinks, measure=True)
+    done = []
+    found = sparseflash.explain(
+        *tensors_,
+        mask,
+        dropout_p=0.1,
+        sinks=sinks,
+        measure=True,
+        progress=lambda rounds, total: done.append((rounds, total)),
+    )
+    assert done == [(rounds, 2 * ROUNDS) for rounds in range(1, 2 * ROUNDS + 1)]
     assert found.density == mask.density
     for times in (found.measured, found.full, found.dense):
         assert times.forward > 0
@@ -81,7 +91,7 @@ def timed(monkeypatch):
     """What is timed, in order; the n-th takes n ms forward and 10 n backward."""
     found = []
 
-    def measured(runs, *tensors):
+    def measured(runs, progress, *tensors):
         found.extend(runs.values())
         passes = [
             {name: [Turn(ms * n, 0.0)] * 5 for n, name in enumerate(runs, 1)} for ms in (1, 10)
