@@ -195,10 +195,11 @@ def pattern(attends: Callable) -> Pattern:
     """Decorator: the pattern of a vectorised function of token indices, (q, k) -> bool.
 
     Compiled strip by strip, never through an N x N array, on all cores of a CPU. Of elementwise
-    functions what depends on the query, the key or the distance q - k alone is computed once for
-    each of these; every operation on both is computed for every pair: 0.1 ns for bools and 1 ns
-    for integers, on one core. So 64K tokens take seconds and 1M minutes; on a GPU with
-    `device="cuda"` far less.
+    functions what depends on the query, the key, the distance or another sum a q + b k of small
+    factors alone is computed once for each of these, and a row that queries share, such as those
+    with one value of q // 1000 or q % 64, once for all of them; every other operation for every
+    pair: 0.1 ns for bools and 1 ns for integers, on one core. So 64K tokens take seconds and 1M
+    minutes; on a GPU with `device="cuda"` far less.
 
     It is called without gradients and without autocast, so that the mask is the same at any length
     and wherever it is made.
