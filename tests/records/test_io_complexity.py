@@ -57,7 +57,7 @@ def test_times_where_products_bind(rows):
 
 def test_the_page_explains_every_miss_by_its_rows(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(PATH.parents[2] / "docs"), *sys.path])
-    page = import_module("performance")
+    page = import_module("io_complexity")
     record = json.loads(PATH.read_text())
     found = page.misses(record)
     assert "without a known cause" not in found
