@@ -84,7 +84,7 @@ def test_errors_are_told_without_a_traceback(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of Lightning and of how it calls jsonargparse
 def test_a_run_goes_through_its_stages_and_goes_on_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["curriculum"])
-    monkeypatch.setattr(curriculum, "EVALUATION_SECONDS", 1000)  # of 1001: the time is up at once
+    monkeypatch.setattr(curriculum, "EVALUATION_SECONDS", 2000)  # of 1001: the time is up at once
     here, there, pieces = (tmp_path / name for name in ("here", "there", "pieces"))
     first = run(
         "--output", here, *stages(*STAGES), "--seconds", 1001, "--export", pieces, "--", *FIT
