@@ -29,6 +29,7 @@ from sparseflash.testing import (
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LONGEST = 4097 if HAS_GPU else 70
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # so that -m gpu has them there
 # Cases of every combination of a backend, a shape and a dtype: in a short run and in a long one.
 CASES = (
     {"triton": (100, 1000), "hopper": (100, 1000)}
