@@ -106,8 +106,7 @@ def attention(
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
             the largest of its masked scores S, sinks not among them. Its maximum over batch and
-            queries is what QK-Clip compares with a threshold, head by head. The backend hopper
-            does not take it.
+            queries is what QK-Clip compares with a threshold, head by head.
         **options: scale, softcap, score, dropout_p, precision, deterministic and backend: see
             AttentionOptions.
 

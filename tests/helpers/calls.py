@@ -1,10 +1,13 @@
-"""Calls made by hand, for tests of one backend: nothing selects it, and nothing is checked."""
+"""Calls made by hand, for tests of one backend: nothing selects it, and no more than score
+tensors is checked.
+"""
 
 from types import SimpleNamespace
 
-from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.call import Call, Plan, empty_max_logits
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
+from sparseflash.score import checked_score_tensors
 
 
 def spec_of(query, key, mask, *, value=None, **facts) -> AttentionSpec:
@@ -14,7 +17,9 @@ def spec_of(query, key, mask, *, value=None, **facts) -> AttentionSpec:
     return AttentionSpec.from_call(query, key, value, mask, options, CallFacts(**facts))
 
 
-def call_on(backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, **facts) -> Call:
+def call_on(
+    backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, score_tensors=(), **facts
+) -> Call:
     """The call of a mask in its own blocks; facts: see spec_of."""
     spec = spec_of(
         *(query, key, mask),
@@ -23,7 +28,10 @@ def call_on(backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, *
         **facts,
     )
     table = mask.table(query.device).for_groups(spec.mask_group)
-    return Call(Plan(spec, backend, table), key_lengths, seed, bias)
+    call = Call(Plan(spec, backend, table), key_lengths, seed, bias)
+    call.max_logits = empty_max_logits(query) if spec.max_logits else None
+    call.score_tensors = checked_score_tensors(spec.score, score_tensors, query)
+    return call
 
 
 def mask_that_covers(large, small=1.0):

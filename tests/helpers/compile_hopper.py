@@ -57,7 +57,7 @@ def call(
 ) -> None:
     """Both passes of one call. The query is also grad_out unless there is one.
 
-    changes: soft cap, score function, bias
+    changes: soft cap, score function, bias; whether there are maximum logits
     """
     (q_len, k_len), heads = mask.seq_len, 2
     query = torch.empty(batch, heads, q_len, head_dim, dtype=dtype)
@@ -92,6 +92,7 @@ def report_variants(head_dim: int, block: int):
         "key_lengths": torch.ones(1, dtype=torch.int32),
         "with_grad_lse": True,
         "dropout_p": 0.1,
+        "max_logits": True,
     }
     for name, pattern, options in (
         ("full", masks.full(), {}),
@@ -158,6 +159,7 @@ def report_layouts(head_dim: int):
     call(mask, head_dim, dtype=torch.float16)
     call(mask, head_dim, dropout_p=0.1)
     call(mask, head_dim, with_grad_lse=True)
+    call(mask, head_dim, max_logits=True)
     call(mask, head_dim, deterministic=False)
     for heads in (1, 2):
         call(mask, head_dim, bias=torch.zeros(heads, 511))

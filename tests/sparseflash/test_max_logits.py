@@ -7,18 +7,14 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash.backends import hopper
-from sparseflash.reference import standard_attention
 from sparseflash.testing import make_inputs, poisoned_empty
-from tests.helpers.calls import spec_of
+from tests.helpers.max_logits import expected
 
 HAS_GPU = torch.cuda.is_available()
 BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
 FIRST = next(iter(BACKENDS))
 HOLES = masks.random(0.5) - masks.global_tokens(20)  # without a key for the first queries
 CAUSAL = masks.causal(align="bottom-right")
-# exp(s - 1e6) is 0 but where s is the maximum: LSE is it then, to float64 rounding.
-SHARP = 1e6
 
 
 @pytest.fixture(params=BACKENDS)
@@ -29,14 +25,6 @@ def backend(request):
 def inputs(backend, lengths=(37, 50), **options):
     sizes = {"kv_heads": 1, "device": BACKENDS[backend]} | options
     return make_inputs(2 if backend == "cpu" else 1, 2, *lengths, 16, **sizes)[:3]
-
-
-def expected(query, key, value, mask, **options):
-    """The LSE of scores that are so far apart that the largest one alone is left."""
-    scale = options.pop("scale", 0.25)
-    value = torch.zeros_like(value)
-    _, lse = standard_attention(query, key, value, mask, scale=scale * SHARP, **options)
-    return lse / SHARP
 
 
 def check(backend, pattern, tensors=None, **options):
@@ -166,12 +154,3 @@ def test_in_graphs():
         return out.square().sum() + found.sum()
 
     torch.testing.assert_close(torch.func.grad(loss)(tensors[0]), grads[0][0])
-
-
-def test_hopper_does_not_take_them_and_is_passed_over():
-    query = torch.zeros(1, 1, 256, 64, dtype=torch.float16)
-    spec = spec_of(query, query, masks.full()(256, 128), max_logits=True)
-    assert spec.extras == {"maximum logits"}
-    assert "maximum logits" not in hopper.extras
-    found = sparseflash.explain(query, query, query, return_max_logits=True)
-    assert "takes no maximum logits" in str(found)

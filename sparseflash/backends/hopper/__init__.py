@@ -22,7 +22,9 @@ from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 __all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "why_not"]
 
 name = "hopper"
-extras = frozenset({"softcap", "score function", "bias", "mask of each batch element"})
+extras = frozenset(
+    {"softcap", "score function", "bias", "mask of each batch element", "maximum logits"}
+)
 compiles = True
 
 

@@ -21,7 +21,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     block = call.table.block_size[0]
     kv_tile = launch.kv_tile(block, spec.head_dim)
     config = FORWARD_CONFIGS[block][tile_width(spec.head_dim)]
-    tensors = (query, key, value, out, lse)
-    access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None)
+    tensors = (query, key, value, out, lse, call.max_logits)
+    access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
     launch.launch_pass(forward_kernel, tensors, access, call, config)
     return out, lse

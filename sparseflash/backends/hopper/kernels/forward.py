@@ -1,4 +1,5 @@
-"""The forward kernel: O = softmax(S) V and LSE of one block row of queries per work tile.
+"""The forward kernel: O = softmax(S) V and LSE of one block row of queries per work tile, with the
+maximum logits where they are wanted.
 
 Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In blocks of 128:
 
@@ -104,9 +105,9 @@ class SoftmaxState(NamedTuple):
     row_sum: gl.tensor
 
 
-@gluon.jit(**unspecialized_arguments("lse"))
+@gluon.jit(**unspecialized_arguments("lse", "max_logits"))
 def forward_kernel(
-    queries, keys, values, outs, lse,
+    queries, keys, values, outs, lse, max_logits,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
@@ -131,7 +132,8 @@ def forward_kernel(
     # Threads initialised the mbarriers; TMA signals them through the async proxy.
     fence_async_shared()
     specialize_warps(
-        queries, keys, values, outs, lse, (query_pipeline, key_pipeline, value_pipeline),
+        queries, keys, values, outs, lse, max_logits,
+        (query_pipeline, key_pipeline, value_pipeline),
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
                ScoreParams(softcap, bias, bias_stride), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
@@ -147,7 +149,7 @@ def num_load_wait_warps(block, dims, masked):
 
 
 @gluon.jit
-def specialize_warps(queries, keys, values, outs, lse, pipelines, params,
+def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, params,
                      LOAD_WAIT_WARPS: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr,
                      MASKED: gl.constexpr, STAGES: gl.constexpr,
                      QUERY_STAGES: gl.constexpr):  # fmt: skip
@@ -155,8 +157,8 @@ def specialize_warps(queries, keys, values, outs, lse, pipelines, params,
     if params.block == WARPGROUP_M:
         gl.warp_specialize(
             [
-                (consumer, (outs, lse, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED, STAGES,
-                            QUERY_STAGES)),
+                (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
+                            STAGES, QUERY_STAGES)),
                 (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
                             QUERY_STAGES)),
             ],
@@ -166,10 +168,10 @@ def specialize_warps(queries, keys, values, outs, lse, pipelines, params,
     else:
         gl.warp_specialize(
             [
-                (consumer, (outs, lse, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED, STAGES,
-                            QUERY_STAGES)),
-                (consumer, (outs, lse, pipelines, params, 1, LOAD_WAIT_WARPS, MASKED, STAGES,
-                            QUERY_STAGES)),
+                (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
+                            STAGES, QUERY_STAGES)),
+                (consumer, (outs, lse, max_logits, pipelines, params, 1, LOAD_WAIT_WARPS, MASKED,
+                            STAGES, QUERY_STAGES)),
                 (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
                             QUERY_STAGES)),
                 (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, STAGES)),
@@ -241,8 +243,9 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
 
 
 @gluon.jit
-def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr,
-             MASKED: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
+def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
+             LOAD_WAIT_WARPS: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+             QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes 64 queries of each work tile. `state` is that of the tile last consumed."""
     query_pipeline, key_pipeline, value_pipeline = pipelines
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
@@ -301,6 +304,9 @@ def consumer(outs, lse, pipelines, params, WARPGROUP: gl.constexpr, LOAD_WAIT_WA
         tokens = query_start + offsets
         lse_row = lse + bh.to(gl.int64) * params.sizes.q_len
         gl.store(lse_row + tokens, row_lse, mask=tokens < params.sizes.q_len)
+        if max_logits is not None:
+            max_row = max_logits + bh.to(gl.int64) * params.sizes.q_len
+            gl.store(max_row + tokens, row_max_log2 * LN2, mask=tokens < params.sizes.q_len)
         factor = 1.0 / row_sum
         if params.dropout.threshold is not None:
             factor = factor * params.dropout.keep_scale

@@ -13,6 +13,7 @@ from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.select import CAPABILITY
 from sparseflash.backends.triton_common import launcher
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+from tests.helpers.max_logits import expected
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
 pytestmark = [
@@ -194,6 +195,38 @@ def test_changes_of_scores(name, head_dim, block_size):
             heads = CHANGES[name]["bias"]
             options["bias"] = torch.randn(heads, sum(lengths) - 1, device=DEVICE)
         check(PATTERNS[pattern], lengths, head_dim, **options)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [*SIZES, (80, 128), (72, 64)])
+@pytest.mark.parametrize("name", ["full", "causal", "empty rows", "nothing"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_maximum_logits(dtype, name, head_dim, block_size):
+    lengths = (500, 777) if name == "full" else (700, 460)
+    kinds = {"kv_heads": 1, "dtype": dtype, "device": DEVICE}
+    tensors = make_inputs(2, 2, *lengths, head_dim, **kinds)[:3]
+    mask = PATTERNS[name](lengths, block_size, device=DEVICE)
+    options = {"key_lengths": torch.tensor([lengths[1], 130], device=DEVICE)}
+    with poisoned_empty():
+        out, lse, found = attend(*tensors, mask, return_max_logits=True, **options)
+    for ours, without in zip((out, lse), attend(*tensors, mask, **options), strict=True):
+        assert torch.equal(ours, without)
+    reference = expected(*tensors, mask, **options)
+    torch.testing.assert_close(found.double(), reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_maximum_logits_of_scores_that_are_changed(block_size):
+    kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "device": DEVICE}
+    query, key, value = make_inputs(2, 2, 700, 460, 64, **kinds)[:3]
+    mask = PATTERNS["empty rows"]((700, 460), block_size, device=DEVICE)
+    bias = torch.randn(2, 1159, device=DEVICE)
+    options = {"softcap": 2.0, "bias": bias, "dropout_p": 0.3, "seed": 3}
+    _, _, found = attend(query, key, value, mask, return_max_logits=True, **options)
+    scores = 2 * torch.tanh(query.double() @ key.double().mT / 16)
+    distances = torch.arange(460) - torch.arange(700)[:, None] + 699
+    scores = scores + bias.double()[:, distances.to(DEVICE)]
+    reference = scores.masked_fill(~mask.to_dense(), -torch.inf).amax(-1)
+    torch.testing.assert_close(found.double(), reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("heads", [1, 2])

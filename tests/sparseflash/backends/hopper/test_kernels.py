@@ -142,5 +142,5 @@ def test_lengths_and_batches_share_a_kernel(compiler):
 @pytest.mark.slow
 def test_what_is_launched_without_asking_triton_is_what_triton_would_launch(compiler):
     (report,) = compiler.reports("hopper", "layouts", 64)
-    assert report["variants"] >= 43
+    assert report["variants"] >= 44
     assert report["kernels of one variant"] == 1

@@ -10,9 +10,10 @@ import masks
 from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs
 from sparseflash.score import ScoreFunction
-from sparseflash.testing import STRIDES, make_inputs
+from sparseflash.testing import STRIDES, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
 from tests.helpers.calls import call_on
+from tests.helpers.max_logits import expected
 from tests.helpers.simulated_hopper import check, simulation
 
 FUSED = [(False, 96)] + [
@@ -201,3 +202,51 @@ def written_lse_delta(padded_len, needs_query, *call_and_gradients):
     with patch(f"{hopper.__name__}.backward_pass.empty_lse_delta", return_value=lse_delta):
         hopper.backward(*call_and_gradients, (needs_query, False, False, False, False, False))
     return lse_delta
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [
+        *((64, 128, torch.bfloat16), (136, 128, torch.float16)),
+        *((64, 64, torch.float16), (96, 64, torch.bfloat16)),
+    ],
+)
+@pytest.mark.parametrize("name", [*PATTERNS, "holes"])
+def test_simulated_maximum_logits(name, head_dim, block_size, dtype):
+    pattern = PATTERNS["blocks"] - masks.global_tokens(20) if name == "holes" else PATTERNS[name]
+    lengths = (300, 260)
+    tensors = make_inputs(2, 2, *lengths, head_dim, kv_heads=1, dtype=dtype)[:3]
+    mask = pattern(lengths, block_size)
+    found = maximum_logits(*tensors, mask)
+    torch.testing.assert_close(found.double(), expected(*tensors, mask), rtol=1e-5, atol=1e-5)
+    assert found[:, :, :20].isneginf().all() == (name in ("holes", "nothing"))
+
+
+def maximum_logits(query, key, value, mask, **options):
+    """Of a simulated call, whose other results are those of a call that does not ask for them."""
+    results = []
+    with simulation(), poisoned_empty():
+        for max_logits in (True, False):
+            call = call_on(hopper, query, key, mask, max_logits=max_logits, **options)
+            results.append((*call.forward(query, key, value), call.max_logits))
+    (out, lse, found), (same_out, same_lse, nothing) = results
+    assert torch.equal(out, same_out)
+    assert torch.equal(lse, same_lse)
+    assert nothing is None
+    return found
+
+
+def test_simulated_maximum_logits_of_scores_that_are_changed():
+    """Dropout and padded keys are not among what changes them."""
+    query, key, value = make_inputs(3, 2, 200, 400, 64, kv_heads=1, dtype=torch.bfloat16)[:3]
+    mask, lengths = PATTERNS["causal"]((200, 400), 128), torch.tensor([0, 130, 400])
+    bias = torch.randn(2, 599)
+    options = {"softcap": 2.0, "bias": bias, "dropout_p": 0.3, "seed": 3}
+    found = maximum_logits(query, key, value, mask, key_lengths=lengths, **options)
+    scores = 2 * torch.tanh(query.double() @ key.double().mT / 16)
+    token = torch.arange(400)
+    scores = scores + bias.double()[:, token - torch.arange(200)[:, None] + 199]
+    allowed = mask.to_dense() & (token < lengths.view(3, 1, 1, 1))
+    reference = scores.masked_fill(~allowed, -torch.inf).amax(-1)
+    torch.testing.assert_close(found.double(), reference, rtol=1e-5, atol=1e-5)
+    assert found[0].isneginf().all()
