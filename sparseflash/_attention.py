@@ -101,8 +101,8 @@ def attention(
         seed: Seed of dropout: equal seeds drop the same pairs on every backend. Without one it is
             drawn from torch's default generator.
         score_tensors: Those that the score function reads, floating-point or integers as it
-            declares them: see ScoreFunction.from_torch. Those that require a gradient get one.
-            The backend hopper takes none.
+            declares them: see ScoreFunction.from_torch. Those that require a gradient get one,
+            which the backend hopper does not compute.
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
             the largest of its masked scores S, sinks not among them. Its maximum over batch and

@@ -57,7 +57,7 @@ def call(
 ) -> None:
     """Both passes of one call. The query is also grad_out unless there is one.
 
-    changes: soft cap, score function, bias; whether there are maximum logits
+    changes: soft cap, score function and its tensors, bias; whether there are maximum logits
     """
     (q_len, k_len), heads = mask.seq_len, 2
     query = torch.empty(batch, heads, q_len, head_dim, dtype=dtype)
@@ -82,9 +82,21 @@ BENT = ScoreFunction("bent, compiled for Hopper", lambda score, *_: (score, 1.0)
 CHANGES = {"softcap": 5.0, "score": BENT, "bias": torch.zeros(2, 1023)}
 
 
+def in_documents(score, batch, head, query, key, document, weight):
+    same = document[batch, query] == document[batch, key]
+    return torch.where(same, score * weight[head], -torch.inf)
+
+
+DOCUMENTS = ScoreFunction.from_torch("documents, compiled for Hopper", in_documents, (int, float))
+READS = {
+    "score": DOCUMENTS,
+    "score_tensors": [torch.zeros(1, 512, dtype=torch.int64), torch.ones(2)],
+}
+
+
 def report_variants(head_dim: int, block: int):
-    """Full masks without all that is optional, causal ones without it, with it and with changes of
-    scores.
+    """Full masks without all that is optional and with score tensors, causal ones without it, with
+    it and with changes of scores.
     """
     optional = {
         "dtype": torch.float16,
@@ -99,12 +111,13 @@ def report_variants(head_dim: int, block: int):
         ("causal", masks.causal(), {}),
         ("causal, with options", masks.causal(), optional),
         ("causal, with changed scores", masks.causal(), CHANGES),
+        ("full, with changed scores", masks.full(), READS),
     ):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block), head_dim, **options)
         fused = head_dim in configs.FUSED_WIDTHS["dropout_p" in options] and block == 128
-        if fused and options is not CHANGES:
+        if fused and "score" not in options:
             call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
@@ -165,6 +178,7 @@ def report_layouts(head_dim: int):
         call(mask, head_dim, bias=torch.zeros(heads, 511))
     for name in ("softcap", "score"):
         call(mask, head_dim, **{name: CHANGES[name]})
+    call(mask, head_dim, **READS)
     chosen = torch.ones(2, 1, 2, 2) > 0
     call(mask.select(chosen), head_dim, batch=2)
     for strides in ((2**20, 64, 128, 1), (2**35, 8, 1024, 1), (3, 8, 8, 1)):

@@ -466,10 +466,11 @@ tl = SimpleNamespace(
     constexpr=constexpr,
     tensor=Tensor,
     expand_dims=Tensor.unsqueeze,
-    minimum=lambda a, b: a.clamp(max=b),
+    maximum=_tensors(torch.maximum),
+    minimum=_tensors(torch.minimum),
     load=_load,
     static_assert=_static_assert,
-    **{name: getattr(torch, name) for name in ("int64", "abs", "exp2", "where")},
+    **{name: getattr(torch, name) for name in ("int64", "abs", "exp", "exp2", "where")},
 )
 triton = SimpleNamespace(jit=_jit, language=tl)
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.machinery import PathFinder, SourceFileLoader
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,6 +19,7 @@ import sparseflash.backends.triton_common.launcher  # noqa: F401
 from sparseflash.backends import hopper, triton_common
 from sparseflash.backends.triton_common import score_mods
 from sparseflash.dispatch.autograd import run
+from sparseflash.score import ScoreFunction
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
 from tests.helpers.calls import call_on
@@ -109,6 +111,20 @@ def simulated_score_mods() -> ModuleType:
         spec.loader.exec_module(module)
     vars(module).update(LN2=score_mods.LN2.value, LOG2E=score_mods.LOG2E.value)
     return module
+
+
+def simulated_function(function: Any) -> FunctionType:
+    """A function that Triton would compile, with those that it calls, for tensors of torch."""
+    code, space = function.fn.__code__, function.fn.__globals__
+    called = {name: space[name] for name in code.co_names if hasattr(space.get(name), "fn")}
+    simulated = {name: simulated_function(x) for name, x in called.items()}
+    return FunctionType(code, space | simulated | {"tl": simulated_gluon.tl})
+
+
+def simulated_score(score: ScoreFunction) -> ScoreFunction:
+    """A score function of ScoreFunction.from_torch, as the simulated kernels take it."""
+    name = f"{score.name}, in the simulation"
+    return ScoreFunction(name, score.torch, simulated_function(score.triton), score.tensors)
 
 
 def check(

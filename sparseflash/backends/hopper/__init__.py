@@ -23,7 +23,10 @@ __all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "wh
 
 name = "hopper"
 extras = frozenset(
-    {"softcap", "score function", "bias", "mask of each batch element", "maximum logits"}
+    {
+        *("softcap", "score function", "score tensors", "bias"),
+        *("mask of each batch element", "maximum logits"),
+    }
 )
 compiles = True
 

@@ -19,7 +19,11 @@ from sparseflash.backends.hopper.configs import (
 from sparseflash.backends.hopper.device.gluon_compat import TensorDescriptor, gl
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.device.params import LOG2E
-from sparseflash.backends.triton_common.arguments import table_arguments
+from sparseflash.backends.triton_common.arguments import (
+    NO_SCORE_TENSORS,
+    OF_SCORES,
+    table_arguments,
+)
 from sparseflash.backends.triton_common.constants import ALIGNMENT, LONGEST_FIRST_IMBALANCE
 from sparseflash.backends.triton_common.launcher import Launch, launch_cached, multiprocessors
 from sparseflash.dispatch.call import Call
@@ -75,8 +79,8 @@ def launch_pass(
     """Launches a persistent kernel over the rows of queries of a table, or over those of keys.
 
     Its parameters are `tensors`, each by its `access`; params.Table; key_lengths; the work
-    counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams; QHEADS_PER_KVHEAD,
-    MASKED, BLOCK; the constants of `config`.
+    counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams; SCORE,
+    QHEADS_PER_KVHEAD, MASKED, BLOCK; the constants of `config`.
 
     Args:
         kernel: One of sparseflash.backends.hopper.kernels.
@@ -87,6 +91,7 @@ def launch_pass(
         by_key: Whether its work tiles are rows of keys.
     """
     plan, key_lengths, bias = call.plan, call.key_lengths, call.bias
+    read = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
     spec, table = plan.spec, plan.table
     rows = table.by_key if by_key else table.by_query
     work_counter = make_work_counter(rows, spec.device)
@@ -96,7 +101,7 @@ def launch_pass(
     # the strides of the inputs those of the other tensors follow.
     strides = [x.stride() for x in tensors[:INPUTS] if x is not None]
     signature = (kernel.__name__, bias_stride, *strides, *[x is None for x in tensors[INPUTS:]])
-    changing = (*tensors, key_lengths, work_counter, bias)
+    changing = (*tensors, key_lengths, work_counter, bias, *read)
     values = (*[None if x is None else x.data_ptr() for x in changing], *seeds)
 
     def prepare_launch() -> Launch:
@@ -109,7 +114,7 @@ def launch_pass(
             *table_arguments(rows, bit_tiles, table),
             *(key_lengths, work_counter, *sizes, mask_batch_stride, spec.scale * LOG2E.value),
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
-            *(spec.softcap, bias, bias_stride),
+            *(spec.softcap, bias, bias_stride, *read),
         )
         block, group = table.block_size[0], spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
@@ -124,7 +129,7 @@ def launch_pass(
         constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
         constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
         names = kernel.arg_names[: len(tensors)]
-        names = (*names, "key_lengths", "work_counter", "bias", "seed_low", "seed_high")
+        names = (*names, "key_lengths", "work_counter", *OF_SCORES, "seed_low", "seed_high")
         return Launch(grid, arguments, variant, constants, names)
 
     launch_cached(plan.cache, signature, values, kernel, prepare_launch)

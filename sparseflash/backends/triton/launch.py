@@ -12,8 +12,12 @@ from torch import Tensor
 from masks.lookup_table import BlockLists
 from sparseflash import dropout
 from sparseflash.backends.triton.configs import Config, kernel_variant, resident_programs
-from sparseflash.backends.triton.kernels.signature import OF_SCORES
-from sparseflash.backends.triton_common.arguments import descriptor_of, table_arguments
+from sparseflash.backends.triton_common.arguments import (
+    NO_SCORE_TENSORS,
+    OF_SCORES,
+    descriptor_of,
+    table_arguments,
+)
 from sparseflash.backends.triton_common.constants import (
     ALIGNMENT,
     LOG2E,
@@ -25,7 +29,6 @@ from sparseflash.dispatch.spec import AttentionSpec
 
 MAX_TILE = 256
 MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
-NO_SCORE_TENSORS = (None, None, None)
 RANK = 4  # of query, key and value: each comes with so many strides
 # The tensors that the loop of a pass reads, for which its kernel takes descriptors: one with the
 # dims of query and key, then one with those of value.

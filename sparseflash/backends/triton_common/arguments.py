@@ -7,6 +7,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from masks.lookup_table import BlockLists, LookupTable
 
+# What changes scores: parameters of every kernel of a pass. The last three are ScoreTensors.flat.
+OF_SCORES = ("bias", "score_floats", "score_integers", "score_layout")
+NO_SCORE_TENSORS = (None, None, None)
+
 
 class Descriptor(TensorDescriptor):
     """What TMA reads or writes, of a tensor and a tile that are known to be valid: not checked."""

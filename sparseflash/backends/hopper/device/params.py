@@ -5,6 +5,7 @@ from typing import NamedTuple
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.pipeline import Pipeline
 from sparseflash.backends.triton_common import arguments, constants
+from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 LOG2E = gl.constexpr(constants.LOG2E.value)
 LN2 = gl.constexpr(constants.LN2.value)
@@ -62,11 +63,13 @@ class ScoreParams(NamedTuple):
     softcap:     c of c tanh(S / c)
     bias:        a number for each distance of key and query
     bias_stride: from one head to the next, 0 where all share one
+    pointers:    score tensors
     """
 
     softcap: gl.tensor
     bias: gl.tensor
     bias_stride: gl.tensor
+    pointers: ScorePointers
 
 
 @gluon.constexpr_function
@@ -129,5 +132,7 @@ def unspecialized_arguments(*pointers: str) -> dict[str, list[str]]:
     """Arguments of gluon.jit for a kernel of a pass with more `pointers`."""
     return arguments.unspecialized_arguments(
         integers=[*Sizes._fields, *Dropout._fields, "bias_stride"],
-        alignments=[*Table._fields, "key_lengths", "work_counter", "bias", *pointers],
+        alignments=[
+            *(*Table._fields, "key_lengths", "work_counter", *arguments.OF_SCORES, *pointers)
+        ],
     )

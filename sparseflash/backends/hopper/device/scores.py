@@ -9,7 +9,6 @@ from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.triton_common import score_mods
 from sparseflash.backends.triton_common.score_mods import (
     ScoreMods,
-    ScorePointers,
     bias_of_head,
     tanh,
 )
@@ -41,7 +40,7 @@ def apply_score_mod(products, params, bh, query_start, key_start, LAYOUT: gl.con
         ScoreMods(params.scale_log2, params.score_params.softcap,
                   bias_of_head(params.score_params.bias, params.score_params.bias_stride, head),
                   batch, head, params.sizes.q_len, params.sizes.k_len,
-                  ScorePointers(None, None, None),
+                  params.score_params.pointers,
                   params.score_params.softcap is not None, params.score_function),
         TRANSPOSED, tanh_by_element,
     )  # fmt: skip

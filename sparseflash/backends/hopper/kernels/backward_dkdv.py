@@ -71,6 +71,7 @@ from sparseflash.backends.hopper.device.scores import (
     apply_score_mod,
     softmax_scale_log2,
 )
+from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 
 @gluon.jit(**unspecialized_arguments())
@@ -80,6 +81,7 @@ def backward_dkdv_kernel(
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
+    score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
@@ -105,7 +107,8 @@ def backward_dkdv_kernel(
         queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
         (query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers),
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
-               ScoreParams(softcap, bias, bias_stride), SCORE,
+               ScoreParams(softcap, bias, bias_stride,
+                           ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip

@@ -84,6 +84,7 @@ from sparseflash.backends.hopper.kernels.lse_delta import (
     read_lse,
     write_lse_delta,
 )
+from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 
 @gluon.jit(**unspecialized_arguments("lse", "grad_lse", "lse_delta"))
@@ -93,6 +94,7 @@ def backward_dq_kernel(
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
+    score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -116,7 +118,8 @@ def backward_dq_kernel(
     specialize_warps(
         queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
-               ScoreParams(softcap, bias, bias_stride), SCORE,
+               ScoreParams(softcap, bias, bias_stride,
+                           ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES,
     )  # fmt: skip

@@ -78,6 +78,7 @@ from sparseflash.backends.hopper.kernels.dq_accumulator import (
     reduce_add,
     store_to_shared,
 )
+from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 TILES_PER_BLOCK = gl.constexpr(2)  # tiles of 64 queries
 # Buffers of dS of each warpgroup. Two need no empty barriers: a warpgroup writes dS_{i+2} into the
@@ -122,6 +123,7 @@ def backward_fused_kernel(
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
+    score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
@@ -155,7 +157,8 @@ def backward_fused_kernel(
         queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
         pipelines, load_pipelines,
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
-               ScoreParams(softcap, bias, bias_stride), SCORE,
+               ScoreParams(softcap, bias, bias_stride,
+                           ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
     )  # fmt: skip

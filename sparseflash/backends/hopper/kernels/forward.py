@@ -96,6 +96,7 @@ from sparseflash.backends.hopper.device.scores import (
     apply_score_mod,
     softmax_scale_log2,
 )
+from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 
 class SoftmaxState(NamedTuple):
@@ -112,6 +113,7 @@ def forward_kernel(
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
+    score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
@@ -135,7 +137,8 @@ def forward_kernel(
         queries, keys, values, outs, lse, max_logits,
         (query_pipeline, key_pipeline, value_pipeline),
         Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
-               ScoreParams(softcap, bias, bias_stride), SCORE,
+               ScoreParams(softcap, bias, bias_stride,
+                           ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,
     )  # fmt: skip
@@ -444,8 +447,8 @@ def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
     # Scaled after the maximum, so that the argument of exp2 is one FMA an element.
     scale = softmax_scale_log2(params)
     max_scaled = row_max * scale
-    if MASKED:
-        # A row without a key so far: -inf less -inf would be NaN.
+    if MASKED or params.score_params.pointers.layout is not None:
+        # A row without a key so far, masked or by a score function: -inf less -inf would be NaN.
         max_scaled = gl.where(row_max == NEG_INF, 0.0, max_scaled)
     p = gl.exp2(scores * scale - gl.expand_dims(max_scaled, 1))
     correction = gl.exp2(softmax.row_max * scale - max_scaled)

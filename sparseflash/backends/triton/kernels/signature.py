@@ -1,10 +1,9 @@
 """What Triton may not specialise the kernels on."""
 
 from sparseflash.backends.triton.kernels.block_lists import Sizes, Table
-from sparseflash.backends.triton_common.arguments import unspecialized_arguments
+from sparseflash.backends.triton_common.arguments import OF_SCORES, unspecialized_arguments
 
 OF_ROWS = ("lse", "max_logits", "grad_lse")
-OF_SCORES = ("bias", "score_floats", "score_integers", "score_layout")
 
 
 def unspecialized(*tensors: str) -> dict[str, list[str]]:

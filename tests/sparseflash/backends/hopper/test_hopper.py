@@ -13,6 +13,7 @@ from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.select import CAPABILITY
 from sparseflash.backends.triton_common import launcher
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+from sparseflash.testing.reference import standard_attention
 from tests.helpers.max_logits import expected
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
@@ -195,6 +196,84 @@ def test_changes_of_scores(name, head_dim, block_size):
             heads = CHANGES[name]["bias"]
             options["bias"] = torch.randn(heads, sum(lengths) - 1, device=DEVICE)
         check(PATTERNS[pattern], lengths, head_dim, **options)
+
+
+def steeper(score, batch, head, query, key, slopes, table):
+    near = query - key
+    return score * torch.exp(slopes[head, batch]) + table[near + 40, head] - 0.01 * near.abs()
+
+
+def of_pairs(score, batch, head, query, key, pair, position):
+    return torch.where(position[key] % 3 == 0, score + pair[batch, head, query, key], 0.5 * score)
+
+
+def in_documents(score, batch, head, query, key, of_query, of_key, weight):
+    same = of_query[batch, query] == of_key[batch, key]
+    return torch.where(same, score * weight[key], -torch.inf)
+
+
+from_torch = sparseflash.ScoreFunction.from_torch
+STEEPER = from_torch("steeper, on Hopper", steeper, (float, float))
+OF_PAIRS = from_torch("of pairs, on Hopper", of_pairs, (float, int))
+DOCUMENTS = from_torch("weighted documents, on Hopper", in_documents, (int, int, float))
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [*SIZES, (80, 128), (72, 64)])
+@pytest.mark.parametrize(
+    ("score", "name", "dtype"),
+    [
+        (STEEPER, "full", torch.bfloat16),
+        (STEEPER, "empty rows", torch.float16),
+        (OF_PAIRS, "causal", torch.bfloat16),
+    ],
+)
+def test_score_tensors(score, name, dtype, head_dim, block_size):
+    lengths = (512, 640) if name == "full" else (700, 460)
+    read = [0.3 * torch.randn(2, 2, device=DEVICE), torch.randn(80, 2, device=DEVICE)]
+    if score is OF_PAIRS:
+        position = torch.randperm(lengths[1], device=DEVICE)
+        read = [torch.randn(2, 2, *reversed(lengths), device=DEVICE).mT, position]
+    options = {"score": score, "score_tensors": read, "dtype": dtype, "block_size": block_size}
+    check(PATTERNS[name], lengths, head_dim, kv_heads=1, **options)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_pairs_that_score_tensors_mask(name, head_dim, block_size):
+    """Whole tiles too, before the first key of a query and after it, and all keys of some."""
+    lengths = (512, 640)
+    of_query, of_key = (
+        (torch.arange(n, device=DEVICE) // 150).expand(2, n).clone() for n in lengths
+    )
+    of_query[:, 200:220] = -1
+    read = [of_query, of_key, torch.rand(640, device=DEVICE) + 0.5]
+    options = {"score": DOCUMENTS, "score_tensors": read, "softcap": 3.0}
+    options["key_lengths"] = torch.tensor([640, 330], device=DEVICE)
+    mask = PATTERNS[name](lengths, block_size, device=DEVICE)
+    same = (of_query.unsqueeze(2) == of_key.unsqueeze(1)).unsqueeze(1)
+    inputs = make_inputs(2, 2, *lengths, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    with poisoned_empty():
+        results = check_attention(
+            lambda *tensors: attend(*tensors, mask, **options),
+            *inputs[:3],
+            same & mask.to_dense(),
+            grad_out=inputs[3],
+            **options,
+        )
+    assert (results["out"][:, :, 200:220] == 0).all()
+    assert results["lse"][:, :, 200:220].isneginf().all()
+
+
+def test_score_tensors_of_a_repeated_call_may_change():
+    """Packed launches get the addresses of the new ones."""
+    query, key, value, _ = make_inputs(1, 2, 300, 300, 64, dtype=torch.bfloat16, device=DEVICE)
+    mask = PATTERNS["causal"](300, 128, device=DEVICE)
+    for _ in range(5):
+        read = [torch.randn(2, 1, device=DEVICE), torch.randn(80, 2, device=DEVICE)]
+        options = {"score": STEEPER, "score_tensors": read}
+        out, _ = attend(query, key, value, mask, **options)
+        exact, _ = standard_attention(query, key, value, mask, **options)
+        torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [*SIZES, (80, 128), (72, 64)])

@@ -60,7 +60,7 @@ def check_products(report: dict) -> None:
 
     Where the compiler cannot let products run on beside other code, it waits for each of them.
     """
-    depth, loops = report["head_dim"] // 16, 1 if report["mask"] == "full" else 2
+    depth, loops = report["head_dim"] // 16, 2 - report["mask"].startswith("full")
     keys = min(KEYS[report["head_dim"]], report["block"]) // 16
     warpgroups = report["block"] // 64
     products, waits = {
@@ -96,7 +96,7 @@ def check_barriers(report: dict) -> None:
     """
     load_wait_warps = 0
     if report["which"] == "forward":
-        is_masked = report["mask"] != "full"
+        is_masked = not report["mask"].startswith("full")
         load_wait_warps = num_load_wait_warps(report["block"], report["head_dim"], is_masked)
     threads = f"{128 * (report['block'] // 64) + 32 * (1 + load_wait_warps):#x}"
     taken = {b for b in report["barriers"] if b.startswith("0x") and int(b.split(",")[0], 16) > 3}
@@ -142,5 +142,5 @@ def test_lengths_and_batches_share_a_kernel(compiler):
 @pytest.mark.slow
 def test_what_is_launched_without_asking_triton_is_what_triton_would_launch(compiler):
     (report,) = compiler.reports("hopper", "layouts", 64)
-    assert report["variants"] >= 44
+    assert report["variants"] >= 47
     assert report["kernels of one variant"] == 1

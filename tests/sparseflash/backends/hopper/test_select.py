@@ -176,11 +176,16 @@ def test_serves_changes_of_scores_and_masks_of_each_batch_element(monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", (hopper,))
     for_torch = ScoreFunction("for torch alone", lambda score, *_: (score, 1.0))
     both = ScoreFunction("for Triton too", for_torch.torch, for_torch.torch)
-    for change in ({"softcap": 5.0}, {"bias": True}, {"mask_batch": 2}, {"score": both}):
-        spec = spec_like(deterministic=False, **change)
+    reading = ScoreFunction("of a tensor", both.torch, both.torch, ((float, 1),))
+    table, as_before = masks.full()(128 * 7).table(), {"mask_batch": 2, "max_logits": True}
+    for change in ("softcap", 5.0), ("bias", True), ("score", both), ("score", reading):
+        spec = spec_like(deterministic=False, **dict([change]))
         assert select(spec, MASK) == hopper
-        table = masks.full()(128 * 7).table()
-        assert uses_fused_backward(table, spec) == ("mask_batch" in change)
+        assert not uses_fused_backward(table, spec)
+    for change in as_before.items():
+        spec = spec_like(deterministic=False, **dict([change]))
+        assert select(spec, MASK) == hopper
+        assert uses_fused_backward(table, spec)
     for name in ("differentiates_bias", "differentiates_blocks"):
         with pytest.raises(BackendError, match="gradient of b"):
             select(spec_like(bias=True, **{name: True}), MASK)

@@ -1,6 +1,7 @@
 """How the partitions of the Hopper kernels share buffers, run on the CPU by simulated_gluon."""
 
 import math
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 import masks
 from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs
+from sparseflash.dispatch.autograd import run
 from sparseflash.score import ScoreFunction
-from sparseflash.testing import STRIDES, make_inputs, poisoned_empty
+from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
 from tests.helpers.calls import call_on
 from tests.helpers.max_logits import expected
-from tests.helpers.simulated_hopper import check, simulation
+from tests.helpers.simulated_hopper import check, simulated_score, simulation
 
 FUSED = [(False, 96)] + [
     (drop, dim) for drop, dims in configs.FUSED_WIDTHS.items() for dim in dims
@@ -137,6 +139,55 @@ def test_simulated_kernels_that_change_scores(name, head_dim, block_size):
             PATTERNS["causal"], head_dim, lengths=(200, 400), block_size=block_size,
             deterministic=name != "softcap", **CHANGES[name],
         )  # fmt: skip
+
+
+def steeper(score, batch, head, query, key, slopes, table):
+    near = query - key
+    return score * torch.exp(slopes[head, batch]) + table[near + 40, head] - 0.05 * near.abs()
+
+
+def in_documents(score, batch, head, query, key, of_query, of_key, weight):
+    same = of_query[batch, query] == of_key[batch, key]
+    return torch.where(same, score * weight[key], -torch.inf)
+
+
+STEEPER = simulated_score(ScoreFunction.from_torch("steeper", steeper, (float, float)))
+DOCUMENTS = simulated_score(
+    ScoreFunction.from_torch("weighted documents", in_documents, (int, int, float))
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "block_size"),
+    [("causal", 64, 128), ("blocks", 64, 128), ("causal", 80, 64), ("full", 136, 128)],
+)
+def test_simulated_kernels_with_score_tensors(name, head_dim, block_size):
+    """Of a table, most distances are past either end."""
+    read = [torch.randn(2, 1), torch.randn(80, 2)]
+    options = {"block_size": block_size, "score": STEEPER, "score_tensors": read}
+    with simulation():
+        check(PATTERNS[name], head_dim, lengths=(150, 200), dtype=torch.float16, **options)
+
+
+@pytest.mark.parametrize("key_lengths", [None, [300, 130]])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_simulated_kernels_with_pairs_that_score_tensors_mask(block_size, key_lengths):
+    """Whole tiles too, before the first key of a query and after it, and all keys of some."""
+    batch, lengths = 2, (256, 384)
+    query, key, value, grad_out = make_inputs(batch, 2, *lengths, 64, dtype=torch.bfloat16)
+    of_query, of_key = ((torch.arange(n) // 150).expand(batch, n).clone() for n in lengths)
+    of_query[:, 200:220] = -1
+    read = [of_query, of_key, torch.rand(384) + 0.5]
+    mask = masks.full()(lengths, block_size)
+    allowed = (of_query.unsqueeze(2) == of_key.unsqueeze(1)).unsqueeze(1)
+    options = {"score": DOCUMENTS, "score_tensors": read, "softcap": 3.0}
+    if key_lengths is not None:
+        options["key_lengths"] = torch.tensor(key_lengths)
+    attend = partial(run, call_on(hopper, query, key, mask, **options))
+    with simulation(), poisoned_empty():
+        results = check_attention(attend, query, key, value, allowed, grad_out=grad_out, **options)
+    assert (results["out"][:, :, 200:220] == 0).all()
+    assert results["lse"][:, :, 200:220].isneginf().all()
 
 
 def test_score_functions_of_another_shape_are_refused():
