@@ -83,8 +83,8 @@ def attention(
         query: (batch, heads, q_len, head_dim), any strides.
         key: (batch, kv_heads, k_len, head_dim), any strides. heads is a multiple of kv_heads;
             query head h reads key head h // (heads // kv_heads).
-        value: (batch, kv_heads, k_len, value_dim), any strides; value_dim is head_dim, or another,
-            which the backend hopper does not take.
+        value: (batch, kv_heads, k_len, value_dim), any strides; value_dim may be another
+            than head_dim.
         mask: A Pattern, a BlockMask, MaskBatch or DynamicMask of this length, or None for all
             pairs; True means attend. It has one head for all, one for each head of query, or one
             for each head of key, which the query heads of that group share. A Pattern is compiled

@@ -18,11 +18,13 @@ def spec_of(query, key, mask, *, value=None, **facts) -> AttentionSpec:
 
 
 def call_on(
-    backend, query, key, mask, *, key_lengths=None, seed=0, bias=None, score_tensors=(), **facts
-) -> Call:
+    backend, query, key, mask, value=None, *, key_lengths=None, seed=0, bias=None,
+    score_tensors=(), **facts,
+) -> Call:  # fmt: skip
     """The call of a mask in its own blocks; facts: see spec_of."""
     spec = spec_of(
         *(query, key, mask),
+        value=value,
         has_key_lengths=key_lengths is not None,
         bias=bias is not None,
         **facts,

@@ -1,10 +1,10 @@
 """Compiles the Hopper kernels without a GPU, and reports on them.
 
 What a `Compiler` may ask of it:
-    variants HEAD_DIM BLOCK    what the compiler made of all that ships
-    calls HEAD_DIM             kernels compiled by calls of many lengths
-    layouts HEAD_DIM           kernels compiled for tensors of many strides
-    refused HEAD_DIM           what is said of score functions that return tiles of other shapes
+    variants HEAD_DIM VALUE_DIM BLOCK    what the compiler made of all that ships
+    calls HEAD_DIM      kernels compiled by calls of many lengths
+    layouts HEAD_DIM    kernels compiled for tensors of many strides
+    refused HEAD_DIM    what is said of score functions that return tiles of other shapes
 """
 
 import re
@@ -45,6 +45,7 @@ def call(
     mask: BlockMask,
     head_dim: int,
     *,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     batch: int = 1,
     kv_heads: int = 2,
@@ -55,20 +56,22 @@ def call(
     deterministic: bool = True,
     **changes,
 ) -> None:
-    """Both passes of one call. The query is also grad_out unless there is one.
+    """Both passes of one call. The result is also grad_out unless there is one.
 
     changes: soft cap, score function and its tensors, bias; whether there are maximum logits
     """
     (q_len, k_len), heads = mask.seq_len, 2
     query = torch.empty(batch, heads, q_len, head_dim, dtype=dtype)
-    key = torch.empty(batch, kv_heads, k_len, head_dim, dtype=dtype)
+    key = value = torch.empty(batch, kv_heads, k_len, head_dim, dtype=dtype)
+    if value_dim is not None:
+        value = torch.empty(batch, kv_heads, k_len, value_dim, dtype=dtype)
     options = {"scale": 1.0, "dropout_p": dropout_p, "deterministic": deterministic} | changes
-    call = call_on(hopper, query, key, mask, key_lengths=key_lengths, seed=1, **options)
-    out, lse = hopper.forward(call, query, key, key)
-    grad_out = query if grad_out is None else grad_out
+    call = call_on(hopper, query, key, mask, value, key_lengths=key_lengths, seed=1, **options)
+    out, lse = hopper.forward(call, query, key, value)
+    grad_out = out if grad_out is None else grad_out
     grad_lse = lse if with_grad_lse else None
     needs = (True, True, True, False, False, False)
-    hopper.backward(call, grad_out, grad_lse, (query, key, key, out, lse), needs)
+    hopper.backward(call, grad_out, grad_lse, (query, key, value, out, lse), needs)
 
 
 @triton.jit
@@ -94,7 +97,7 @@ READS = {
 }
 
 
-def report_variants(head_dim: int, block: int):
+def report_variants(head_dim: int, value_dim: int, block: int):
     """Full masks without all that is optional and with score tensors, causal ones without it, with
     it and with changes of scores.
     """
@@ -115,9 +118,9 @@ def report_variants(head_dim: int, block: int):
     ):
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
-        call(pattern(512, block), head_dim, **options)
+        call(pattern(512, block), head_dim, value_dim=value_dim, **options)
         fused = head_dim in configs.FUSED_WIDTHS["dropout_p" in options] and block == 128
-        if fused and "score" not in options:
+        if fused and "score" not in options and value_dim == head_dim:
             call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
             code = machine_code(made.asm["cubin"])
@@ -125,6 +128,7 @@ def report_variants(head_dim: int, block: int):
                 "which": which,
                 "mask": name,
                 "head_dim": head_dim,
+                "value_dim": value_dim,
                 "block": block,
                 "shared": made.metadata.shared,
                 "registers": registers(made),
@@ -173,6 +177,8 @@ def report_layouts(head_dim: int):
     call(mask, head_dim, dropout_p=0.1)
     call(mask, head_dim, with_grad_lse=True)
     call(mask, head_dim, max_logits=True)
+    call(mask, head_dim, value_dim=2 * head_dim)
+    call(mask, 2 * head_dim, value_dim=head_dim)
     call(mask, head_dim, deterministic=False)
     for heads in (1, 2):
         call(mask, head_dim, bias=torch.zeros(heads, 511))

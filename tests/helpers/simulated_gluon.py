@@ -158,6 +158,8 @@ class SharedMemory:
 class Buffer(SharedMemory):
     """One that holds numbers."""
 
+    layout = None
+
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 

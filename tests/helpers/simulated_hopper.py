@@ -131,6 +131,7 @@ def check(
     pattern,
     head_dim=64,
     *,
+    value_dim=None,
     lengths=(500, 400),
     block_size=128,
     kv_heads=1,
@@ -146,6 +147,7 @@ def check(
 ):
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
     kinds = {"kv_heads": kv_heads, "dtype": dtype, "strides": strides}
+    kinds["value_dim"] = head_dim if value_dim is None else value_dim
     query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)
     if far_below_zero:
         query, key = query.abs() * 6, -key.abs() * 6
@@ -159,7 +161,7 @@ def check(
     if scale:
         options |= {"scale": scale}
     attention = partial(
-        run, call_on(hopper, query, key, mask, deterministic=deterministic, **options)
+        run, call_on(hopper, query, key, mask, value, deterministic=deterministic, **options)
     )
     with poisoned_empty():  # in the backward pass too
         check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)

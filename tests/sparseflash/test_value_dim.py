@@ -7,7 +7,6 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash.backends import hopper
 from sparseflash.distributed import context_parallel_attention, make_plan
 from sparseflash.merge import merge_attention
 from sparseflash.testing import (
@@ -17,7 +16,6 @@ from sparseflash.testing import (
     poisoned_empty,
 )
 from sparseflash.testing.reference import standard_attention
-from tests.helpers.calls import spec_of
 
 HAS_GPU = torch.cuda.is_available()
 BACKENDS = {"triton": "cuda"} if HAS_GPU else {"cpu": "cpu", "triton": "cpu"}
@@ -191,18 +189,6 @@ def test_in_graphs(strides):
     torch._dynamo.reset()
     doubled = [x.expand(2, *x.shape) for x in tensors]
     torch.testing.assert_close(torch.func.vmap(attend)(*doubled)[1], expected)
-
-
-def test_hopper_says_why_it_does_not_serve_them():
-    query, key, value = (torch.zeros(1, 1, 256, d, dtype=torch.float16) for d in (192, 192, 128))
-    mask = masks.full()(256, 128)
-    reasons = hopper.why_not(spec_of(query, key, mask, value=value), mask)
-    assert "value_dim is 128, needs the head_dim, 192" in reasons
-    assert not any("value_dim" in r for r in hopper.why_not(spec_of(query, key, mask), mask))
-    found = sparseflash.explain(query, key, value, mask)
-    assert "key (1, 1, 256, 192), value (1, 1, 256, 128)" in str(found)
-    assert "not hopper: " in str(found)
-    assert "value_dim is 128" in str(found)
 
 
 def test_a_value_that_is_too_wide_is_named():

@@ -60,7 +60,7 @@ def backward(
         grad_query = _dq(call, out, lse, grad_lse, *tensors)
     else:
         _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
-    if tile_width(spec.head_dim) <= MAX_DKDV_DIMS:
+    if tile_width(spec.widest_dim) <= MAX_DKDV_DIMS:
         if needs_key or needs_value:
             grad_key, grad_value = _dkdv(call, *tensors)
     else:  # registers hold one of both accumulators, so S is computed in either launch
@@ -144,12 +144,12 @@ def _dq(
     lse_delta: Tensor,
 ) -> Tensor:
     """The gradient of query; also writes lse_delta."""
-    tile, block, head_dim = WARPGROUP_TILE, call.table.block_size[0], call.spec.head_dim
+    tile, block, widest_dim = WARPGROUP_TILE, call.table.block_size[0], call.spec.widest_dim
     grad_query = torch.empty_like(query)
-    kv_tile = launch.kv_tile(block, head_dim)
+    kv_tile = launch.kv_tile(block, widest_dim)
     tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, lse_delta)
     access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
-    config = DQ_CONFIGS[block][tile_width(head_dim)]
+    config = DQ_CONFIGS[block][tile_width(widest_dim)]
     launch.launch_pass(backward_dq_kernel, tensors, access, call, config)
     return grad_query
 
@@ -169,6 +169,6 @@ def _dkdv(
     grad_value = torch.empty_like(value) if with_value else None
     tensors = (query, grad_out, lse_delta, key, value, grad_key, grad_value)
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
-    config = DKDV_CONFIGS[call.table.block_size[0]][tile_width(call.spec.head_dim)]
+    config = DKDV_CONFIGS[call.table.block_size[0]][tile_width(call.spec.widest_dim)]
     launch.launch_pass(backward_dkdv_kernel, tensors, access, call, config, by_key=True)
     return grad_key, grad_value

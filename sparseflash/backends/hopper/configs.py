@@ -94,6 +94,9 @@ MIN_FUSED_BLOCKS = 7
 # Tile widths of the fused kernel, without and with dropout; wider ones have too few registers.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64
+# Up to this value dim values may be in wider tiles than keys: the kernel of dQ loads 64 rows of O
+# into a stage of K, of which tiles of 256 dims leave too little.
+MAX_WIDER_VALUE_DIM = 128
 # Up to this head dim the backend triton multiplies tiles of half the width. Which of both takes
 # less time is not measured.
 MAX_NARROW_HEAD_DIM = 32

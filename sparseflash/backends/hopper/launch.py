@@ -119,8 +119,8 @@ def launch_pass(
         block, group = table.block_size[0], spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
         # Everything that a kernel is compiled for: also which arguments are None.
-        width = tile_width(spec.head_dim)
-        facts = (spec.device, spec.dtype, width, block, group, masked, spec.dropout_p > 0)
+        widths = (tile_width(spec.head_dim), tile_width(spec.value_dim))
+        facts = (spec.device, spec.dtype, widths, block, group, masked, spec.dropout_p > 0)
         score = None if spec.score is None else named(spec.score).triton
         variant = (
             *(*facts, spec.mask_batch > 1, spec.softcap is None, spec.score),
@@ -169,9 +169,9 @@ def addressable_strides(
 
 
 @lru_cache(maxsize=64)
-def kv_tile(block: int, head_dim: int) -> TmaTile:
+def kv_tile(block: int, widest_dim: int) -> TmaTile:
     """The tile of K and V where work tiles are rows of queries: a block, or half of one."""
-    return TmaTile(min(block, MAX_KV_TILE[tile_width(head_dim)]))
+    return TmaTile(min(block, MAX_KV_TILE[tile_width(widest_dim)]))
 
 
 class _Descriptor(TensorDescriptor):
@@ -257,7 +257,8 @@ def heads_per_group_of(
         return num_bh
     if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
         return 1
-    dim_bytes = 2 * spec.dtype.itemsize + config.dq_bytes
-    head_bytes = max(spec.q_len, spec.k_len) * spec.head_dim * dim_bytes
+    both_dims = spec.head_dim + spec.value_dim
+    token_bytes = both_dims * spec.dtype.itemsize + spec.head_dim * config.dq_bytes
+    head_bytes = max(spec.q_len, spec.k_len) * token_bytes
     in_l2 = max(L2_OPERAND_BYTES // head_bytes, 1)
     return min(num_bh, 1 << in_l2.bit_length() - 1)

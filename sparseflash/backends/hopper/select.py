@@ -35,18 +35,21 @@ def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
         reasons.append(f"compute capability is {found}, needs {needed}")
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
-    if spec.head_dim not in HEAD_DIMS:
+    for name, dim in (("head_dim", spec.head_dim), ("value_dim", spec.value_dim)):
+        if dim not in HEAD_DIMS and (name == "head_dim" or dim != spec.head_dim):
+            needed = f"a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}"
+            reasons.append(f"{name} is {dim}, needs {needed}")
+    widest = configs.MAX_WIDER_VALUE_DIM
+    if spec.value_dim > widest >= configs.tile_width(spec.head_dim):
         reasons.append(
-            f"head_dim is {spec.head_dim}, needs a multiple of {HEAD_DIMS.step} "
-            f"up to {HEAD_DIMS[-1]}"
+            f"value_dim is {spec.value_dim}, needs at most {widest}, or a head_dim above {widest}"
         )
-    if spec.value_dim != spec.head_dim:
-        reasons.append(f"value_dim is {spec.value_dim}, needs the head_dim, {spec.head_dim}")
     reasons += _why_not_score(spec.score)
     if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(
             f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} up to a head_dim of "
-            f"{max(configs.MIN_COVERAGE_RATIO_FOR_128)}, where the device chooses the blocks"
+            f"{max(configs.MIN_COVERAGE_RATIO_FOR_128)} and such a value_dim, where the device "
+            "chooses the blocks"
         )
     return reasons
 
@@ -67,7 +70,7 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     """The block size (tokens) of the table that the kernels read: tiles of 128, or of 64 where
     smaller blocks leave more of a tile of 128 empty than pays.
     """
-    min_ratio = configs.MIN_COVERAGE_RATIO_FOR_128.get(configs.tile_width(spec.head_dim))
+    min_ratio = configs.MIN_COVERAGE_RATIO_FOR_128.get(configs.tile_width(spec.widest_dim))
     if min(spec.block_size) >= min(TILE) or min_ratio is None:
         return TILE
     coverage, small_coverage = mask.coverage(TILE), mask.coverage(SMALL_TILE)
@@ -102,6 +105,8 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     width = configs.tile_width(spec.head_dim)
     if spec.deterministic or width not in widths or table.block_size != TILE:
         return False
+    if configs.tile_width(spec.value_dim) != width:
+        return False
     if spec.softcap is not None or spec.score is not None or spec.bias:
         return False  # S^T of that kernel begins with LSE, and no registers are left
     blocks = table.by_key.mean_blocks
@@ -114,7 +119,7 @@ def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     coverage = mask.coverage(tile)
     least = configs.MIN_COVERAGE
     if tile == SMALL_TILE:
-        least = configs.MIN_COVERAGE_OF_64[configs.tile_width(spec.head_dim)]
+        least = configs.MIN_COVERAGE_OF_64[configs.tile_width(spec.widest_dim)]
     if coverage is not None and coverage < least.get(side, 0.0):
         reasons.append(
             f"blocks of {spec.block_size} cover {coverage:.0%} of the {tile} tiles that they "

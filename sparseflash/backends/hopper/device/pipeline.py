@@ -160,6 +160,15 @@ def stage_tile(pipeline, stage, descriptor):
 
 
 @gluon.jit
+def stage_as(pipeline, stage, TOKENS: gl.constexpr, DIMS: gl.constexpr):
+    """A stage as a tile [1, 1, TOKENS, DIMS]: its beginning if that is smaller."""
+    buffer = pipeline.buffers.index(stage)
+    if buffer.shape[2] != TOKENS or buffer.shape[3] != DIMS:
+        buffer = reinterpret(buffer, buffer.dtype, [1, 1, TOKENS, DIMS], buffer.layout)
+    return buffer
+
+
+@gluon.jit
 def stage_matrix(pipeline, stage):
     """A stage as a matrix [tokens, dims]."""
     return as_matrix(pipeline.buffers.index(stage))

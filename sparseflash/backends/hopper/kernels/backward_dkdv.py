@@ -48,6 +48,7 @@ from sparseflash.backends.hopper.device.params import (
 from sparseflash.backends.hopper.device.pipeline import (
     PipelineState,
     advance,
+    as_matrix,
     consumer_release,
     consumer_wait,
     make_named_barrier_pipeline,
@@ -55,6 +56,7 @@ from sparseflash.backends.hopper.device.pipeline import (
     producer_acquire,
     producer_load,
     release_all_stages,
+    stage_as,
     stage_matrix,
     warpgroup_state,
 )
@@ -239,8 +241,10 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
     WITH_KEYS: gl.constexpr = grad_keys is not None
     WITH_VALUES: gl.constexpr = grad_values is not None
     S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
-    GRAD_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
-    offsets = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, GRAD_LAYOUT))
+    VALUE_DIMS: gl.constexpr = grad_values.block_type.shape[3] if WITH_VALUES else DIMS
+    DK_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    DV_LAYOUT: gl.constexpr = accumulator_layout(VALUE_DIMS)
+    offsets = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, DK_LAYOUT))
     release_all_stages(query_pipeline)
     release_all_stages(grad_out_pipeline)
     state = PipelineState(0, 0)
@@ -254,8 +258,8 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
         buffer = key_state.stage * WARPGROUPS + WARPGROUP
         kv_state = PipelineState(buffer, key_state.phase)
         key, value = stage_matrix(key_pipeline, buffer), stage_matrix(value_pipeline, buffer)
-        dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
-        dv = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
+        dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, DK_LAYOUT)  # [64, D]
+        dv = gl.zeros([WARPGROUP_M, VALUE_DIMS], gl.float32, DV_LAYOUT)  # [64, D]
         consumer_wait(key_pipeline, kv_state)
         if WITH_KEYS:
             consumer_wait(value_pipeline, kv_state)
@@ -268,14 +272,14 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
                         lse_delta_buffers, state, params, work.blocks, bh, key_start, True,
-                        Constants(WARPGROUP, STAGES, S_LAYOUT, GRAD_LAYOUT), WITH_KEYS,
+                        Constants(WARPGROUP, STAGES, S_LAYOUT, DK_LAYOUT), DV_LAYOUT, WITH_KEYS,
                         WITH_VALUES,
                     )  # fmt: skip
                 else:
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
                         lse_delta_buffers, state, params, work.blocks, bh, key_start, False,
-                        Constants(WARPGROUP, STAGES, S_LAYOUT, GRAD_LAYOUT), WITH_KEYS,
+                        Constants(WARPGROUP, STAGES, S_LAYOUT, DK_LAYOUT), DV_LAYOUT, WITH_KEYS,
                         WITH_VALUES,
                     )  # fmt: skip
                 state = advance(state, STAGES)
@@ -286,18 +290,25 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
         # The loop does not mask keys past the key length: their gradients become 0 here.
         if params.key_lengths is not None:
             inside = gl.expand_dims(key_start + offsets < key_length, 1)
-            dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
+            dk = gl.where(inside, dk, 0.0)
+            if VALUE_DIMS != DIMS:
+                inside = gl.convert_layout(
+                    key_start + offsets < key_length, gl.SliceLayout(1, DV_LAYOUT)
+                )
+                inside = gl.expand_dims(inside, 1)
+            dv = gl.where(inside, dv, 0.0)
         # All products have completed, so dK and dV are stored through the buffers of K and V.
         if WITH_KEYS:
             key.store(dk.to(DTYPE))
         if WITH_VALUES:
+            value = as_matrix(stage_as(value_pipeline, buffer, WARPGROUP_M, VALUE_DIMS))
             value.store(dv.to(DTYPE))
         fence_async_shared()
         if WITH_KEYS:
             dk_buffer = key_pipeline.buffers.index(buffer)
             store_tile(grad_keys, [own_batch, own_head, key_start, 0], dk_buffer)
         if WITH_VALUES:
-            dv_buffer = value_pipeline.buffers.index(buffer)
+            dv_buffer = stage_as(value_pipeline, buffer, WARPGROUP_M, VALUE_DIMS)
             store_tile(grad_values, [own_batch, own_head, key_start, 0], dv_buffer)
         # The producer loads the next K and V there.
         wait_for_stores(0)
@@ -310,7 +321,8 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
 @gluon.jit
 def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_delta_buffers,
                  state, params, blocks, bh, key_start, PARTIAL: gl.constexpr, const,
-                 WITH_KEYS: gl.constexpr, WITH_VALUES: gl.constexpr):  # fmt: skip
+                 DV_LAYOUT: gl.constexpr, WITH_KEYS: gl.constexpr,
+                 WITH_VALUES: gl.constexpr):  # fmt: skip
     """(dK + dS^T Q, dV + P^T dO) of the i-th tile of 64 queries."""
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, const.S_LAYOUT)
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
@@ -372,7 +384,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         p_dropped = p
         if params.dropout.threshold is not None:
             p_dropped = gl.where(keep, p, 0.0)
-        p_dropped = as_operand_a(p_dropped, query.dtype, const.ACC_LAYOUT)
+        p_dropped = as_operand_a(p_dropped, query.dtype, DV_LAYOUT)
         # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
     if WITH_KEYS:

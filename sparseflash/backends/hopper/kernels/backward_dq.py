@@ -12,7 +12,8 @@ of dQ += dS K. Warpgroups do not wait for one another.
 The prologue computes delta out of dO and O, and writes it with LSE for the kernel of dK and dV. O
 comes through the pipelines of keys and values ahead of the first tile, so that it is there when dO
 is: the 64 queries of warpgroup 0 through that of keys, those of warpgroup 1, if there is one,
-through that of values.
+through that of values. Where O is wider than keys, a warpgroup alone has them through that of
+values, whose tiles are as wide.
 """
 
 from sparseflash.backends.hopper.device.block_list import (
@@ -61,8 +62,8 @@ from sparseflash.backends.hopper.device.pipeline import (
     producer_commit,
     producer_load,
     release_all_stages,
+    stage_as,
     stage_matrix,
-    stage_tile,
 )
 from sparseflash.backends.hopper.device.scheduler import (
     WorkTile,
@@ -169,12 +170,17 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
         blocks = key_blocks_of_row(params, batch, head, row)
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         query_start = row * params.block
-        producer_load(key_pipeline, outs, batch, head, query_start, state)
-        # Both pipelines share one state, so with one warpgroup the stage of V passes unused.
-        if WARPGROUPS == 1:
+        # Both pipelines share one state, so with one warpgroup a stage of K or V passes unused.
+        if WARPGROUPS == 1 and outs.block_type.shape[3] > keys.block_type.shape[3]:
+            producer_acquire(key_pipeline, state)
+            producer_commit(key_pipeline, state)
+            producer_load(value_pipeline, outs, batch, head, query_start, state)
+        elif WARPGROUPS == 1:
+            producer_load(key_pipeline, outs, batch, head, query_start, state)
             producer_acquire(value_pipeline, state)
             producer_commit(value_pipeline, state)
         else:
+            producer_load(key_pipeline, outs, batch, head, query_start, state)
             second_half = query_start + WARPGROUP_M
             producer_load(value_pipeline, outs, batch, head, second_half, state)
         state = advance(state, STAGES)
@@ -218,8 +224,8 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
         query_start = work.row * params.block + WARPGROUP * WARPGROUP_M
         state = advance(state, STAGES)
         lse_log2, minus_delta = prologue(
-            grad_queries, lse_tensors, pipelines, params, bh, query_start, state, query_phase,
-            WARPGROUP, S_LAYOUT,
+            lse_tensors, pipelines, params, bh, query_start, state, query_phase, WARPGROUP,
+            S_LAYOUT,
         )  # fmt: skip
         dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, DQ_LAYOUT)  # [64, D]
         consumer_wait(query_pipeline, PipelineState(WARPGROUP, query_phase))
@@ -250,22 +256,26 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
 
 
 @gluon.jit
-def prologue(grad_queries, lse_tensors, pipelines, params, bh, query_start, state, query_phase,
+def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase,
              WARPGROUP: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
     """(log2(e) * LSE, -delta) [64] of this warpgroup's queries, which are written too.
 
-    O lies in the stages of keys and values at `state`, in tiles like those of dQ.
+    O lies in the stages of keys and values at `state`, in tiles like those of dO.
     """
     _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
-    LAYOUT: gl.constexpr = delta_input_layout(grad_queries.block_type.shape[3])
+    VALUE_DIMS: gl.constexpr = grad_out_pipeline.buffers.shape[4]
+    IS_WIDER: gl.constexpr = key_pipeline.buffers.shape[4] < VALUE_DIMS
+    IN_KEYS: gl.constexpr = WARPGROUP == 0 and not (params.block == WARPGROUP_M and IS_WIDER)
+    LAYOUT: gl.constexpr = delta_input_layout(VALUE_DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # Rows in the threads that have them in S: LSE and delta need no exchange.
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
     lse_log2, grad_lse = read_lse(lse_tensors, bh, tokens, params.sizes.q_len)
     consumer_wait(key_pipeline, state)
     consumer_wait(value_pipeline, state)
-    out_pipeline = key_pipeline if WARPGROUP == 0 else value_pipeline
-    out = as_matrix(stage_tile(out_pipeline, state.stage, grad_queries)).load(LAYOUT)  # [64, D]
+    out_pipeline = key_pipeline if IN_KEYS else value_pipeline
+    out = as_matrix(stage_as(out_pipeline, state.stage, WARPGROUP_M, VALUE_DIMS))
+    out = out.load(LAYOUT)  # [64, D]
     consumer_wait(grad_out_pipeline, PipelineState(WARPGROUP, query_phase))
     grad_out = stage_matrix(grad_out_pipeline, WARPGROUP).load(LAYOUT)  # [64, D]
     minus_delta = compute_minus_delta(out, grad_out, grad_lse)

@@ -74,12 +74,14 @@ from sparseflash.backends.hopper.device.params import (
 from sparseflash.backends.hopper.device.pipeline import (
     PipelineState,
     advance,
+    as_matrix,
     consumer_release,
     consumer_wait,
     make_named_barrier_pipeline,
     make_pipeline,
     producer_load,
     release_all_stages,
+    stage_as,
     stage_matrix,
     warpgroup_state,
 )
@@ -124,7 +126,11 @@ def forward_kernel(
                   mask_batch_stride)  # fmt: skip
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
     LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(BLOCK, queries.block_type.shape[3], MASKED)
-    query_pipeline = make_pipeline(queries, WARPGROUPS * QUERY_STAGES, 1)
+    # O is stored through the buffer of Q.
+    if outs.block_type.shape[3] > queries.block_type.shape[3]:
+        query_pipeline = make_pipeline(outs, WARPGROUPS * QUERY_STAGES, 1)
+    else:
+        query_pipeline = make_pipeline(queries, WARPGROUPS * QUERY_STAGES, 1)
     key_pipeline = make_named_barrier_pipeline(keys, 0, STAGES, WARPGROUPS, LOAD_WAIT_WARPS)
     value_pipeline = make_named_barrier_pipeline(
         values, STAGES, STAGES, WARPGROUPS, LOAD_WAIT_WARPS
@@ -314,10 +320,10 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         if params.dropout.threshold is not None:
             factor = factor * params.dropout.keep_scale
         # All products that read Q have completed, so O is stored through its buffer.
-        out_tile = stage_matrix(query_pipeline, query_buffer)
+        out_tile = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, DIMS))
         out_tile.store(rescale_rows(acc, factor, O_LAYOUT).to(outs.dtype))  # [64, D]
         fence_async_shared()
-        out_buffer = query_pipeline.buffers.index(query_buffer)
+        out_buffer = stage_as(query_pipeline, query_buffer, WARPGROUP_M, DIMS)
         store_tile(outs, [work.batch, work.head, query_start, 0], out_buffer)
         query_state = advance(query_state, QUERY_STAGES)
         rows_done += 1
@@ -338,7 +344,8 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
     if DIMS <= MAX_QUERY_REGISTER_DIMS:
-        query = stage_matrix(query_pipeline, query_buffer).load(operand_a_layout(const.S_LAYOUT))
+        query = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, DIMS))
+        query = query.load(operand_a_layout(const.S_LAYOUT))
     else:
         query = stage_matrix(query_pipeline, opaque(query_buffer))
     state = advance(state, const.STAGES)

@@ -54,7 +54,8 @@ def attend(query, key, value, mask, **options):
 def check(
     pattern, lengths, head_dim, *, batch=2, heads=2, kv_heads=None, block_size=128, **options
 ):
-    kinds = {name: options.pop(name) for name in ("dtype", "strides") if name in options}
+    names = ("dtype", "strides", "value_dim")
+    kinds = {name: options.pop(name) for name in names if name in options}
     kinds = {"dtype": torch.bfloat16, "device": DEVICE} | kinds
     inputs = make_inputs(batch, heads, *lengths, head_dim, kv_heads=kv_heads, **kinds)
     if options.pop("far_below_zero", False):
@@ -77,6 +78,34 @@ def check(
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name, lengths, head_dim, block_size):
     check(PATTERNS[name], lengths, head_dim, block_size=block_size)
+
+
+VALUE_DIMS = [(192, 128, 128), (128, 64, 128), (64, 128, 128), (128, 64, 64), (64, 128, 64)]
+VALUE_DIMS += [(40, 72, 64), (256, 64, 128), (96, 120, 128), (136, 256, 128)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "block_size"), VALUE_DIMS)
+@pytest.mark.parametrize("lengths", [(1000, 777), (130, 900), (1, 1)])
+@pytest.mark.parametrize("name", ["full", "causal", "blocks", "empty rows", "nothing"])
+def test_values_of_other_dims(name, lengths, head_dim, value_dim, block_size):
+    kinds = {"value_dim": value_dim, "block_size": block_size, "kv_heads": 1}
+    results = check(PATTERNS[name], lengths, head_dim, **kinds)
+    assert results["out"].shape == (2, 2, lengths[0], value_dim)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "block_size"), VALUE_DIMS)
+@pytest.mark.parametrize("strides", STRIDES)
+def test_values_of_other_dims_with_all_that_is_optional(
+    strides, head_dim, value_dim, block_size, monkeypatch
+):
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", 0)
+    pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
+    options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
+    options |= {"dropout_p": 0.3, "seed": 5, "softcap": 3.0, "dtype": torch.float16}
+    options |= {"value_dim": value_dim, "block_size": block_size, "strides": strides}
+    check(pattern, (500, 660), head_dim, deterministic=False, **options)
+    others = {name: options[name] for name in ("value_dim", "block_size", "strides")}
+    check(PATTERNS["causal"], (1000, 1000), head_dim, deterministic=False, **others)
 
 
 @pytest.mark.parametrize("min_ratio", [0.0, 2.0])  # whatever there is, or never
@@ -410,12 +439,15 @@ def occupancy(kernel) -> int:
     return found.value
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "block_size"), [(dim, dim, n) for dim, n in SIZES] + VALUE_DIMS
+)
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, False, True)]
 )
-def test_only_the_gradients_that_are_needed(needs, head_dim, block_size):
-    *inputs, grad = make_inputs(1, 2, 400, 560, head_dim, dtype=torch.float16, device=DEVICE)
+def test_only_the_gradients_that_are_needed(needs, head_dim, value_dim, block_size):
+    kinds = {"value_dim": value_dim, "dtype": torch.float16, "device": DEVICE}
+    *inputs, grad = make_inputs(1, 2, 400, 560, head_dim, **kinds)
 
     mask = PATTERNS["local"]((400, 560), block_size, device=DEVICE)
 

@@ -9,7 +9,9 @@ from sparseflash.backends.hopper.kernels.forward import num_load_wait_warps
 from tests.helpers.compile_only import SHARED_MEMORY
 from tests.helpers.operands import unset_operands
 
-SIZES = ((64, 128), (128, 128), (256, 128), (64, 64), (128, 64))  # width of tiles, block
+# Width of tiles of queries and keys, of values; block.
+SIZES = [(dim, dim, 128) for dim in (64, 128, 256)] + [(dim, dim, 64) for dim in (64, 128)]
+SIZES += [(256, 128, 128), (128, 64, 128), (64, 128, 128), (128, 64, 64), (64, 128, 64)]
 # Bytes per thread, without and with all options.
 STACK_LIMIT = {64: (56, 320), 128: (160, 544), 256: (560, 800)}
 STACK_LIMIT_OF_CHANGED_SCORES = 2000
@@ -19,9 +21,9 @@ CONFIGS = {"forward": configs.FORWARD_CONFIGS, "dq": configs.DQ_CONFIGS}
 
 
 @pytest.mark.slow(30)
-@pytest.mark.parametrize(("head_dim", "block"), SIZES)
-def test_kernels_that_ship(head_dim, block, compiler):
-    for report in compiler.reports("hopper", "variants", head_dim, block):
+@pytest.mark.parametrize(("head_dim", "value_dim", "block"), SIZES)
+def test_kernels_that_ship(head_dim, value_dim, block, compiler):
+    for report in compiler.reports("hopper", "variants", head_dim, value_dim, block):
         check_memory(report)
         check_products(report)
         check_barriers(report)
@@ -41,17 +43,21 @@ def check_memory(report: dict) -> None:
     memory = (SHARED_MEMORY[90] + RESERVED) // ctas_per_sm - RESERVED
     assert report["shared"] <= memory, report
     assert report["registers"] <= configs.REGISTERS_PER_SM // ctas_per_sm, report
-    limit = STACK_LIMIT[report["head_dim"]]["options" in report["mask"]]
+    limit = STACK_LIMIT[widest_dim(report)]["options" in report["mask"]]
     if "changed scores" in report["mask"]:
         limit = STACK_LIMIT_OF_CHANGED_SCORES
     assert report["stack"] <= limit, report
+
+
+def widest_dim(report: dict) -> int:
+    return max(report["head_dim"], report["value_dim"])
 
 
 def config_of(report: dict) -> KernelConfig:
     if report["which"] == "fused":
         return configs.FUSED_CONFIGS[report["head_dim"]]
     table = CONFIGS.get(report["which"], configs.DKDV_CONFIGS)
-    return table[report["block"]][report["head_dim"]]
+    return table[report["block"]][widest_dim(report)]
 
 
 def check_products(report: dict) -> None:
@@ -61,13 +67,14 @@ def check_products(report: dict) -> None:
     Where the compiler cannot let products run on beside other code, it waits for each of them.
     """
     depth, loops = report["head_dim"] // 16, 2 - report["mask"].startswith("full")
-    keys = min(KEYS[report["head_dim"]], report["block"]) // 16
+    depth_of_values = report["value_dim"] // 16
+    keys = min(KEYS[widest_dim(report)], report["block"]) // 16
     warpgroups = report["block"] // 64
     products, waits = {
         "forward": (2 * (depth + keys), 4),
-        "dq": (loops * (2 * depth + keys), loops * 3),
-        "dkdv": (loops * (2 * depth + 2 * 4), loops * 4),
-        "dk": (loops * (2 * depth + 4), loops * 3),
+        "dq": (loops * (depth + depth_of_values + keys), loops * 3),
+        "dkdv": (loops * (depth + depth_of_values + 2 * 4), loops * 4),
+        "dk": (loops * (depth + depth_of_values + 4), loops * 3),
         "dv": (loops * (depth + 4), loops * 2),
         "fused": fused_products(report),
     }[report["which"]]
@@ -142,5 +149,5 @@ def test_lengths_and_batches_share_a_kernel(compiler):
 @pytest.mark.slow
 def test_what_is_launched_without_asking_triton_is_what_triton_would_launch(compiler):
     (report,) = compiler.reports("hopper", "layouts", 64)
-    assert report["variants"] >= 47
+    assert report["variants"] >= 51
     assert report["kernels of one variant"] == 1

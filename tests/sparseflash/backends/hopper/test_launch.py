@@ -90,13 +90,23 @@ def test_uneven_rows_are_scheduled_dynamically_and_very_long_ones_first(
 def test_a_group_has_as_many_uneven_heads_as_l2_holds(
     seq_len, head_dim, dq_bytes, heads_per_group
 ):
-    spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=head_dim)
+    spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=head_dim, value_dim=head_dim)
     rows = masks.causal()(seq_len).table().by_query
     config = KernelConfig(1, {}, dq_bytes)
     sizes, _ = launch.sizes_and_grid(spec, rows, SPEC.heads, config)
     assert sizes[-1] == heads_per_group
     in_l2 = sizes[-1] * seq_len * head_dim * (4 + dq_bytes)
     assert in_l2 <= configs.L2_OPERAND_BYTES or sizes[-1] == 1
+
+
+def test_l2_holds_more_heads_of_narrow_values():
+    rows = masks.causal()(16_384).table().by_query
+    spec = replace(SPEC, q_len=16_384, k_len=16_384, head_dim=192, value_dim=128)
+    found = [
+        launch.sizes_and_grid(replace(spec, value_dim=dim), rows, 4, KernelConfig(1, {}))[0][-1]
+        for dim in (192, 128)
+    ]
+    assert found == [2, 4]
 
 
 @pytest.mark.parametrize(

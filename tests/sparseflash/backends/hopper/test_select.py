@@ -47,6 +47,37 @@ def test_serves_head_dims_in_tiles_that_are_as_wide_or_wider(head_dim):
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(192, 128), (128, 64), (64, 128), (8, 128), (136, 256), (256, 8)]
+)
+def test_serves_values_of_other_dims(head_dim, value_dim):
+    spec = replace(SPEC, head_dim=head_dim, value_dim=value_dim, deterministic=False)
+    assert hopper.why_not(spec, MASK) == []
+    table = masks.full()(128 * 7).table()
+    assert not uses_fused_backward(table, spec)
+    assert uses_fused_backward(table, replace(spec, head_dim=96, value_dim=128))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "words"),
+    [
+        (128, 136, "value_dim is 136, needs at most 128, or a head_dim above 128"),
+        (64, 84, "value_dim is 84, needs a multiple of 8 up to 256"),
+        (192, 264, "value_dim is 264, needs a multiple of 8 up to 256"),
+    ],
+)
+def test_says_which_dims_values_may_have(head_dim, value_dim, words):
+    assert hopper.why_not(replace(SPEC, head_dim=head_dim, value_dim=value_dim), MASK) == [words]
+
+
+def test_reads_no_small_tiles_of_wide_values_or_keys():
+    spec = replace(SPEC, head_dim=192, value_dim=128, block_size=(64, 64))
+    for wide in (spec, replace(spec, value_dim=192)):
+        assert hopper.block_size_for(wide, mask_that_covers(0.25)) == (128, 128)
+    narrow = replace(spec, head_dim=64)
+    assert hopper.block_size_for(narrow, mask_that_covers(0.25)) == (64, 64)
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"dtype": torch.float32}, ["dtype", "torch.float32", "torch.bfloat16"]),

@@ -215,20 +215,59 @@ def test_simulated_kernels_with_masks_of_each_batch_element(deterministic, heads
         check(pattern, 64, lengths=(300, 400), **options)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "block_size", "name"),
+    [
+        *((192, 128, 128, "causal"), (128, 64, 128, "blocks"), (64, 128, 128, "causal")),
+        *((128, 64, 64, "full"), (40, 72, 64, "causal"), (256, 64, 128, "nothing")),
+    ],
+)
+def test_simulated_kernels_of_values_of_other_dims(head_dim, value_dim, block_size, name):
+    options = {"value_dim": value_dim, "block_size": block_size, "deterministic": False}
+    with simulation():
+        check(PATTERNS[name], head_dim, lengths=(300, 260), dtype=torch.float16, **options)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "block_size"), [(192, 128, 128), (64, 128, 128), (64, 128, 64)]
+)
+def test_simulated_kernels_of_values_of_other_dims_with_all_that_is_optional(
+    head_dim, value_dim, block_size
+):
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    options = {"value_dim": value_dim, "block_size": block_size, "strides": "bshd"}
+    options |= {"key_lengths": [0, 130, 200], "dropout_p": 0.3, "softcap": 2.0}
+    with simulation():
+        check(pattern, head_dim, lengths=(250, 200), **options)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_simulated_kernels_of_values_of_other_dims_in_tiles_as_wide(deterministic):
+    with simulation():
+        check(PATTERNS["causal"], 96, value_dim=120, lengths=(300, 260),
+              deterministic=deterministic)  # fmt: skip
+
+
 def test_simulated_kernels_of_the_widest_tiles():
     with simulation():
         check(PATTERNS["blocks"], 256)
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 128), (96, 128), (256, 128), (96, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "block_size"),
+    [
+        *((64, 64, 128), (96, 96, 128), (256, 256, 128), (96, 96, 64)),
+        *((64, 128, 128), (192, 64, 128), (64, 128, 64)),
+    ],
+)
 @pytest.mark.parametrize("with_grad_lse", [False, True])
 def test_the_kernel_of_dq_writes_the_lse_and_delta_that_their_own_kernel_writes(
-    with_grad_lse, head_dim, block_size
+    with_grad_lse, head_dim, value_dim, block_size
 ):
-    kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd"}
+    kinds = {"kv_heads": 1, "dtype": torch.bfloat16, "strides": "bshd", "value_dim": value_dim}
     query, key, value, grad_out = make_inputs(2, 2, 300, 200, head_dim, **kinds)
     mask = masks.pattern(lambda q, k: q >= 140)((300, 200), block_size)
-    call = call_on(hopper, query, key, mask)
+    call = call_on(hopper, query, key, mask, value)
     grad_lse = torch.randn(2, 300, 2).mT if with_grad_lse else None
     with simulation():
         out, lse = hopper.forward(call, query, key, value)
