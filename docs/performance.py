@@ -8,6 +8,7 @@ A section whose record is absent is left out. `--check` only says whether both f
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
@@ -29,16 +30,59 @@ from records import (
 from experiments.markdown import table, written
 
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
-UNITS = {"matrix units": "tensor cores"}  # in older records
-SHOWN = ("sparseflash", "flash4", "flex")  # in the table of the README
+SHOWN = (2, 16, 16384, 128)  # batch, heads, tokens and head dim of the README's table
+OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
+PEERS = ("flash4", "flex", "cudnn-bsa", "cudnn-flex")
 
 
 def tflops(row: dict) -> str:
     return f"{row['tflops']:.0f}"
 
 
+def rested_and_sustained(row: dict) -> str:
+    return f"{row['tflops']:.0f} / {row['sustained_tflops']:.0f}"
+
+
 def terabytes(row: dict) -> str:
     return f"{row['terabytes_per_second']:.2f}"
+
+
+def sparse(record: dict) -> str:
+    """How far each pass is from the fastest peer of its row; then all sizes."""
+    return f"{against_peers(record['rows'])}\n\n{by_size(record['rows'], rested_and_sustained)}"
+
+
+def against_peers(rows: list[dict]) -> str:
+    """By head dim and pass: our rate over that of the fastest peer, least, median and most."""
+    lines = []
+    for head_dim in sorted({row["head_dim"] for row in rows}, reverse=True):
+        same = [row for row in rows if row["head_dim"] == head_dim]
+        for direction, ours in ("forward", OURS), ("backward", ANY_ORDER), ("backward", OURS):
+            cells = [
+                ratios(same, direction, ours, clock) for clock in ("tflops", "sustained_tflops")
+            ]
+            lines.append([f"{head_dim}", f"{direction}: {NAMES[ours]}", *cells])
+    heads = (f"{c}: least, median, most; rows below 1" for c in ("rested", "sustained"))
+    return table(["head dim", "pass", *heads], lines)
+
+
+def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> str:
+    """Of all masks and sizes that ours and a peer measured."""
+    found = []
+    for size in dict.fromkeys(map(size_of, rows)):
+        of_size = [row for row in rows if size_of(row) == size]
+        for pattern in dict.fromkeys(row["pattern"] for row in of_size):
+            own = find(of_size, pattern, direction, ours)
+            peers = [row[clock] for row in of_peers(of_size, pattern, direction)]
+            if own and peers:
+                found.append(own[clock] / max(peers))
+    below = sum(value < 1 for value in found)
+    return f"{min(found):.2f}, {median(found):.2f}, {max(found):.2f}; {below} of {len(found)}"
+
+
+def of_peers(rows: list[dict], pattern: str, direction: str) -> list[dict]:
+    """What peers measured of a mask and a pass."""
+    return [row for name in PEERS if (row := find(rows, pattern, direction, name))]
 
 
 def mebibytes(row: dict) -> str:
@@ -52,7 +96,7 @@ def suite(cell: Callable[[dict], str]) -> Callable[[dict], str]:
 
 def speedup(record: dict) -> str:
     """Times of every density at the longest sequences, with speed-up and its ideal."""
-    rows = [r for r in record["rows"] if r.get("suite", r.get("sweep")) == "density"]
+    rows = [r for r in record["rows"] if r["suite"] == "density"]
     longest = max(r["seq_len"] for r in rows)
     rows = [r for r in rows if r["seq_len"] == longest]
     ours = [r for r in rows if r["implementation"] == "sparseflash"]
@@ -100,7 +144,7 @@ def counters(record: dict) -> str:
         for row in record["rows"]
     ]
     return table(
-        ["mask", "implementation", "kernel", "cycles", *(f"{UNITS.get(u, u)}, %" for u in units)],
+        ["mask", "implementation", "kernel", "cycles", *(f"{unit}, %" for unit in units)],
         lines,
     )
 
@@ -134,9 +178,11 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         "bench-sparse",
         "Block-sparse masks",
         f"{TFLOPS} Masks of full blocks, which every implementation here can skip. "
-        "`deterministic=False` (whose forward pass is the same) and FlashAttention-4 add to dQ in "
-        "any order; the other columns give the same bits every time.",
-        suite(tflops),
+        "Each cell is rested / sustained. The backward passes of `deterministic=False`, "
+        "FlashAttention-4 and cuDNN add to dQ in any order; those of sparseflash and "
+        "FlexAttention give the same bits every time. The first table divides our rate by that of "
+        "the fastest other implementation of each row.",
+        sparse,
     ),
     ("bench-dense", "Full and causal masks", TFLOPS, suite(tflops)),
     (
@@ -232,24 +278,26 @@ def page() -> str:
 
 
 def readme_table() -> str:
-    """Milliseconds of both passes on masks of full blocks, 16,384 tokens."""
+    """Milliseconds of both passes on masks of full blocks, beside the fastest peer of each row."""
     record = load("bench-sparse")
     assert record is not None, "the table of the README needs the record bench-sparse"
-    size = size_of(record["rows"][0])
-    rows = [r for r in record["rows"] if size_of(r) == size and r["implementation"] in SHOWN]
+    names = ("batch", "heads", "seq_len", "head_dim")
+    rows = [row for row in record["rows"] if tuple(row[name] for name in names) == SHOWN]
+    own = [("forward", OURS), ("backward", OURS), ("backward", ANY_ORDER)]
     lines = []
-    for pattern in dict.fromkeys(r["pattern"] for r in rows):
-        cells = [
-            milliseconds(row)
-            for direction in DIRECTIONS
-            for name in SHOWN
-            if (row := find(rows, pattern, direction, name))
-        ]
-        density = next(r["density"] for r in rows if r["pattern"] == pattern)
-        lines.append([pattern, f"{density:.1%}", *cells])
-    head = ["mask", "blocks computed"]
-    head += [f"{direction}: {NAMES[name]}" for direction in DIRECTIONS for name in SHOWN]
+    for pattern in dict.fromkeys(row["pattern"] for row in rows):
+        forward, backward, any_order = (find(rows, pattern, *which) for which in own)
+        peers = (fastest(of_peers(rows, pattern, direction)) for direction in DIRECTIONS)
+        ahead, behind = (f"{milliseconds(row)} ({NAMES[row['implementation']]})" for row in peers)
+        ours = map(milliseconds, (forward, backward, any_order))
+        lines.append([pattern, f"{forward['density']:.1%}", next(ours), ahead, *ours, behind])
+    head = ["mask", "blocks computed", "forward: sparseflash", "fastest other"]
+    head += ["backward: sparseflash", "`deterministic=False`", "fastest other"]
     return table(head, lines)
+
+
+def fastest(rows: list[dict]) -> dict:
+    return min(rows, key=lambda row: row["median_ms"])
 
 
 def main() -> int:

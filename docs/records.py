@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.markdown import table
+from experiments.record import read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
@@ -25,21 +26,20 @@ NAMES = {
     "standard": "materialised",
     "sdpa": "torch's choice",
 }
+INTERRUPTED = "\n\nInterrupted: the last rows and the check for a drift of the clock are missing."
 ANY_ORDER = "/any-order"  # of implementations whose forward pass is that of the one without it
-RENAMED = {"contender": "implementation"}  # keys of older records
 DIRECTIONS = ("forward", "backward")
 Rows = list[dict]
 
 
 def load(name: str) -> dict | None:
-    """A record, its rows with the present names of their keys; None where there is none."""
+    """A record, its rows by the names of their columns; None where there is none."""
     path = RESULTS / f"{name}-nvidia-h200.json"
     if not path.exists():
         return None
     record = json.loads(path.read_text())
-    record["rows"] = [
-        {RENAMED.get(key, key): value for key, value in row.items()} for row in record["rows"]
-    ]
+    if "columns" in record:
+        record["rows"] = read_rows(record)
     return record
 
 
@@ -105,7 +105,8 @@ def measured(record: dict) -> str:
     commit = (found["git"]["commit"] or "unknown")[:7] + " with changes" * bool(
         found["git"]["dirty"]
     )
+    partial = "" if record.get("complete", True) else INTERRUPTED
     return (
         f"*{found['device']}, torch {versions['torch']}, triton {versions['triton']}, commit "
-        f"{commit}, {found['date'][:10]}: `{found['command'].split(' --output')[0]}`*"
+        f"{commit}, {found['date'][:10]}: `{found['command'].split(' --output')[0]}`*{partial}"
     )

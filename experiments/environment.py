@@ -14,7 +14,7 @@ import torch
 
 from experiments.cli import ROOT
 
-PACKAGES = ("torch", "triton", "numpy", "flash-attn-4")
+PACKAGES = ("torch", "triton", "numpy", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 def environment(device: torch.device) -> dict:

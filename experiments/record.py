@@ -10,8 +10,7 @@ from pathlib import Path
 from experiments.files import write_json
 
 BACKWARD_FLOPS = 2.5
-# Keys of older records, and what they are called now.
-RENAMED = {"sweep": "suite", "contender": "implementation", "roofs": "roofline"}
+DIGITS = 6  # significant ones of the floats in rows; the timer has fewer
 OURS = "sparseflash"
 ANY_ORDER = "/any-order"  # after the name of one whose gradients need no fixed order of sums
 
@@ -121,30 +120,40 @@ class Record:
     complete: bool = False
 
     def save(self, path: Path) -> None:
-        """Writes the file atomically, every row with the figures that follow from it."""
-        figures = [_figures(row) | relative(row, self.rows) for row in self.rows]
-        data = asdict(self) | {"crossovers": crossovers(self.rows)}
-        data["rows"] = [row | more for row, more in zip(data["rows"], figures, strict=True)]
-        write_json(path, data)
+        """Writes the file atomically, every row with the figures that follow from it.
+
+        Rows are lists of values; "columns" names these, once for all rows.
+        """
+        rows = [asdict(row) | _figures(row) | relative(row, self.rows) for row in self.rows]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        table = [[_short(row.get(name)) for name in columns] for row in rows]
+        about = {"environment": self.environment, "settings": self.settings, "columns": columns}
+        found = {"rows": table, "crossovers": crossovers(self.rows)}
+        write_json(path, about | asdict(self) | found)
 
     @classmethod
     def load(cls, path: Path) -> "Record":
         """What `save` wrote. Raises ValueError for any other file."""
         names = Measurement.__dataclass_fields__.keys()
         try:
-            data = _renamed(json.loads(path.read_text()))
-            del data["crossovers"]
-            rows = [_renamed(row) for row in data.pop("rows")]
+            data = json.loads(path.read_text())
+            rows = read_rows(data)
             known = [Measurement(**{n: row[n] for n in row.keys() & names}) for row in rows]
-            return cls(rows=known, **data)
+            other = data.keys() - {"columns", "rows", "crossovers"}
+            return cls(rows=known, **{name: data[name] for name in other})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no record of experiments.speedup or experiments.bench: {error!r}"
             ) from error
 
 
-def _renamed(entry: dict) -> dict:
-    return {RENAMED.get(name, name): value for name, value in entry.items()}
+def read_rows(data: dict) -> list[dict]:
+    """The rows of a record's JSON by the names of their columns."""
+    return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+
+
+def _short(value: object) -> object:
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def _figures(row: Measurement) -> dict[str, float]:

@@ -12,6 +12,7 @@ from experiments import runner, settings
 from experiments.bench import app as bench
 from experiments.check import CheckError
 from experiments.cli import INTERRUPTED, ROOT
+from experiments.record import read_rows
 
 TINY = shlex.split(
     "--device cpu --lengths 256 --growth 256 --heads 2 --head-dim 16 --block-size 32"
@@ -32,7 +33,8 @@ def invoke(*arguments):
 
 def measure(output, *arguments):
     result = invoke(*TINY, "--output", output, *arguments)
-    return result, json.loads((output / "speedup-cpu.json").read_text())
+    record = json.loads((output / "speedup-cpu.json").read_text())
+    return result, record | {"rows": read_rows(record)}
 
 
 def test_a_run_writes_every_row_and_the_pictures(tmp_path):

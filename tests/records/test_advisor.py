@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from experiments.record import read_rows
 from masks import BlockMask
 from masks._parse import parse
 from sparseflash import io_model
@@ -30,9 +31,9 @@ def times(direction: str) -> list[tuple[float, float]]:
     """(predicted, measured) of every call of 16,384 tokens whose pattern can be read."""
     found = []
     for name in RECORDS:
-        rows = json.loads((RESULTS / f"{name}-nvidia-h200.json").read_text())["rows"]
+        rows = read_rows(json.loads((RESULTS / f"{name}-nvidia-h200.json").read_text()))
         for row in rows:
-            implementation, _, backend = row["contender"].partition(":")
+            implementation, _, backend = row["implementation"].partition(":")
             chosen = (implementation, row["direction"], row["seq_len"], row["head_dim"])
             if chosen != ("sparseflash", direction, 16384, 128) or "/" in backend:
                 continue

@@ -4,29 +4,32 @@ import json
 
 import pytest
 
-from experiments.cli import SHIPPED
-from experiments.record import Record
+from experiments.cli import ROOT, SHIPPED
+from experiments.record import Record, read_rows
 from experiments.report import DRIFT_LIMIT
 
+INTERRUPTED = "Interrupted: the last rows and the check for a drift of the clock are missing."
 RECORDS = [*SHIPPED.rglob("bench-*.json"), *SHIPPED.rglob("speedup-*.json")]
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(SHIPPED)))
 def test_committed_records_hold_what_follows_from_their_rows(path, tmp_path):
     found = Record.load(path)
-    assert found.complete
-    assert 1 <= (found.drift or 0) <= DRIFT_LIMIT
+    if found.complete:
+        assert 1 <= found.drift <= DRIFT_LIMIT
+    else:
+        assert INTERRUPTED in (ROOT / "docs/performance.md").read_text()
     found.save(tmp_path / "again.json")
     was, now = (json.loads(p.read_text()) for p in (path, tmp_path / "again.json"))
     for name in ("tflops", "terabytes_per_second", "speedup", "ideal", "retention"):
-        figures = [[row.get(name) for row in record["rows"]] for record in (was, now)]
-        assert figures[0] == pytest.approx(figures[1]), name
-    names = {"peer": "baseline", "against_peer": "against_baseline"}
-    crossovers = [{names.get(k, k): v for k, v in entry.items()} for entry in was["crossovers"]]
-    found = [
-        {k: v for k, v in entry.items() if k != "implementation"} for entry in now["crossovers"]
-    ]
-    assert [pytest.approx(entry) for entry in crossovers] == found
+        figures = [[row.get(name) or 0.0 for row in read_rows(record)] for record in (was, now)]
+        assert figures[0] == pytest.approx(figures[1], rel=2e-5), name  # rows have six digits
+    assert len(was["crossovers"]) == len(now["crossovers"])
+    for old, new in zip(was["crossovers"], now["crossovers"], strict=True):
+        for name, value in new.items():
+            assert old[name] == (
+                pytest.approx(value, rel=2e-5) if isinstance(value, float) else value
+            ), name
 
 
 def test_a_long_cache_is_read_as_fast_as_it_is_copied():
