@@ -89,13 +89,14 @@ def attention(
             pairs; True means attend. It has one head for all, one for each head of query, or one
             for each head of key, which the query heads of that group share. A Pattern is compiled
             once per length and device, in blocks of its own size. The scores of a DynamicMask get
-            a gradient if they require one.
+            a gradient if they require one, which the backend hopper does not compute.
         key_lengths: Integers (batch,), 0 to k_len: keys at or past the length of their batch
             element are masked. Those on the CPU are checked without waiting for the device;
             those on a CUDA device are waited for, except while a CUDA graph is captured: then
             they are clamped. For other padding see MaskBatch.with_keys, and unpad.
         bias: (1 or heads, q_len + k_len - 1), added to the score of query q and key k at
-            [h, k - q + q_len - 1]: one number for each distance. See alibi.
+            [h, k - q + q_len - 1]: one number for each distance. See alibi. Where it requires a
+            gradient, it gets one, which the backend hopper does not compute.
         sinks: (1 or heads,), the score of one more key for every query, whose value is 0. The lse
             counts it, and a query without a key gets out 0 and the sink for its lse.
         seed: Seed of dropout: equal seeds drop the same pairs on every backend. Without one it is

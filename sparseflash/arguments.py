@@ -11,6 +11,7 @@ from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
 FULL = full()
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What makes a mask of an object of another type, by its name; that BlockMask is FlexAttention's.
 _MAKERS = {
     "Tensor": "masks.BlockMask.from_dense",
@@ -94,8 +95,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} "
                 f"on {tensor.device}"
             )
-    if not query.dtype.is_floating_point:
-        raise TypeError(f"query must be of a floating-point dtype, got {query.dtype}")
+    if query.dtype not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
+        raise TypeError(f"query must be of one of {names}, got {query.dtype}")
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"value must share batch, heads and tokens with key {tuple(key.shape)}, got "

@@ -235,9 +235,11 @@ def checked_score_tensors(
     declared = () if function is None else function.tensors
     if not isinstance(tensors, Sequence) or len(tensors) != len(declared):
         got = len(tensors) if isinstance(tensors, Sequence) else type(tensors).__name__
+        if function is None:
+            raise ValueError(f"score_tensors need a score function that reads them, got {got}")
         raise ValueError(
             f"score_tensors must be a list of the {len(declared)} tensors that score function "
-            f"{function and function.name!r} reads, got {got}"
+            f"{function.name!r} reads, got {got}"
         )
     wide, found = promote_types(query.dtype, float32), []
     for i, (x, (kind, dims)) in enumerate(zip(tensors, declared, strict=True)):
@@ -426,7 +428,8 @@ def _trace(
     except RuntimeError as error:
         raise ValueError(
             f"score function {name!r} cannot be traced. It may neither branch on its arguments "
-            f"(torch.where chooses) nor index tensors with them: {error}"
+            "(torch.where chooses) nor index tensors with them but those that it gets as "
+            f"arguments (see tensors of ScoreFunction.from_torch): {error}"
         ) from error
     for node in module.graph.nodes:
         operation, _, overload = str(node.target).removeprefix("aten.").partition(".")

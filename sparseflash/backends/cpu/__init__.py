@@ -1,7 +1,5 @@
 """The backend "cpu": vectorised PyTorch that skips the empty blocks in both passes."""
 
-import torch
-
 from sparseflash.backends.cpu.plan import block_size_for
 from sparseflash.backends.cpu.unattended import backward, forward
 from sparseflash.dispatch.call import Call
@@ -22,17 +20,11 @@ __all__ = [
 name = "cpu"
 extras = EVERY_EXTRA
 compiles = False
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def why_not(spec: AttentionSpec, mask) -> list[str]:
     """The reasons for which it cannot serve a call; empty when it can."""
-    reasons = []
-    if spec.device.type != "cpu":
-        reasons.append(f"needs CPU tensors, got {spec.device}")
-    if spec.dtype not in _DTYPES:
-        reasons.append(f"needs one of {', '.join(map(str, _DTYPES))}, got {spec.dtype}")
-    return reasons
+    return [] if spec.device.type == "cpu" else [f"needs CPU tensors, got {spec.device}"]
 
 
 def auto_skip(spec: AttentionSpec, mask) -> list[str]:

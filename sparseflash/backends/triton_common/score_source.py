@@ -275,7 +275,9 @@ def _argument(x: Any, names: dict[fx.Node, str]) -> str:
 def _constant(value: Any, name: str) -> str:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UntranslatableError(f"a tensor of more than one number is not translated, got {got}")
+        raise UntranslatableError(
+            f"a tensor of more than one number is translated only as a score tensor, got {got}"
+        )
     return _argument(value.item(), {})
 
 
