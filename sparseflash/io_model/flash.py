@@ -211,7 +211,7 @@ def _hopper_work_tiles(
             f"of {side}"
         )
     per_wave = config.ctas_per_sm * device.multiprocessors
-    return _WorkTiles(side, 1, dims, per_wave, heads_per_group_of(spec, rows, num_bh, config))
+    return _WorkTiles(side, 1, dims, per_wave, heads_per_group_of(spec, rows, num_bh, per_wave))
 
 
 def _triton_work_tiles(

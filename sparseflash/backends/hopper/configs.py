@@ -76,6 +76,7 @@ MAX_ALTERNATE_DQ_DIMS = 64
 
 REGISTERS_PER_SM = 65536
 L2_OPERAND_BYTES = 50_000_000  # of the heads that are scheduled together
+MAX_TAIL = 0.05  # of a kernel's time, in which the longest row of the last group runs alone
 MIN_DYNAMIC_IMBALANCE = 1.25  # most blocks in a row over the mean: above, the scheduler is dynamic
 
 # By tile width, where several CTAs on tiles of 64 share a multiprocessor: coverage of tiles of

@@ -11,6 +11,7 @@ from sparseflash import dropout
 from sparseflash.backends.hopper.configs import (
     L2_OPERAND_BYTES,
     MAX_KV_TILE,
+    MAX_TAIL,
     MIN_DYNAMIC_IMBALANCE,
     REGISTERS_PER_SM,
     KernelConfig,
@@ -24,7 +25,7 @@ from sparseflash.backends.triton_common.arguments import (
     OF_SCORES,
     table_arguments,
 )
-from sparseflash.backends.triton_common.constants import ALIGNMENT, LONGEST_FIRST_IMBALANCE
+from sparseflash.backends.triton_common.constants import ALIGNMENT
 from sparseflash.backends.triton_common.launcher import Launch, launch_cached, multiprocessors
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
@@ -237,28 +238,37 @@ def sizes_and_grid(
     """
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
-    heads_per_group = heads_per_group_of(spec, rows, num_bh, config)
+    ctas = config.ctas_per_sm * multiprocessors(spec.device)
+    heads_per_group = heads_per_group_of(spec, rows, num_bh, ctas, config.dq_bytes)
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.num_rows, num_work_tiles, heads_per_group)
-    return sizes, (min(num_work_tiles, config.ctas_per_sm * multiprocessors(spec.device)), 1, 1)
+    return sizes, (min(num_work_tiles, ctas), 1, 1)
 
 
 def heads_per_group_of(
-    spec: AttentionSpec, rows: BlockLists, num_bh: int, config: KernelConfig
+    spec: AttentionSpec, rows: BlockLists, num_bh: int, ctas: int, dq_bytes: int = 0
 ) -> int:
     """How many heads the scheduler takes together, longest rows first (LPT).
 
-    Even rows: one, so that all CTAs share its keys and values in L2. Very uneven rows: all, for a
-    CTA that takes a very long row last keeps all others waiting. In between, as in causal masks,
-    the short rows of one head cannot fill the gaps that its long ones leave. A group then has as
-    many heads, a power of two, as L2 holds operands of.
+    Even rows: one, so that all CTAs share its keys and values in L2. Uneven rows, as of causal
+    masks: as many heads, a power of two, as L2 holds operands of, because the short rows of one
+    head cannot fill the gaps that its long ones leave. All heads where the longest row of the last
+    group would end more than MAX_TAIL of the time after all other CTAs are idle.
+
+    Args:
+        spec: the call.
+        rows: the block lists of the kernel.
+        num_bh: batch elements times heads.
+        ctas: CTAs that run at a time.
+        dq_bytes: of KernelConfig.
     """
-    if rows.imbalance > LONGEST_FIRST_IMBALANCE:
-        return num_bh
     if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
         return 1
     both_dims = spec.head_dim + spec.value_dim
-    token_bytes = both_dims * spec.dtype.itemsize + spec.head_dim * config.dq_bytes
+    token_bytes = both_dims * spec.dtype.itemsize + spec.head_dim * dq_bytes
     head_bytes = max(spec.q_len, spec.k_len) * token_bytes
     in_l2 = max(L2_OPERAND_BYTES // head_bytes, 1)
-    return min(num_bh, 1 << in_l2.bit_length() - 1)
+    heads = min(num_bh, 1 << in_l2.bit_length() - 1)
+    # In the time of a row of mean length: the longest row, and a group and all heads on all CTAs.
+    group, whole = (n * rows.num_rows / ctas for n in (heads, num_bh))
+    return heads if rows.imbalance - group <= MAX_TAIL * whole else num_bh

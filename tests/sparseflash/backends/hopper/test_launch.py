@@ -99,6 +99,30 @@ def test_a_group_has_as_many_uneven_heads_as_l2_holds(
     assert in_l2 <= configs.L2_OPERAND_BYTES or sizes[-1] == 1
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "num_bh", "heads_per_group"),
+    [
+        (4096, 128, 16),  # the group before the last fills the time of the longest row
+        (8192, 16, 16),  # the longest row of a group of 8 would run alone for long
+        (16_384, 32, 32),
+    ],
+)
+def test_heads_stay_in_groups_unless_the_longest_row_would_end_alone(
+    seq_len, num_bh, heads_per_group
+):
+    pattern = masks.local(512) | masks.global_tokens(128)
+    rows = pattern(seq_len).table().by_query
+    assert rows.imbalance > 3
+    spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=128, value_dim=128)
+    assert launch.heads_per_group_of(spec, rows, num_bh, ctas=132) == heads_per_group
+
+
+def test_a_mask_that_only_the_device_knows_has_one_group():
+    blocks = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    rows = masks.DynamicMask.from_blocks(blocks, block_size=128).table().by_query
+    assert launch.heads_per_group_of(SPEC, rows, 12, ctas=132) == 12
+
+
 def test_l2_holds_more_heads_of_narrow_values():
     rows = masks.causal()(16_384).table().by_query
     spec = replace(SPEC, q_len=16_384, k_len=16_384, head_dim=192, value_dim=128)
