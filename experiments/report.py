@@ -7,6 +7,7 @@
 """
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,10 +119,8 @@ def _label(implementation: str, family: str) -> str:
 
 def _lengths_table(found: dict[tuple[str, str], Line], passes: str) -> Table:
     lengths = sorted({n for line in found.values() for n in line})
-    table = plain_table(f"{passes}: ms, and below it peak MiB, at N tokens")
-    table.add_column("implementation")
-    for n in lengths:
-        table.add_column(f"{n:,}", justify="right")
+    title = f"{passes}: ms, and below it peak MiB, at N tokens"
+    table = plain_table(title, ["implementation"], [f"{n:,}" for n in lengths])
     for name, line in found.items():
         pairs = (line.get(n) for n in lengths)
         cells = ("" if p is None else f"{p[0]:.4g}\n{p[1] / 2**20:.4g}" for p in pairs)
@@ -131,11 +130,8 @@ def _lengths_table(found: dict[tuple[str, str], Line], passes: str) -> Table:
 
 def _crossing_table(found: dict[tuple[str, str], Line]) -> Table:
     ours = [name for name in found if is_ours(name[0])]
-    table = plain_table("Faster at the longest length of both, and from which on")
-    table.add_column("implementation")
-    table.add_column("longest", justify="right")
-    for name in ours:
-        table.add_column(_label(*name), justify="right")
+    title = "Faster at the longest length of both, and from which on"
+    table = plain_table(title, ["implementation"], ["longest", *(_label(*name) for name in ours)])
     for name, line in found.items():
         cells = ("" if name == own else _crossing(found[own], line) for own in ours)
         table.add_row(_label(*name), f"{max(line):,}", *cells)
@@ -156,12 +152,9 @@ def _parts_table(rows: list[Measurement]) -> Table:
     parts = {name: ms for name, ms in times.items() if name.startswith("standard:")}
     times |= {"all parts": sum(parts.values())} if parts else {}
     ours = next((ms for name, ms in times.items() if is_ours(name)), None)
-    table = plain_table(
-        f"{first.direction}, {first.family}, dropout, N = {first.seq_len:,}, "
-        f"batch {first.batch}, {first.size}"
-    )
-    for column in ("what", "ms", "over ours"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    problem = f"N = {first.seq_len:,}, batch {first.batch}, {first.size}"
+    title = f"{first.direction}, {first.family}, dropout, {problem}"
+    table = plain_table(title, ["what"], ["ms", "over ours"])
     for name, ms in times.items():
         table.add_row(name, f"{ms:.4g}", _optional(ours and ms / ours, "{:.2f}"))
     return table
@@ -212,16 +205,8 @@ def _sustained(row: Measurement) -> tuple[str, str]:
 
 
 def _crossover_table(found: list[dict]) -> Table:
-    table = plain_table("Sparse beats dense up to density")
-    for column in (
-        "N",
-        "pass",
-        "implementation",
-        "pattern",
-        "its full mask",
-        "best dense baseline",
-    ):
-        table.add_column(column)
+    words = ("N", "pass", "implementation", "pattern", "its full mask", "best dense baseline")
+    table = plain_table("Sparse beats dense up to density", words)
     for entry in found:
         baseline = entry["baseline"]
         against = (
@@ -251,11 +236,8 @@ def compare(before: Record, after: Record) -> Table:
     pairs = [(earlier[_key(row)], row) for row in after.rows if _key(row) in earlier]
     if not pairs:
         raise ValueError("the records have no case in common")
-    table = plain_table(f"{origin(before)} to {origin(after)}")
-    for column in ("case", "pass", "implementation"):
-        table.add_column(column)
-    for column in ("before, ms", "after, ms", "faster"):
-        table.add_column(column, justify="right")
+    words, figures = ("case", "pass", "implementation"), ("before, ms", "after, ms", "faster")
+    table = plain_table(f"{origin(before)} to {origin(after)}", words, figures)
     for old, new in pairs:
         table.add_row(*_compared(old, new))
     for implementation in dict.fromkeys(row.implementation for row in after.rows):
@@ -285,15 +267,13 @@ def origin(record: Record) -> str:
     return f"{commit[:10]} on {record.environment['device']}"
 
 
-def plain_table(title: str) -> Table:
-    """A table without a frame."""
-    look: dict[str, Any] = {
-        "title_justify": "left",
-        "box": SIMPLE_HEAD,
-        "pad_edge": False,
-        "padding": (0, 1),
-    }
-    return Table(title=title, **look)
+def plain_table(title: str, words: Iterable[str] = (), figures: Iterable[str] = ()) -> Table:
+    """A table without a frame, its columns of words before those of figures."""
+    look: dict[str, Any] = {"title_justify": "left", "pad_edge": False, "padding": (0, 1)}
+    table = Table(*words, title=title, box=SIMPLE_HEAD, **look)
+    for figure in figures:
+        table.add_column(figure, justify="right")
+    return table
 
 
 def _optional(value: float | None, form: str) -> str:
