@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from experiments.files import record_path
 from masks import commands
 
 ROOT = Path(__file__).parents[1]
@@ -256,17 +257,12 @@ def output_folder(output: Path, overwrite: bool) -> Path:
 
 
 def output_file(output: Path, name: str, device: str, overwrite: bool) -> Path:
-    """The path of a record in `output_folder`: `name`, then the device's name."""
-    return output_folder(output, overwrite) / f"{name}-{slug(device)}.json"
-
-
-def slug(device: str) -> str:
-    """The device's name as part of a file name: "cpu", "nvidia-h200"."""
-    if device == "cpu":
-        return "cpu"
+    """The path of a record in `output_folder`, for this machine's device of the type "cpu" or
+    "cuda"; see `record_path`."""
     import torch
 
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return record_path(output_folder(output, overwrite), name, machine)
 
 
 class Building:

@@ -19,8 +19,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
-from experiments.files import record_path, write_json
+from experiments.cli import RESULTS, Output, Overwrite, output_file, usage_errors
+from experiments.files import write_json
 from experiments.lra import TASKS
 
 
@@ -39,7 +39,7 @@ def main(
     """Measures training steps of every attention on every task."""
     import torch
 
-    from experiments.environment import device_name, environment
+    from experiments.environment import environment
     from experiments.lra import steps
     from experiments.lra.tasks import MissingData
     from experiments.memory import METHOD
@@ -47,8 +47,8 @@ def main(
     console = Console(width=132)
     if unknown := [name for name in tasks.split(",") if name not in steps.KNOWN]:
         raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(steps.KNOWN)}")
-    output_folder(output, overwrite)  # an error comes before all is measured
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = output_file(output, f"lra-{name}", device.type, overwrite)
     with usage_errors(MissingData):
         cases = {task: steps.case_of(task, real, scale) for task in tasks.split(",")}
     found, failed = [], []
@@ -69,8 +69,6 @@ def main(
         "failed": failed,
         "geometric_mean_speedup": steps.means(found),
     }
-    machine = "cpu" if device.type == "cpu" else device_name(device)
-    path = record_path(output, f"lra-{name}", machine)
     write_json(path, record)
     if record["geometric_mean_speedup"]:
         console.print(steps.table_of_means(record["geometric_mean_speedup"]))

@@ -3,7 +3,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from experiments import cli, runner, suites
+from experiments import runner, suites
 from experiments.bench import app, parse_backends
 from experiments.cli import Suite
 from experiments.measure import measure
@@ -118,7 +118,7 @@ def test_names_of_backends_are_checked():
 def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, monkeypatch):
     carried = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cli, "slug", lambda device: f"a-{device}")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setattr(suites, "planned", lambda *chosen: chosen)
     monkeypatch.setattr(
         runner, "carry_out", lambda *call, roofline: carried.append((*call, roofline))
@@ -133,14 +133,14 @@ def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, mon
         ours = ("sparseflash:hopper", "sparseflash")
         assert plan(print) == (suite, wanted, ours, ("flex",), print)
         assert method == wanted
-        assert path == tmp_path / f"bench-{suite}-a-cuda.json"
+        assert path == tmp_path / f"bench-{suite}-a-gpu.json"
         assert rest == [True, True]
     carried.clear()
     extras = ["--dropout", "0.1", "--padding", "0.5"]
     assert CliRunner().invoke(app, ["lra", "--output", str(tmp_path), *extras]).exit_code == 0
     ((_, method, path, *_),) = carried
     assert (method.dropout_p, method.padding) == (0.1, 0.5)
-    assert path == tmp_path / "bench-lra-dropout-padding-a-cuda.json"
+    assert path == tmp_path / "bench-lra-dropout-padding-a-gpu.json"
 
 
 @pytest.mark.parametrize(
