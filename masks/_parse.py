@@ -34,15 +34,20 @@ _OPERATORS = {
 
 
 def parse(text: str) -> Pattern:
-    """The pattern that `text` names: built-in calls with literal arguments joined by & | ^ - ~, or
-    path.py:name.
+    """The pattern that a text describes, such as "local(64) & causal()".
 
-    A bare name is a call without arguments: "butterfly" is butterfly(). Nothing else is evaluated;
-    a file named by path.py:name is run.
+    Args:
+        text: Calls of built-in patterns with literal arguments, joined by & | ^ - ~ and
+            parentheses; or path.py:name for a pattern of a Python file. A bare name is a call
+            without arguments: "butterfly" is butterfly(). Such a file is run; nothing else in the
+            text is evaluated.
+
+    Returns:
+        The pattern.
 
     Raises:
         TypeError: `text` is no string.
-        ValueError: It is any other text; the message has the known patterns.
+        ValueError: It cannot be read; the message lists the known patterns.
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a string, got {type(text).__name__}")

@@ -64,8 +64,10 @@ class Pattern(Handled):
             return self.build(Grid.of(seq_len, size, device))
 
     def with_block_size(self, block_size: int | tuple[int, int]) -> "Pattern":
-        """The same pattern, compiled in blocks of `block_size` tokens where nothing else is said:
-        by attention, and in modules.
+        """The same pattern with another default block size, which attention and modules use.
+
+        Args:
+            block_size: Tokens of a block, one number or (bq, bk).
         """
         size = Grid.of(1, block_size).block_size
         recipe = Recipe("with_block_size", {"pattern": self, "block_size": size})
@@ -241,9 +243,12 @@ def stack(masks: Sequence[Pattern]) -> Pattern: ...
 @overload
 def stack(masks: Sequence[BlockMask]) -> BlockMask: ...
 def stack(masks):
-    """Head h gets masks[h]: a Pattern from patterns, a BlockMask from block masks.
+    """A mask for each head: a Pattern from patterns, a BlockMask from block masks.
 
     Heads with equal masks share storage.
+
+    Args:
+        masks: One pattern or one block mask for each head; head h gets masks[h].
 
     Raises:
         TypeError: `masks` is no list, or a mixture.

@@ -45,12 +45,11 @@ def untraced() -> ExitStack:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask(OnGrid, Caching, Handled):
-    """Which (query, key) pairs attend, block by block: full, partial (with its element mask) or
-    empty.
+    """Which (query, key) pairs attend, in blocks that are full, partial or empty.
 
-    Immutable. Lengths and block sizes are in tokens. `&`, `|`, `-`, `^`, `~` and `==` act on
-    pairs, exactly, between masks of one length, block size and device; a mask of one head stands
-    for any number of heads.
+    Immutable. Lengths and block sizes are in tokens. `&`, `|`, `-`, `^`, `~` and `==` are exact
+    for every pair. Both operands need the same length, block size and device. A mask of one head
+    applies to any number of heads.
     """
 
     block_set: BlockSet
@@ -80,7 +79,12 @@ class BlockMask(OnGrid, Caching, Handled):
 
     @staticmethod
     def from_dense(dense: Tensor, block_size: Size = 128) -> "BlockMask":
-        """The mask of a bool (q_len, k_len) or (heads, q_len, k_len) tensor, exactly.
+        """The block mask of a dense mask, exact for every pair.
+
+        Args:
+            dense: bool (q_len, k_len), or (heads, q_len, k_len) for heads with masks of their
+                own; True means attend.
+            block_size: Tokens of a block, one number or (bq, bk).
 
         Raises:
             TypeError: `dense` is no bool tensor.
@@ -90,10 +94,14 @@ class BlockMask(OnGrid, Caching, Handled):
 
     @staticmethod
     def from_scipy(matrix, block_size: Size = 128) -> "BlockMask":
-        """The mask of a scipy.sparse matrix (q_len, k_len): stored non-zero entries attend.
+        """The mask of a scipy.sparse matrix: stored non-zero entries attend.
 
-        A bsr_array whose blocks are `block_size` is read block by block, any other format entry by
-        entry; neither goes through a dense matrix.
+        A bsr_array whose blocks are `block_size` is read block by block. Any other format is read
+        entry by entry. No dense matrix is made.
+
+        Args:
+            matrix: scipy.sparse array or matrix (q_len, k_len).
+            block_size: Tokens of a block, one number or (bq, bk).
 
         Raises:
             TypeError: `matrix` is no scipy.sparse array or matrix.
@@ -113,12 +121,12 @@ class BlockMask(OnGrid, Caching, Handled):
 
     @property
     def num_heads(self) -> int:
-        """Heads with a mask of their own; 1 serves any number of heads."""
+        """Heads with a mask of their own; a mask with 1 applies to any number of heads."""
         return len(self.head_to_mask)
 
     @property
     def num_batches(self) -> int:
-        """Batch elements with a mask of their own: one mask serves any number of them."""
+        """Batch elements with a mask of their own: 1, since all batch elements share the mask."""
         return 1
 
     @property
@@ -174,6 +182,9 @@ class BlockMask(OnGrid, Caching, Handled):
     def head(self, index: int) -> "BlockMask":
         """The mask of one head.
 
+        Args:
+            index: Number of the head; negative numbers count from the last head.
+
         Raises:
             TypeError: `index` is no integer.
             IndexError: There is no such head.
@@ -184,16 +195,25 @@ class BlockMask(OnGrid, Caching, Handled):
         return BlockMask(self.block_set.select_masks([self.head_to_mask[index]]))
 
     def to(self, device: torch.device | str) -> "BlockMask":
-        """The same mask on another device."""
+        """The same mask on another device.
+
+        Args:
+            device: A torch device or its name.
+        """
         same = canonical_device(device) == self.device
         return self if same else BlockMask(self.block_set.to(device))
 
     def table(
         self, device: torch.device | str | None = None, block_size: Size | None = None
     ) -> LookupTable:
-        """The lookup table that kernels read, of the same pairs in blocks of `block_size` tokens.
+        """The lookup table that kernels read.
 
-        Compiled once per device and block size; by default the mask's own.
+        It is compiled once per device and block size, and cached with the mask.
+
+        Args:
+            device: Device of the table; by default that of the mask.
+            block_size: Tokens of a block of the table, one number or (bq, bk); by default that of
+                the mask. With another one the mask is re-blocked: the same pairs attend.
         """
         device = self.device if device is None else canonical_device(device)
         key = (device, self.block_size if block_size is None else checked_block_size(block_size))
@@ -202,8 +222,14 @@ class BlockMask(OnGrid, Caching, Handled):
         return self._tables[key]
 
     def coverage(self, block_size: Size) -> float:
-        """The share of blocks of `block_size` tokens that this mask's blocks fill, of those that
-        they touch: 1 for a mask whose own are no smaller. Computed once per block size.
+        """How much of larger blocks the blocks of this mask fill.
+
+        coverage = area of this mask's blocks / area of all larger blocks that contain any of them
+
+        It is 1 if the blocks of this mask are no smaller. Computed once per block size.
+
+        Args:
+            block_size: Tokens of a larger block, one number or (bq, bk).
         """
         block_size = checked_block_size(block_size)
         if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
@@ -226,7 +252,11 @@ class BlockMask(OnGrid, Caching, Handled):
         return BlockMask(transpose(self.block_set))
 
     def crop(self, q_len: int, k_len: int) -> "BlockMask":
-        """The mask of the first q_len queries and k_len keys, in tokens.
+        """The mask of the first queries and keys.
+
+        Args:
+            q_len: Queries, in tokens.
+            k_len: Keys, in tokens.
 
         Raises:
             TypeError, ValueError: A length is no integer, below 1, or above that of the mask.
@@ -234,20 +264,24 @@ class BlockMask(OnGrid, Caching, Handled):
         return BlockMask(slicing.crop(self.block_set, q_len, k_len))
 
     def slice_queries(self, begin: int, end: int) -> "BlockMask":
-        """The mask of the queries from `begin` to before `end`, in tokens.
+        """The mask of the queries `begin` to `end - 1`, which a decoding step needs.
 
-        What a step of decoding needs. The cost is in proportion to the blocks of those queries.
+        Its time is proportional to the number of blocks of these queries.
+
+        Args:
+            begin: First query, in tokens.
+            end: Query after the last one, in tokens.
 
         Raises:
-            TypeError, ValueError: The ends are no integers, or not in order within the queries.
+            TypeError, ValueError: An argument is no integer, or not 0 <= begin < end <= q_len.
         """
         return BlockMask(slicing.slice_queries(self.block_set, begin, end))
 
     def take_blocks(self, rows: Tensor, columns: Tensor) -> "BlockMask":
         """The mask of some block rows and block columns, in their order.
 
-        The part of one rank in context parallelism. The cost is in proportion to the runs and
-        partial blocks of the mask.
+        Context parallelism makes the mask of one rank with it. Its time is proportional to the
+        number of runs and partial blocks of the mask.
 
         Args:
             rows: int64 (n,), numbers of block rows, ascending, on the mask's device.
@@ -270,7 +304,11 @@ class BlockMask(OnGrid, Caching, Handled):
         return BlockMask(slicing.keep_rows(self.block_set, rows))
 
     def reblock(self, block_size: Size) -> "BlockMask":
-        """The same pairs in blocks of another size, in tokens."""
+        """The same pairs in blocks of another size.
+
+        Args:
+            block_size: Tokens of a block, one number or (bq, bk).
+        """
         return BlockMask(reblock.reblock(self.block_set, block_size))
 
     def select(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
@@ -292,9 +330,10 @@ class BlockMask(OnGrid, Caching, Handled):
         return DynamicMask(self, blocks, scores)
 
     def select_topk(self, scores: Tensor, k: int) -> "DynamicMask":
-        """In every row the k blocks of this mask that have the highest scores.
+        """In every block row, the k blocks of this mask with the highest scores.
 
-        Fewer where fewer scores are above -inf; a NaN is never selected.
+        A row gets fewer blocks if fewer of its scores are above -inf. A block whose score is NaN
+        is never selected.
 
         Args:
             scores: As in select.
@@ -478,8 +517,13 @@ class DynamicMask(OnGrid, Caching):
     def from_topk(
         scores: Tensor, k: int, block_size: Size = 128, seq_len: Size | None = None
     ) -> "DynamicMask":
-        """The k blocks of the highest scores in every row; see BlockMask.select_topk, and
-        from_blocks for the sizes.
+        """In every block row the k blocks with the highest scores, of all blocks.
+
+        Args:
+            scores: Floating-point (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
+            k: Blocks of a row, at least 1; see BlockMask.select_topk.
+            block_size: Tokens of a block, one number or (bq, bk).
+            seq_len: As in from_blocks.
         """
         return _full_mask_like("scores", scores, block_size, seq_len).select_topk(scores, k)
 
@@ -490,8 +534,13 @@ class DynamicMask(OnGrid, Caching):
         block_size: Size = 128,
         seq_len: Size | None = None,
     ) -> "DynamicMask":
-        """The blocks whose scores are above the threshold; see BlockMask.select_threshold, and
-        from_blocks for the sizes.
+        """The blocks, of all blocks, whose scores are above a threshold.
+
+        Args:
+            scores: Floating-point (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
+            threshold: A number, or a tensor that broadcasts to the scores.
+            block_size: Tokens of a block, one number or (bq, bk).
+            seq_len: As in from_blocks.
         """
         support = _full_mask_like("scores", scores, block_size, seq_len)
         return support.select_threshold(scores, threshold)
@@ -503,16 +552,20 @@ class DynamicMask(OnGrid, Caching):
 
     @property
     def num_batches(self) -> int:
-        """Batch elements with a mask of their own; 1 serves any number of them."""
+        """Batch elements with a mask of their own; with 1 all batch elements share the mask."""
         return self.blocks.shape[0]
 
     @property
     def num_heads(self) -> int:
-        """Heads with a mask of their own; 1 serves any number of heads."""
+        """Heads with a mask of their own; a mask with 1 applies to any number of heads."""
         return self.blocks.shape[1]
 
     def to(self, device: torch.device | str) -> "DynamicMask":
-        """The mask on another device; scores that require a gradient get it through the copy."""
+        """The same mask on another device. The copy of the scores is differentiable.
+
+        Args:
+            device: A torch device or its name.
+        """
         if canonical_device(device) == self.device:
             return self
         scores = None if self.scores is None else self.scores.to(device)
@@ -521,10 +574,14 @@ class DynamicMask(OnGrid, Caching):
     def table(
         self, device: torch.device | str | None = None, block_size: Size | None = None
     ) -> LookupTable:
-        """The lookup table that kernels read, by default on the mask's own device.
+        """The lookup table that kernels read.
+
+        Args:
+            device: Device of the table; by default that of the mask.
+            block_size: That of the mask, or None: a dynamic mask is not re-blocked.
 
         Raises:
-            ValueError: `block_size` is another than the mask's.
+            ValueError: `block_size` is not that of the mask.
         """
         if block_size is not None and checked_block_size(block_size) != self.block_size:
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")

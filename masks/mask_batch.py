@@ -48,7 +48,11 @@ class MaskBatch(OnGrid, Caching, Handled):
 
     @staticmethod
     def from_masks(masks: Sequence[BlockMask]) -> "MaskBatch":
-        """Batch element b gets masks[b].
+        """A batch with one mask for each batch element.
+
+        Args:
+            masks: Batch element b gets masks[b]. The masks have the same lengths, block size,
+                device and number of heads; a mask of one head applies to all heads.
 
         Raises:
             TypeError: `masks` is no list of block masks.
@@ -72,9 +76,10 @@ class MaskBatch(OnGrid, Caching, Handled):
 
     @staticmethod
     def with_keys(mask: "BlockMask | MaskBatch", keys: Tensor) -> "MaskBatch":
-        """The pairs of `mask` whose keys a batch element has: padding anywhere in a sequence.
+        """The pairs of `mask` whose keys are valid, for padding anywhere in a sequence.
 
-        Waits for the device. Padding after all keys is cheaper as attention's key_lengths.
+        Waits for the device. If all padding comes after the keys, key_lengths of attention is
+        faster.
 
         Args:
             mask: The mask of all batch elements, or a batch with one for each.
@@ -106,7 +111,7 @@ class MaskBatch(OnGrid, Caching, Handled):
 
     @property
     def num_heads(self) -> int:
-        """Heads with a mask of their own; 1 serves any number of heads."""
+        """Heads with a mask of their own; a mask with 1 applies to any number of heads."""
         return self.stacked.num_heads // self.num_batches
 
     @property
@@ -139,14 +144,23 @@ class MaskBatch(OnGrid, Caching, Handled):
         return self._by_element(self.stacked.to_dense())
 
     def to(self, device: torch.device | str) -> "MaskBatch":
-        """The same masks on another device."""
+        """The same masks on another device.
+
+        Args:
+            device: A torch device or its name.
+        """
         same = canonical_device(device) == self.device
         return self if same else MaskBatch(self.stacked.to(device), self.num_batches)
 
     def table(
         self, device: torch.device | str | None = None, block_size: Size | None = None
     ) -> LookupTable:
-        """The lookup table that kernels read; see BlockMask.table."""
+        """The lookup table that kernels read.
+
+        Args:
+            device: As in BlockMask.table.
+            block_size: As in BlockMask.table.
+        """
         table = self.stacked.table(device, block_size)
         key = (table.device, table.block_size)
         if key not in self._tables:
@@ -155,7 +169,11 @@ class MaskBatch(OnGrid, Caching, Handled):
         return self._tables[key]
 
     def coverage(self, block_size: Size) -> float:
-        """See BlockMask.coverage."""
+        """How much of larger blocks the blocks of these masks fill; see BlockMask.coverage.
+
+        Args:
+            block_size: Tokens of a larger block, one number or (bq, bk).
+        """
         return self.stacked.coverage(block_size)
 
     @cached_property

@@ -42,6 +42,10 @@ _MAKERS = {
 def save(mask: Pattern | BlockMask, path: str | Path) -> None:
     """Writes a mask or a pattern to a safetensors file.
 
+    Args:
+        mask: What is written.
+        path: The file, which is overwritten if it exists.
+
     Raises:
         TypeError: It is neither.
         ValueError: A pattern of a function, which no file can hold; its mask at a length can be
@@ -62,7 +66,14 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | BlockMask:
-    """What `save` wrote; a mask comes to `device`.
+    """Reads a mask or a pattern that `save` wrote.
+
+    Args:
+        path: The file.
+        device: Device of a mask; a pattern has none.
+
+    Returns:
+        A mask or pattern that is equal to the saved one.
 
     Raises:
         ValueError: The file holds neither, is of another version or makes no sense.
@@ -85,7 +96,13 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | Bloc
 
 
 def to_json(pattern: Pattern) -> str:
-    """A pattern as text, for the configuration of a model; from_json reads it.
+    """A pattern as JSON text, for the configuration of a model.
+
+    Args:
+        pattern: A built-in pattern or a combination of built-in patterns.
+
+    Returns:
+        Text that from_json reads.
 
     Raises:
         TypeError: It is no pattern.
@@ -98,6 +115,12 @@ def to_json(pattern: Pattern) -> str:
 
 def from_json(text: str) -> Pattern:
     """The pattern that to_json wrote.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        A pattern that is equal to the one that was written.
 
     Raises:
         TypeError: `text` is no string.

@@ -248,19 +248,23 @@ def sizes_and_grid(
 def heads_per_group_of(
     spec: AttentionSpec, rows: BlockLists, num_bh: int, ctas: int, dq_bytes: int = 0
 ) -> int:
-    """How many heads the scheduler takes together, longest rows first (LPT).
+    """The number of heads whose rows are scheduled together, longest rows first (LPT).
 
-    Even rows: one, so that all CTAs share its keys and values in L2. Uneven rows, as of causal
-    masks: as many heads, a power of two, as L2 holds operands of, because the short rows of one
-    head cannot fill the gaps that its long ones leave. All heads where the longest row of the last
-    group would end more than MAX_TAIL of the time after all other CTAs are idle.
+    If all rows have about as many blocks: 1, so that all CTAs share keys and values of that head
+    in L2. Otherwise, as for causal masks: the largest power of two whose operands fit in L2. One
+    head is not enough then, because its short rows cannot fill the idle time that its long rows
+    leave. All heads if the longest row of the last group would run alone for more than MAX_TAIL of
+    the whole time.
 
     Args:
-        spec: the call.
-        rows: the block lists of the kernel.
-        num_bh: batch elements times heads.
-        ctas: CTAs that run at a time.
-        dq_bytes: of KernelConfig.
+        spec: Spec of the call.
+        rows: Block lists that the kernel reads.
+        num_bh: Batch elements times heads.
+        ctas: CTAs that run at the same time.
+        dq_bytes: As in KernelConfig.
+
+    Returns:
+        Heads, 1 to num_bh.
     """
     if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
         return 1
