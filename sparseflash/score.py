@@ -409,20 +409,26 @@ def _changed(result: Any) -> Tensor:
     return result
 
 
+@lru_cache(maxsize=1)
+def _decompositions() -> dict:
+    """Of operations into simpler ones; Torch takes a tenth of a second to list them."""
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions().items())
+
+
 def _trace(
     name: str, of_numbers: Callable, score_dtype: dtype, kinds: tuple[type, ...]
 ) -> fx.GraphModule:
     """The operations of a function of single numbers: a score, its pair and what it reads."""
-    from torch._decomp import core_aten_decompositions  # these take half a second
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.proxy_tensor import make_fx  # takes half a second
 
     dtypes = [int64] * 4 + [score_dtype if kind is float else int64 for kind in kinds]
     pair = [zeros((), dtype=each, device="cpu") for each in dtypes]
     try:
         with inference_mode(False), enable_grad():
             score = zeros((), dtype=score_dtype, device="cpu")
-            simple: Any = core_aten_decompositions()
-            module = make_fx(of_numbers, simple)(score, *pair)
+            module = make_fx(of_numbers, _decompositions())(score, *pair)
     except TypeError as error:
         raise TypeError(f"score function {name!r} cannot be traced: {error}") from error
     except RuntimeError as error:

@@ -1,5 +1,6 @@
 """Fixtures of every test, and the rules that say which tests run on this machine."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -53,6 +54,23 @@ def pytest_configure(config):
 
 def pytest_report_header(config) -> str:
     return f"fuzzers: --seed {config.option.seed}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Of what is imported and collected little is garbage; to look for it takes a quarter longer,
+    and later at each collection of garbage.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries report what they find at the end as leaked
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
