@@ -29,6 +29,7 @@ class OptionKeywords(TypedDict, total=False):
 class CallKeywords(OptionKeywords, total=False):
     """What every function of the attention family takes besides, for the overloads of each."""
 
+    bias: Tensor | None
     sinks: Tensor | None
     seed: int | None
 
@@ -38,7 +39,6 @@ class AttentionKeywords(CallKeywords, total=False):
 
     key_lengths: Tensor | None
     score_tensors: Sequence[Tensor]
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

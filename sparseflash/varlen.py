@@ -21,21 +21,21 @@ _Mask = Pattern | BlockMask | DynamicMask | str
 @overload
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    mask: _Mask | None = None, *,
+    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] = (),
     return_lse: Literal[False] = False, return_max_logits: Literal[False] = False,
     **keywords: Unpack[CallKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    mask: _Mask | None = None, *,
+    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] = (),
     return_lse: Literal[True], return_max_logits: Literal[False] = False,
     **keywords: Unpack[CallKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    mask: _Mask | None = None, *,
+    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] = (),
     return_lse: bool = False, return_max_logits: Literal[True],
     **keywords: Unpack[CallKeywords],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
@@ -47,6 +47,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     mask: Pattern | BlockMask | DynamicMask | str | None = None,
     *,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
     score_tensors: Sequence[Tensor] = (),
@@ -70,6 +71,9 @@ def attention_varlen(
         mask: Which pairs of a document attend: at its own lengths a Pattern, its text as
             masks.parse reads it, or None for all of them; or a BlockMask or DynamicMask of the
             packed lengths (total_q, total_k), of which the pairs within documents attend.
+        bias: (1 or heads, total_q + total_k - 1), as in sparseflash.attention: a number for each
+            distance between packed positions. Where the queries and keys of a document begin at
+            the same position, this is the distance within the document.
         sinks, seed, score_tensors, return_lse, return_max_logits: As in sparseflash.attention.
         **options: Those of AttentionOptions. A score function gets the positions of tokens among
             all documents.
@@ -88,6 +92,8 @@ def attention_varlen(
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             got = getattr(tensor, "shape", type(tensor).__name__)
             raise ValueError(f"{name} must be a tensor (total, heads, head_dim), got {got}")
+    if "key_lengths" in options:
+        raise TypeError("key_lengths must not be given: cu_seqlens_k bounds the keys of documents")
     mask = _checked(mask)
     q_lengths = _lengths("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     k_lengths = _lengths("cu_seqlens_k", cu_seqlens_k, key.shape[0])
@@ -107,6 +113,7 @@ def attention_varlen(
         key,
         value,
         packed,
+        bias=bias,
         sinks=sinks,
         seed=seed,
         score_tensors=score_tensors,

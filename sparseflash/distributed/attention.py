@@ -15,12 +15,13 @@ from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.prepare import prepare
 from sparseflash.distributed.transport import Group, check_agreement, disagreement, resolved
 from sparseflash.merge import with_sinks
-from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywords
+from sparseflash.options import AttentionOptions, CallKeywords, OptionKeywords
 
 
-class _Keywords(AttentionKeywords, total=False):
+class _Keywords(CallKeywords, total=False):
     group: Group
     mask: DynamicMask | None
+    key_lengths: Tensor | None
     check: bool | None
 
 

@@ -85,6 +85,25 @@ def test_masks_of_the_packed_lengths(backend, heads):
         assert grad.count_nonzero() > 0
 
 
+def test_a_bias_is_by_the_distance_within_documents_that_begin_together():
+    lengths = [5, 20, 7]
+    tensors = [x.requires_grad_() for x in torch.randn(3, 32, 2, 8).double().unbind()]
+    bias = torch.randn(2, 63).double().requires_grad_()
+    bounds = cumulative(lengths)
+    out = sparseflash.attention_varlen(*tensors, bounds, bounds, masks.causal(), bias=bias)
+    parts = []
+    for document in zip(*(x.split(lengths) for x in tensors), strict=True):
+        n = len(document[0])
+        own = (x.transpose(0, 1)[None] for x in document)
+        alone = sparseflash.attention(*own, masks.causal(), bias=bias[:, 32 - n : 31 + n])
+        parts.append(alone[0].transpose(0, 1))
+    torch.testing.assert_close(out, torch.cat(parts))
+    grads = [
+        torch.autograd.grad(x.square().sum(), [*tensors, bias]) for x in (out, torch.cat(parts))
+    ]
+    torch.testing.assert_close(*grads)
+
+
 def test_documents_are_cut_out_of_a_mask_once():
     mask, bounds = masks.causal()(8, 16), torch.tensor([0, 3, 8])
     tensors = torch.randn(3, 8, 2, 4).unbind()
@@ -128,6 +147,8 @@ def test_a_document_without_keys_and_one_without_queries():
         ({"cu_seqlens_k": torch.tensor([0, 6, 3, 8])}, "cu_seqlens_k must ascend"),
         ({"cu_seqlens_k": torch.tensor([0, 8])}, "cu_seqlens_k must be of 2 documents"),
         ({"cu_seqlens_k": torch.tensor([0.0, 8.0])}, "cu_seqlens_k must be an int32"),
+        ({"key_lengths": torch.tensor([4])}, "key_lengths must not be given"),
+        ({"bias": torch.zeros(2, 8)}, r"bias must be of shape \(1, 15\) or \(2, 15\)"),
         ({"cu_seqlens_k": torch.tensor([0])}, r"cu_seqlens_k must ascend from 0 to 8, got \[0\]"),
     ],
 )
