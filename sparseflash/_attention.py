@@ -61,65 +61,70 @@ def attention(
     return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention that skips every zero block of `mask`, forward and backward.
+    """Exact attention that skips every zero block of `mask`, forward and backward.
 
     S = score(softcap(scale Q K^T)) + bias, -inf where masked;  P = softmax over keys and the sink;
     O = dropout(P) V
 
-    Keys and values past key_lengths may hold anything, NaN too. So may, on the CPU, all that a
-    query does not attend. On a GPU masked pairs are multiplied by their P, 0. So a NaN or
-    infinity reaches all queries of the block rows that have a non-zero block at that key, in
-    blocks of the size that the kernel reads. In a key it reaches their gradients and, through a
-    soft cap or score function, the gradient of the key; never out and lse. In a value it reaches
-    out, their gradients and those of the keys of their blocks; never lse.
-
     Extra memory is O(q_len) in both passes, and O(n) for the gradient of a bias or of score
-    tensors of n numbers. The same inputs give the same bits unless `deterministic` is False. Under
-    autocast, query, key and value are cast as torch's own attention casts them. Under
-    torch.compile and torch.export a Pattern or BlockMask must be made outside, and a DynamicMask
-    be made, in the graph or outside, of a BlockMask that was.
+    tensors with n numbers. Equal inputs give equal bits unless `deterministic` is False. Under
+    autocast, query, key and value are cast as in torch's own attention. With torch.compile and
+    torch.export, make a Pattern or BlockMask outside the graph. A DynamicMask may be made in the
+    graph, of a BlockMask that was made outside.
+
+    NaN and infinity: Keys and values past key_lengths may contain any value. On the CPU this also
+    holds for all keys and values that a query does not attend. On a GPU masked pairs inside a
+    non-zero block are multiplied by P = 0, which gives NaN. So a NaN or infinity in a key or value
+    affects all queries of the block rows with a non-zero block at that key, in blocks of the size
+    that the kernel reads. In a key it affects the gradients of these queries and, with a soft cap
+    or score function, the gradient of the key; it never affects out and lse. In a value it affects
+    out, the gradients of these queries, and the gradients of the keys in their blocks; it never
+    affects lse.
 
     Args:
         query: (batch, heads, q_len, head_dim), any strides.
         key: (batch, kv_heads, k_len, head_dim), any strides. heads is a multiple of kv_heads;
             query head h reads key head h // (heads // kv_heads).
-        value: (batch, kv_heads, k_len, value_dim), any strides; value_dim may be another
-            than head_dim.
-        mask: A Pattern, a BlockMask, MaskBatch or DynamicMask of this length, or None for all
-            pairs; True means attend. It has one head for all, one for each head of query, or one
-            for each head of key, which the query heads of that group share. A Pattern is compiled
-            once per length and device, in blocks of its own size. The scores of a DynamicMask get
-            a gradient if they require one, which the backend hopper does not compute.
-        key_lengths: Integers (batch,), 0 to k_len: keys at or past the length of their batch
-            element are masked. Those on the CPU are checked without waiting for the device;
-            those on a CUDA device are waited for, except while a CUDA graph is captured: then
-            they are clamped. For other padding see MaskBatch.with_keys, and unpad.
-        bias: (1 or heads, q_len + k_len - 1), added to the score of query q and key k at
-            [h, k - q + q_len - 1]: one number for each distance. See alibi. Where it requires a
-            gradient, it gets one, which the backend hopper does not compute.
-        sinks: (1 or heads,), the score of one more key for every query, whose value is 0. The lse
-            counts it, and a query without a key gets out 0 and the sink for its lse.
-        seed: Seed of dropout: equal seeds drop the same pairs on every backend. Without one it is
+        value: (batch, kv_heads, k_len, value_dim), any strides; value_dim may differ from
+            head_dim.
+        mask: A Pattern, or a BlockMask, MaskBatch or DynamicMask of lengths (q_len, k_len), or
+            None for all pairs; True means attend. It has one head for all heads, one for each
+            query head, or one for each key head, which the query heads of its group share. A
+            Pattern is compiled once per length and device, in blocks of its own size. The scores
+            of a DynamicMask get a gradient if they require one; the backend hopper does not
+            compute it.
+        key_lengths: Integers (batch,), 0 to k_len, in tokens: keys at or past the length of their
+            batch element are masked. Lengths on the CPU are checked without waiting for the
+            device. For lengths on a CUDA device the host waits, except while a CUDA graph is
+            captured; then they are clamped. For other padding see MaskBatch.with_keys and unpad.
+        bias: (1 or heads, q_len + k_len - 1), one number for each distance: entry
+            [h, k - q + q_len - 1] is added to the score of query q and key k. See alibi. It gets
+            a gradient if it requires one; the backend hopper does not compute it.
+        sinks: (1 or heads,), the score of one additional key for every query, whose value is 0.
+            The lse includes it. A query without any key gets out 0 and the sink as its lse.
+        seed: Seed of dropout. Equal seeds drop the same pairs on every backend. By default it is
             drawn from torch's default generator.
-        score_tensors: Those that the score function reads, floating-point or integers as it
-            declares them: see ScoreFunction.from_torch. Those that require a gradient get one,
-            which the backend hopper does not compute.
+        score_tensors: The tensors that the score function reads, floating-point or integers as it
+            declares: see ScoreFunction.from_torch. Each gets a gradient if it requires one; the
+            backend hopper does not compute it.
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
-            the largest of its masked scores S, sinks not among them. Its maximum over batch and
-            queries is what QK-Clip compares with a threshold, head by head.
+            the largest of its masked scores S, without sinks. QK-Clip compares its maximum over
+            batch and queries with a threshold for each head.
         **options: scale, softcap, score, dropout_p, precision, deterministic and backend: see
             AttentionOptions.
 
     Returns:
-        out (batch, heads, q_len, value_dim) in the dtype of query, and with return_lse the natural
-        logsumexp of the masked scores, float32 (batch, heads, q_len), whose gradient is supported.
-        A query without a key gets out 0, lse and maximum logit -inf and zero gradients. An empty
-        batch, no query or no key at all are allowed. The maximum logits are like lse.
+        out (batch, heads, q_len, value_dim) in the dtype of query. With return_lse also the
+        natural log-sum-exp of the masked scores, (batch, heads, q_len), float32 (float64 for
+        float64 inputs); its gradient is supported. With return_max_logits also the maximum
+        logits, with shape and dtype of lse. A query without any key gets out 0, lse and maximum
+        logit -inf, and zero gradients. An empty batch, no query or no key at all are allowed.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.
-        BackendError: No backend can serve the call. All before anything is computed.
+        BackendError: No backend can compute the call. Every error is raised before anything
+            is computed.
 
     Reference:
         Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, Algorithm 5 (block-sparse); Kimi Team,

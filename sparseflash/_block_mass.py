@@ -29,7 +29,7 @@ def block_mass(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The part of the attention that the queries of a block row give to each block of keys.
+    """The mean attention mass that the queries of a block row give to each block of keys.
 
     mass[i, j] = mean over the queries q in row i that have a key of sum_{k in j} P[q, k]
 
@@ -39,8 +39,8 @@ def block_mass(
         query, key, mask, key_lengths, bias, scale, softcap, backend: As in sparseflash.attention.
 
     Returns:
-        float32 (batch, heads, nq, nk) for a mask of nq x nk blocks: rows sum to 1, or to 0 where
-        no query has a key.
+        float32 (batch, heads, nq, nk) for a mask of nq x nk blocks. A row sums to 1, or to 0 if
+        none of its queries has a key.
 
     Raises:
         TypeError, ValueError, BackendError: As sparseflash.attention does.

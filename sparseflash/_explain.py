@@ -54,24 +54,26 @@ class Times:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do.
+    """How a call would be computed, and how long it takes.
 
     Args:
-        spec: The facts of the call.
+        spec: Spec of the call.
         density: s, non-zero blocks over all blocks.
-        backend: The one that would run it, None when none can.
-        configuration: How it would run each pass.
-        why_not: The reasons of every backend that cannot, or that "auto" skips.
-        better_blocks: On a GPU that sparseflash.io_model knows, the side of blocks in which both
-            passes would take least time, and that time over the one in blocks of the mask; None
-            where that is more than 0.9.
-        measured: Rested time (see sparseflash.timing) of this mask on that backend; None if
+        backend: Backend that would compute the call; None if no backend can.
+        configuration: How the backend would run each pass.
+        why_not: Reasons of every backend that cannot compute the call or that "auto" skips.
+        better_blocks: (side of a block, ratio of predicted times): with blocks of this side both
+            passes have the least predicted time, and the ratio is this time over that of the
+            mask's own blocks. Only on a GPU that sparseflash.io_model has; None if the ratio is
+            above 0.9.
+        measured: Rested time (see sparseflash.timing) of this mask on this backend; None if
             nothing was timed.
-        full: The same of the mask of all pairs there.
-        dense: The same of torch's own attention of all pairs.
-        sustained: This mask under continuous load, where a GPU may lower its clock; None on a CPU.
-        forward_gap, backward_gap: Why the mask takes longer than its density of the full mask;
-            None if nothing was timed, and for masks of each batch element and dynamic ones.
+        full: Rested time of the full mask on this backend.
+        dense: Rested time of torch's own attention with all pairs.
+        sustained: Time of this mask under continuous load, where a GPU may lower its clock; None
+            on a CPU.
+        forward_gap, backward_gap: Causes of the time beyond density times the full mask; None if
+            nothing was timed, for mask batches and for dynamic masks.
     """
 
     spec: AttentionSpec
@@ -89,7 +91,7 @@ class Explanation:
 
     @property
     def predicted(self) -> Times | None:
-        """The full mask's times in proportion to the density: what the blocks alone would take."""
+        """Density times the time of the full mask: what the non-zero blocks should take."""
         if self.full is None:
             return None
         return Times(self.full.forward * self.density, self.full.backward * self.density)
@@ -149,22 +151,22 @@ def explain(
     progress: Progress | None = None,
     **options: Unpack[OptionKeywords],
 ) -> Explanation:
-    """What `attention` would do with these arguments: backend, configuration, reasons, times.
+    """Reports how `attention` would compute a call: backend, configuration, reasons and times.
 
     Args:
         query, key, value, mask, key_lengths, bias, sinks: As in sparseflash.attention.
         score_tensors, return_max_logits: As in sparseflash.attention.
-        measure: Also time the call, the full mask and torch's dense attention, each forward and
-            backward, with the options of the call (without maximum logits; torch's also without
-            softcap, score, bias, sinks and key_lengths). Times are rested, on a GPU that of the
-            call under continuous load stands beside. And split what the mask takes longer than
-            its density of the full mask into causes, by masks that leave one out (see
-            sparseflash.gap).
-        progress: Called with (rounds of measurement, how many there are at least).
+        measure: Also time the call, the full mask and torch's dense attention, forward and
+            backward. The options are those of the call, but without maximum logits; torch's
+            dense attention is also without softcap, score, bias, sinks and key_lengths. The times
+            are rested. On a GPU the call is also timed under continuous load. A mask of density s
+            should take s times as long as the full mask; the additional time is split into causes
+            by timing modified masks (see sparseflash.gap).
+        progress: Called with (finished rounds of measurement, least number of rounds).
         **options: As in sparseflash.attention.
 
     Returns:
-        An Explanation, whose `backend` is None where no backend can serve the call.
+        An Explanation. Its `backend` is None if no backend can compute the call.
 
     Raises:
         TypeError, ValueError: As sparseflash.attention does.

@@ -42,25 +42,25 @@ def warmup(
 ) -> None:
     """Compiles the kernels of `attention` in parallel, before a call needs them.
 
-    The kernels of a call, those of its gradients too, compile in threads beside one another at the
-    first call of a kind; here all of several kinds do, before there is a call. What is compiled
-    depends on dtype, head dim, block size, options, the query heads of each key head, and
-    whether a mask has partial blocks; hardly ever on lengths, and on strides only where tensors
-    are not contiguous. Triton keeps it on disk for later processes. Nothing is launched. Tensors
-    of these shapes are allocated meanwhile, and the tables of the masks are cached as by a call.
-    Nothing is compiled for a CPU.
+    Without warmup, the first call that needs new kernels compiles those of both passes in parallel
+    threads. The compiled kernels depend on dtype, head dim, block size, options, the number of
+    query heads per key head, and on whether a mask has partial blocks. They hardly ever depend on
+    lengths, and on strides only if tensors are not contiguous. Triton stores them on disk for
+    later processes. No kernel is launched. Tensors of these shapes are allocated during the
+    compilation, and the tables of the masks are cached as in a call. For a CPU nothing is
+    compiled.
 
     Args:
         *masks: As in `attention`, of any number; None, or no mask at all, for all pairs.
         heads: Heads of query.
         head_dim: Dims of a head.
-        seq_len: Tokens, or (q_len, k_len), of a Pattern; other masks have their own.
-        kv_heads: Heads of key and value; as of query if None.
-        value_dim: Dims of a head of value; as of query if None.
+        seq_len: Tokens, or (q_len, k_len), for a Pattern; other masks have lengths of their own.
+        kv_heads: Heads of key and value; if None, as many as of query.
+        value_dim: Dims of a head of value; if None, head_dim.
         batch: Batch elements.
         dtype: Dtype of query, key and value.
         device: Device of the calls.
-        backward: Whether gradients of query, key and value will be asked for.
+        backward: Whether gradients of query, key and value will be needed.
         key_lengths: Whether the calls will have key lengths.
         bias, score_tensors: As in `attention`.
         max_logits: Whether the calls will ask for the maximum logits.

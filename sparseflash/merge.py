@@ -9,7 +9,7 @@ from torch.nn.functional import threshold
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from the (out, lse) over each of them.
+    """Attention over the union of disjoint sets of keys, from the (out, lse) of each set.
 
     lse = log sum_i exp(lse_i),    O = sum_i exp(lse_i - lse) O_i
 
@@ -17,12 +17,12 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Args:
         outs: Each (..., q_len, value_dim), of one dtype.
-        lses: Each (..., q_len), natural logarithms, float32 or wider. A query without a key in
-            any set gets out 0, lse -inf and zero gradients; one with an lse of inf or NaN gets
-            NaN.
+        lses: Each (..., q_len), natural logarithms, float32 or float64. A query without a key in
+            any set gets out 0, lse -inf and zero gradients. A query with an lse of inf or NaN
+            gets NaN.
 
     Returns:
-        (out, lse) like one of each, computed in the dtype of the lses.
+        (out, lse) with the shapes and dtypes of one of the parts, computed in the dtype of lses.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.

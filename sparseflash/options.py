@@ -47,16 +47,16 @@ class AttentionOptions:
 
     Args:
         scale: Factor of the scores, positive; 1 / sqrt(head_dim) if None.
-        softcap: c > 0 keeps scores within (-c, c): softcap(s) = c tanh(s / c); None for none.
-        score: A ScoreFunction, or the name of one, which is what the attribute holds.
+        softcap: c > 0 limits scores to (-c, c): softcap(s) = c tanh(s / c); None for none.
+        score: A ScoreFunction or the name of one; the attribute is the name.
         dropout_p: Probability in [0, 1) with which dropout zeroes an entry of P.
-        precision: Precision of float32 products: "ieee", or "tf32", which lets a backend round
-            operands to 10 bits where the device multiplies those faster.
-        deterministic: False lets a backend choose a faster backward pass that adds to the
-            gradients of query and score tensors in no fixed order, so that their last bits differ
-            from run to run, and that accumulates the first in float32 meanwhile. True under
-            torch.use_deterministic_algorithms.
-        backend: "auto", or the name of a backend, which then never falls back.
+        precision: Precision of float32 products: "ieee", or "tf32". With "tf32" a backend may
+            round operands to 10 bits where the device multiplies these faster.
+        deterministic: With False a backend may choose a faster backward pass, which adds to the
+            gradients of query and score tensors in varying order. Their last bits then differ
+            from run to run. It needs a float32 accumulator for the gradient of query. Always True
+            under torch.use_deterministic_algorithms.
+        backend: "auto", or the name of a backend; a named backend never falls back to another.
 
     Raises:
         TypeError: An option is unknown or of another type; the message names it.

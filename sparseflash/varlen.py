@@ -55,28 +55,29 @@ def attention_varlen(
     return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention within each of the documents that query, key and value hold one after another.
+    """Attention within each of several documents that are packed one after another.
 
-    One lookup table serves all documents: it is compiled when lengths are new, in about 3 ms a
-    document, and the last 32 are cached.
+    One lookup table describes all documents. It is compiled when their lengths are new, in about
+    3 ms per document, and the last 32 tables are cached.
 
     Args:
         query: (total_q, heads, head_dim), any strides.
         key: (total_k, kv_heads, head_dim), any strides.
         value: (total_k, kv_heads, value_dim), any strides.
         cu_seqlens_q: int32 or int64 (documents + 1,), from 0 to total_q: document n has the
-            queries cu_seqlens_q[n] to cu_seqlens_q[n + 1]. It is read on the host: a tensor on
-            the GPU is waited for.
-        cu_seqlens_k: Likewise of the keys.
-        mask: Which pairs of a document attend: at its own lengths a Pattern, its text as
-            masks.parse reads it, or None for all of them; or a BlockMask or DynamicMask of the
-            packed lengths (total_q, total_k), of which the pairs within documents attend.
-        bias: (1 or heads, total_q + total_k - 1), as in sparseflash.attention: a number for each
-            distance between packed positions. Where the queries and keys of a document begin at
+            queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1. The host reads it, so it waits for
+            a tensor on the GPU.
+        cu_seqlens_k: The same for the keys.
+        mask: Which pairs of a document attend. A Pattern, or text that masks.parse reads, is
+            applied to each document at its own lengths; None means all pairs of a document. A
+            BlockMask or DynamicMask has the packed lengths (total_q, total_k) and is restricted
+            to pairs within documents.
+        bias: (1 or heads, total_q + total_k - 1), as in sparseflash.attention: one number for each
+            distance between packed positions. If the queries and the keys of a document begin at
             the same position, this is the distance within the document.
         sinks, seed, score_tensors, return_lse, return_max_logits: As in sparseflash.attention.
-        **options: Those of AttentionOptions. A score function gets the positions of tokens among
-            all documents.
+        **options: As in AttentionOptions. A score function gets the positions of tokens in the
+            packed sequence.
 
     Returns:
         out (total_q, heads, value_dim), and if asked for the lse and the maximum logits, each
@@ -182,15 +183,15 @@ def _within_documents(
 
 
 def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of sequences without their padding, one after another, for attention_varlen.
+    """Removes padding: packs the tokens of all sequences one after another, for attention_varlen.
 
     Args:
         x: (batch, seq, ...), such as (batch, seq, heads, head_dim).
-        keep: bool (batch, seq), false at padding, anywhere in a sequence. It is waited for.
+        keep: bool (batch, seq), false at padding, which may be anywhere in a sequence. The host
+            waits for it.
 
     Returns:
-        The tokens, (total, ...), and int32 (batch + 1,) where each sequence begins and the last
-        ends, on the device of x.
+        The tokens, (total, ...), and their cu_seqlens: int32 (batch + 1,), on the device of x.
 
     Raises:
         TypeError, ValueError: `x` is no such tensor, or `keep` has another dtype or shape.
@@ -204,7 +205,7 @@ def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pad(x: Tensor, keep: Tensor) -> Tensor:
-    """The inverse of unpad: zeros at padding.
+    """The inverse of unpad: returns packed tokens to their sequences, with zeros at padding.
 
     Args:
         x: (total, ...).
