@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from experiments.pictures import COLOURS, MARKERS, ORIGIN, panels, save
+from experiments.pictures import (
+    COLOURS,
+    ORIGIN,
+    look,
+    octaves,
+    origin,
+    panels,
+    plain_values,
+    save,
+)
 from experiments.plots import NAMES
 
 if TYPE_CHECKING:
@@ -30,11 +38,10 @@ def draw(rows: Sequence["Row"], environment: dict, model: str, stem: Path) -> li
         figures["figure-2"] = _figure_2(parts)
     if "scaling" in parts:
         figures["scaling"] = _scaling(parts["scaling"])
-    commit = (environment["git"]["commit"] or "no commit")[:10]
-    origin = f"model of {model}; {environment['device']}, {environment['date'][:10]}, {commit}"
+    where = f"model of {model}; {origin(environment)}"
     paths = []
     for name, figure in figures.items():
-        figure.text(0.995, 0.008, origin, va="bottom", **ORIGIN)
+        figure.text(0.995, 0.008, where, va="bottom", **ORIGIN)
         paths += save(figure, stem.with_name(f"{stem.stem}-{name}.png"), (".png", ".svg"))
     return paths
 
@@ -46,9 +53,9 @@ def _figure_2(parts: dict[str, list["Row"]]) -> Figure:
         _bars(axes[row, 0], parts["left"], heading, fields)
         _line(axes[row, 1], parts["middle"], "block_size", fields)
         _line(axes[row, 2], parts["right"], "density", fields)
-        _octaves(axes[row, 1], sorted({r.block_size for r in parts["middle"]}), "{:g}".format)
+        octaves(axes[row, 1], sorted({r.block_size for r in parts["middle"]}), "{:g}".format)
         densities = sorted({round(1 / r.density) for r in parts["right"]})
-        _octaves(
+        octaves(
             axes[row, 2], [1 / n for n in densities], lambda s: f"1/{1 / s:g}" if s < 1 else "1"
         )
         axes[row, 1].set_yscale("linear")
@@ -98,27 +105,14 @@ def _line(ax: Axes, rows: Sequence["Row"], x: str, fields: tuple[str, str]) -> N
     for i, (field, label) in enumerate(zip(fields, ("predicted", "measured"), strict=True)):
         heights = [_both([r for r in rows if getattr(r, x) == value], field) for value in values]
         if not math.isnan(heights[0]):
-            look: dict[str, Any] = PREDICTED if i == 0 else {}
-            ax.plot(values, heights, color=COLOURS[i], marker=MARKERS[i], label=label, **look)
+            style = look(i) | (PREDICTED if i == 0 else {})
+            ax.plot(values, heights, label=label, **style)
     if fields[0] == "memory_gb":
         heights = [_both([r for r in rows if getattr(r, x) == value], "l2_gb") for value in values]
-        style: dict[str, Any] = {"color": COLOURS[2], "marker": MARKERS[2], "linestyle": ":"}
-        ax.plot(values, heights, label="predicted, through L2", **style)
+        ax.plot(values, heights, label="predicted, through L2", linestyle=":", **look(2))
         ax.legend(fontsize=7, frameon=False)
     ax.set_yscale("log")
-    _plain(ax)
-
-
-def _octaves(ax: Axes, ticks: Sequence[float], text) -> None:
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
-
-
-def _plain(ax: Axes) -> None:
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    plain_values(ax)
     ax.grid(color="#DDDDDD", linewidth=0.6)
 
 
@@ -128,7 +122,7 @@ def _scaling(rows: Sequence["Row"]) -> Figure:
     lengths = sorted({row.seq_len for row in rows})
     for i, name in enumerate(dict.fromkeys(row.name for row in rows)):
         own = [[r for r in rows if (r.name, r.seq_len) == (name, length)] for length in lengths]
-        for ax, field, label, look in (
+        for ax, field, label, style in (
             (axes[0], "predicted_ms", "predicted", PREDICTED),
             (axes[0], "measured_ms", "measured", {}),
             (axes[1], "l2_gb", "predicted, through L2", PREDICTED),
@@ -137,12 +131,11 @@ def _scaling(rows: Sequence["Row"]) -> Figure:
         ):
             heights = [_both(both, field) for both in own]
             if not math.isnan(heights[0]):
-                style: dict[str, Any] = {"color": COLOURS[i], "marker": MARKERS[i]} | look
-                ax.plot(lengths, heights, label=f"{name}, {label}", **style)
+                ax.plot(lengths, heights, label=f"{name}, {label}", **look(i) | style)
     for ax, heading in zip(axes, ("time (ms)", "bytes (GB)"), strict=True):
-        _octaves(ax, lengths, lambda n: f"{n / 1024:g}K")
+        octaves(ax, lengths, lambda n: f"{n / 1024:g}K")
         ax.set_yscale("log")
-        _plain(ax)
+        plain_values(ax)
         ax.set_xlabel("sequence length N (tokens)")
         ax.set_ylabel(heading)
         ax.legend(fontsize=7, frameon=False)

@@ -1,11 +1,13 @@
 """What the pictures of all records have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 # Okabe and Ito's colours, which people who see colours differently can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
@@ -39,6 +41,32 @@ def panels(
         if grid:
             ax.grid(color="#DDDDDD", linewidth=0.6)
     return figure, axes
+
+
+def look(number: int) -> dict[str, Any]:
+    """The colour and the marker of a line, by its number."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def origin(environment: dict) -> str:
+    """Where and when a record was measured, and of which commit."""
+    commit = (environment["git"]["commit"] or "no commit")[:10]
+    device, torch = environment["device"], environment["versions"]["torch"]
+    return f"{device}, torch {torch}, {environment['date'][:10]}, {commit}"
+
+
+def octaves(ax: Axes, ticks: Sequence[float], text: Callable[[float], str]) -> None:
+    """Makes x logarithmic, with these ticks alone, each named by `text`."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
+def plain_values(ax: Axes) -> None:
+    """Writes the values of y as numbers, on a logarithmic axis too."""
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, path: Path, suffixes: Sequence[str] = (".png",)) -> list[Path]:

@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from experiments.cli import Baseline
-from experiments.pictures import COLOURS, MARKERS, ORIGIN, panels, save
+from experiments.pictures import COLOURS, ORIGIN, look, octaves, origin, panels, plain_values, save
 from experiments.record import Line, Measurement, Record, is_ours, lines
 
 # A line style stands for an implementation, a colour and a marker for a pattern.
@@ -69,7 +69,7 @@ def draw(record: Record, stem: Path) -> list[Path]:
         figures[suite] = _bars([r for r in record.rows if r.suite == suite], record)
     paths = []
     for name, figure in figures.items():
-        figure.text(0.995, 0.008, _origin(record), va="bottom", **ORIGIN)
+        figure.text(0.995, 0.008, origin(record.environment), va="bottom", **ORIGIN)
         suffixes = (".png", ".svg") if name in OWN_PICTURES else (".png",)
         paths += save(figure, stem.with_name(f"{stem.name}-{name}.png"), suffixes)
     return paths
@@ -171,9 +171,7 @@ def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
     for i, ((implementation, family), line) in enumerate(found.items()):
         approximate = implementation in {b.value for b in Baseline if b.approximate}
         known = NAMES.get(implementation, implementation)
-        look: dict[str, Any] = {
-            "color": COLOURS[i % len(COLOURS)],
-            "marker": MARKERS[i % len(MARKERS)],
+        style = look(i) | {
             "linestyle": "-" if is_ours(implementation) else ":" if approximate else "--",
             "markerfacecolor": None if i < len(COLOURS) else "white",
             "markersize": 4.5,
@@ -181,8 +179,8 @@ def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
             "label": f"{known} (approximate)" if approximate else f"{known}, {family}",
         }
         lengths = sorted(line)
-        axes[0].plot(lengths, [line[n][0] for n in lengths], **look)
-        axes[1].plot(lengths, [line[n][1] / 2**20 for n in lengths], **look)
+        axes[0].plot(lengths, [line[n][0] for n in lengths], **style)
+        axes[1].plot(lengths, [line[n][1] / 2**20 for n in lengths], **style)
     ticks = sorted({n for line in found.values() for n in line})
     for ax, unit in zip(axes, ("milliseconds", "peak MiB beyond the inputs"), strict=True):
         _length_axis(ax, ticks)
@@ -255,14 +253,12 @@ def _families(rows: Iterable[Measurement]) -> dict[str, int]:
 
 
 def _look(implementation: str, family: str, families: dict[str, int]) -> dict:
-    i = families.get(family, 0) % len(COLOURS)
-    return {
-        "color": COLOURS[i],
-        "marker": MARKERS[i],
+    style = look(families.get(family, 0))
+    return style | {
         "linestyle": STYLES.get(implementation, "-"),
         "markersize": 4,
         "linewidth": 1.4,
-        "markerfacecolor": COLOURS[i] if implementation == "sparseflash" else "white",
+        "markerfacecolor": style["color"] if implementation == "sparseflash" else "white",
     }
 
 
@@ -283,14 +279,9 @@ def _level(ax: Axes, height: float, implementation: str) -> None:
 
 def _length_axis(ax: Axes, lengths: list[int]) -> None:
     """Lengths and values in log-log."""
-    ax.set_xscale("log", base=2)
+    octaves(ax, lengths, lambda n: f"{n:g}" if n < 1024 else f"{n / 1024:g}K")
     ax.set_yscale("log")
-    ax.xaxis.set_major_locator(FixedLocator(lengths))
-    ax.xaxis.set_major_formatter(
-        FuncFormatter(lambda n, _: f"{n:g}" if n < 1024 else f"{n / 1024:g}K")
-    )
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    plain_values(ax)
     ax.set_xlabel("sequence length N (tokens)")
 
 
@@ -302,7 +293,7 @@ def _density_axis(ax: Axes) -> None:
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda s, _: f"1/{1 / s:g}" if s < 1 else f"{s:g}"))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    plain_values(ax)
     ax.set_xlabel("density s (non-zero blocks / all blocks)")
 
 
@@ -325,10 +316,3 @@ def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -
 def _size(row: Measurement) -> str:
     heads = "1 head" if row.heads == 1 else f"{row.heads} heads"
     return f"batch {row.batch}, {heads} of {row.head_dim}, blocks of {row.block_size}"
-
-
-def _origin(record: Record) -> str:
-    environment = record.environment
-    torch_version = environment["versions"]["torch"]
-    commit = (environment["git"]["commit"] or "no commit")[:10]
-    return f"{environment['device']}, torch {torch_version}, {environment['date'][:10]}, {commit}"

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from experiments.files import record_path, shared, write_json
 from experiments.language_model.training import RESULT
-from experiments.pictures import COLOURS, MARKERS, panels, save
+from experiments.pictures import look, panels, save
 
 
 def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
@@ -53,15 +53,14 @@ def draw(record: Path) -> Path:
     facts = json.loads(record.read_text())
     figure, (curve, times, position) = panels(1, 3, size=(14, 4.6))
     for number, (label, run) in enumerate(facts["runs"].items()):
-        place = number % len(COLOURS)
-        look = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 3}
+        style = look(number) | {"markersize": 3}
         read = [point["step"] * run["step_bytes"] for point in run["curve"]]
         bits = [point["bits_per_byte"] for point in run["curve"]]
         legend = f"{label}: {run['bits_per_byte']:.4f}, {run['bytes_per_second']:,.0f} bytes/s"
-        curve.plot(read, bits, label=legend, **look)
+        curve.plot(read, bits, label=legend, **style)
         if run["bytes_per_second"]:
-            times.plot([seconds_of(run, point["step"]) for point in run["curve"]], bits, **look)
-        position.plot(run["positions"][1:], run["curve"][-1]["by_position"], **look)
+            times.plot([seconds_of(run, point["step"]) for point in run["curve"]], bits, **style)
+        position.plot(run["positions"][1:], run["curve"][-1]["by_position"], **style)
     curve.set(xlabel="bytes read in training", ylabel="validation bits per byte")
     curve.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1e6:g}M"))
     times.set(xlabel="seconds of training", ylabel="validation bits per byte")

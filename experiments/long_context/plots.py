@@ -15,16 +15,14 @@ import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments.instruments import command
 from experiments.long_context.choices import Kind, Way
-from experiments.pictures import COLOURS, MARKERS, ORIGIN, panels, save
+from experiments.pictures import ORIGIN, look, octaves, origin, panels, save
 
 PREDICTED = "plan, predicted"
 LOOKS: dict[str, dict[str, Any]] = {
-    name: {"color": COLOURS[i], "marker": MARKERS[i], "markersize": 5, "linewidth": 1.4}
-    for i, name in enumerate(Way)
+    name: look(i) | {"markersize": 5, "linewidth": 1.4} for i, name in enumerate(Way)
 }
 LOOKS[PREDICTED] = LOOKS[Way.PLAN] | {"linestyle": "--", "markerfacecolor": "white"}
 Figures = dict[str, float]  # of one implementation on one number of ranks
@@ -43,10 +41,7 @@ def draw(record: Path) -> list[Path]:
     found = json.loads(record.read_text())
     lines = measured(found["rows"]) | modelled(found["predicted"])
     figure = _figure(Kind(found["kind"]), lines)
-    environment = found["environment"]
-    commit = (environment["git"]["commit"] or "no commit")[:10]
-    origin = f"{environment['device']}, {environment['date'][:10]}, {commit}"
-    figure.supxlabel(origin, x=0.995, **ORIGIN)
+    figure.supxlabel(origin(found["environment"]), x=0.995, **ORIGIN)
     return save(figure, record, (".png", ".svg"))
 
 
@@ -133,10 +128,7 @@ def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
 
 
 def _dress(ax: Axes, ranks: list[int]) -> None:
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(ranks))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    octaves(ax, ranks, "{:g}".format)
     most = ax.dataLim.y1  # not finite where nothing was measured
     ax.set_ylim(0, 1.08 * most if 0 < most < float("inf") else 1)
     ax.tick_params(labelsize=8)
