@@ -90,8 +90,7 @@ def simulation(
         sys.modules[score_mods.__name__] = shared
         launch = importlib.import_module(f"{PREFIX}launch")
         vars(launch).update(multiprocessors=lambda device: ctas)
-        for name in ("forward_pass", "backward_pass"):
-            importlib.import_module(PREFIX + name)
+        importlib.import_module(f"{PREFIX}passes")
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
         vars(importlib.import_module(f"{PREFIX}configs")).update(MIN_FUSED_BLOCKS=0)

@@ -3,8 +3,7 @@
     select.py         which calls it serves, in which tiles        (imports no Triton)
     configs.py        stages, occupancy and thresholds             (imports no Triton)
     launch.py         descriptors of tensors, arguments, grids
-    forward_pass.py   one call of the forward pass, on the host
-    backward_pass.py  one call of the backward pass, on the host
+    passes.py         the host side of both passes
     kernels/          device code, one kernel a module
     device/           device functions that the kernels share
 
@@ -33,21 +32,19 @@ compiles = True
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.base."""
-    forward_pass, _ = _passes()
-    return forward_pass.forward(call, query, key, value)
+    return _passes().forward(call, query, key, value)
 
 
 def backward(
     call: Call, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
 ) -> Gradients:
     """The gradients; see sparseflash.backends.base."""
-    _, backward_pass = _passes()
-    return backward_pass.backward(call, grad_out, grad_lse, saved, needs)
+    return _passes().backward(call, grad_out, grad_lse, saved, needs)
 
 
 @lru_cache(maxsize=1)
 def _passes():
-    """(forward_pass, backward_pass): to import them in every call would take 0.4 microseconds."""
-    from sparseflash.backends.hopper import backward_pass, forward_pass
+    """What imports Triton, imported once: in every call it would take 0.4 microseconds."""
+    from sparseflash.backends.hopper import passes
 
-    return forward_pass, backward_pass
+    return passes

@@ -289,7 +289,7 @@ def test_the_kernel_of_dq_writes_the_lse_and_delta_that_their_own_kernel_writes(
 def written_lse_delta(padded_len, needs_query, *call_and_gradients):
     """LSE and delta of a backward pass that is to make dQ, or nothing."""
     lse_delta = torch.full((2 * 2 * 2, padded_len), torch.nan)
-    with patch(f"{hopper.__name__}.backward_pass.empty_lse_delta", return_value=lse_delta):
+    with patch(f"{hopper.__name__}.passes.empty_lse_delta", return_value=lse_delta):
         hopper.backward(*call_and_gradients, (needs_query, False, False, False, False, False))
     return lse_delta
 

@@ -1,13 +1,14 @@
-"""The backward pass: host side of one call.
+"""The host side of both passes of one call.
 
     P  = exp2(scale * log2(e) * Q K^T - log2(e) * LSE)
     dS = P * (dO V^T - delta),    delta = rowsum(dO * O) - dLSE
     dQ = scale dS K,    dK = scale dS^T Q,    dV = P^T dO
 
-Either the kernel of dQ over rows of queries and then that of dK and dV over rows of keys: each
-recomputes P, the first also writes LSE and delta for the second (kernels/lse_delta.py), and no CTA
-adds to memory that another one writes, so the same inputs give the same bits. Or the fused kernel
-over rows of keys, which adds to dQ in no fixed order; see select.uses_fused_backward.
+The backward pass is one of two. The kernel of dQ over rows of queries and then that of dK and dV
+over rows of keys: each recomputes P, the first also writes LSE and delta for the second
+(kernels/lse_delta.py), and no CTA adds to memory that another one writes, so the same inputs give
+the same bits. Or the fused kernel over rows of keys, which adds to dQ in no fixed order; see
+select.uses_fused_backward.
 """
 
 import torch
@@ -18,6 +19,7 @@ from sparseflash.backends.hopper import launch
 from sparseflash.backends.hopper.configs import (
     DKDV_CONFIGS,
     DQ_CONFIGS,
+    FORWARD_CONFIGS,
     FUSED_CONFIGS,
     MAX_ALTERNATE_DQ_DIMS,
     MAX_DKDV_DIMS,
@@ -28,15 +30,32 @@ from sparseflash.backends.hopper.kernels.backward_dkdv import backward_dkdv_kern
 from sparseflash.backends.hopper.kernels.backward_dq import backward_dq_kernel
 from sparseflash.backends.hopper.kernels.backward_fused import backward_fused_kernel
 from sparseflash.backends.hopper.kernels.dq_accumulator import convert_dq_kernel
+from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, TmaBox2D
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
-from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out
 from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
 DQ_COLUMNS = 256  # of the matrix that is the accumulator of dQ: the most that a TMA box may have
+
+
+def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call; see sparseflash.backends.base."""
+    spec, key_lengths = call.spec, call.key_lengths
+    query = launch.addressable(query)
+    key, value = [launch.addressable(launch.zero_padding(x, key_lengths)) for x in (key, value)]
+    out = empty_out(query, value)
+    lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
+    block = call.table.block_size[0]
+    kv_tile = launch.kv_tile(block, spec.widest_dim)
+    config = FORWARD_CONFIGS[block][tile_width(spec.widest_dim)]
+    tensors = (query, key, value, out, lse, call.max_logits)
+    access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
+    launch.launch_pass(forward_kernel, tensors, access, call, config)
+    return out, lse
 
 
 def backward(
