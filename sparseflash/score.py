@@ -7,29 +7,8 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import (
-    Size,
-    Tensor,
-    autograd,
-    cat,
-    device,
-    dtype,
-    enable_grad,
-    float32,
-    full,
-    fx,
-    inference_mode,
-    int32,
-    int64,
-    is_grad_enabled,
-    library,
-    ones_like,
-    ops,
-    promote_types,
-    tensor,
-    zeros,
-    zeros_like,
-)
+import torch
+from torch import Tensor, fx
 
 ARGUMENTS = ("score", "batch", "head", "query", "key")
 
@@ -114,7 +93,7 @@ class ScoreFunction:
         kinds = tuple(tensors)
         if not all(kind in (float, int) for kind in kinds):
             raise TypeError(f"tensors must be float or int for each, got {kinds}")
-        traced = _traced(name, function, float32, kinds)
+        traced = _traced(name, function, torch.float32, kinds)
         declared = tuple(zip(kinds, _dims_of_reads(name, traced.graph), strict=True))
         run = partial(_run, name, function, kinds)
         derive = partial(_derive, name, function, kinds) if float in kinds else None
@@ -126,7 +105,7 @@ class ScoreFunction:
             try:
                 jitted = score_source.triton_function(name, traced, declared)
                 if derive is not None:
-                    numbers, of_reads = _traced_reads(name, function, float32, kinds)
+                    numbers, of_reads = _traced_reads(name, function, torch.float32, kinds)
                     adder = score_source.triton_adder(name, of_reads, numbers, declared)
             except ValueError as error:
                 raise ValueError(f"score function {name!r}: {error}") from error
@@ -209,18 +188,18 @@ class ScoreTensors:
 
 def _joined(tensors: list[Tensor]) -> Tensor | None:
     if len(tensors) > 1:
-        return cat(tensors)
+        return torch.cat(tensors)
     return tensors[0] if tensors else None
 
 
 @lru_cache(maxsize=256)
-def _layout(facts: tuple[tuple[bool, Size], ...], where: device) -> Tensor:
+def _layout(facts: tuple[tuple[bool, torch.Size], ...], where: torch.device) -> Tensor:
     """int64: for each tensor its offset among those of its kind, then its sizes."""
     numbers, used = [], {True: 0, False: 0}
     for is_float, shape in facts:
         numbers += [used[is_float], *shape]
         used[is_float] += shape.numel()
-    return tensor(numbers, device=where)
+    return torch.tensor(numbers, device=where)
 
 
 def checked_score_tensors(
@@ -241,7 +220,7 @@ def checked_score_tensors(
             f"score_tensors must be a list of the {len(declared)} tensors that score function "
             f"{function.name!r} reads, got {got}"
         )
-    wide, found = promote_types(query.dtype, float32), []
+    wide, found = torch.promote_types(query.dtype, torch.float32), []
     for i, (x, (kind, dims)) in enumerate(zip(tensors, declared, strict=True)):
         name = f"score_tensors[{i}]"
         if not isinstance(x, Tensor) or x.is_complex() or x.is_floating_point() != (kind is float):
@@ -252,13 +231,13 @@ def checked_score_tensors(
                 f"{name} must be of {dims} dims, none of them 0, on {query.device}, got "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        if function and function.reads is None and is_grad_enabled() and x.requires_grad:
+        if function and function.reads is None and torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
                 f"{name} must not require a gradient: score function {function.name!r} was "
                 "differentiated by hand, and only ScoreFunction.from_torch differentiates by "
                 "score tensors"
             )
-        found.append(x.to(wide if kind is float else int64).contiguous())
+        found.append(x.to(wide if kind is float else torch.int64).contiguous())
     return ScoreTensors(found) if found else None
 
 
@@ -266,7 +245,7 @@ def want_gradients(tensors: Sequence[Tensor]) -> bool:
     """Whether autograd will ask for the gradient of a score tensor; others are refused later."""
     if tensors.__class__ is tuple and not tensors:  # most calls: the rest takes longer
         return False
-    if not (is_grad_enabled() and isinstance(tensors, Sequence)):
+    if not (torch.is_grad_enabled() and isinstance(tensors, Sequence)):
         return False
     return any(getattr(x, "requires_grad", False) for x in tensors)
 
@@ -284,19 +263,21 @@ class _Indexed:
         found = []
         for index in indices if isinstance(indices, tuple) else (indices,):
             if isinstance(index, int) and not isinstance(index, bool):
-                index = full((), index, dtype=int64, device="cpu")
-            if not isinstance(index, Tensor) or index.dtype not in (int32, int64):
+                index = torch.full((), index, dtype=torch.int64, device="cpu")
+            if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
                 got = getattr(index, "dtype", type(index).__name__)
                 raise TypeError(f"a score tensor must be indexed by integers, got {got}")
             found.append(index)
-        entry = ops.sparseflash.read(self._stand_in, found)
+        entry = torch.ops.sparseflash.read(self._stand_in, found)
         if self._reads is not None and entry.is_floating_point():
             entry = entry.detach().requires_grad_()
             self._reads.append((entry, found))
         return entry
 
 
-@library.custom_op("sparseflash::read", mutates_args=(), schema="(Tensor x, Tensor[] i) -> Tensor")
+@torch.library.custom_op(
+    "sparseflash::read", mutates_args=(), schema="(Tensor x, Tensor[] i) -> Tensor"
+)
 def _traced_read(x: Tensor, i: list[Tensor]) -> Tensor:
     """What a trace has for _read: tensors of one number stand in for score tensors there."""
     return x.clone()
@@ -307,7 +288,7 @@ def _read(x: Tensor, indices: Sequence[Tensor]) -> Tensor:
     return x[tuple(_clamped(x.shape, indices, x.device))]
 
 
-def _clamped(shape: Size, indices: Sequence[Tensor], where: device) -> list[Tensor]:
+def _clamped(shape: torch.Size, indices: Sequence[Tensor], where: torch.device) -> list[Tensor]:
     return [i.to(where).clamp(0, n - 1) for i, n in zip(indices, shape, strict=True)]
 
 
@@ -355,7 +336,7 @@ _COPIES = ("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy"
 
 @lru_cache(maxsize=256)
 def _traced(
-    name: str, function: Callable, score_dtype: dtype, kinds: tuple[type, ...] = ()
+    name: str, function: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...] = ()
 ) -> fx.GraphModule:
     """(f, df / dscore) of single numbers, as operations that serve tensors of any shape."""
 
@@ -363,8 +344,8 @@ def _traced(
         score = score.detach().requires_grad_()
         changed = _changed(function(score, *pair[:4], *map(_Indexed, pair[4:])))
         if not changed.requires_grad:
-            return changed, zeros_like(score)
-        (slope,) = autograd.grad(changed, score, ones_like(changed))
+            return changed, torch.zeros_like(score)
+        (slope,) = torch.autograd.grad(changed, score, torch.ones_like(changed))
         return changed, slope
 
     return _trace(name, both, score_dtype, kinds)
@@ -372,7 +353,7 @@ def _traced(
 
 @lru_cache(maxsize=256)
 def _traced_reads(
-    name: str, function: Callable, score_dtype: dtype, kinds: tuple[type, ...]
+    name: str, function: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...]
 ) -> tuple[list[int], fx.GraphModule]:
     """The number of the tensor of each read that f depends on, and, of single numbers, df / dentry
     and the indices of each of these reads, one after another.
@@ -386,7 +367,7 @@ def _traced_reads(
         if not changed.requires_grad:
             return []
         entries = [entry for _, entry, _ in listed]
-        slopes = autograd.grad(changed, entries, ones_like(changed), allow_unused=True)
+        slopes = torch.autograd.grad(changed, entries, torch.ones_like(changed), allow_unused=True)
         results = []
         for (number, _, indices), slope in zip(listed, slopes, strict=True):
             if slope is not None:
@@ -418,16 +399,16 @@ def _decompositions() -> dict:
 
 
 def _trace(
-    name: str, of_numbers: Callable, score_dtype: dtype, kinds: tuple[type, ...]
+    name: str, of_numbers: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...]
 ) -> fx.GraphModule:
     """The operations of a function of single numbers: a score, its pair and what it reads."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes half a second
 
-    dtypes = [int64] * 4 + [score_dtype if kind is float else int64 for kind in kinds]
-    pair = [zeros((), dtype=each, device="cpu") for each in dtypes]
+    dtypes = [torch.int64] * 4 + [score_dtype if kind is float else torch.int64 for kind in kinds]
+    pair = [torch.zeros((), dtype=each, device="cpu") for each in dtypes]
     try:
-        with inference_mode(False), enable_grad():
-            score = zeros((), dtype=score_dtype, device="cpu")
+        with torch.inference_mode(False), torch.enable_grad():
+            score = torch.zeros((), dtype=score_dtype, device="cpu")
             module = make_fx(of_numbers, _decompositions())(score, *pair)
     except TypeError as error:
         raise TypeError(f"score function {name!r} cannot be traced: {error}") from error
@@ -442,16 +423,16 @@ def _trace(
         if operation in _COPIES or operation == "copy_":
             node.replace_all_uses_with(node.args[operation == "copy_"])
             module.graph.erase_node(node)
-        elif node.target == ops.sparseflash.read.default:
+        elif node.target == torch.ops.sparseflash.read.default:
             node.target = _read
         elif operation.endswith("_"):  # in place: later nodes read its result
-            node.target = getattr(getattr(ops.aten, operation[:-1]), overload)
+            node.target = getattr(getattr(torch.ops.aten, operation[:-1]), overload)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
 
 
-def _broadcasts(shape: Size, to: Size) -> bool:
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
     aligned = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(n in (1, m) for n, m in aligned)
 
