@@ -285,18 +285,13 @@ def _better_blocks(
     spec: AttentionSpec, backend: Backend, mask: CompiledMask
 ) -> tuple[int, float] | None:
     """See Explanation."""
-    device = _modelled_device(spec, backend)
-    if device is None or not isinstance(mask, BlockMask):
+    cost = _model(spec, backend)
+    if cost is None or not isinstance(mask, BlockMask):
         return None
 
     def seconds(same: BlockMask) -> float:
-        sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
-        facts = {"dtype": spec.dtype, "backend": spec.backend, "device": device}
-        passes = [
-            io_model.attention(same, spec.head_dim, direction=direction, **sizes, **facts)
-            for direction in io_model.DIRECTIONS
-        ]
-        return sum(cost.seconds for cost in passes)
+        passes = (cost(same, direction=d, backend=spec.backend) for d in io_model.DIRECTIONS)
+        return sum(each.seconds for each in passes)
 
     times = {
         side: seconds(mask.reblock(side)) for side in SIDES if (side, side) != spec.block_size
@@ -306,18 +301,18 @@ def _better_blocks(
     return (side, share) if share <= FASTER else None
 
 
-def _modelled_device(spec: AttentionSpec, backend: Backend) -> io_model.Device | None:
-    """The device of a call whose backend sparseflash.io_model knows; None of any other call."""
-    modelled = backend.name in io_model.BACKENDS and not spec.few_queries
-    return device_like(spec.device) if modelled else None
-
-
 def _filled(spec: AttentionSpec, backend: Backend, mask: BlockMask, direction: str) -> float:
     """Share of the waves of work tiles that is filled; 1 where no model says it."""
-    device = _modelled_device(spec, backend)
-    if device is None:
-        return 1.0
+    cost = _model(spec, backend)
+    return (
+        1.0 if cost is None else cost(mask, direction=direction, backend=backend.name).filled_waves
+    )
+
+
+def _model(spec: AttentionSpec, backend: Backend) -> Callable[..., io_model.Cost] | None:
+    """io_model.attention of a call but for its mask; None of a call that is not modelled."""
+    modelled = backend.name in io_model.BACKENDS and not spec.few_queries
+    device = device_like(spec.device) if modelled else None
     sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
-    facts = {"dtype": spec.dtype, "backend": backend.name, "device": device}
-    cost = io_model.attention(mask, spec.head_dim, direction=direction, **sizes, **facts)
-    return cost.filled_waves
+    facts = {"head_dim": spec.head_dim, "dtype": spec.dtype, "device": device}
+    return partial(io_model.attention, **sizes, **facts) if device else None
