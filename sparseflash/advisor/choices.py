@@ -1,7 +1,7 @@
 """Patterns and block sizes with what they cost and see."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
@@ -16,7 +16,7 @@ from masks.analysis.counts import attended_pairs, computed_pairs
 from masks.arguments import check_integer
 from sparseflash import io_model
 from sparseflash._attention import attention
-from sparseflash.timing import median_ms
+from sparseflash.timing import Progress, median_ms
 
 EXACT_CLASSES = 1 << 12  # more classes of tokens are sampled
 SAMPLES = 512
@@ -25,8 +25,6 @@ ROUNDING = 1e-12  # of shares
 # Least, middle and most that measurements of an H200 are over the least time of its data
 # sheet: rested calls of 16,384 tokens and 128 dims, one pass each.
 OVER_LEAST = (1.2, 1.5, 2.3)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

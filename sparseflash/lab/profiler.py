@@ -14,11 +14,9 @@ from masks import BlockMask, Pattern
 from masks._parse import as_pattern
 from sparseflash._attention import attention
 from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
-from sparseflash.timing import median_ms
+from sparseflash.timing import Progress, median_ms
 
 SECONDS = 0.2  # of measurement for each pattern
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
