@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from masks.commands import Json, progress_bar, usage_errors
+from masks.commands import Json, PatternText, progress_bar, usage_errors
 
 if TYPE_CHECKING:
     from sparseflash.advisor.choices import Choice, Workload
@@ -64,7 +64,7 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @with_shared_options
 def advise(
-    pattern: Annotated[str, typer.Argument(help='"local(256) & causal()", "my_patterns.py:name"')],
+    pattern: PatternText,
     **shared: Any,
 ) -> None:
     """The block sizes of a pattern: density, useless pairs, predicted time."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from masks.commands import Json, progress_bar, usage_errors
+from masks.commands import Json, PatternText, progress_bar, usage_errors
 
 if TYPE_CHECKING:
     from sparseflash._explain import Explanation
@@ -18,7 +18,7 @@ COLOURS = ("#0072b2", "#d55e00")
 
 
 def explain_command(
-    pattern: Annotated[str, typer.Argument(help='"local(256) & causal()", "my_patterns.py:name"')],
+    pattern: PatternText,
     seq_len: Annotated[int, typer.Option(min=1, help="tokens")] = 4096,
     head_dim: Annotated[int, typer.Option(min=1, help="dims of a head")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="batch elements")] = 1,

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from masks.commands import progress_bar, usage_errors
+from masks.commands import PatternText, progress_bar, usage_errors
 
 if TYPE_CHECKING:
     from masks import BlockMask
@@ -28,7 +28,7 @@ def parse_tokens(text: str) -> int:
 
 
 def simulate(
-    pattern: Annotated[str, typer.Argument(help="As `python -m masks` reads it.")],
+    pattern: PatternText,
     tokens: Annotated[str, typer.Option(help="Of the sequence, such as 1M.")] = "1M",
     ranks: Annotated[str, typer.Option(help="Numbers, separated by commas.")] = "2,4,8,64",
     strategy: Annotated[str, typer.Option(help="auto, a strategy, or all.")] = "auto",
