@@ -1,5 +1,6 @@
 """The host side of all kernels: descriptors of tensors, arguments, grids."""
 
+import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -213,13 +214,9 @@ def _dropout_arguments(dropout_p: float) -> tuple[int | float | None, ...]:
     return dropout.threshold(dropout_p) - 2**31, 1 / (1 - dropout_p)
 
 
-def _seed_words(seed: int) -> tuple[int, int]:
+def _seed_words(seed: int) -> tuple[int, ...]:
     """(seed_low, seed_high) of params.Dropout."""
-    return _signed(seed % 2**32), _signed((seed >> 32) % 2**32)
-
-
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
+    return struct.unpack("<2i", struct.pack("<q", seed))
 
 
 def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
