@@ -18,11 +18,8 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """operators.attention, differentiable by torch.func."""
     if not torch.compiler.is_compiling():
         return _Attention.apply(*arguments)
-    return (
-        _outside_of_graphs(*arguments)
-        if _is_differentiated()
-        else (operators.attention(*arguments))
-    )
+    attend = _outside_of_graphs if _is_differentiated() else operators.attention
+    return attend(*arguments)
 
 
 @torch.compiler.assume_constant_result
