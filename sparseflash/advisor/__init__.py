@@ -19,12 +19,4 @@ from sparseflash.advisor.choices import (
     search,
 )
 
-__all__ = [
-    "Choice",
-    "Workload",
-    "block_sizes",
-    "measure",
-    "ordered_share",
-    "plot",
-    "search",
-]
+__all__ = ["Choice", "Workload", "block_sizes", "measure", "ordered_share", "plot", "search"]

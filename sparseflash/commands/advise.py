@@ -63,10 +63,7 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_shared_options
-def advise(
-    pattern: PatternText,
-    **shared: Any,
-) -> None:
+def advise(pattern: PatternText, **shared: Any) -> None:
     """The block sizes of a pattern: density, useless pairs, predicted time."""
     from sparseflash.advisor.choices import block_sizes
 

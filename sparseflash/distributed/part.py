@@ -276,11 +276,7 @@ def shared_rows_of(mask: BlockMask, shared: Tensor, fetches: Fetches, rank: int)
 
 
 def part_of(
-    fetches: Sequence[Fetches],
-    groups: int,
-    rank: int,
-    by_rows: bool,
-    shared: SharedRows | None,
+    fetches: Sequence[Fetches], groups: int, rank: int, by_rows: bool, shared: SharedRows | None
 ) -> Part:
     """What a rank does, of what ranks fetch for each group of heads, or for all of them alike."""
     grid, rounds, order = fetches[0].workload.mask.grid, [], []

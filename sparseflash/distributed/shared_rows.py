@@ -68,12 +68,7 @@ class SharedBackward:
         self._sent = _to_all(prepared, rows, torch.cat(facts, -1))
 
     def run(
-        self,
-        call: Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        needs: tuple[bool, ...],
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, needs: tuple[bool, ...]
     ) -> tuple[tuple[Tensor | None, ...], Callable[[], Tensor | None]]:
         """The gradients of query, key, value, bias and block scores of this rank's keys; and a
         function that gives the sum over ranks of the first, of the own ones of the rows.

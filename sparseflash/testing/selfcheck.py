@@ -57,10 +57,7 @@ class Case:
 
     def inputs(self, lengths: Lengths):
         return make_inputs(
-            *(2, 2, *lengths, self.head_dim),
-            kv_heads=1,
-            dtype=self.dtype,
-            device=self.device,
+            *(2, 2, *lengths, self.head_dim), kv_heads=1, dtype=self.dtype, device=self.device
         )
 
     def why_not(self) -> list[str]:

@@ -33,11 +33,7 @@ from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import named
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-GLUON_DTYPES = {
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 UNSWIZZLED_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)  # no swizzle, 32-bit elements, rank 2
 

@@ -18,11 +18,7 @@ from sparseflash.backends.triton_common.arguments import (
     descriptor_of,
     table_arguments,
 )
-from sparseflash.backends.triton_common.constants import (
-    ALIGNMENT,
-    LOG2E,
-    LONGEST_FIRST_IMBALANCE,
-)
+from sparseflash.backends.triton_common.constants import ALIGNMENT, LOG2E, LONGEST_FIRST_IMBALANCE
 from sparseflash.backends.triton_common.launcher import Launch, launch, launch_cached
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec

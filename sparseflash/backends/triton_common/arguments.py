@@ -42,7 +42,4 @@ def unspecialized_arguments(
         integers: Names of integers that are not specialised at all.
         alignments: Names of integers and pointers that are not specialised on a factor of 16.
     """
-    return {
-        "do_not_specialize": [*integers],
-        "do_not_specialize_on_alignment": [*alignments],
-    }
+    return {"do_not_specialize": [*integers], "do_not_specialize_on_alignment": [*alignments]}

@@ -7,11 +7,7 @@ scale of their own.
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.triton_common import score_mods
-from sparseflash.backends.triton_common.score_mods import (
-    ScoreMods,
-    bias_of_head,
-    tanh,
-)
+from sparseflash.backends.triton_common.score_mods import ScoreMods, bias_of_head, tanh
 
 
 @gluon.jit

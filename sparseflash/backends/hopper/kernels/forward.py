@@ -94,10 +94,7 @@ from sparseflash.backends.hopper.device.scheduler import (
     publish_work,
     receive_work,
 )
-from sparseflash.backends.hopper.device.scores import (
-    apply_score_mod,
-    softmax_scale_log2,
-)
+from sparseflash.backends.hopper.device.scores import apply_score_mod, softmax_scale_log2
 from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 
