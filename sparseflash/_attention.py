@@ -148,20 +148,20 @@ def attention(
         bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     if sinks is not None:
         check_sinks(sinks, query)
-    read = None
+    score_inputs = None
     if checked.score is not None or score_tensors:
-        read = checked_score_tensors(checked.score, score_tensors, query)
+        score_inputs = checked_score_tensors(checked.score, score_tensors, query)
     seed_tensor = checked_seed(seed, checked.dropout_p)
     if plan is not None:
         lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)
-        call.score_tensors = read
+        call.score_tensors = score_inputs
         if return_max_logits:
             call.max_logits = empty_max_logits(query)
         out, lse = run(call, query, key, value, block_scores)
         max_logits = call.max_logits
     elif query.numel() and key.numel():
-        rest = (bias, block_scores, key_lengths, seed_tensor, return_max_logits, read)
+        rest = (bias, block_scores, key_lengths, seed_tensor, return_max_logits, score_inputs)
         out, lse, max_logits = traced_attention(query, key, value, mask, *rest, checked)
     else:
         out, lse = without_pairs(query, key, value)

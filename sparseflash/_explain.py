@@ -218,15 +218,15 @@ def explain(
     }
     if not isinstance(fitted, BlockMask):
         return replace(explanation, **_times(*_measured(runs, progress, query, key, value)))
-    read = fitted.reblock(chosen.block_size_for(spec, fitted))
-    without = variants(read)
+    reblocked = fitted.reblock(chosen.block_size_for(spec, fitted))
+    without = variants(reblocked)
     runs |= {name: partial(attend, mask=each) for name, each in without.items()}
     passes, sustained = _measured(runs, progress, query, key, value)
     gaps = [
         split(
             {name: of for name, of in timed.items() if name != "dense"},
             without,
-            read.density,
+            reblocked.density,
             fitted.density,
             _filled(spec, chosen, fitted, direction),
             _filled(spec, chosen, full, direction),

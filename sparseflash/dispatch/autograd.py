@@ -20,15 +20,15 @@ def run(
         query, key, value: Checked tensors.
         block_scores: The scores of a DynamicMask, if they get the gradient of its blocks.
     """
-    read = () if call.score_tensors is None else call.score_tensors.tensors
-    if not _is_differentiated(query, key, value, call.bias, block_scores, *read):
+    score_tensors = () if call.score_tensors is None else call.score_tensors.tensors
+    if not _is_differentiated(query, key, value, call.bias, block_scores, *score_tensors):
         return call.forward(query, key, value)  # autograd would double the host time
     if not call.plan.cache and call.plan.backend.compiles:
         differentiable = (query, key, value, call.bias, block_scores)
         needs = [x is not None and x.requires_grad for x in differentiable]
-        needs.append(any(x.requires_grad for x in read))
+        needs.append(any(x.requires_grad for x in score_tensors))
         compile_before_first_call(call, (query, key, value), tuple(needs))
-    return _apply(query, key, value, call.bias, block_scores, call, *read)
+    return _apply(query, key, value, call.bias, block_scores, call, *score_tensors)
 
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:
@@ -49,9 +49,9 @@ class _BlockSparseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, block_scores, call, *read):
+    def forward(ctx, query, key, value, bias, block_scores, call, *score_tensors):
         out, lse = call.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse, call.key_lengths, bias, *read)
+        ctx.save_for_backward(query, key, value, out, lse, call.key_lengths, bias, *score_tensors)
         ctx.plan, ctx.seed = call.plan, call.seed
         ctx.set_materialize_grads(False)
         return out, lse
@@ -63,17 +63,17 @@ class _BlockSparseAttention(torch.autograd.Function):
         grad_out, grad_lse = _plain("out", grad_out), _plain("lse", grad_lse)
         tensors = ctx.saved_tensors
         saved, call = tensors[:5], Call(ctx.plan, tensors[5], ctx.seed, tensors[6])
-        read = None
+        score_tensors = None
         if len(tensors) > 7:
-            read = call.score_tensors = ScoreTensors(tensors[7:])
+            score_tensors = call.score_tensors = ScoreTensors(tensors[7:])
         needs = (*ctx.needs_input_grad[:5], any(ctx.needs_input_grad[6:]))
         if torch.is_grad_enabled():  # the gradients may be differentiated once more
             grads = _Gradients.apply(call, needs, grad_out, grad_lse, *saved)
         else:
             grads = call.backward(grad_out, grad_lse, saved, needs)
-        if read is None:
+        if score_tensors is None:
             return *grads[:5], None
-        return *grads[:5], None, *read.parts_of(grads[5])
+        return *grads[:5], None, *score_tensors.parts_of(grads[5])
 
     @staticmethod
     def jvp(ctx, *tangents):

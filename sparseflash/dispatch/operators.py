@@ -94,12 +94,12 @@ def traced_attention(
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
     rest = (bias, block_scores, blocks, handle, key_lengths, seed, max_logits)
-    read = [] if score_tensors is None else [*score_tensors.tensors]
-    rest = (*rest, read, *options.as_dict().values())
+    tensors = [] if score_tensors is None else [*score_tensors.tensors]
+    rest = (*rest, tensors, *options.as_dict().values())
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         from sparseflash.dispatch import transforms  # imports torch's compiler
 
-        if want_gradients(read):
+        if want_gradients(tensors):
             raise NotImplementedError(
                 "torch.func differentiates no score_tensors; torch.autograd does"
             )
@@ -185,10 +185,10 @@ def _(*arguments):
 @attention_backward.register_fake
 def _(*arguments):
     bound = _bind(attention_backward, arguments)
-    *needs, needs_read = bound["needs"]
+    *needs, needs_tensors = bound["needs"]
     named = zip(_DIFFERENTIABLE, needs, strict=True)
     found = [torch.empty_like(bound[name]) for name, needed in named if needed]
-    return [*found, ScoreTensors(bound["score_tensors"]).new_sums()] if needs_read else found
+    return [*found, ScoreTensors(bound["score_tensors"]).new_sums()] if needs_tensors else found
 
 
 def save_for_backward(ctx, inputs, output):
@@ -209,17 +209,17 @@ def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_bac
     found: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in needs]
     if grad_out is None and grad_lse is None:
         return tuple(found)
-    read = [argument.name for argument in attention._opoverload._schema.arguments].index(
+    index = [argument.name for argument in attention._opoverload._schema.arguments].index(
         "score_tensors"
     )
-    needs_read = isinstance(needs[read], list) and any(needs[read])
+    needs_tensors = isinstance(needs[index], list) and any(needs[index])
     bound = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
-    bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": [*needs[:5], needs_read]}
+    bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": [*needs[:5], needs_tensors]}
     names = [argument.name for argument in attention_backward._opoverload._schema.arguments]
     grads = iter(backward(*(bound[name] for name in names)))
     found[:5] = [next(grads) if needed else None for needed in needs[:5]]
-    if needs_read:
-        found[read] = ScoreTensors(bound["score_tensors"]).parts_of(next(grads))
+    if needs_tensors:
+        found[index] = ScoreTensors(bound["score_tensors"]).parts_of(next(grads))
     return tuple(found)
 
 

@@ -69,8 +69,8 @@ def standard_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if score is not None:
-        read = [x.to(scores.dtype) if x.is_floating_point() else x for x in score_tensors]
-        scores = score.of_tensors(scores, *_indices(scores), *read)[0].to(dtype)
+        converted = [x.to(scores.dtype) if x.is_floating_point() else x for x in score_tensors]
+        scores = score.of_tensors(scores, *_indices(scores), *converted)[0].to(dtype)
     if bias is not None:
         scores = scores + _by_pair(bias, query.shape[2], key.shape[2]).to(dtype)
     scores = scores.masked_fill(~allowed, -math.inf)

@@ -34,6 +34,6 @@ def auto_skip(spec: AttentionSpec, mask) -> list[str]:
 
 def describe(call: Call, mask, query, key, value) -> dict[str, str]:
     """The blocks in which those of the mask are read; see sparseflash.backends.base."""
-    read, own = call.table.block_size, call.spec.block_size
-    how = "merged" if read > own else "split"
-    return {} if read == own else {"tiles": f"{read}, {how} from blocks of {own}"}
+    tile, own = call.table.block_size, call.spec.block_size
+    how = "merged" if tile > own else "split"
+    return {} if tile == own else {"tiles": f"{tile}, {how} from blocks of {own}"}

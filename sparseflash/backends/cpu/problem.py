@@ -173,11 +173,11 @@ class Problem:
             scores.tanh_().mul_(cap * LOG2E)
         if self._spec.score is not None:
             function = named(self._spec.score)
-            read = (*self._pairs(part), *self._score_tensors)
+            arguments = (*self._pairs(part), *self._score_tensors)
             capped = scores / LOG2E
             if with_reads and function.reads is not None:
-                reads = function.reads.torch(capped, *read)
-            changed, of_score = function.of_tensors(capped, *read)
+                reads = function.reads.torch(capped, *arguments)
+            changed, of_score = function.of_tensors(capped, *arguments)
             scores.copy_(changed).mul_(LOG2E)
             derivative = of_score if derivative is None else derivative * of_score
         if self._bias is not None:

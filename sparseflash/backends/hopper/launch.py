@@ -89,7 +89,7 @@ def launch_pass(
         by_key: Whether its work tiles are rows of keys.
     """
     plan, key_lengths, bias = call.plan, call.key_lengths, call.bias
-    read = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
+    score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
     spec, table = plan.spec, plan.table
     rows = table.by_key if by_key else table.by_query
     work_counter = make_work_counter(rows, spec.device)
@@ -99,7 +99,7 @@ def launch_pass(
     # the strides of the inputs those of the other tensors follow.
     strides = [x.stride() for x in tensors[:INPUTS] if x is not None]
     signature = (kernel.__name__, bias_stride, *strides, *[x is None for x in tensors[INPUTS:]])
-    changing = (*tensors, key_lengths, work_counter, bias, *read)
+    changing = (*tensors, key_lengths, work_counter, bias, *score_tensors)
     values = (*[None if x is None else x.data_ptr() for x in changing], *seeds)
 
     def prepare_launch() -> Launch:
@@ -108,11 +108,11 @@ def launch_pass(
         mask_batch_stride = spec.mask_heads if spec.mask_batch > 1 else None
         bit_tiles = table.bit_tiles_by_key if by_key else table.bit_tiles
         arguments = (
-            *(_argument(x, how) for x, how in zip(tensors, access, strict=True)),
+            *(_argument(*x) for x in zip(tensors, access, strict=True)),
             *table_arguments(rows, bit_tiles, table),
             *(key_lengths, work_counter, *sizes, mask_batch_stride, spec.scale * LOG2E.value),
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
-            *(spec.softcap, bias, bias_stride, *read),
+            *(spec.softcap, bias, bias_stride, *score_tensors),
         )
         block, group = table.block_size[0], spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
@@ -133,8 +133,8 @@ def launch_pass(
     launch_cached(plan.cache, signature, values, kernel, prepare_launch)
 
 
-def _argument(tensor: Tensor | None, how: Access) -> Tensor | TensorDescriptor | None:
-    return tensor if tensor is None or how is None else how.descriptor(tensor)
+def _argument(tensor: Tensor | None, access: Access) -> Tensor | TensorDescriptor | None:
+    return tensor if tensor is None or access is None else access.descriptor(tensor)
 
 
 def max_registers(ctas_per_sm: int) -> dict[str, int]:
