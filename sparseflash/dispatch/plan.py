@@ -8,6 +8,7 @@ from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern
 from masks.mask_batch import CompiledMask
+from masks.registry import Cache
 from sparseflash.arguments import AnyMask, check_tensors, lengths_in_range
 from sparseflash.backends.base import Backend
 from sparseflash.backends.select import select
@@ -15,6 +16,8 @@ from sparseflash.compiled import stores_masks
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions
+
+_checked = Cache()  # shapes, dtypes and devices of tensors that check_tensors let pass
 
 
 def plan_call(
@@ -78,15 +81,18 @@ def find_plan(
         TypeError, ValueError: A tensor, an option or the mask is wrong; the message names it.
         BackendError: No backend can serve the call.
     """
-    if isinstance(mask, Pattern):
-        check_tensors(query, key, value)
-        mask = fitted_mask(mask, query, key)
-    signature = (
+    of_tensors = (
         *(query.shape, key.shape, value.shape),
         *(query.dtype, key.dtype, value.dtype),
         *(query.device, key.device, value.device),
-        *(facts, torch.are_deterministic_algorithms_enabled(), *options.items()),
     )
+    if isinstance(mask, Pattern):
+        if of_tensors not in _checked:  # whose check takes as long as the rest
+            check_tensors(query, key, value)
+            _checked[of_tensors] = True
+        mask = _compiled(mask, query.shape[2], key.shape[2], query.device)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    signature = (of_tensors, facts, deterministic, *options.items())
     try:
         plan = mask.cache.get(signature)
     except TypeError:  # an option that cannot be hashed: its check names it
