@@ -253,10 +253,10 @@ class Fetches:
         return _as_slice(queries[queries < len(own) * grid.bq - missing])
 
 
-def shared_rows_of(mask: BlockMask, shared: Tensor, fetches: Fetches, rank: int) -> SharedRows:
-    """What a rank has to do with the block rows `shared` of the mask of the whole sequence."""
+def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
+    """What a rank has to do with the shared block rows of the mask of the whole sequence."""
     grid, workload = mask.grid, fetches.workload
-    sizes = (grid.q_len - shared * grid.bq).clamp(max=grid.bq)
+    shared, sizes = workload.shared, workload.shared_tokens
     owner = fetches.owner[workload.rows[shared]]
     by_owner = torch.argsort(owner, stable=True)
     first = torch.empty_like(sizes)

@@ -143,7 +143,7 @@ class ContextPlan(Caching):
         if key not in self.cache:
             fetches, shared = self._fetches(groups), None
             if len(self.shared):
-                shared = shared_rows_of(self.mask, self.shared, fetches[0], rank)
+                shared = shared_rows_of(self.mask, fetches[0], rank)
             self.cache[key] = part_of(fetches, groups, rank, self.split == "rows", shared)
         if (*key, device) not in self.cache:
             self.cache[*key, device] = self.cache[key].to(device)
