@@ -19,11 +19,9 @@ from sparseflash.arguments import (
     AnyMask,
     check_sinks,
     checked_bias,
-    checked_block_scores,
     checked_mask,
     checked_tensors,
     lengths_in_range,
-    wants_gradient,
 )
 from sparseflash.backends.base import Backend, BackendError
 from sparseflash.backends.select import reasons_against, select
@@ -33,7 +31,7 @@ from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.gap import ROUNDS, SECONDS, Gap, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
-from sparseflash.score import checked_score_tensors, want_gradients
+from sparseflash.score import checked_score_tensors
 from sparseflash.timing import Progress, Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
@@ -178,11 +176,7 @@ def explain(
         check_sinks(sinks, query)
     mask = checked_mask(mask)
     fitted = fitted_mask(mask, query, key)
-    gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
-    reads = want_gradients(score_tensors)
-    facts = CallFacts(
-        *(key_lengths is not None, bias is not None, *gradients, False, return_max_logits, reads)
-    )
+    facts = CallFacts.of(mask, key_lengths is not None, bias, return_max_logits, score_tensors)
     spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
     checked_score_tensors(spec.score, score_tensors, query)
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}

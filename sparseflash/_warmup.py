@@ -8,19 +8,13 @@ from torch import Tensor
 
 from masks import Pattern
 from masks.arguments import check_integer
-from sparseflash.arguments import (
-    AnyMask,
-    checked_bias,
-    checked_block_scores,
-    checked_mask,
-    wants_gradient,
-)
+from sparseflash.arguments import AnyMask, checked_bias, checked_mask
 from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.compile import compile_passes
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OptionKeywords
-from sparseflash.score import checked_score_tensors, want_gradients
+from sparseflash.score import checked_score_tensors
 
 
 def warmup(
@@ -90,9 +84,7 @@ def warmup(
         query = torch.empty(batch, heads, q_len, head_dim, **of_tensors)
         key = torch.empty(batch, kv_heads, k_len, head_dim, **of_tensors)
         value = torch.empty(*key.shape[:3], value_dim, **of_tensors)
-        gradients = (wants_gradient(bias), checked_block_scores(mask) is not None)
-        reads = want_gradients(score_tensors)
-        facts = CallFacts(key_lengths, bias is not None, *gradients, False, max_logits, reads)
+        facts = CallFacts.of(mask, key_lengths, bias, max_logits, score_tensors)
         plan = find_plan(query, key, value, mask, options, facts)
         call = Call(plan)
         call.score_tensors = checked_score_tensors(plan.spec.score, score_tensors, query)
@@ -102,7 +94,9 @@ def warmup(
             call.key_lengths = torch.full((batch,), k_len, dtype=torch.int32, device=device)
         if bias is not None:
             call.bias = checked_bias(bias, query, q_len, k_len)
-        calls.append((call, (query, key, value), (*[backward] * 3, *gradients, reads)))
+        sums = (facts.differentiates_bias, facts.differentiates_blocks)
+        needs = (*[backward] * 3, *sums, facts.differentiates_score_tensors)
+        calls.append((call, (query, key, value), needs))
     compile_passes(calls)
 
 

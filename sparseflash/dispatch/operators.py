@@ -21,6 +21,7 @@ from sparseflash.arguments import AnyMask, is_plain
 from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import plan_call
+from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 from sparseflash.score import ScoreFunction, ScoreTensors, want_gradients
 
@@ -155,10 +156,12 @@ def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) 
         key_lengths=bound["key_lengths"],
         seed=0 if seed is None else int(seed),
         bias=bound["bias"],
-        differentiates_bias=needs[0],
-        differentiates_blocks=needs[1],
-        differentiates_score_tensors=needs[2],
-        max_logits=bound["max_logits"],
+        wanted=CallFacts(
+            differentiates_bias=needs[0],
+            differentiates_blocks=needs[1],
+            max_logits=bound["max_logits"],
+            differentiates_score_tensors=needs[2],
+        ),
         **{name: bound[name] for name in OPTION_NAMES},
     )
     if bound["score_tensors"]:

@@ -29,29 +29,22 @@ def plan_call(
     key_lengths: Tensor | None = None,
     seed: int = 0,
     bias: Tensor | None = None,
-    differentiates_bias: bool = False,
-    differentiates_blocks: bool = False,
-    max_logits: bool = False,
-    differentiates_score_tensors: bool = False,
+    wanted: CallFacts | None = None,
     **options: Any,
 ) -> Call:
     """The call of these arguments.
 
     Args:
+        wanted: What is asked for beside out and lse, nothing if None; has_key_lengths and bias
+            follow from the arguments.
         options: Keywords of AttentionOptions.
 
     Raises:
         ValueError: key_lengths are out of range.
         TypeError, ValueError, BackendError: As `find_plan` does.
     """
-    facts = CallFacts(
-        key_lengths is not None,
-        bias is not None,
-        differentiates_bias,
-        differentiates_blocks,
-        max_logits=max_logits,
-        differentiates_score_tensors=differentiates_score_tensors,
-    )
+    given = {"has_key_lengths": key_lengths is not None, "bias": bias is not None}
+    facts = (wanted or CallFacts())._replace(**given)
     plan = find_plan(query, key, value, mask, options, facts)
     lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     return Call(plan, lengths, seed, bias)

@@ -1,7 +1,7 @@
 """AttentionSpec: the hashable facts of a call, by which a backend says whether it can serve it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Self
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from masks.mask_batch import CompiledMask
+from sparseflash.arguments import AnyMask, checked_block_scores, wants_gradient
 from sparseflash.options import AttentionOptions
-from sparseflash.score import named
+from sparseflash.score import named, want_gradients
 
 FEW_QUERIES = 16  # the least side of a block: so many queries are one block row of any mask
 
@@ -35,6 +36,20 @@ class CallFacts(NamedTuple):
     positions: bool = False
     max_logits: bool = False
     differentiates_score_tensors: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        mask: AnyMask,
+        has_key_lengths: bool,
+        bias: Tensor | None,
+        max_logits: bool,
+        score_tensors: Sequence[Tensor],
+    ) -> Self:
+        """The facts of a call of `attention` with these arguments."""
+        wanted = (wants_gradient(bias), wants_gradient(checked_block_scores(mask)))
+        reads = want_gradients(score_tensors)
+        return cls(has_key_lengths, bias is not None, *wanted, False, max_logits, reads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,16 @@ def test_no_better_blocks_where_calls_choose_them_or_no_model_knows():
     )
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_gradient_of_blocks_is_a_fact_only_where_autograd_records(recorded):
+    query, key, value = tensors(64)
+    scores = torch.randn(1, 2, 4, 4, device=query.device, requires_grad=True)
+    mask = masks.DynamicMask.from_topk(scores, 2, 16, 64)
+    with torch.set_grad_enabled(recorded):
+        found = sparseflash.explain(query, key, value, mask)
+    assert found.spec.differentiates_blocks is recorded
+
+
 def test_no_backend_is_no_error():
     found = sparseflash.explain(*tensors(head_dim=512), backend="triton")
     assert found.backend is None
