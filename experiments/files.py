@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
+RESULT = "result.json"  # in the folder of a run: what it reports at its end
+
 
 def write_json(path: Path, value: object) -> None:
     """Writes a value and creates the folders above it.
@@ -39,6 +41,15 @@ def shared(what: str, found: Iterable[str]) -> str:
     if len(distinct) != 1:
         raise ValueError(f"runs of a record must have one {what}, got {sorted(distinct)}")
     return distinct.pop()
+
+
+def read_results(folders: Iterable[Path]) -> list[dict]:
+    """What runs wrote to RESULT in their folders. Raises ValueError for a folder without it."""
+    paths = [folder / RESULT for folder in folders]
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path.parent} holds no {RESULT}: no run of it came to an end")
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def _lines(value: object, depth: int = 1) -> str:

@@ -6,8 +6,7 @@ from pathlib import Path
 from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
-from experiments.files import record_path, shared, write_json
-from experiments.language_model.training import RESULT
+from experiments.files import read_results, record_path, shared, write_json
 from experiments.pictures import look, panels, save
 
 
@@ -33,18 +32,13 @@ def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
 
 def record_of(name: str, folders: list[Path]) -> dict:
     """What is written; see `gather`."""
-    runs = {}
-    for folder in folders:
-        path = folder / RESULT
-        if not path.exists():
-            raise ValueError(f"{folder} holds no {RESULT}: no run of it came to an end")
-        if folder.name in runs:
-            raise ValueError(f"runs of a record must have names of their own, got {folder.name!r}")
-        runs[folder.name] = json.loads(path.read_text())
-    shared("data", (str(run["data"]) for run in runs.values()))
-    data = next(iter(runs.values()))["data"]
-    device = shared("device", (run["environment"]["device"] for run in runs.values()))
-    return {"name": name, "device": device, "data": data, "runs": runs}
+    names, runs = [folder.name for folder in folders], read_results(folders)
+    if len(set(names)) < len(names):
+        raise ValueError(f"runs of a record must have names of their own, got {names}")
+    shared("data", (str(run["data"]) for run in runs))
+    device = shared("device", (run["environment"]["device"] for run in runs))
+    named = dict(zip(names, runs, strict=True))
+    return {"name": name, "device": device, "data": runs[0]["data"], "runs": named}
 
 
 def draw(record: Path) -> Path:

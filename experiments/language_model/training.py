@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, IterableDataset
 
 from experiments.environment import environment
-from experiments.files import write_json
+from experiments.files import RESULT, write_json
 from experiments.language_model.books import BOUNDARY, Books
 from experiments.language_model.model import LanguageModel, ModelConfig
 from experiments.lra.callbacks import Deadline, Interruption, StepBar, save_last
@@ -31,7 +31,6 @@ from masks._parse import names_file
 STRETCH = 65_536  # tokens that validation reads in a row, in sequences of the context
 STRETCHES = 64
 UNTIMED = 5  # first steps of a command, which compile
-RESULT = "result.json"
 CHECKPOINT = Path("checkpoints/last.ckpt")
 
 

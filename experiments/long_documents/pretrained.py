@@ -4,23 +4,23 @@ Its positions are repeated, and it is tuned on documents with several labels: Ta
 FlashAttention paper.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torchmetrics.classification import MultilabelF1Score
 
 from experiments.environment import environment
-from experiments.files import shared, write_json
+from experiments.files import RESULT, read_results, shared, write_json
 from experiments.long_documents.labelled import Document, Labelled
 from experiments.lra.batches import StepBatches
 from experiments.lra.learner import read_checkpoint
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 POSITIONS = "embeddings.position_embeddings.weight"
 MULTIPLE = 64  # tokens, of which a batch has a whole number
-RESULT = "result.json"
 TOKENIZER = "tokenizer.json"
 
 
@@ -255,13 +254,11 @@ class Run:
     def micro_f1(self, split: str) -> float:
         """Of all labels of all documents at once; one is guessed where it is likelier than not."""
         self.model.eval()
-        right = guessed = true = 0
+        score = MultilabelF1Score(len(self.data.labels), average="micro").to(self.device)
         for batch in self.batches.evaluation(split):
             logits, targets = self._logits(batch)
-            guesses = logits > 0
-            right += int((guesses & (targets > 0)).sum())
-            guessed, true = guessed + int(guesses.sum()), true + int(targets.sum())
-        return 2 * right / (guessed + true) if guessed + true else 0.0
+            score.update((logits > 0).int(), targets.int())
+        return float(score.compute())
 
 
 def gather(folders: list[Path]) -> dict:
@@ -270,22 +267,13 @@ def gather(folders: list[Path]) -> dict:
     Raises:
         ValueError: A folder holds no result, or data or device are not one.
     """
-    runs = []
-    for folder in folders:
-        path = folder / RESULT
-        if not path.exists():
-            raise ValueError(f"{folder} holds no {RESULT}: its run did not end")
-        runs.append(json.loads(path.read_text()))
+    runs = read_results(folders)
     shared("data", (run["data"] for run in runs))
     device = shared("device", (run["environment"]["device"] for run in runs))
     lengths = {}
     for tokens in sorted({run["tokens"] for run in runs}):
         own = [run for run in runs if run["tokens"] == tokens]
-        found = np.array([run["micro_f1"] for run in own])
-        deviation = float(found.std(ddof=1)) if len(own) > 1 else None
-        lengths[str(tokens)] = {
-            "micro_f1": float(found.mean()),
-            "deviation": deviation,
-            "runs": own,
-        }
+        found = [run["micro_f1"] for run in own]
+        deviation = stdev(found) if len(own) > 1 else None
+        lengths[str(tokens)] = {"micro_f1": fmean(found), "deviation": deviation, "runs": own}
     return {"name": runs[0]["name"], "device": device, "lengths": lengths}

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.environment import environment
-from experiments.files import write_json
+from experiments.files import RESULT, write_json
 from experiments.lra import presets, tasks
 from experiments.lra.batches import ArenaData
 from experiments.lra.callbacks import Curve, Deadline, Enough, StepBar, StuckAtChance, folder_of
@@ -171,7 +171,7 @@ class ArenaCLI(LightningCLI):
 
     def _path_of_result(self) -> Path:
         """Every process takes part: call it before the first alone goes on."""
-        return folder_of(self.trainer) / "result.json"
+        return folder_of(self.trainer) / RESULT
 
     def _result(self, run: dict) -> dict:
         task = self.datamodule.task

@@ -3,6 +3,8 @@
 import io
 from pathlib import Path
 
+from experiments.files import RESULT
+
 # That a run takes for its last validation and its test, after the time for training is up.
 EVALUATION_SECONDS = 40.0
 # Of a checkpoint from which nothing goes on: the best one is tested and started from only.
@@ -17,7 +19,7 @@ def contents(folder: Path, below: Path, resumable: bool) -> dict[str, bytes]:
         below: The folder that pieces are unpacked into.
         resumable: Whether the run goes on; else its last checkpoint stays behind.
     """
-    reports = filter(Path.exists, (folder / name for name in ("curve.json", "result.json")))
+    reports = filter(Path.exists, (folder / name for name in ("curve.json", RESULT)))
     files = {path: path.read_bytes() for path in reports}
     best, last = (folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
     if best.exists():

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
-from experiments.files import record_path, shared, write_json
+from experiments.files import RESULT, record_path, shared, write_json
 from experiments.lra.seeds import summary_of
 from experiments.pictures import COLOURS, panels, save
 
@@ -48,7 +48,7 @@ def ended(group: Path) -> list[dict]:
     Raises ValueError for a folder without results.
     """
     newest = {}
-    results = sorted(group.rglob("result.json"), key=lambda path: path.stat().st_mtime)
+    results = sorted(group.rglob(RESULT), key=lambda path: path.stat().st_mtime)
     for path in (*results, *group.rglob(CURRICULUM)):
         run = json.loads(path.read_text())
         # Pre-training, or cut before its test; a stage that is stuck has said so itself.
@@ -58,7 +58,7 @@ def ended(group: Path) -> list[dict]:
             run |= one_curve(run)
         newest[path.relative_to(group).parts[0]] = run
     if not newest:
-        raise ValueError(f"{group} holds no result.json: no run of it ended")
+        raise ValueError(f"{group} holds no {RESULT}: no run of it ended")
     return sorted(newest.values(), key=lambda result: result["seed"])
 
 

@@ -25,13 +25,12 @@ import typer
 from rich.console import Console
 
 from experiments.cli import ExportTo, ImportFrom, Seconds, usage_errors
-from experiments.files import write_json
+from experiments.files import RESULT, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
 from experiments.pieces import export, restore
 
 # Restarts take seeds far from those asked for.
 RESTART = 1000
-RESULT = "result.json"
 
 
 def main(
