@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, pad, relu
 
 from experiments.attention import AttentionFunction, parse_attention
-from experiments.lra.grid import order_of
 from experiments.lra.tasks import Shape
 from experiments.packaged import PACKAGED
+from masks.analysis.reach import pixels_in_order
 from sparseflash.nn.rotary import rotate
 
 Expressions = str | list[str | list[str]]
@@ -95,6 +95,20 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x, rotary_angles, keys)
         return self.norm(x), keys
+
+
+def order_of(shape: Shape, order: str, tile: tuple[int, int]) -> Tensor | None:
+    """Which pixel of the image, in raster order, each token is; None for raster order itself.
+
+    "tiles" takes the image tile by tile, so that a block of tile rows x columns tokens is a patch
+    and not a part of a row. That is knowledge of the plane which raster order does not give.
+    Raises ValueError for text, and for tiles that do not fill the image.
+    """
+    if order == "raster":
+        return None
+    if shape.side is None:
+        raise ValueError("order 'tiles' is for images, this task is text")
+    return torch.from_numpy(pixels_in_order(shape.side, shape.side, tile))
 
 
 def per_layer(config: EncoderConfig) -> list[str | list[str]]:

@@ -216,7 +216,7 @@ def pixel_reach(
     row, column = (height // 2, width // 2) if pixel is None else _two("pixel", pixel)
     if not (0 <= row < height and 0 <= column < width):
         raise ValueError(f"pixel must be in an image of {height} x {width}, got {pixel}")
-    order = _pixels_in_order(height, width, (1, width) if tile is None else tile)
+    order = pixels_in_order(height, width, (1, width) if tile is None else tile)
     token = int(np.flatnonzero(order == row * width + column)[0])
     needed = hops(stack, [token])[0]
     at = np.stack([order // width - row, order % width - column])
@@ -243,8 +243,12 @@ def _two(name: str, sizes: tuple[int, int], least: int = 0) -> list[int]:
     return numbers
 
 
-def _pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarray:
-    """row * width + column of the pixel of each token."""
+def pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarray:
+    """row * width + column of the pixel of each token, where tokens run tile by tile.
+
+    Raises:
+        ValueError: `tile`, (height, width), does not divide the image.
+    """
     down, right = _two("tile", tile, least=1)
     if height % down or width % right:
         raise ValueError(f"tile must divide an image of {height} x {width}, got {tile}")

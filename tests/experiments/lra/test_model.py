@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from experiments.attention import NAMED, parse_attention
-from experiments.lra.grid import tile_order
 from experiments.lra.model import Classifier, Encoder, EncoderConfig, pooled_by
 from experiments.lra.tasks import Shape
+from masks.analysis.reach import pixels_in_order
 
 TEXT = Shape(seq_len=40, vocabulary=20, classes=3)
 IMAGE = Shape(seq_len=64, vocabulary=256, classes=2, side=8)
@@ -81,11 +81,11 @@ def test_full_attention_does_not_depend_on_the_order_of_pixels(positions, pool):
 
 
 def test_tiles_are_patches():
-    order = tile_order(8, (2, 4)).view(8, 8)
+    order = torch.from_numpy(pixels_in_order(8, 8, (2, 4))).view(8, 8)
     assert order[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     assert sorted(order.flatten().tolist()) == list(range(64))
     with pytest.raises(ValueError, match="tile must divide an image of 8 x 8"):
-        tile_order(8, (3, 4))
+        pixels_in_order(8, 8, (3, 4))
 
 
 @pytest.mark.parametrize("positions", ["learned", "axial"])
