@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,16 +34,25 @@ OUTLIER = 0.2  # of a logarithm: beyond it a point pulls less than by its square
 
 
 @dataclass(frozen=True)
-class Point:
-    """A plan that was measured: milliseconds of the slowest rank."""
+class Measured:
+    """The times of a plan: milliseconds of the slowest rank, of the forward and of both passes."""
 
     kind: str
     pattern: str
     ranks: int
     seq_len: int
-    demand: "Demand"
     forward_ms: float
     total_ms: float
+
+
+MEASURED = tuple(field.name for field in fields(Measured))
+
+
+@dataclass(frozen=True)
+class Point(Measured):
+    """A plan that was measured, and what the model of time reads of it."""
+
+    demand: "Demand"
 
     def modelled(self, machine: "Machine") -> tuple[float, float]:
         """Milliseconds of the forward pass, and of both."""
@@ -52,24 +61,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Measured):
     """A point, predicted by a machine that was fitted to the other patterns.
 
-    Attributes:
-        kind, pattern, ranks, seq_len: What was measured.
-        forward_ms, total_ms: Measured.
-        predicted_forward_ms, predicted_total_ms: Predicted.
-        forward_error, total_error: Predicted over measured, less 1.
+    An error is what is predicted over what was measured, less 1.
     """
 
-    kind: str
-    pattern: str
-    ranks: int
-    seq_len: int
-    forward_ms: float
     predicted_forward_ms: float
     forward_error: float
-    total_ms: float
     predicted_total_ms: float
     total_error: float
 
@@ -128,8 +127,8 @@ def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
             }
             points += [
                 Point(
-                    *(row["kind"], row["pattern"], row["ranks"], row["seq_len"]),
-                    *(demands[row["pattern"], row["ranks"]], row["forward_ms"], row["total_ms"]),
+                    **{name: row[name] for name in MEASURED},
+                    demand=demands[row["pattern"], row["ranks"]],
                 )
                 for row in found["rows"]
                 if row["implementation"] == Way.PLAN
@@ -174,14 +173,9 @@ def held_out(points: Sequence[Point]) -> list[Row]:
 def _row(point: Point, machine: "Machine") -> Row:
     forward, total = point.modelled(machine)
     return Row(
-        kind=point.kind,
-        pattern=point.pattern,
-        ranks=point.ranks,
-        seq_len=point.seq_len,
-        forward_ms=point.forward_ms,
+        **{name: getattr(point, name) for name in MEASURED},
         predicted_forward_ms=forward,
         forward_error=forward / point.forward_ms - 1,
-        total_ms=point.total_ms,
         predicted_total_ms=total,
         total_error=total / point.total_ms - 1,
     )

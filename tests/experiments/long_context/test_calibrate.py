@@ -25,7 +25,7 @@ def said():
 def points(said):
     found = []
     for each in said:
-        point = Point("weak", each.pattern, each.prediction.ranks, each.seq_len, each.demand, 0, 0)
+        point = Point("weak", each.pattern, each.prediction.ranks, each.seq_len, 0, 0, each.demand)
         forward, total = point.modelled(KNOWN)
         found.append(replace(point, forward_ms=forward, total_ms=total))
     return found
