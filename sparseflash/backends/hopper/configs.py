@@ -1,6 +1,6 @@
-"""What was measured: pipeline stages and occupancy of every kernel, and thresholds of dispatch.
+"""Measured constants: pipeline stages and occupancy of every kernel, and thresholds of dispatch.
 
-Imports no Triton, so that a call can be judged where Triton is not installed.
+This module does not import Triton, so that dispatch works where Triton is not installed.
 """
 
 from functools import lru_cache

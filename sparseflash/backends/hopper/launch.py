@@ -62,7 +62,7 @@ class TmaBox2D(NamedTuple):
 
 
 WARPGROUP_TILE = TmaTile(WARPGROUP_M.value)
-INPUTS = 5  # of the first tensors of each kernel at most so many are arguments of the pass
+INPUTS = 5  # the inputs of a pass are among this many first tensors of its kernel
 Access = TmaTile | TmaBox2D | None  # how a kernel reads a tensor: by TMA, or by its address
 
 

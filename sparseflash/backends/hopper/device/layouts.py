@@ -1,4 +1,4 @@
-"""Layouts of registers: accumulators of wgmma, left operands, what threads have of a row."""
+"""Register layouts: accumulators of wgmma, left operands, and one element per thread of a row."""
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 

@@ -1,4 +1,4 @@
-"""What a kernel gets: constants and run-time arguments, in the groups that device code takes."""
+"""The parameters of a kernel, compile-time and run-time, grouped in tuples for device code."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ NEG_INF = gl.constexpr(float("-inf"))
 
 
 class Table(NamedTuple):
-    """One direction of a masks.LookupTable; rows of its bit tiles are those of the direction."""
+    """One direction of a masks.LookupTable; rows of bit tiles are queries or keys accordingly."""
 
     row_ptr: gl.tensor
     full_index: gl.tensor
@@ -47,7 +47,8 @@ class Sizes(NamedTuple):
 class Dropout(NamedTuple):
     """All None without dropout.
 
-    seed_low, seed_high: signed words; threshold: less 2^31, so that words compare as signed
+    seed_low, seed_high: the words of the seed, as signed integers
+    threshold:           the threshold minus 2^31, because words are compared as signed integers
     keep_scale:          1 / (1 - dropout_p)
     """
 
@@ -58,11 +59,11 @@ class Dropout(NamedTuple):
 
 
 class ScoreParams(NamedTuple):
-    """What changes S beside its scale, each None where the call has none: see scores.py.
+    """The changes of S beside its scale, each None if the call has none: see scores.py.
 
     softcap:     c of c tanh(S / c)
     bias:        a number for each distance of key and query
-    bias_stride: from one head to the next, 0 where all share one
+    bias_stride: from one head to the next, 0 if all heads share one bias
     pointers:    score tensors
     """
 
@@ -80,15 +81,16 @@ def has_score_mod(softcap, bias, function):
 
 @gluon.constexpr_function
 def has_derivative(softcap, function):
-    """Whether the derivative of S is more than its scale, so that dS takes it as a factor."""
+    """Whether dS has the derivative of a soft cap or a score function as a factor."""
     return softcap is not None or function is not None
 
 
 class Params(NamedTuple):
-    """What every warp role of a kernel reads.
+    """The parameters that every warp role of a kernel reads.
 
-    The constexpr fields are that only while the tuple is passed as an argument: rebinding it makes
-    them run-time values. In a tuple within it Triton 3.6 would lose them at gl.warp_specialize.
+    The constexpr fields are constexpr only while the tuple is passed as an argument: assigning it
+    to another name makes them run-time values. They are not in a nested tuple, because there
+    Triton 3.6 makes them run-time values at gl.warp_specialize.
 
     block:        tokens along both sides of a block of the mask
     key_lengths:  keys of every batch element, or None
@@ -114,9 +116,9 @@ class Params(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Constants of the mainloop of one warpgroup.
+    """Compile-time constants of the mainloop of one warpgroup.
 
-    They are constexpr only while the tuple is passed as an argument, so it is built in the call.
+    They are constexpr only while the tuple is passed as an argument, so each call builds it anew.
 
     S_LAYOUT:   accumulator layout of S and dP
     ACC_LAYOUT: accumulator layout of what the mainloop sums: O, dQ, or dK and dV
@@ -129,7 +131,7 @@ class Constants(NamedTuple):
 
 
 def unspecialized_arguments(*pointers: str) -> dict[str, list[str]]:
-    """Arguments of gluon.jit for a kernel of a pass with more `pointers`."""
+    """Keywords of gluon.jit for a kernel of a pass; `pointers` are its additional pointers."""
     return arguments.unspecialized_arguments(
         integers=[*Sizes._fields, *Dropout._fields, "bias_stride"],
         alignments=[

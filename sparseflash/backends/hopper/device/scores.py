@@ -1,7 +1,7 @@
-"""S of a tile where a soft cap, a score function or a bias changes it.
+"""S of a tile with a soft cap, a score function or a bias.
 
-triton_common.score_mods defines how. S is in base 2 then, scaled by log2(e), so exponents need no
-scale of their own.
+triton_common.score_mods implements them. Their result is in base 2, scaled by log2(e), so the
+arguments of exp2 need no further scale.
 """
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
@@ -12,7 +12,7 @@ from sparseflash.backends.triton_common.score_mods import ScoreMods, bias_of_hea
 
 @gluon.jit
 def softmax_scale_log2(params):
-    """What exponents of base 2 scale S by: scale * log2(e), or 1 where S is in base 2."""
+    """The factor of S in arguments of exp2: scale * log2(e), or 1 if S is in base 2."""
     scale = params.scale_log2
     if params.has_score_mod:
         scale = 1.0

@@ -8,9 +8,9 @@ of 128:
     warpgroup 1   | dP^T S^T | P^T | dV, dS^T | dK | dP^T S^T | ...      | store dK, dV
 
 Each warpgroup owns 64 of the 128 keys. S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, which stay
-in registers as the left operands of dV += P^T dO and dK += dS^T Q. Tiles of 64 queries leave
-registers for both accumulators, up to 128 dims; for more the kernel runs once for each of them,
-with None for the other.
+in registers as the left operands of dV += P^T dO and dK += dS^T Q. A tile has 64 queries, which
+leaves registers for both accumulators up to 128 dims. With wider tiles the kernel runs twice: once
+for dK with grad_values None, and once for dV with grad_keys None.
 """
 
 from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
@@ -157,7 +157,7 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
     while work_id < params.sizes.num_work_tiles:
         next_work = next_work_id(params, work_id)
         batch, kv_head, row = decode_work_id(params, work_id, QHEADS_PER_KVHEAD)
-        # One queue entry a query head: heads with masks of their own have other blocks.
+        # One queue entry for each query head, because heads may have different masks.
         for i in range(QHEADS_PER_KVHEAD):
             head = kv_head * QHEADS_PER_KVHEAD + i
             blocks = query_blocks_of_row(params, batch, head, row)
@@ -185,7 +185,7 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
 @gluon.jit
 def load_key_value_row(keys, values, key_pipeline, value_pipeline, WITH_VALUES: gl.constexpr,
                        params, batch, kv_head, row, state):  # fmt: skip
-    """Loads the keys of a row and, if wanted, their values."""
+    """Loads the keys of a row and, if WITH_VALUES, their values."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     for warpgroup in gl.static_range(WARPGROUPS):
         token = row * params.block + warpgroup * WARPGROUP_M
@@ -340,7 +340,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     lse_log2 = lse_delta_buffers.index(2 * state.stage).reshape([WARPGROUP_M])
     minus_delta = lse_delta_buffers.index(2 * state.stage + 1).reshape([WARPGROUP_M])
     if BOTH:
-        # A load from shared memory waits behind all that products in flight read there.
+        # Before any product is issued: later this load would wait for the operands that they read.
         lse_log2 = lse_log2.load(COLUMN_LAYOUT)  # [64 queries]
         consumer_wait(grad_out_pipeline, state)
         if params.dropout.threshold is None:
@@ -353,9 +353,11 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
         # Wide tiles leave no registers that could hold LSE and delta while products run.
+        # S^T = K Q^T: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
         scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
         consumer_wait(grad_out_pipeline, state)
         if WITH_KEYS:
+            # dP^T = V dO^T: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
             dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
         lse_log2 = lse_log2.load(COLUMN_LAYOUT)
     if params.dropout.threshold is not None or params.has_score_mod:
@@ -365,7 +367,8 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
             params.dropout, bh, query_start, key_start, WARPGROUP_M, const.S_LAYOUT
         )
         keep = transposed_element_mask(keep_words, const.S_LAYOUT)
-    # Products complete in the order of issue: S^T is the last one, but where dK is computed alone.
+    # Products complete in the order of issue. S^T is issued last, except if only dK is computed:
+    # then dP^T follows it and may still run.
     scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
     if params.has_score_mod:
         scores, derivative = apply_score_mod(

@@ -9,11 +9,11 @@ Persistent and warp specialised like the forward kernel. In blocks of 128:
 S = Q K^T and dP = dO V^T give dS = P * (dP - delta), which stays in registers as the left operand
 of dQ += dS K. Warpgroups do not wait for one another.
 
-The prologue computes delta out of dO and O, and writes it with LSE for the kernel of dK and dV. O
-comes through the pipelines of keys and values ahead of the first tile, so that it is there when dO
-is: the 64 queries of warpgroup 0 through that of keys, those of warpgroup 1, if there is one,
-through that of values. Where O is wider than keys, a warpgroup alone has them through that of
-values, whose tiles are as wide.
+The prologue computes delta from dO and O, and writes it with LSE for the kernel of dK and dV. O is
+loaded through the pipelines of keys and values before the first tile, at the same time as dO. The
+64 queries of warpgroup 0 use a stage of keys, and those of warpgroup 1, if it exists, a stage of
+values. In blocks of 64, if O is wider than keys, the only warpgroup uses a stage of values, which
+is as wide as O.
 """
 
 from sparseflash.backends.hopper.device.block_list import (
@@ -103,7 +103,7 @@ def backward_dq_kernel(
                   mask_batch_stride)  # fmt: skip
     WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
     pipelines = (
-        # Once a row, so mbarriers do: named ones are few.
+        # Used once for each row, so mbarriers are fast enough; there are only 16 named barriers.
         make_pipeline(queries, WARPGROUPS, 1),
         make_pipeline(grad_outs, WARPGROUPS, 1),
         make_named_barrier_pipeline(keys, 0, STAGES, WARPGROUPS),
@@ -167,7 +167,7 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
         blocks = key_blocks_of_row(params, batch, head, row)
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         query_start = row * params.block
-        # Both pipelines share one state, so with one warpgroup a stage of K or V passes unused.
+        # Both pipelines share one state, so with one warpgroup the other one skips a stage.
         if WARPGROUPS == 1 and outs.block_type.shape[3] > keys.block_type.shape[3]:
             producer_acquire(key_pipeline, state)
             producer_commit(key_pipeline, state)
@@ -255,9 +255,9 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
 @gluon.jit
 def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase,
              WARPGROUP: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
-    """(log2(e) * LSE, -delta) [64] of this warpgroup's queries, which are written too.
+    """(log2(e) * LSE, -delta), each [64], of this warpgroup's queries; also writes both.
 
-    O lies in the stages of keys and values at `state`, in tiles like those of dO.
+    O [64, D] is in the stage of keys or of values at `state`.
     """
     _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     VALUE_DIMS: gl.constexpr = grad_out_pipeline.buffers.shape[4]
@@ -265,7 +265,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     IN_KEYS: gl.constexpr = WARPGROUP == 0 and not (params.block == WARPGROUP_M and IS_WIDER)
     LAYOUT: gl.constexpr = delta_input_layout(VALUE_DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    # Rows in the threads that have them in S: LSE and delta need no exchange.
+    # A thread gets LSE and delta of the rows that it holds of S, so no exchange is needed.
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
     lse_log2, grad_lse = read_lse(lse_tensors, bh, tokens, params.sizes.q_len)
     consumer_wait(key_pipeline, state)
@@ -320,11 +320,11 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
         )
     p = gl.exp2(scores * softmax_scale_log2(params) - gl.expand_dims(lse_log2, 1))
     if params.has_derivative:
-        p = p * derivative  # dS alone reads it, which takes them as a factor
+        p = p * derivative  # only dS uses it: dS = P * derivative * (dP - delta)
     if PARTIAL:
         p = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # V is free; K is read once more, by dS K.
+    # V is not needed any more; dS K still reads K.
     consumer_release(value_pipeline, state)
     if params.dropout.threshold is not None:
         keep = element_mask(keep_words, TILE_N, const.S_LAYOUT)

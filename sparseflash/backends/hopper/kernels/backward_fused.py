@@ -81,21 +81,27 @@ from sparseflash.backends.hopper.kernels.dq_accumulator import (
 from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 TILES_PER_BLOCK = gl.constexpr(2)  # tiles of 64 queries
-# Buffers of dS of each warpgroup. Two need no empty barriers: a warpgroup writes dS_{i+2} into the
-# buffer of dS_i only after it has waited for the other's dS_{i+1}, if the other one reads dS_i at
-# all, and the other one signals dS_{i+1} after it has read dS_i.
+# Buffers of dS for each warpgroup. Two buffers need no empty barriers. A warpgroup writes dS_{i+2}
+# into the buffer of dS_i. If the other warpgroup reads dS_i, it signals its own dS_{i+1} after
+# that, and this warpgroup waits for that dS_{i+1} before it writes dS_{i+2}.
 DS_STAGES = gl.constexpr(2)
 
 
 class DsExchange(NamedTuple):
-    """dS^T of both warpgroups: buffer 2 * stage + warpgroup is written by that one for both."""
+    """dS^T of both warpgroups, each buffer [64 keys, 64 queries].
+
+    A warpgroup writes buffer 2 * stage + warpgroup, and both warpgroups read it.
+    """
 
     buffers: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
 
 
 class Pipelines(NamedTuple):
-    """dq_buffers: for each warpgroup what it adds to dQ in global memory at a time"""
+    """All buffers of a CTA.
+
+    dq_buffers: float32, one for each warpgroup: what one TMA reduction adds to dQ
+    """
 
     query_pipeline: Pipeline
     grad_out_pipeline: Pipeline
@@ -107,8 +113,11 @@ class Pipelines(NamedTuple):
 
 
 class TileStates(NamedTuple):
-    """Where the operands of a tile of queries lie: the stage of its Q and dO, the stage of its dS,
-    and the first buffer of the K and V of its work tile.
+    """Where the operands of a tile of queries are in shared memory.
+
+    query:     stage of its Q and dO
+    ds:        stage of its dS
+    kv_buffer: first of the two buffers of K and V of its work tile
     """
 
     query: PipelineState
@@ -136,7 +145,7 @@ def backward_fused_kernel(
     pipelines = Pipelines(
         make_named_barrier_pipeline(queries, 0, STAGES, 2),
         make_named_barrier_pipeline(grad_outs, STAGES, STAGES, 2),
-        # Both warpgroups read all keys, for dQ, and each its own values.
+        # For dQ both warpgroups read all keys; each reads only its own values.
         make_pipeline(keys, 2 * KEY_STAGES, 2),
         make_pipeline(values, 2 * KEY_STAGES, 1),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout),
@@ -256,17 +265,18 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
 
 @gluon.constexpr_function
 def adds_alternate_tiles(dq_buffers, key_buffers):
-    """Whether a warpgroup adds all dims of every other tile of dQ, not half of them of every tile.
+    """Whether a warpgroup adds all dims of every second tile of dQ, not half the dims of all.
 
-    Then it has the registers to hold its keys and values, too.
+    In that case its registers can also hold its keys and values.
     """
     return added_dims(dq_buffers) == key_buffers.shape[4]
 
 
 @gluon.jit
 def load_operand_a(pipeline, buffer):
-    """This warpgroup's half of K or V as a left operand in registers: products that read it take
-    no bandwidth of shared memory.
+    """This warpgroup's half of K or V, [64, D], as a left operand in registers.
+
+    Products that read it from registers need no bandwidth of shared memory.
     """
     LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
     return stage_matrix(pipeline, buffer).load(operand_a_layout(LAYOUT))
@@ -435,18 +445,21 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     if prev_states is not None:
         consumer_release(pipelines.query_pipeline, prev_states.query)
     consumer_release(pipelines.grad_out_pipeline, state)
-    # Copied when no product runs: else ptxas finds no registers, and waits for every product.
+    # Copied while no product runs: otherwise ptxas runs out of registers and waits for every
+    # product.
     return dk, dv, as_operand_a(copy_registers(ds), value.dtype, GRAD_LAYOUT)
 
 
 @gluon.jit
 def load_lse_delta(lse_delta_buffers, params, stage, key_start, key_length,
                    S_LAYOUT: gl.constexpr):  # fmt: skip
-    """(-LSE / scale, -delta) [64 keys, 64 queries], to begin S^T and dP^T with; -inf for keys past
-    the last one, whose P might be inf otherwise, and dQ NaN.
+    """(-LSE / scale, -delta), each [64 keys, 64 queries]: initial accumulators of S^T and dP^T.
 
-    Before any product is issued: a load from shared memory would wait behind all that products
-    read there, and none runs while the compiler writes the initial accumulator of another.
+    The first is -inf for keys past the key length. Otherwise their P might be inf, and dQ NaN.
+
+    Both are loaded before any product is issued, for two reasons: a later load from shared memory
+    would wait for the operands of these products, and no product runs while the compiler writes
+    the initial accumulator of another one.
     """
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     lse_log2 = lse_delta_buffers.index(2 * stage).reshape([WARPGROUP_M]).load(COLUMN_LAYOUT)
@@ -468,8 +481,10 @@ def issue_dk_mma(dk, ds, pipelines, states):
 
 @gluon.jit
 def issue_dq_mma(pipelines, states, WARPGROUP: gl.constexpr):
-    """What this warpgroup adds of dS K, in flight: one product for the keys of each warpgroup, its
-    own first, [64 queries, 64 keys] [64 keys, added dims] -> [64 queries, added dims].
+    """The part of dS K that this warpgroup adds to dQ, in flight.
+
+    Two products, one for the keys of each warpgroup: [64 queries, 64 keys] [64 keys, added dims]
+    -> [64 queries, added dims].
     """
     DIMS: gl.constexpr = added_dims(pipelines.dq_buffers)
     ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
@@ -480,7 +495,7 @@ def issue_dq_mma(pipelines, states, WARPGROUP: gl.constexpr):
     for i in gl.static_range(2):
         warpgroup = (WARPGROUP + i) % 2
         entry = states.ds.stage * 2 + warpgroup
-        # Its own first, which needs no wait: it stored that itself.
+        # First its own dS, which it has stored itself, so only the second one needs a wait.
         if i == 1:
             mbarrier.wait(ds_exchange.full_barriers.index(entry), states.ds.phase)
         ds = ds_exchange.buffers.index(entry).permute((1, 0))

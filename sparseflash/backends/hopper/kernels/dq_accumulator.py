@@ -1,9 +1,9 @@
 """The float32 accumulator of dQ in global memory, to which the CTAs of the fused kernel add.
 
-It lies tile after tile, [64, D] each, in the order of the registers of an accumulator: four
-elements of one thread are neighbours, and so are those of the threads of a warp. So they come into
-shared memory as they are, 16 bytes of a thread at a time. A kernel of its own brings them into the
-order of the gradient:
+It is stored tile by tile, [64, D] each. Inside a tile the elements have the order of the registers
+of an accumulator: four elements of a thread are contiguous, and so are those of the threads of a
+warp. So a thread writes them to shared memory in 16 bytes at a time, without an exchange. A second
+kernel brings them into the order of the gradient:
 
     one warpgroup | read a tile | scale, convert | shared memory | TMA store
 """

@@ -99,7 +99,10 @@ from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 
 class SoftmaxState(NamedTuple):
-    """row_max [64]; row_sum [64, 4], of which each thread has its own columns' share"""
+    """State of the online softmax: row_max [64]; row_sum [64, 4].
+
+    Column t of row_sum is the partial sum of thread t of the four that share a row.
+    """
 
     row_max: gl.tensor
     row_sum: gl.tensor
@@ -287,8 +290,8 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         acc = gl.zeros([WARPGROUP_M, DIMS], gl.float32, O_LAYOUT)  # [64, D]
         # TMA may still read O of the row before in its query buffer.
         is_storing = (rows_done > 0) & (QUERY_STAGES > 1)
-        # With one stage Q of this row needs that very buffer. It must be released before the wait,
-        # or the producer never loads.
+        # With one stage, Q of this row is loaded into that same buffer. It must be released before
+        # the wait for Q: otherwise the producer would never load Q.
         if QUERY_STAGES == 1:
             release_query_after_store(query_pipeline, prev_query_buffer, rows_done > 0)
         consumer_wait(query_pipeline, PipelineState(query_buffer, query_state.phase))
@@ -373,7 +376,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
         p = gl.where(element_mask(keep_words, TILE_N, const.S_LAYOUT), p, 0.0)
     acc = rescale_rows(acc, correction, const.ACC_LAYOUT)
     p = as_operand_a(p, query.dtype, const.ACC_LAYOUT)
-    # Late, so that the store of O overlaps the first tile of this row.
+    # Not earlier, so that the store of O of the row before overlaps the first tile of this row.
     release_query_after_store(query_pipeline, prev_query_buffer, is_storing)
     if LOAD_WAIT_WARPS > 0:
         # Without it Triton would synchronise the warpgroup in every step of the loop.
@@ -452,7 +455,7 @@ def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
     scale = softmax_scale_log2(params)
     max_scaled = row_max * scale
     if MASKED or params.score_params.pointers.layout is not None:
-        # A row without a key so far, masked or by a score function: -inf less -inf would be NaN.
+        # All pairs of the row may be masked so far, and -inf - (-inf) would be NaN.
         max_scaled = gl.where(row_max == NEG_INF, 0.0, max_scaled)
     p = gl.exp2(scores * scale - gl.expand_dims(max_scaled, 1))
     correction = gl.exp2(softmax.row_max * scale - max_scaled)
@@ -465,9 +468,9 @@ def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
 def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
     """row_sum * correction + the row sums of P, [64, 4]: each thread adds up its own columns.
 
-    The threads of a row add up their sums only when it ends, so none waits for others in a step.
-    With dropout one thread has all of it: ptxas of CUDA 13 would run short of registers, and wait
-    for every product.
+    The four threads of a row add their partial sums only after the last tile, so that no step
+    exchanges data between threads. With dropout one thread holds the whole sum of a row: otherwise
+    ptxas of CUDA 13 runs out of registers and waits for every product.
     """
     THREAD_LAYOUT: gl.constexpr = thread_row_layout()
     TILE_N: gl.constexpr = p.shape[1]

@@ -1,13 +1,13 @@
-"""What the backward pass reads of each query: log2(e) * LSE and -delta.
+"""Two numbers that the backward pass reads for each query: log2(e) * LSE and -delta.
 
     delta = rowsum(dO * O) - dLSE
 
-The first is inf for a query without keys, so that exp2(S - inf) is 0. The second is what dO V^T
-begins with where registers allow. They lie in one float32 tensor (2 * batch * heads, q_len rounded
-up to whole blocks), two rows for each (batch, head).
+The first is inf for a query without keys, so that exp2(S - inf) is 0. The second is the initial
+accumulator of dO V^T where registers allow. Both are in one float32 tensor (2 * batch * heads,
+q_len rounded up to whole blocks), with two rows for each (batch, head).
 
-The kernel of dQ writes them in its prologue; where it does not run, the kernel of this file does,
-with the same bits:
+The kernel of dQ writes them in its prologue. If it does not run, the kernel of this file writes
+the same bits:
 
     one warpgroup | TMA dO, O | read LSE, dLSE | wait | rowsum(dO * O) | write both
 """
