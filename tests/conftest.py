@@ -88,8 +88,8 @@ def pytest_collection_modifyitems(items):
 
 
 def seconds(item) -> int:
-    """That a test takes, by its marker: slow(seconds)."""
-    marker = item.get_closest_marker("slow")
+    """That a test takes, by its marker: slow(seconds) or compiles(seconds)."""
+    marker = item.get_closest_marker("slow") or item.get_closest_marker("compiles")
     return marker.args[0] if marker and marker.args else 0
 
 

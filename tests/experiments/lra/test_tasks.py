@@ -260,6 +260,7 @@ def plain_value(symbols):
 
 
 class TestPathfinder:
+    @pytest.mark.compiles(30)  # the generator
     def test_an_image_is_a_function_of_split_seed_and_index(self):
         images = Pathfinder().images("train", 10)
         again, other = Pathfinder().images("train", 20), Pathfinder().images("test", 10)

@@ -94,7 +94,7 @@ def test_measured_choices_are_sorted_by_time():
     assert times == sorted(times)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_order_on_a_cpu_is_right_for_nine_of_ten_pairs_that_differ_by_a_tenth():
     workload = Workload(4096, head_dim=64, heads=2, dtype=torch.float32)
     sizes = [block_sizes(text, workload, [128]) for text in families(4096, 128)[::2]]

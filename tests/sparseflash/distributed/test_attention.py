@@ -100,7 +100,7 @@ def test_bytes_moved_are_those_of_the_plan(ranks, mask):
                 assert min(forward) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_layers_around_it_are_compiled(two_ranks, backend):
     """It breaks the graph: what stands before a call and after it is compiled, once."""

@@ -45,7 +45,7 @@ def process(rank: int, device: str, store: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_processes_step_like_one(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < PROCESSES:
