@@ -27,7 +27,6 @@ TOKENS, BLOCK = 1024, 64
 LAYERS = 12
 SAMPLES = 256  # keys that are followed where not all are
 PAIRS = 1 << 22  # more pairs are drawn cell by cell
-CELLS = 512
 STEEP = 16  # most blocks in a row over the median: more are drawn on a logarithmic axis
 DPI = {"png": 150, "svg": 300}  # of SVG, that of pictures of masks
 # Colours of: empty blocks; masked pairs of partial blocks; attended pairs of those; full blocks.
@@ -281,7 +280,7 @@ def _draw_rows(axes, mask: BlockMask) -> None:
         axes.set(yscale="log", ylim=(0.5, None))
     else:
         axes.yaxis.get_major_locator().set_params(integer=True)
-    _in_thousands(axes.xaxis)
+    plot.in_thousands(axes.xaxis)
 
 
 def _draw_pairs(axes, mask: BlockMask) -> None:
@@ -293,17 +292,14 @@ def _draw_pairs(axes, mask: BlockMask) -> None:
     share = share.repeat_interleave(bq, 0).repeat_interleave(bk, 1)
     share = share[: pairs.shape[0], : pairs.shape[1]]
     kind = (share > 0).int() + pairs.int() + (share == 1).int()
-    q_len, k_len = mask.seq_len
-    picture = torch.tensor([to_rgb(kind) for kind in KINDS])[kind]
-    _show(axes, picture, (0, k_len, q_len, 0))
-    _label(axes, mask)
+    _show(axes, torch.tensor([to_rgb(kind) for kind in KINDS])[kind], mask)
 
 
 def _shares(mask: BlockMask) -> Tensor:
     """The share of heads that attend each pair; of many pairs, of the pairs of each cell."""
     few = mask.seq_len[0] * mask.seq_len[1] <= PAIRS
     total = sum(
-        mask.head(h).to_dense().float() if few else plot.cell_density(mask, CELLS, h)
+        mask.head(h).to_dense().float() if few else plot.cell_density(mask, plot.MAX_CELLS, h)
         for h in range(mask.num_heads)
     )
     return torch.as_tensor(total) / mask.num_heads
@@ -315,36 +311,17 @@ def _draw_cells(axes, mask: BlockMask, shares: dict[str, Tensor]) -> None:
 
     picture = torch.ones(*next(iter(shares.values())).shape, 3)
     for colour, share in shares.items():
-        seen = torch.where(share > 0, plot.FAINTEST + (1 - plot.FAINTEST) * share, 0).cpu()
-        picture -= seen[..., None] * (1 - torch.tensor(to_rgb(colour)))
+        picture -= plot.shades(share)[..., None] * (1 - torch.tensor(to_rgb(colour)))
+    _show(axes, picture.clamp(0, 1), mask)
+
+
+def _show(axes, picture: Tensor, mask: BlockMask) -> None:
+    """Red, green and blue of pairs or cells: those below a pixel are averaged, none is lost."""
     q_len, k_len = mask.seq_len
-    if picture.shape[:2] == mask.seq_len:
-        extent = (0, k_len, q_len, 0)
-    else:
-        down, right = (-(-n // CELLS) for n in (mask.grid.nq, mask.grid.nk))
-        bq, bk = mask.block_size
-        extent = (0, picture.shape[1] * right * bk, picture.shape[0] * down * bq, 0)
-    _show(axes, picture.clamp(0, 1), extent)
-    axes.set(xlim=(0, k_len), ylim=(q_len, 0))
-    _label(axes, mask)
-
-
-def _show(axes, picture: Tensor, extent: tuple[int, int, int, int]) -> None:
-    """Red, green and blue of each cell; cells smaller than a pixel are averaged, none is lost."""
+    pairs = picture.shape[:2] == mask.seq_len
+    extent = (0, k_len, q_len, 0) if pairs else plot.extent(mask, picture)
     axes.imshow(picture.numpy(), extent=extent, interpolation="antialiased", aspect="auto")
-
-
-def _label(axes, mask: BlockMask) -> None:
-    axes.set(xlabel="key (tokens)", ylabel="query (tokens)")
-    for axis in (axes.xaxis, axes.yaxis):
-        _in_thousands(axis)
-
-
-def _in_thousands(axis) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axis.set_major_formatter(EngFormatter(sep=""))
-    axis.get_major_locator().set_params(integer=True)
+    plot.label(axes, mask)
 
 
 def _difference_picture(parts: Sequence[BlockMask], labels: Sequence[str]):

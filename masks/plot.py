@@ -113,16 +113,35 @@ def save(mask: BlockMask, path: Path, title: str) -> None:
 
 
 def _draw(axes, mask: BlockMask, head: int) -> None:
+    cells = cell_density(mask, MAX_CELLS, head)
+    look = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    axes.imshow(shades(cells).numpy(), extent=extent(mask, cells), **look)
+    axes.spines[:].set_position(("outward", 2))  # points: it hides no cell of the first tokens
+    label(axes, mask)
+
+
+def shades(shares: Tensor) -> Tensor:
+    """How dark cells are, 0 to 1, of which these shares attend: none that attends is blank."""
+    return torch.where(shares > 0, FAINTEST + (1 - FAINTEST) * shares, 0).cpu()
+
+
+def extent(mask: BlockMask, cells: Tensor) -> tuple[int, int, int, int]:
+    """Tokens that cells of one size span: the last ones reach past the sequence."""
+    step_q, step_k = _blocks_per_cell(mask, MAX_CELLS)
+    return 0, cells.shape[1] * step_k * mask.grid.bk, cells.shape[0] * step_q * mask.grid.bq, 0
+
+
+def label(axes, mask: BlockMask) -> None:
+    """Makes queries go down and keys to the right, up to the end of the sequence."""
+    q_len, k_len = mask.seq_len
+    axes.set(xlabel="key (tokens)", ylabel="query (tokens)", xlim=(0, k_len), ylim=(q_len, 0))
+    for axis in (axes.xaxis, axes.yaxis):
+        in_thousands(axis)
+
+
+def in_thousands(axis) -> None:
+    """Writes the tokens of an axis as 512, 1k, 2k."""
     from matplotlib.ticker import EngFormatter
 
-    (q_len, k_len), (bq, bk) = mask.seq_len, mask.block_size
-    cells = cell_density(mask, MAX_CELLS, head)
-    step_q, step_k = _blocks_per_cell(mask, MAX_CELLS)
-    # All cells are drawn of one size: the last ones reach past the sequence, where the axes end.
-    extent = (0, cells.shape[1] * step_k * bk, cells.shape[0] * step_q * bq, 0)
-    shades = torch.where(cells > 0, FAINTEST + (1 - FAINTEST) * cells, 0).cpu().numpy()
-    axes.imshow(shades, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    axes.set(xlabel="key (tokens)", ylabel="query (tokens)", xlim=(0, k_len), ylim=(q_len, 0))
-    axes.spines[:].set_position(("outward", 2))  # points: it hides no cell of the first tokens
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.get_major_locator().set_params(integer=True)
