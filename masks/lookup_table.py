@@ -47,17 +47,17 @@ TRANSPOSE_CHUNK = 1024  # a tile takes 32 times its size while it is transposed
 class BlockLists:
     """One direction of a lookup table, in CSR form: the full and the partial blocks of every row.
 
-    Rows may share storage: two rows that list the same blocks may point at the same entries.
+    Two rows that list the same blocks may point to the same entries.
 
     row_ptr:          int32 (masks, rows, 4)  full_start, full_count, partial_start, partial_count
     full_index:       int32 (n,)              column of each full block, ascending within a row
     partial_index:    int32 (p,)              column of each partial block, ascending within a row
-    partial_bit_tile: int32 (p,)              which of the bit tiles holds its element mask
-    schedule:         int32 (masks, rows)     the rows of a mask, most blocks first
-    max_blocks:       most non-zero blocks in any row
-    total_blocks:     non-zero blocks over all masks
+    partial_bit_tile: int32 (p,)              index of the bit tile of each partial block
+    schedule:         int32 (masks, rows)     the rows of a mask, those with most blocks first
+    max_blocks:       largest number of non-zero blocks in a row
+    total_blocks:     non-zero blocks of all masks
 
-    The last two are None in the table of a DynamicMask: only the device knows them.
+    The last two are None in the table of a DynamicMask, because only the device knows them.
     """
 
     row_ptr: Tensor
@@ -80,38 +80,43 @@ class BlockLists:
 
     @cached_property
     def imbalance(self) -> float:
-        """Most blocks in a row over the mean; inf where only the device knows."""
+        """Number of blocks in the longest row over the mean; inf if only the device knows."""
         if self.max_blocks is None or self.total_blocks is None:
             return math.inf
         return self.max_blocks * self.schedule.numel() / max(self.total_blocks, 1)
 
     @cached_property
     def mean_blocks(self) -> float | None:
-        """Non-zero blocks of a row on average; None where only the device knows."""
+        """Mean number of non-zero blocks in a row; None if only the device knows."""
         return None if self.total_blocks is None else self.total_blocks / self.schedule.numel()
 
     def to(self, device: torch.device | str) -> "BlockLists":
-        """The same lists on another device."""
+        """The same lists on another device.
+
+        Args:
+            device: A torch device or its name.
+        """
         return _move(self, device)
 
 
 @dataclass(frozen=True, eq=False)
 class LookupTable(Caching):
-    """What kernels read: both directions of a mask and the element masks of its partial blocks.
+    """The arrays that kernels read: block lists in two directions, and element masks.
 
     by_query:     rows are query blocks, columns are key blocks (forward, dQ)
     by_key:       the transpose: rows are key blocks, columns are query blocks (dK, dV)
     bit_tiles:    int32 (tiles, bq, ceil(bk / 32)); bit c % 32 of bit_tiles[t, r, c // 32] is pair
         (query r, key c) of tile t, in both directions; bits outside the sequence are 0
-    head_to_mask: int32 (mask batch, mask heads): the distinct mask that each head reads; one entry
-        serves any number of heads, and of batch elements
+    head_to_mask: int32 (mask batch, mask heads): index of the distinct mask that each head reads;
+        a size of 1 means that all heads, or all batch elements, share it
     seq_len:      (q_len, k_len) in tokens
     block_size:   (bq, bk) in tokens
 
-    A block listed as full has every pair of the sequence set. A clipped one is listed as partial
-    in the direction whose columns end there: by query where the keys end, by key where the queries
-    end. So the loop of a kernel over its columns needs bounds checks and element masks for partial
-    blocks only, and few queries leave blocks full.
+    In a block that is listed as full, all pairs inside the sequence attend. If the end of the keys
+    clips such a block, by_query lists it as partial; if the end of the queries clips it, by_key
+    does. So the loop of a kernel over columns needs bounds checks and element masks only for
+    partial blocks. Rows past the end are not stored by a kernel, so a block row with few queries
+    may list full blocks.
     """
 
     by_query: BlockLists
@@ -123,7 +128,7 @@ class LookupTable(Caching):
 
     @property
     def device(self) -> torch.device:
-        """Where the table is."""
+        """Device of the table."""
         return self.bit_tiles.device
 
     @cached_property
@@ -133,7 +138,11 @@ class LookupTable(Caching):
         return torch.cat([pack(unpack(part, self.block_size[1]).mT) for part in parts])
 
     def for_groups(self, group: int) -> "LookupTable":
-        """The table for `group` times as many heads, of which consecutive ones read one mask."""
+        """The table for more heads, for grouped-query attention.
+
+        Args:
+            group: Consecutive heads that share each mask of this table.
+        """
         if group == 1:
             return self
         found = self.cache.get(("group", group))
@@ -151,7 +160,11 @@ class LookupTable(Caching):
         return sum(t.numel() * t.element_size() for t in (*_tensors(self), *lists))
 
     def to(self, device: torch.device | str) -> "LookupTable":
-        """The same table on another device."""
+        """The same table on another device.
+
+        Args:
+            device: A torch device or its name.
+        """
         return _move(self, device)
 
 

@@ -79,7 +79,11 @@ class ContextPlan(Caching):
         return self.mask.grid.q_len
 
     def positions(self, rank: int) -> Tensor:
-        """int64 (tokens of the rank,): where each of its tokens stands in the sequence."""
+        """Positions of a rank's tokens in the sequence, ascending: int64 (tokens of the rank,).
+
+        Args:
+            rank: Number of the rank, from 0.
+        """
         rank = self._rank(rank)
         if ("positions", rank) not in self.cache:
             unit = self.workload.unit
@@ -89,12 +93,24 @@ class ContextPlan(Caching):
         return self.cache["positions", rank]
 
     def shard(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
-        """The part of one rank of a tensor that holds the whole sequence along `dim`."""
+        """The part of a tensor that belongs to one rank.
+
+        Args:
+            tensor: A tensor with all tokens of the sequence along `dim`.
+            rank: Number of the rank, from 0.
+            dim: The dimension of tokens.
+        """
         _check_tokens("tensor", tensor, dim, self.seq_len, f"{self.seq_len} tokens")
         return tensor.index_select(dim, self.positions(rank).to(tensor.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor, of the shards of all ranks; see `gather` where each rank has one.
+        """The inverse of shard, for one process that has the shards of all ranks.
+
+        If each rank has its own shard, use `gather`.
+
+        Args:
+            shards: shards[rank] has the tokens of that rank along `dim`.
+            dim: The dimension of tokens.
 
         Raises:
             TypeError, ValueError: `shards` is no list of one tensor for each rank, or a tensor has
@@ -111,12 +127,23 @@ class ContextPlan(Caching):
         return joined.index_select(dim, position.argsort().to(joined.device))
 
     def check_length(self, name: str, tensor: Tensor, rank: int, dim: int) -> None:
-        """Raises ValueError where a tensor has not as many tokens as the rank."""
+        """Raises ValueError if a tensor does not have as many tokens as a rank owns.
+
+        Args:
+            name: Name of the tensor in the message.
+            tensor: The tensor that is checked.
+            rank: Number of the rank, from 0.
+            dim: The dimension of tokens.
+        """
         expected = len(self.positions(rank))
         _check_tokens(name, tensor, dim, expected, f"the {expected} tokens of rank {rank}")
 
     def mask_of(self, rank: int) -> BlockMask:
-        """The queries of one rank against all keys: what a DynamicMask of a call selects from."""
+        """The mask of one rank's queries and all keys, from which a DynamicMask can select.
+
+        Args:
+            rank: Number of the rank, from 0.
+        """
         rank = self._rank(rank)
         if ("mask", rank) not in self.cache:
             every = torch.arange(self.mask.grid.nk)
@@ -150,8 +177,13 @@ class ContextPlan(Caching):
         return self.cache[*key, device]
 
     def head_groups(self, kv_heads: int) -> int:
-        """Into how many groups as many heads of keys are parted: as many as there are where heads
-        have masks of their own, so that each fetches what it needs.
+        """The number of groups of key heads that are exchanged one after another.
+
+        If heads have masks of their own, each key head is a group, so that each one fetches only
+        the keys that it needs.
+
+        Args:
+            kv_heads: Key heads of the call.
 
         Raises:
             ValueError: Masks of heads are not of as many heads of keys or a multiple.
@@ -167,8 +199,12 @@ class ContextPlan(Caching):
         return kv_heads
 
     def traffic(self, groups: int = 1) -> Tensor:
-        """int64 (ranks, ranks): key tokens that [receiver, sender] move in a forward pass, summed
-        over groups of heads; 0 on the diagonal.
+        """Key tokens of a forward pass from each rank to each other: int64 (ranks, ranks).
+
+        Entry [receiver, sender] is summed over groups of heads; the diagonal is 0.
+
+        Args:
+            groups: Groups of heads, as head_groups returns.
         """
         if groups == 1 or self.mask.num_heads == 1:
             return self.costs.traffic * groups
@@ -234,7 +270,11 @@ class ContextPlan(Caching):
         return report_of(self, batch, kv_heads, queries, head_dim, dtype)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan to a safetensors file, of which masks.load reads the mask."""
+        """Writes the plan to a safetensors file; masks.load reads its mask.
+
+        Args:
+            path: The file, which is overwritten if it exists.
+        """
         masks.save(self.mask, path)
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata())
@@ -246,11 +286,14 @@ class ContextPlan(Caching):
 
     @staticmethod
     def load(path: str | Path) -> "ContextPlan":
-        """What `save` wrote.
+        """Reads a plan that `save` wrote.
+
+        Args:
+            path: The file.
 
         Raises:
             ValueError: The file holds no plan, or a damaged one.
-        OSError: There is no such file, or it cannot be read.
+            OSError: There is no such file, or it cannot be read.
         """
         mask = masks.load(path)
         try:
@@ -310,31 +353,33 @@ def make_plan(
     shared_rows: Sequence[int] | Tensor | None = None,
     fetch_cost: float = FETCH_COST,
 ) -> ContextPlan:
-    """The plan by which ranks share a sequence: which tokens each has, and what they exchange.
+    """Makes a context plan: which tokens each rank owns, and which keys the ranks exchange.
 
-    A pure function: every rank that calls it with equal arguments gets an equal plan, without
-    communication. Stored with the mask.
+    Every rank that calls it with equal arguments gets an equal plan, without communication. The
+    plan is cached with the mask.
 
     Args:
         mask: The mask of the whole sequence, with as many queries as keys.
-        ranks: How many share the sequence, at most one for each unit of max(block_size) tokens; or
-            the group or the one-dimensional mesh of these ranks.
+        ranks: Number of ranks, at most one for each unit of max(block_size) tokens; or the process
+            group or one-dimensional mesh of these ranks.
         strategy: "contiguous", "zigzag", "zigzag by document", "balanced chunks", "contiguous with
-            repair", or "auto": of those with about the least modelled time, that which moves
-            least. Or the rank of each unit.
-        round_tokens: Most tokens of keys and values that a rank receives at a time, at least one
-            block; what it needs beyond that comes in later rounds. By default all come at once.
-        split: "rows": rows that attend fetched keys wait for them, one group of heads after
-            another, and attend own and fetched keys in one kernel. "keys": every row attends own
-            keys while fetched ones travel, then these, and the results are merged. "auto": "keys"
-            with round_tokens, else that of less modelled time.
-        shared_rows: Block rows, ascending, that all ranks share: each attends its own keys, and
-            the owner merges. By default those that attend far more keys than others, such as the
-            queries of global tokens, if that takes no longer and moves less. A DynamicMask cannot
-            select from a plan with such rows.
+            repair", or a list with the rank of each unit. "auto" takes, of the strategies with
+            about the least predicted time, the one with the least traffic.
+        round_tokens: Largest number of tokens whose keys and values a rank receives at a time, at
+            least one block; it receives further tokens in later rounds. By default there is one
+            round.
+        split: With "rows", rows that attend fetched keys wait for them, one group of heads after
+            another, and attend own and fetched keys in one kernel. With "keys", every row attends
+            own keys during the exchange and fetched keys after it, and the results are merged.
+            "auto" is "keys" if round_tokens is given, else the split with less predicted time.
+        shared_rows: Block rows, ascending, that all ranks share: each rank computes their
+            attention to its own keys, and the owner merges the results. By default rows that
+            attend far more keys than others, such as those of global tokens, if this takes no
+            more time and has less traffic. A DynamicMask cannot select from a plan with shared
+            rows.
         fetch_cost: For "auto": the time to fetch one block of keys and values of all heads, over
-            the time to compute one non-zero block of all heads, forward and backward. Where a
-            DynamicMask selects k of n blocks, computing takes k / n as long, so it is 4 n / k.
+            the time to compute one non-zero block of all heads, forward and backward. If a
+            DynamicMask selects k of n blocks, computing takes k / n of the time: use 4 n / k.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it.

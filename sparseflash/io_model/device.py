@@ -50,7 +50,12 @@ class Device:
         }
 
     def with_roofline(self, roofline: Mapping[str, float]) -> "Device":
-        """The device with the rates that `experiments.roofline` measured."""
+        """The same device with measured rates.
+
+        Args:
+            roofline: The rates that `experiments.roofline` measured, by name:
+                matrix_product_tflops in TFLOP/s, copy_terabytes_per_second in TB/s.
+        """
         return replace(
             self,
             matrix_flops=roofline["matrix_product_tflops"] * 1e12,
@@ -71,7 +76,13 @@ DEVICES = {
 
 
 def device_named(device: str | Device) -> Device:
-    """A device, by its name in DEVICES or as it is.
+    """A device by its name.
+
+    Args:
+        device: A name in DEVICES, or a Device, which is returned unchanged.
+
+    Returns:
+        The device.
 
     Raises:
         ValueError: There is none of that name.
@@ -84,8 +95,13 @@ def device_named(device: str | Device) -> Device:
 
 
 def device_like(device: torch.device) -> Device | None:
-    """The device of DEVICES that a GPU is, with as many multiprocessors as it has; None for any
-    other.
+    """The entry of DEVICES for a GPU of this machine.
+
+    Args:
+        device: A torch device.
+
+    Returns:
+        The device, with the number of multiprocessors of the GPU; None if it is not in DEVICES.
     """
     if device.type != "cuda":
         return None
