@@ -44,6 +44,14 @@ class _Kernel(NamedTuple):
     resident_bytes: int
     streamed_bytes: int
 
+    def rows(self, table: LookupTable) -> BlockLists:
+        """The direction of a table whose rows are its work tiles."""
+        return table.by_key if self.by_key else table.by_query
+
+    def row_heads(self, spec: AttentionSpec) -> int:
+        """Heads that have such rows."""
+        return spec.kv_heads if self.by_key else spec.heads
+
 
 # forward: Q, O; LSE. S = Q K^T, O = P V.
 # dq: Q, O, dO, dQ; LSE read, LSE and delta written. S, dP = dO V^T, dQ = dS K.
@@ -161,8 +169,9 @@ def attention(
         raise ValueError(f"backend must be auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     block_size = BACKENDS[name].block_size_for(spec, mask)
     table = mask.table(block_size=block_size).for_groups(spec.mask_group)
+    work_tiles = _hopper_work_tiles if name == "hopper" else _triton_work_tiles
     kernels = (
-        _cost_of(kernel, table, spec, _work_tiles(kernel, name, spec, table, chosen), chosen)
+        _cost_of(kernel, table, spec, work_tiles(kernel, table, spec, chosen), chosen)
         for kernel in KERNELS[direction]
     )
     return Cost(chosen, tuple(kernels))
@@ -178,27 +187,12 @@ def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:
     return "hopper" if served and not hopper.auto_skip(spec, mask) else "triton"
 
 
-def _work_tiles(
-    kernel: _Kernel, backend: str, spec: AttentionSpec, table: LookupTable, device: Device
-) -> _WorkTiles:
-    """The work tiles of a kernel of a backend over the blocks of a table."""
-    rows = table.by_key if kernel.by_key else table.by_query
-    num_bh = spec.batch * (spec.kv_heads if kernel.by_key else spec.heads)
-    of_backend = _hopper_work_tiles if backend == "hopper" else _triton_work_tiles
-    return of_backend(kernel, spec, rows, table.block_size, num_bh, device)
-
-
 def _hopper_work_tiles(
-    kernel: _Kernel,
-    spec: AttentionSpec,
-    rows: BlockLists,
-    block_size: tuple[int, int],
-    num_bh: int,
-    device: Device,
+    kernel: _Kernel, table: LookupTable, spec: AttentionSpec, device: Device
 ) -> _WorkTiles:
     from sparseflash.backends.hopper.launch import heads_per_group_of
 
-    side, dims = block_size[kernel.by_key], hopper_configs.tile_width(spec.head_dim)
+    side, dims = table.block_size[kernel.by_key], hopper_configs.tile_width(spec.head_dim)
     configs = {
         "forward": hopper_configs.FORWARD_CONFIGS,
         "dq": hopper_configs.DQ_CONFIGS,
@@ -211,20 +205,18 @@ def _hopper_work_tiles(
             f"of {side}"
         )
     per_wave = config.ctas_per_sm * device.multiprocessors
-    return _WorkTiles(side, 1, dims, per_wave, heads_per_group_of(spec, rows, num_bh, per_wave))
+    num_bh = spec.batch * kernel.row_heads(spec)
+    heads_per_group = heads_per_group_of(spec, kernel.rows(table), num_bh, per_wave)
+    return _WorkTiles(side, 1, dims, per_wave, heads_per_group)
 
 
 def _triton_work_tiles(
-    kernel: _Kernel,
-    spec: AttentionSpec,
-    rows: BlockLists,
-    block_size: tuple[int, int],
-    num_bh: int,
-    device: Device,
+    kernel: _Kernel, table: LookupTable, spec: AttentionSpec, device: Device
 ) -> _WorkTiles:
     from sparseflash.backends.triton import configs
     from sparseflash.backends.triton_common.constants import LONGEST_FIRST_IMBALANCE
 
+    block_size, num_bh = table.block_size, spec.batch * kernel.row_heads(spec)
     major, minor = device.capability
     facts = (10 * major + minor, device.shared_bytes, spec.dtype, spec.head_dim, block_size)
     config = configs.choose(kernel.name, *facts, device.capability >= (9, 0))
@@ -242,19 +234,17 @@ def _triton_work_tiles(
         rows_per_block=block_size[kernel.by_key] // height,
         dims=configs.padded_dims(spec.head_dim),
         per_wave=programs * device.multiprocessors,
-        heads_per_group=num_bh if rows.imbalance > LONGEST_FIRST_IMBALANCE else 1,
+        heads_per_group=num_bh if kernel.rows(table).imbalance > LONGEST_FIRST_IMBALANCE else 1,
     )
 
 
 def _cost_of(
     kernel: _Kernel, table: LookupTable, spec: AttentionSpec, work: _WorkTiles, device: Device
 ) -> KernelCost:
-    rows, columns = (
-        (table.by_key, table.by_query) if kernel.by_key else (table.by_query, table.by_key)
-    )
+    rows, columns = kernel.rows(table), table.by_query if kernel.by_key else table.by_key
     row_len, column_len = (spec.k_len, spec.q_len) if kernel.by_key else (spec.q_len, spec.k_len)
     row_side, column_side = table.block_size[::-1] if kernel.by_key else table.block_size
-    row_heads = spec.kv_heads if kernel.by_key else spec.heads
+    row_heads = kernel.row_heads(spec)
     passes = work.rows_per_block  # over the blocks of a row
     token = 2 * spec.head_dim * spec.dtype.itemsize + kernel.streamed_bytes
     # Query heads that read each of the masks.
