@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STRIP = 1 << 22  # pairs that are read at a time
 # Values of pairs that stay in the cache of a CPU: they are computed and packed several times
 # faster than those of a whole strip.
-CACHED_BYTES = 1 << 21
+CACHED_BYTES = 1 << 20
 _WORDS = {16: torch.int16, 32: torch.int32}  # by keys of a block, of whose pairs they are the bits
 
 

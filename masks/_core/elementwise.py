@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import gcd, inf, prod
-from operator import add, neg, sub
+from operator import add, attrgetter, neg, sub
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from masks._core.narrow import Narrowed, Range, compared, narrowed, range_of
 
 # What a value depends on: (a, b), without a common divisor, is the sum a q + b k, and a set the
 # key and, by their ids, these values of the query.
@@ -139,6 +141,8 @@ class ElementwiseFunction:
             if isinstance(which, tuple):
                 self._tabulate_sums(*which)
         self._tabulate_shared_rows()
+        if k.device.type == "cpu":
+            self._narrow()
         read = {id(self.answer)}
         for step in reversed(self._steps_of(PAIR)):
             own = {id(t) for t in _inputs(step)}
@@ -158,8 +162,41 @@ class ElementwiseFunction:
     def pair_bytes(self) -> int:
         """Bytes of the largest value that is computed or copied for every pair."""
         copied = [value for i, value in self.values.items() if self.depends[i] in self.begins]
-        computed = [step.result for step in self._steps_of(PAIR)]
-        return max((value.itemsize for value in copied + computed), default=1)
+        sizes = [value.itemsize for value in copied]
+        for step in self._steps_of(PAIR):
+            of_integers = isinstance(step.operation, Narrowed)
+            sizes.append((step.operation.dtype if of_integers else step.result).itemsize)
+        return max(sizes, default=1)
+
+    def _narrow(self) -> None:
+        """Replaces operations on pairs by faster ones with the same results."""
+        ranges = {i: range_of(value) for i, value in self.values.items()}
+        computed: dict[int, torch.dtype] = {}  # of narrowed values
+        dtypes: dict[int, set[torch.dtype]] = {}  # in which values are read
+        for n, step in enumerate(self.steps):
+            if self.depends[id(step.result)] != PAIR:
+                continue
+            faster = None
+            if not step.options:
+                known = [
+                    Range(a, a) if type(a) is int else ranges.get(id(a)) for a in step.arguments
+                ]
+                widths = [computed[id(a)] for a in step.arguments if id(a) in computed]
+                widest = max(widths, key=attrgetter("itemsize"), default=torch.int16)
+                faster = narrowed(step.operation, known, widest)
+                faster = faster or compared(step.operation, step.arguments)
+            if isinstance(faster, Narrowed) and faster.range is not None:
+                ranges[id(step.result)] = faster.range
+                computed[id(step.result)] = faster.dtype
+            for t in _inputs(step):
+                own = faster.dtype if isinstance(faster, Narrowed) else t.dtype
+                dtypes.setdefault(id(t), set()).add(own)
+            if faster is not None:
+                self.steps[n] = step._replace(operation=faster)
+        for i, read_in in dtypes.items():
+            if i in self.values:
+                widest = max(read_in, key=attrgetter("itemsize"))
+                self.values[i] = self.values[i].to(widest)
 
     def pairs(self, begin: int, end: int) -> Tensor:
         """Its values, which broadcast to (end - begin, k_len), of the queries from `begin` to
@@ -370,17 +407,21 @@ class ElementwiseFunction:
     def _replay(self, values: dict[int, Tensor], steps: list[_Step]) -> None:
         """Adds the results of these steps to `values`."""
         for step in steps:
-            arguments = self._replaced(step.arguments, values)
-            options = self._replaced(step.options, values)
+            dtype = step.operation.dtype if isinstance(step.operation, Narrowed) else None
+            arguments = self._replaced(step.arguments, values, dtype)
+            options = self._replaced(step.options, values, dtype)
             values[id(step.result)] = step.operation(*arguments, **options)
 
-    def _replaced(self, argument: Any, values: dict[int, Tensor]) -> Any:
+    def _replaced(
+        self, argument: Any, values: dict[int, Tensor], dtype: torch.dtype | None
+    ) -> Any:
+        """The argument with the values of its tensors, in this dtype or in that of the record."""
         if isinstance(argument, Tensor) and self.depends.get(id(argument), CONSTANT) != CONSTANT:
-            return values[id(argument)]
+            return values[id(argument)].to(dtype or argument.dtype)
         if isinstance(argument, dict):
-            return {name: self._replaced(value, values) for name, value in argument.items()}
+            return {name: self._replaced(v, values, dtype) for name, v in argument.items()}
         if isinstance(argument, (list, tuple)):
-            return [self._replaced(value, values) for value in argument]
+            return [self._replaced(item, values, dtype) for item in argument]
         return argument
 
 

@@ -101,7 +101,8 @@ def test_which_functions_are_replayed(name):
         (lambda q, k: (q - k).abs() < 5, 1),
         (lambda q, k: (q // 7 == k // 7) & (k <= q), 1),
         (lambda q, k: (q + k).int() % 7 == 0, 1),
-        (lambda q, k: (q * k).int() % 7 == 0, 8),
+        (lambda q, k: (q ^ k) % 7 == 0, 2),
+        (lambda q, k: (q * k * 2**40).int() % 7 == 0, 8),
     ],
 )
 def test_bytes_of_a_pair_are_those_of_the_largest_value(attends, expected):
