@@ -90,28 +90,34 @@ def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
     )
 
 
-def from_flex(mask: flex_attention.BlockMask) -> BlockMask:
+def from_flex(mask: flex_attention.BlockMask, batch: int | None = None) -> BlockMask:
     """The elements that a FlexAttention mask attends: all of its full blocks, and those of its
     partial blocks for which mask_mod holds.
 
+    Args:
+        mask: Not one that was indexed, which has no mask_mod any more.
+        batch: Which batch element, if there are several: masks.MaskBatch.from_masks joins them.
+
     Raises:
-        TypeError: `mask` is no BlockMask of FlexAttention.
-        ValueError: The mask has several batch elements.
+        TypeError: `mask` is no BlockMask of FlexAttention, or `batch` no integer.
+        ValueError: The mask has several batch elements and `batch` is none of them.
     """
     if not isinstance(mask, flex_attention.BlockMask):
         raise TypeError(f"mask must be a BlockMask of FlexAttention, got {type(mask)}")
-    if mask.kv_num_blocks.shape[0] != 1:
-        raise ValueError(
-            f"mask must be of one batch element, got {mask.kv_num_blocks.shape[0]}; index it first"
-        )
+    batches = mask.kv_num_blocks.shape[0]
+    if batch is None and batches != 1:
+        raise ValueError(f"batch must be 0 to {batches - 1}, for mask has {batches}, got None")
+    b = check_integer("batch", batch or 0, least=0, most=batches - 1)
     full_count, full_index = mask.full_kv_num_blocks, mask.full_kv_indices
     if full_count is None or full_index is None:
         full_count, full_index = torch.zeros_like(mask.kv_num_blocks), mask.kv_indices
     (bq, bk), (q_len, k_len), mask_mod = mask.BLOCK_SIZE, mask.seq_lengths, mask.mask_mod
+    own = slice(b, b + 1)
     lists = BlockSparseTensors(
-        mask.kv_num_blocks, mask.kv_indices, full_count, full_index, (bq, bk)
+        mask.kv_num_blocks[own], mask.kv_indices[own], full_count[own], full_index[own], (bq, bk)
     )
-    return _from_lists(lists, (q_len, k_len), lambda h, q, k: mask_mod(_ZERO, h, q, k))
+    element = torch.tensor(b, device="cpu")
+    return _from_lists(lists, (q_len, k_len), lambda h, q, k: mask_mod(element, h, q, k))
 
 
 def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockSparseTensors:
@@ -388,9 +394,6 @@ def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> Block
             f"matrix must be sparse_bsr, sparse_csr or sparse_coo, got {matrix.layout}"
         )
     return BlockMask.from_scipy(found, block_size).to(matrix.device)
-
-
-_ZERO = torch.tensor(0, device="cpu")
 
 
 def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -49,6 +49,16 @@ def test_flex_masks_made_by_torch(shape):
     assert interop.from_flex(flex) == masks.BlockMask.from_dense(expected, 32)
 
 
+def test_flex_masks_of_batch_elements():
+    def mask_mod(b, h, q, k):
+        return (q >= k) & (k >= 40 * b + 10 * h)
+
+    flex = flex_attention.create_block_mask(mask_mod, 2, 2, 100, 100, "cpu", BLOCK_SIZE=32)
+    batch = masks.MaskBatch.from_masks([interop.from_flex(flex, b) for b in range(2)])
+    expected = flex_attention.create_mask(mask_mod, 2, 2, 100, 100, device="cpu")
+    assert torch.equal(batch.to_dense(), expected)
+
+
 def test_flex_masks_without_full_blocks_and_in_any_order():
     flex = interop.to_flex(masks.butterfly()(256, 32))
     count, index = flex.full_kv_num_blocks, flex.full_kv_indices.clone()
@@ -121,8 +131,9 @@ def test_entries_of_a_sparse_tensor_may_be_stored_twice():
             lambda: interop.from_flex(
                 flex_attention.create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 32, 32, "cpu")
             ),
-            "mask must be of one batch element, got 2",
+            "batch must be 0 to 1, for mask has 2, got None",
         ),
+        (lambda: interop.from_flex(interop.to_flex(masks.full()(64, 16)), 1), "at most 0, got 1"),
         (
             lambda: interop.from_block_lists(
                 interop.to_block_lists(masks.causal()(64, 16)), (64, 64)
