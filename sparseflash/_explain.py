@@ -20,6 +20,7 @@ from sparseflash.arguments import (
     check_sinks,
     checked_bias,
     checked_mask,
+    checked_seed,
     checked_tensors,
     lengths_in_range,
 )
@@ -143,7 +144,9 @@ def explain(
     key_lengths: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    seed: int | None = None,
     score_tensors: Sequence[Tensor] = (),
+    return_lse: bool = False,
     return_max_logits: bool = False,
     measure: bool = False,
     progress: Progress | None = None,
@@ -154,6 +157,7 @@ def explain(
     Args:
         query, key, value, mask, key_lengths, bias, sinks: As in sparseflash.attention.
         score_tensors, return_max_logits: As in sparseflash.attention.
+        seed, return_lse: Likewise; they decide nothing.
         measure: Also time the call, the full mask and torch's dense attention, forward and
             backward. The options are those of the call, but without maximum logits; torch's
             dense attention is also without softcap, score, bias, sinks and key_lengths. The times
@@ -179,6 +183,7 @@ def explain(
     facts = CallFacts.of(mask, key_lengths is not None, bias, return_max_logits, score_tensors)
     spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
     checked_score_tensors(spec.score, score_tensors, query)
+    checked_seed(seed, spec.dropout_p)
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:
         chosen = select(spec, fitted)
