@@ -13,13 +13,13 @@ def butterfly(max_stride: int | None = None) -> Pattern:
     """Fixed flat block butterfly: block i attends itself and the blocks i xor m for m = 1, 2, 4,
     ..., max_stride / 2.
 
-    The sum of the butterfly factors of stride 2, 4, ..., max_stride. Any number of blocks:
-    partners past the end are left out. When q_len and k_len differ, query block i stands at key
-    block floor(i * nk / nq). Blocks that are not square are cut out of square ones of the longer
-    side.
+    This is the sum of the butterfly factors of stride 2, 4, ..., max_stride. The number of blocks
+    need not be a power of two: blocks past the end are left out. If q_len and k_len differ, query
+    block i has the position of key block floor(i * nk / nq). If blocks are not square, the pattern
+    is made in square blocks of the longer side.
 
     Args:
-        max_stride: In blocks, a power of two. 1 leaves the block diagonal; None takes all factors.
+        max_stride: In blocks, a power of two. 1 gives the block diagonal; None gives all factors.
 
     Raises:
         TypeError: max_stride is no integer.

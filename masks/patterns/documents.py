@@ -23,11 +23,11 @@ def documents(
 
     Args:
         lengths: Tokens of each document, summing to q_len.
-        k_lengths: The same for the keys when they differ.
-        pattern: Which of those keys: a Pattern, or the text of one, at the document's own lengths,
-            its blocks counted from the document's first token; by default all. A text is resolved
-            once, when `documents` is called: a file that it names is run then and never by a
-            reader of what was saved.
+        k_lengths: The same for the keys; by default equal to `lengths`.
+        pattern: Which keys of its document a query attends; by default all of them. A Pattern, or
+            the text of one. It is applied at the lengths of the document, and its blocks are
+            counted from the first token of the document. A text is resolved once, when `documents`
+            is called: a file that it names is run then, and not when a saved pattern is loaded.
 
     Raises:
         TypeError: Lengths are no integers, or `pattern` has another type.

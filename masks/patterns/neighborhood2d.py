@@ -9,15 +9,16 @@ from masks.builders import from_spans, on_square_blocks
 
 @builtin()
 def neighborhood2d(columns: int, radius: int) -> Pattern:
-    """Blocks as points of a plane: block i attends j where both their rows and their columns are
-    at most `radius` apart.
+    """Two-dimensional local attention: a block attends blocks at most `radius` rows and columns
+    away.
 
-    For images whose pixels are taken patch by patch, a patch to a block. When q_len and k_len
-    differ, query block i stands at key block floor(i * nk / nq).
+    Blocks form a grid with `columns` blocks in a row. The pattern is for images whose pixels are
+    ordered by patches, with one patch in each block. If q_len and k_len differ, query block i has
+    the position of key block floor(i * nk / nq).
 
     Args:
-        columns: Blocks in a row of the plane, so that block i stands in row i // columns and
-            column i % columns; at least 1.
+        columns: Blocks in a row, at least 1: block i is in row i // columns and column
+            i % columns.
         radius: In blocks, at least 0.
 
     Raises:

@@ -17,8 +17,8 @@ def random(density: float, seed: int = 0) -> Pattern:
     """Every block row holds exactly max(1, round(density * nk)) full blocks, uniformly without
     replacement.
 
-    The same seed gives the same mask on every device. Give heads masks of their own with stack and
-    several seeds.
+    Equal seeds give equal masks on every device. To give heads different masks, use stack with
+    different seeds.
 
     Args:
         density: In (0, 1].

@@ -13,15 +13,15 @@ from masks.patterns.align import check_align, diagonal
 def strided(stride: int, *, window: int = 0, align: str | None = None) -> Pattern:
     """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window.
 
-    The strided attention of sparse transformers drawn with blocks, as their GPU kernels did; for
-    one key in every `dilation` tokens use dilated. Blocks that are not square are cut out
-    of square ones of the longer side.
+    This is the strided attention of Sparse Transformers with blocks in place of tokens, like their
+    GPU kernels. For one key in every `dilation` tokens use dilated. If blocks are not square, the
+    pattern is made in square blocks of the longer side.
 
     Args:
         stride: In blocks, at least 1.
         window: In blocks, at least 0.
-        align: "top-left" or "bottom-right" lines up the first or last blocks when the lengths
-            differ.
+        align: Which blocks of queries and keys are aligned if the lengths differ: "top-left" the
+            first ones, "bottom-right" the last ones.
 
     Raises:
         TypeError: An argument is no integer.

@@ -68,12 +68,21 @@ class Workload:
         return f"{device}, {passes}, {str(self.dtype).removeprefix('torch.')}: {sizes}"
 
     def mask(self, pattern: Pattern | str, block_size: int) -> BlockMask:
-        """The mask of a pattern in square blocks."""
+        """The mask of a pattern in square blocks, at the length of the workload.
+
+        Args:
+            pattern: A Pattern, or its text.
+            block_size: Side of a block, in tokens.
+        """
         mask = as_pattern(pattern)(self.seq_len, block_size)
         return mask & as_pattern("causal()")(self.seq_len, block_size) if self.causal else mask
 
     def predicted_ms(self, mask: BlockMask) -> float:
-        """The least time on the device."""
+        """The least time that the device allows, in milliseconds.
+
+        Args:
+            mask: A mask of the workload.
+        """
         directions = ("forward", "backward") if self.backward else ("forward",)
         sizes = {"batch": self.batch, "heads": self.heads, "dtype": self.dtype}
         costs = (
@@ -113,15 +122,18 @@ class Choice:
 def block_sizes(
     pattern: Pattern | str, workload: Workload, sides: Sequence[int] = BLOCK_SIDES
 ) -> list[Choice]:
-    """A pattern in blocks of several sizes, the least predicted time first, of equal ones that of
-    `sides`.
+    """Compares a pattern in blocks of several sizes.
 
-    Small blocks compute fewer useless pairs; large ones read less and keep the tensor cores busy.
+    With small blocks fewer pairs are computed that do not attend. With large blocks less memory is
+    read, and the tensor cores are used better.
 
     Args:
-        pattern: A rule for tokens, or its text.
-        workload: What attends.
-        sides: Block sizes in tokens, of 16, 32, 64, 128, 256 and 512.
+        pattern: A Pattern, or its text.
+        workload: Lengths, heads and device of the calls.
+        sides: Sides of blocks in tokens, some of 16, 32, 64, 128, 256 and 512.
+
+    Returns:
+        A choice for each side, the least predicted time first; equal times in the order of sides.
 
     Raises:
         TypeError, ValueError: As Pattern and io_model.attention do.
@@ -217,8 +229,16 @@ def measure(
     device: torch.device | str = "cuda",
     progress: Progress | None = None,
 ) -> list[Choice]:
-    """The choices with the rested times of their calls on this machine (see sparseflash.timing),
-    the least first.
+    """Measures choices on this machine, in rested time (see sparseflash.timing).
+
+    Args:
+        choices: What block_sizes or search returned.
+        workload: Lengths, heads and dtype of the calls.
+        device: Device on which the calls run.
+        progress: Called with (measured choices, all choices).
+
+    Returns:
+        The choices with measured_ms, the least first.
 
     Raises:
         RuntimeError: There is no such device.

@@ -80,10 +80,13 @@ class Profile:
         return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def plot(self, path: str | Path) -> None:
-        """Writes a picture (PNG, SVG or PDF): attention mass that is lost against time.
+        """Writes a picture (PNG, SVG or PDF): lost attention mass against time.
 
-        A mark is the mean over heads, a bar goes from the best to the worst tenth of them, and the
-        line is what `suggest` reaches with a pattern of its own for each head.
+        A mark is the mean over heads, and its bar extends from the best to the worst tenth of the
+        heads. The line is the result of `suggest`, with a pattern of its own for each head.
+
+        Args:
+            path: The file; its suffix selects the format.
         """
         from matplotlib.figure import Figure  # it takes long to import
 

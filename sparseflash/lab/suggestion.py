@@ -45,7 +45,11 @@ class Suggestion:
         return asdict(self) | {"layers": [{"heads": list(heads)} for heads in self.layers]}
 
     def save(self, path: str | Path) -> None:
-        """Writes to_dict as a JSON file, which sparsify reads."""
+        """Writes to_dict as a JSON file, which sparsify reads.
+
+        Args:
+            path: The file, which is overwritten if it exists.
+        """
         Path(path).write_text(json.dumps(self.to_dict(), indent=1))
 
 

@@ -49,8 +49,11 @@ class KeyValueCache:
         return self._keys.shape[2]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the tokens of key (batch, kv_heads, tokens, head_dim) and value (batch, kv_heads,
-        tokens, value_dim).
+        """Adds the keys and values of new tokens.
+
+        Args:
+            key: (batch, kv_heads, tokens, head_dim).
+            value: (batch, kv_heads, tokens, value_dim).
 
         Returns:
             The keys and the values of all tokens so far.
@@ -83,7 +86,11 @@ class KeyValueCache:
         return self.first(end)
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The keys and values at the first `tokens` positions, zeros where no token came yet."""
+        """The keys and values of the first positions, zeros at positions without a token.
+
+        Args:
+            tokens: Number of positions.
+        """
         return self._keys[:, :, :tokens], self._values[:, :, :tokens]
 
     def reset(self) -> None:

@@ -121,10 +121,20 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 
 
 def error_budget(reference: Tensor, eager: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The (largest absolute, relative Frobenius) error that a kernel may make.
+    """The error that a kernel may make: largest absolute error, and relative Frobenius error.
 
-    2 error(eager) + 2 eps(dtype) + 32 eps(float32), where the roundings count relative to the
-    largest entry of the reference and to its norm. Arguments as of assert_close_to_reference.
+    2 error(eager) + 2 eps(dtype) + 32 eps(float32)
+
+    For the first error the roundings are relative to the largest entry of the reference, for the
+    second to its norm.
+
+    Args:
+        reference: The float64 result.
+        eager: The result of materialised attention in `dtype`.
+        dtype: Dtype of the kernel's inputs.
+
+    Returns:
+        (largest absolute error, relative Frobenius error).
     """
     largest, relative = _errors(eager, reference)
     rounding = _RESULT_ROUNDINGS * torch.finfo(dtype).eps
