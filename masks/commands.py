@@ -225,9 +225,7 @@ def diff(
     if as_json:
         print(json.dumps(counts | {"figures": found.figures}))
         return
-    table = Table(box=None)
-    for column in ("", a, b):
-        table.add_column(column)
+    table = Table("", a, b, box=None)
     for name, (of_a, of_b) in found.figures.items():
         table.add_row(name, of_a, of_b)
     table.add_row("pairs of both", *[f"{found.both:,}"] * 2)

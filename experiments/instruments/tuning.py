@@ -22,6 +22,7 @@ from experiments.cli import Clock
 from experiments.environment import environment
 from experiments.files import write_json
 from experiments.measure import DTYPES
+from experiments.report import plain_table
 from experiments.timing import time_call
 from masks import BlockMask
 from sparseflash.backends import triton as triton_backend
@@ -231,9 +232,8 @@ def fastest(rows: list[dict], title: str) -> Table:
     """The SHOWN configurations of the least geometric mean of times."""
     times = times_by_config(rows)
     ranked = sorted(times, key=lambda config: math.prod(times[config].values()))
-    table = Table(title=f"{title}: {len(ranked)} configurations", title_justify="left")
-    for heading in ("configuration", *(f"s = {s}, ms" for s in times[ranked[0]])):
-        table.add_column(heading, justify="right")
+    figures = [f"s = {s}, ms" for s in times[ranked[0]]]
+    table = plain_table(f"{title}: {len(ranked)} configurations", ["configuration"], figures)
     for config in ranked[:SHOWN]:
         table.add_row(str(config), *(f"{ms:.3f}" for ms in times[config].values()))
     return table

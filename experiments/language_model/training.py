@@ -23,7 +23,7 @@ from experiments.files import RESULT, write_json
 from experiments.language_model.books import BOUNDARY, Books
 from experiments.language_model.model import LanguageModel, ModelConfig
 from experiments.lra.callbacks import Deadline, Interruption, StepBar, save_last
-from experiments.lra.curriculum import EVALUATION_SECONDS
+from experiments.lra.exported import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
 from experiments.pieces import export, restore
 from masks._parse import names_file

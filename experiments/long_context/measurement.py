@@ -273,13 +273,10 @@ def _over_ranks(setting: Setting, number: float) -> float:
 
 
 def show_predicted(said: list[Predicted]) -> None:
-    from rich.table import Table
+    from experiments.report import plain_table, wide_console
 
-    from experiments.report import wide_console
-
-    table = Table(title="Predicted of the plans", title_justify="left")
-    for name in ("pattern", "strategy", "ranks", "tokens", "forward ms", "both ms", "exposed ms"):
-        table.add_column(name, justify="left" if name in ("pattern", "strategy") else "right")
+    figures = ("ranks", "tokens", "forward ms", "both ms", "exposed ms")
+    table = plain_table("Predicted of the plans", ("pattern", "strategy"), figures)
     for each in said:
         p = each.prediction
         times = (f"{t:.2f}" for t in (p.forward_ms, p.total_ms, p.exposed_ms))

@@ -18,6 +18,7 @@ from experiments.lra.model import Classifier, EncoderConfig
 from experiments.lra.tasks import Batch, Shape, Task, collate
 from experiments.memory import peak_bytes
 from experiments.packaged import PACKAGED
+from experiments.report import plain_table
 from experiments.timing import Clock, Timing, time_call
 
 BUDGET_MS = 200
@@ -226,9 +227,9 @@ def means(steps: list[Step]) -> dict[str, dict[str, float]]:
 
 def table_of(task: str, case: Case, steps: list[Step]) -> Table:
     ratios = speedups(steps)
-    table = Table(title=f"{task}: batch {case.batch}, N = {case.shape.seq_len}")
-    for column in ("attention", "clock", "ms", "samples/s", "speed-up", "peak MiB"):
-        table.add_column(column, justify="left" if column in ("attention", "clock") else "right")
+    title = f"{task}: batch {case.batch}, N = {case.shape.seq_len}"
+    figures = ("ms", "samples/s", "speed-up", "peak MiB")
+    table = plain_table(title, ("attention", "clock"), figures)
     for step in steps:
         ratio = ratios.get((step.clock, step.label), {}).get(task)
         table.add_row(
@@ -243,7 +244,8 @@ def table_of(task: str, case: Case, steps: list[Step]) -> Table:
 
 
 def table_of_means(geometric_means: dict[str, dict[str, float]]) -> Table:
-    table = Table("attention", *geometric_means, title="geometric mean of speed-ups over tasks")
+    title = "geometric mean of speed-ups over tasks"
+    table = plain_table(title, ["attention"], geometric_means)
     for label in next(iter(geometric_means.values()), {}):
         cells = (f"{by_label[label]:.2f}" for by_label in geometric_means.values())
         table.add_row(label, *cells)
