@@ -359,10 +359,7 @@ class Fit:
     theory: float
 
 
-THEORY = {
-    "strided": lambda n: n * math.sqrt(n),
-    "butterfly": lambda n: n * math.log2(n / BLOCK),
-}
+THEORY = {"strided": lambda n: n * math.sqrt(n), "butterfly": lambda n: n * math.log2(n / BLOCK)}
 
 
 def fits(rows: Sequence[Row]) -> Iterator[Fit]:

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.pictures import (
-    COLOURS,
-    ORIGIN,
-    look,
-    octaves,
-    origin,
-    panels,
-    plain_values,
-    save,
-)
+from experiments.pictures import COLOURS, ORIGIN, look, octaves, origin, panels, plain_values, save
 from experiments.plots import NAMES
 
 if TYPE_CHECKING:

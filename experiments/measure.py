@@ -236,12 +236,7 @@ def timed(
 
 
 def measured(
-    case: Case,
-    name: str,
-    direction: str,
-    times: dict[str, Any],
-    prepare: Prepare,
-    method: Method,
+    case: Case, name: str, direction: str, times: dict[str, Any], prepare: Prepare, method: Method
 ) -> Measurement:
     """What a record keeps of a pass; its peak memory is taken here."""
     density = case.density(method)

@@ -83,10 +83,7 @@ def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
     """
     lists = to_block_lists(mask)
     return flex_attention.BlockMask.from_kv_blocks(
-        *lists[:4],
-        BLOCK_SIZE=mask.block_size,
-        mask_mod=_mask_mod(mask),
-        seq_lengths=mask.seq_len,
+        *lists[:4], BLOCK_SIZE=mask.block_size, mask_mod=_mask_mod(mask), seq_lengths=mask.seq_len
     )
 
 

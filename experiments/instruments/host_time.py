@@ -121,11 +121,7 @@ def calls_of(
     return {
         "forward": (partial(attention, query, key, value, mask), forward, None),
         "forward, gradients wanted": (partial(attention, q, k, v, mask), forward, nothing),
-        "backward": (
-            backward_of(attention(q, k, v, mask)),
-            backward,
-            backward_of(nothing()[0]),
-        ),
+        "backward": (backward_of(attention(q, k, v, mask)), backward, backward_of(nothing()[0])),
         "one query": (
             partial(attention, last, key, value, last_row),
             partial(step.forward, last, key, value),

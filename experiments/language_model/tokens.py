@@ -9,14 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
 from experiments.files import write_json
-from experiments.language_model.books import (
-    BOUNDARY,
-    FACTS,
-    SPLITS,
-    Book,
-    Books,
-    write_splits,
-)
+from experiments.language_model.books import BOUNDARY, FACTS, SPLITS, Book, Books, write_splits
 
 TOKENIZER = "tokenizer.json"
 LEAST, MOST = 258, 2**16  # every byte, BOUNDARY and a merge; what two bytes number

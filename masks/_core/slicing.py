@@ -53,9 +53,7 @@ def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
     g = blocks.grid
     rows, columns = _checked("rows", rows, g.nq, g), _checked("columns", columns, g.nk, g)
     target = replace(
-        g,
-        q_len=_tokens(rows, g.nq, g.bq, g.q_len),
-        k_len=_tokens(columns, g.nk, g.bk, g.k_len),
+        g, q_len=_tokens(rows, g.nq, g.bq, g.q_len), k_len=_tokens(columns, g.nk, g.bk, g.k_len)
     )
     new_row, new_column = _new_numbers(rows, g.nq), _new_numbers(columns, g.nk)
     mask, row, begin, end = g.locate_runs(blocks.full)

@@ -16,15 +16,7 @@ from rich.progress import track
 
 from experiments.lra.tasks.hashing import below, seed_of, split_by_hash, stream_of, uniform
 from experiments.lra.tasks.store import Allocate, Arrays, content_hash, stored
-from experiments.lra.tasks.task import (
-    SPLITS,
-    MissingData,
-    Sample,
-    Samples,
-    Shape,
-    Subset,
-    Task,
-)
+from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
 
 # Ids of the fixed vocabulary: 0 padding, 1 unknown, 2 end of sequence, then the symbols.
 SYMBOLS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "X")

@@ -19,11 +19,7 @@ from experiments.lra.tasks.task import (
 )
 
 FILES = dict(
-    zip(
-        SPLITS,
-        (f"new_aan_pairs.{part}.tsv" for part in ("train", "eval", "test")),
-        strict=True,
-    )
+    zip(SPLITS, (f"new_aan_pairs.{part}.tsv" for part in ("train", "eval", "test")), strict=True)
 )
 MAX_BYTES = 4000
 HOW = "unpack lra_release.gz of google-research/long-range-arena"

@@ -166,9 +166,7 @@ def _segment(p: Parameters, margin: int, angle: float) -> tuple[np.ndarray, np.n
     end_column = ceil(centre + p.segment * ANTIALIAS * cos(angle))
     canvas = Image.new("L", (2 * centre + 1, 2 * centre + 1))
     ImageDraw.Draw(canvas).line(
-        [(centre, centre), (end_column, end_row)],
-        fill=255,
-        width=round(p.thickness * ANTIALIAS),
+        [(centre, centre), (end_column, end_row)], fill=255, width=round(p.thickness * ANTIALIAS)
     )
     line = np.asarray(canvas)
     occupied = grey_dilation(line, footprint=_disc(margin * ANTIALIAS))
