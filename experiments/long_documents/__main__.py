@@ -69,16 +69,10 @@ def train(
         books = Books.read(data_root / "books")
     folder = (output or Path(f"runs/authors-{tokens}")) / str(length)
     write_json(folder / DATA, dict(books.sha256))
-    values = {
-        "config": [presets.FOLDER / presets.COMMON, CONFIG],
-        "data.data_root": [data_root],
-        "data.task.init_args.length": [length],
-        "data.task.init_args.tokens": [tokens],
-        "data.batch_size": [max(1, STEP_BYTES // length)],
-    }
-    given = [
-        part for name, each in values.items() for own in each for part in (f"--{name}", str(own))
-    ]
+    given = [f"--config={path}" for path in (presets.FOLDER / presets.COMMON, CONFIG)]
+    given += [f"--data.data_root={data_root}", f"--data.batch_size={max(1, STEP_BYTES // length)}"]
+    task = {"length": length, "tokens": tokens}
+    given += [f"--data.task.init_args.{name}={value}" for name, value in task.items()]
     runs.main([*given, *context.args], seeds=seeds, output=folder, seconds=seconds)
 
 

@@ -59,14 +59,8 @@ def draw(record: Path) -> Path:
             for length, each in facts["floors"].items()
             if name in each
         }
-        ax.plot(
-            list(floor),
-            list(floor.values()),
-            ":s",
-            color=colour,
-            markersize=3,
-            label=f"counted {name}",
-        )
+        style = {"color": colour, "markersize": 3, "label": f"counted {name}"}
+        ax.plot(list(floor), list(floor.values()), ":s", **style)
     ax.set_xscale("log", base=2)
     ax.set(xlabel="bytes of a passage", ylabel="test accuracy, %", title=facts["device"])
     ax.legend(frameon=False)
