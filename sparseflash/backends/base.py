@@ -10,15 +10,15 @@ from sparseflash.dispatch.spec import AttentionSpec
 
 
 class BackendError(RuntimeError):
-    """No backend, or not the one that was asked for, can serve a call."""
+    """No backend can compute a call, or the backend that was named cannot."""
 
 
 class Backend(Protocol):
-    """One way to compute attention; a module with these names is one.
+    """One implementation of attention: a module that defines these names.
 
     Attributes:
-        name: By which calls ask for it.
-        extras: The extras of a spec that it knows; it gets no call with another one.
+        name: The name by which a call selects it.
+        extras: The extras that it supports; it gets no call with any other extra.
         compiles: Whether Triton compiles its kernels when they are first needed.
     """
 
@@ -27,25 +27,24 @@ class Backend(Protocol):
     compiles: bool
 
     def why_not(self, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-        """The reasons for which it cannot serve a call; empty when it can."""
+        """The reasons for which the backend cannot compute a call; empty if it can."""
         ...
 
     def auto_skip(self, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-        """The reasons for which "auto" looks for another backend although this one can serve the
-        call; empty when it is the fastest.
-        """
+        """The reasons for which "auto" asks another backend; empty if this one is the fastest."""
         ...
 
     def block_size_for(self, spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
-        """The block size, in tokens, of the table that it reads: that of the mask, or another one
-        of the same elements.
+        """The block size (bq, bk), in tokens, of the table that the backend reads.
+
+        If it differs from that of the mask, the mask is re-blocked: the same pairs attend.
         """
         ...
 
     def describe(
         self, call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
     ) -> dict[str, str]:
-        """How each pass of a call would run; empty when there is one way."""
+        """How the backend would run a call, as text by subject; empty if there is one way."""
         ...
 
     def forward(

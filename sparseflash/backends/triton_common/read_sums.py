@@ -1,8 +1,8 @@
 """Sums over pairs for each entry of score tensors, to which many programs add.
 
-Floats are added in any order, so the last bits of their sums differ from run to run. Sums of
-integers do not: in fixed point, with a scale of its own for each entry, they are the same bits
-in every run. The scale is that of the largest summand, which a pass before has to find.
+Floats are added in varying order, so the last bits of their sums differ from run to run. Integers
+are added in fixed point, so their sums have the same bits in every run. Each entry has a scale of
+its own: that of its largest summand, which an earlier run of the pass finds.
 """
 
 from typing import NamedTuple
@@ -12,12 +12,12 @@ import triton.language as tl
 
 
 class ReadSums(NamedTuple):
-    """Where sums go, one for each entry of all score tensors that are float.
+    """Memory for the sums, one for each entry of all floating-point score tensors.
 
-    any_order: float32 sums; None where they are to be the same bits in every run
-    largest: int32, the bits of the largest magnitude among the summands: as integers they are in
-        the order of magnitudes, and NaN is above all
-    fixed: int64 sums in units of largest / steps; None while `largest` is looked for
+    any_order: float32 sums; None if the bits must be the same in every run
+    largest:   int32, the bits of the largest magnitude of the summands. As integers these bits
+        have the order of the magnitudes, and NaN is above all
+    fixed:     int64 sums in units of largest / steps; None in the run that finds `largest`
     """
 
     any_order: tl.tensor

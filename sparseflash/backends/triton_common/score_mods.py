@@ -12,10 +12,11 @@ from sparseflash.backends.triton_common.constants import LN2, LOG2E
 
 
 class ScorePointers(NamedTuple):
-    """Where a score function finds its tensors, each None where there are none.
+    """Pointers to the score tensors of a call, each None if there are none.
 
-    floats, integers: all of them that are float and int, one after another
-    layout: of each tensor where it begins among them, then its sizes: int64
+    floats:   the entries of all floating-point tensors, one tensor after another
+    integers: the entries of all integer tensors, one tensor after another
+    layout:   int64: for each tensor its offset in one of these, then its sizes
     """
 
     floats: tl.tensor
@@ -24,14 +25,17 @@ class ScorePointers(NamedTuple):
 
 
 class ScoreMods(NamedTuple):
-    """What becomes of the products Q K^T; its constants are some only while it is passed as an
-    argument: an assignment would make them run-time values.
+    """The operations that make S of the products Q K^T.
 
-    scale_log2: scale * log2(e); softcap: of the soft cap, if SOFTCAP
-    biases: pointer to the biases of the head, or None
-    batch, head: those of the tile, head one or a column of them
-    pointers: ScorePointers
-    SCORE: the score function, or None
+    The constexpr fields are constexpr only while the tuple is passed as an argument: an assignment
+    would make them run-time values.
+
+    scale_log2:  scale * log2(e)
+    softcap:     c of the soft cap, used if SOFTCAP
+    biases:      pointer to the biases of the head, or None
+    batch, head: of the tile; head is one number, or a column with the head of each row
+    pointers:    ScorePointers
+    SCORE:       the score function, or None
     """
 
     scale_log2: tl.tensor
