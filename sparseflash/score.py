@@ -15,23 +15,23 @@ ARGUMENTS = ("score", "batch", "head", "query", "key")
 
 @dataclass(frozen=True, eq=False)
 class ScoreFunction:
-    """A change of scores, pair by pair: (score, batch, head, query, key) -> (f, df / dscore).
+    """A function of each score: (score, batch, head, query, key) -> (f, df / dscore).
 
-    Both results must be finite for any finite score and any pair, also one past the end of the
-    sequence, and depend on nothing but the arguments and constants.
+    Both results must be finite for every finite score and every pair, including pairs past the end
+    of the sequence. They may depend only on the arguments and on constants.
 
     Args:
-        name: One that no other function has; attention takes the name as well as the object.
-        torch: Of a floating-point tensor of scores and of integer tensors that broadcast to it;
-            f has the shape of the scores. For the backend "cpu", and for the reference, which
-            differentiates f by itself.
-        triton: The same with the decorator triton.jit, of tiles: for the backends "triton" and
-            "hopper"; None if there is none. "hopper" takes none that makes tiles of its own, by
-            tl.full, tl.zeros, tl.arange and the like.
-        tensors: float or int, and the dims, of each score tensor: see from_torch.
-        of_query: Whether f depends on the position of the query; from_torch finds out.
-        reads: How f depends on what it reads, for the gradients of score tensors, which there are
-            none of without it; from_torch makes it.
+        name: A name that no other function has. attention takes the name or the object.
+        torch: The function for the backend "cpu" and for the reference, which differentiates f by
+            itself. It gets a floating-point tensor of scores and integer tensors that broadcast
+            to it; f has the shape of the scores.
+        triton: The same function for the backends "triton" and "hopper", with the decorator
+            triton.jit. It gets tiles. None if there is none. For "hopper" it must not make tiles
+            of its own, by tl.full, tl.zeros, tl.arange and the like.
+        tensors: (float or int, number of dims) of each score tensor: see from_torch.
+        of_query: Whether f depends on the position of the query; from_torch determines this.
+        reads: The derivatives of f by the entries that it reads, made by from_torch. Without them
+            score tensors get no gradients.
 
     Raises:
         TypeError: `name` is no text, or `torch` no function.
@@ -60,20 +60,25 @@ class ScoreFunction:
     def from_torch(
         cls, name: str, function: Callable[..., Tensor], tensors: Sequence[type] = ()
     ) -> "ScoreFunction":
-        """The score function of f alone, which is differentiated and, where Triton is installed,
-        translated to it.
+        """Makes a score function of f alone.
+
+        f is differentiated automatically. If Triton is installed, f and its derivative are also
+        translated to Triton.
 
         Args:
-            name: One that no other function has.
-            function: (score, batch, head, query, key) -> f, in operations of torch on each pair by
-                itself: arithmetic, comparisons, torch.where, exponentials, powers, rounding. It is
+            name: A name that no other function has.
+            function: (score, batch, head, query, key) -> f, with elementwise operations of torch:
+                arithmetic, comparisons, torch.where, exponentials, powers, rounding. It is
                 called once for each dtype, with tensors of one number.
-            tensors: float or int for each score tensor: a tensor that the function reads, as those
-                of FlexAttention read captured buffers. Calls pass these as score_tensors. The
-                function gets them after `key`, to be indexed by one integer for each dim, such as
-                document[batch, query]; an index past either end reads the nearest entry. A
+            tensors: float or int for each score tensor, which is a tensor that the function reads
+                (a captured buffer in FlexAttention). Calls pass these as score_tensors. The
+                function gets them after `key` and indexes them by one integer for each dim, such
+                as document[batch, query]; an index past either end reads the nearest entry. A
                 function with score tensors may also mask a pair: torch.where(same, score, -inf).
-                It is differentiated by what it reads of floats, too.
+                It is differentiated by the floating-point entries that it reads, too.
+
+        Returns:
+            The score function.
 
         Raises:
             TypeError: `name` is no text, f is not one number for each pair, or a tensor is
