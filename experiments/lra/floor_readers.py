@@ -207,12 +207,8 @@ def threshold_accuracy(
 
 
 def _words(pairs: Samples) -> list[tuple[list[set[bytes]], int]]:
+    def words(ids: np.ndarray) -> set[bytes]:
+        return set(WORD.findall((ids - 1).astype(np.uint8).tobytes().lower()))
+
     samples = (pairs[i] for i in range(len(pairs)))
-    return [
-        ([set(WORD.findall(_bytes(ids).lower())) for ids in sample.documents], sample.label)
-        for sample in samples
-    ]
-
-
-def _bytes(ids: np.ndarray) -> bytes:
-    return (ids - 1).astype(np.uint8).tobytes()
+    return [([*map(words, sample.documents)], sample.label) for sample in samples]

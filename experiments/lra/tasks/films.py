@@ -57,7 +57,7 @@ def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
     reviews = data_root / REVIEWS
     check_hashes(reviews)
     train, test = (read_films(reviews / part) for part in ("train", "test"))
-    held_out = {film for film in train if _number("held out", film) % HELD_OUT == 0}
+    held_out = {film for film in train if int(stream_of("held out", film)) % HELD_OUT == 0}
     films: dict[str, Films] = {
         "train": {film: train[film] for film in train.keys() - held_out},
         "validation": {film: train[film] for film in held_out},
@@ -121,7 +121,3 @@ def lines(films: Films, split: str, count: int) -> Iterator[bytes]:
 
 
 SPACES = bytes.maketrans(b"\t\n\r", b"   ")
-
-
-def _number(*names: str) -> int:
-    return int(stream_of(*names))
