@@ -42,7 +42,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="compile all kernels of the triton backend, not only those that calls take first",
+        help="compile all kernels that ship, not only those that calls take first",
     )
 
 

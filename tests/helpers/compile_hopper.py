@@ -1,7 +1,8 @@
 """Compiles the Hopper kernels without a GPU, and reports on them.
 
 What a `Compiler` may ask of it:
-    variants HEAD_DIM VALUE_DIM BLOCK    what the compiler made of all that ships
+    variants HEAD_DIM VALUE_DIM BLOCK EVERY    what the compiler made of all that ships, or of two
+                        variants that between them have both loops and all that is optional
     calls HEAD_DIM      kernels compiled by calls of many lengths
     layouts HEAD_DIM    kernels compiled for tensors of many strides
     refused HEAD_DIM    what is said of score functions that return tiles of other shapes
@@ -97,7 +98,7 @@ READS = {
 }
 
 
-def report_variants(head_dim: int, value_dim: int, block: int):
+def report_variants(head_dim: int, value_dim: int, block: int, every: bool):
     """Full masks without all that is optional and with score tensors, causal ones without it, with
     it and with changes of scores.
     """
@@ -116,6 +117,8 @@ def report_variants(head_dim: int, value_dim: int, block: int):
         ("causal, with changed scores", masks.causal(), CHANGES),
         ("full, with changed scores", masks.full(), READS),
     ):
+        if not every and name not in ("causal", "causal, with options"):
+            continue
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block), head_dim, value_dim=value_dim, **options)
