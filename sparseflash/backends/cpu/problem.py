@@ -208,17 +208,13 @@ class Problem:
 
     def _query_positions(self) -> Tensor:
         """int64 (problems, queries): where each query stands in the whole sequence."""
-        blocks = self._chunk.query_blocks % self._rows
-        first = (
-            blocks * self._block_q if self._positions is None else self._positions.query[blocks]
-        )
-        return (first.unsqueeze(-1) + torch.arange(self._block_q, device="cpu")).flatten(1)
+        first = None if self._positions is None else self._positions.query
+        return _tokens(self._chunk.query_blocks % self._rows, self._block_q, first)
 
     def _key_positions(self) -> Tensor:
         """int64 (problems, keys): where each key stands in the whole sequence."""
-        blocks = self._chunk.key_blocks % self._columns
-        first = blocks * self._block_k if self._positions is None else self._positions.key[blocks]
-        return (first.unsqueeze(-1) + torch.arange(self._block_k, device="cpu")).flatten(1)
+        first = None if self._positions is None else self._positions.key
+        return _tokens(self._chunk.key_blocks % self._columns, self._block_k, first)
 
     def dropout_keep_mask(self, part: slice) -> Tensor | None:
         """The pairs that dropout keeps: bool, in the shape of scores; None without dropout."""
@@ -285,6 +281,10 @@ def problems(call: Call) -> Iterator[Problem]:
         workspace.trim(CHUNK_FLOATS)
 
 
-def _tokens(blocks: Tensor, size: int) -> Tensor:
-    """(problems, n) numbers of blocks -> (problems, n * size) numbers of the tokens in them."""
-    return (blocks.unsqueeze(-1) * size + torch.arange(size, device="cpu")).flatten(1)
+def _tokens(blocks: Tensor, size: int, first: Tensor | None = None) -> Tensor:
+    """(problems, n) numbers of blocks -> (problems, n * size) numbers of the tokens in them.
+
+    first: the first token of each block, where blocks do not follow one another
+    """
+    begin = blocks * size if first is None else first[blocks]
+    return (begin.unsqueeze(-1) + torch.arange(size, device="cpu")).flatten(1)
