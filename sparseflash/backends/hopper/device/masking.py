@@ -39,15 +39,21 @@ def key_mask_words_or_zeros(params, blocks, i, n_masked, first_row, TILE_N: gl.c
 
 @gluon.jit
 def query_mask_words_or_zeros(params, blocks, i, n_masked, first_row, LAYOUT: gl.constexpr):
-    """bit_tile_words of the i-th tile of queries of a row of keys if i < n_masked, else zeros."""
-    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
+    """query_mask_words of the i-th tile of a row of keys if i < n_masked, else zeros."""
     none = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
     words = none, none
     if i < n_masked:
-        entry = blocks.partial_start + i // TILES_PER_BLOCK
-        first_word = i % TILES_PER_BLOCK * (WARPGROUP_M // 32)
-        words = bit_tile_words(params, entry, first_row, first_word, WARPGROUP_M, LAYOUT)
+        words = query_mask_words(params, blocks, i, first_row, LAYOUT)
     return words
+
+
+@gluon.jit
+def query_mask_words(params, blocks, i, first_row, LAYOUT: gl.constexpr):
+    """bit_tile_words of the i-th tile of queries of a row of keys."""
+    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
+    entry = blocks.partial_start + i // TILES_PER_BLOCK
+    first_word = i % TILES_PER_BLOCK * (WARPGROUP_M // 32)
+    return bit_tile_words(params, entry, first_row, first_word, WARPGROUP_M, LAYOUT)
 
 
 @gluon.jit

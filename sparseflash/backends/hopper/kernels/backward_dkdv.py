@@ -32,7 +32,7 @@ from sparseflash.backends.hopper.device.layouts import (
     accumulator_layout,
     as_operand_a,
 )
-from sparseflash.backends.hopper.device.masking import bit_tile_words, element_mask
+from sparseflash.backends.hopper.device.masking import element_mask, query_mask_words
 from sparseflash.backends.hopper.device.params import (
     LN2,
     Constants,
@@ -322,14 +322,10 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
                  WITH_VALUES: gl.constexpr):  # fmt: skip
     """(dK + dS^T Q, dV + P^T dO) of the i-th tile of 64 queries."""
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, const.S_LAYOUT)
-    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
     BOTH: gl.constexpr = WITH_KEYS and WITH_VALUES
     if PARTIAL:
-        entry = blocks.partial_start + i // TILES_PER_BLOCK
-        first_word = i % TILES_PER_BLOCK * 2
-        words = bit_tile_words(
-            params, entry, const.WARPGROUP * WARPGROUP_M, first_word, WARPGROUP_M, const.S_LAYOUT
-        )
+        first_row = const.WARPGROUP * WARPGROUP_M
+        words = query_mask_words(params, blocks, i, first_row, const.S_LAYOUT)
     query, grad_out = (
         stage_matrix(query_pipeline, state.stage),
         stage_matrix(grad_out_pipeline, state.stage),
