@@ -27,9 +27,8 @@ from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton_common import launcher, relaunch
-from sparseflash.dispatch.call import empty_max_logits
 from sparseflash.dispatch.compile import _compiled
-from sparseflash.score import ScoreFunction, ScoreTensors
+from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
     SHARED_MEMORY,
@@ -78,11 +77,9 @@ def call(
         query, mask = query[:, :, :1], of_last_query(mask)
         bias = None if bias is None else bias[:, :seq_len]
     given = {"key_lengths": key_lengths, "seed": 1, "bias": bias, "scale": 1.0}
+    if facts.get("score") == READING.name:
+        given["score_tensors"] = [torch.zeros(2, 9), torch.zeros(2, 9).long()]
     call = call_on(triton_backend, query, key, mask, value=value, **given, **facts)
-    if call.spec.score == READING.name:
-        call.score_tensors = ScoreTensors([torch.zeros(2, 9), torch.zeros(2, 9).long()])
-    if call.spec.max_logits:
-        call.max_logits = empty_max_logits(query)
     if which in ("forward", "decode"):
         triton_backend.forward(call, query, key, value)
     else:
