@@ -143,7 +143,8 @@ class Record:
             return cls(rows=known, **{name: data[name] for name in other})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is no record of experiments.speedup or experiments.bench: {error!r}"
+                f"{path} is no record of experiments.speedup or experiments.bench, or one from "
+                f"before records named their columns: {error!r}"
             ) from error
 
 

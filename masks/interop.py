@@ -104,7 +104,7 @@ def from_flex(mask: flex_attention.BlockMask, batch: int | None = None) -> Block
     batches = mask.kv_num_blocks.shape[0]
     if batch is None and batches != 1:
         raise ValueError(f"batch must be 0 to {batches - 1}, for mask has {batches}, got None")
-    b = check_integer("batch", batch or 0, least=0, most=batches - 1)
+    b = check_integer("batch", 0 if batch is None else batch, least=0, most=batches - 1)
     full_count, full_index = mask.full_kv_num_blocks, mask.full_kv_indices
     if full_count is None or full_index is None:
         full_count, full_index = torch.zeros_like(mask.kv_num_blocks), mask.kv_indices

@@ -183,7 +183,7 @@ def explain(
     facts = CallFacts.of(mask, key_lengths is not None, bias, return_max_logits, score_tensors)
     spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
     checked_score_tensors(spec.score, score_tensors, query)
-    checked_seed(seed, spec.dropout_p)
+    checked_seed(seed, dropout_p=0.0)  # with dropout it would draw one, which a call alone may do
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:
         chosen = select(spec, fitted)

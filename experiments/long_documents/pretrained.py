@@ -17,7 +17,7 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchmetrics.classification import MultilabelF1Score
+from torchmetrics.classification import BinaryF1Score
 
 from experiments.environment import environment
 from experiments.files import RESULT, read_results, shared, write_json
@@ -254,7 +254,7 @@ class Run:
     def micro_f1(self, split: str) -> float:
         """Of all labels of all documents at once; one is guessed where it is likelier than not."""
         self.model.eval()
-        score = MultilabelF1Score(len(self.data.labels), average="micro").to(self.device)
+        score = BinaryF1Score().to(self.device)
         for batch in self.batches.evaluation(split):
             logits, targets = self._logits(batch)
             score.update((logits > 0).int(), targets.int())

@@ -57,6 +57,8 @@ def test_flex_masks_of_batch_elements():
     batch = masks.MaskBatch.from_masks([interop.from_flex(flex, b) for b in range(2)])
     expected = flex_attention.create_mask(mask_mod, 2, 2, 100, 100, device="cpu")
     assert torch.equal(batch.to_dense(), expected)
+    with pytest.raises(TypeError, match="batch must be an int"):
+        interop.from_flex(flex, "")
 
 
 def test_flex_masks_without_full_blocks_and_in_any_order():

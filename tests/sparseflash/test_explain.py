@@ -161,3 +161,10 @@ def test_bad_input_is_named():
         sparseflash.explain(*tensors(), seed=2.0, return_lse=True)
     with pytest.raises(TypeError, match=r"query must be of one of .*, got torch\.float8_e5m2"):
         sparseflash.explain(*(x.to(torch.float8_e5m2) for x in tensors()))
+
+
+def test_no_random_number_is_drawn():
+    call = tensors()
+    before = torch.get_rng_state()
+    sparseflash.explain(*call, dropout_p=0.1)
+    assert torch.equal(torch.get_rng_state(), before)
