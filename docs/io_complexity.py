@@ -1,4 +1,4 @@
-"""A section of docs/performance.md: predictions of the IO model, and why measurements differ."""
+"""A section of docs/performance.md: predictions of the IO model, and causes of deviations."""
 
 from collections.abc import Callable, Iterable
 from textwrap import fill
@@ -13,23 +13,24 @@ FITTED = {
     "measured_ms": "time, measured",
 }
 THEORY = """\
-Figure 2 of the FlashAttention paper, and growth with N: bytes of device memory and the least
-time by [`sparseflash.io_model`](api/io-model.md), with the rates of the device as measured
-first, beside hardware counters (Nsight Compute) and times. [The theory,
-executed](tutorials/theory.md) derives the model.
+This section compares [`sparseflash.io_model`](api/io-model.md) with measurements, for Figure 2 of
+the FlashAttention paper and for growing N. The model predicts bytes of device memory and the least
+time of a pass, from rates that were measured on the device. Hardware counters (Nsight Compute)
+measure the bytes. [The theory, executed](tutorials/theory.md) derives the model.
 
-"Predicted" is what the model said before the measurement. "Fitted" are the bytes of the model
-since: a simulation of L2 with CTAs that drift apart. How unequal their steps are is a number that
-is fitted to these measurements, the share of L2 that holds operands to those before. It changes
-nothing but bytes."""
-OFF = {"bytes": 0.15, "time": 0.25}  # share of the prediction that is explained below
-TILE = 128  # tokens of a row of a work tile, at 64 and 128 dims
-FEW_WAVES = 8  # of work tiles
-SHORT_ROW = 9.5  # blocks
+- **Predicted** figures were computed before the measurement.
+- **Fitted** bytes are those of the present model. It simulates L2 while CTAs drift apart. Two of
+  its parameters were fitted: how unequal the steps of CTAs are, to the measurements below; the
+  share of L2 that holds operands, to earlier ones. They change bytes only.
+- **Deviation** is measured over predicted (or fitted), minus 1."""
+OFF = {"bytes": 0.15, "time": 0.25}  # larger deviations need a cause
+TILE = 128  # queries of a work tile, at 64 and 128 dims
+FEW_TILES = 8  # work tiles for each multiprocessor
+SHORT_ROW = 9.5  # blocks in a block row
 
 
 def io_complexity(record: dict) -> str:
-    """Predicted and measured bytes and times, exponents of growth, and pictures."""
+    """Causes of deviations, bytes and times, exponents of growth, and pictures."""
     panels = {
         "left": "FlashAttention and standard attention",
         "middle": "Block size",
@@ -37,12 +38,14 @@ def io_complexity(record: dict) -> str:
         "scaling": "Growth with N",
     }
     since = "fitted_gb" in record["rows"][0]
-    head = ["mask", "tokens", "blocks", "density s", "pass", "GB predicted", "measured", ""]
-    head += [*["GB fitted", ""] * since, "ms predicted", "measured", "", "bound by"]
+    head = ["tokens", "block size", "density s", "pass"]
+    head += ["GB predicted", "GB measured", "deviation"]
+    head += [*["GB fitted", "deviation"] * since]
+    head += ["ms predicted", "ms measured", "deviation", "limited by"]
     parts = [misses(record)]
     for panel, title in panels.items():
         rows = [row for row in record["rows"] if row["panel"] == panel]
-        name = "implementation" if panel == "left" else "name"
+        name, first = ("implementation",) * 2 if panel == "left" else ("name", "mask")
         lines = [
             [
                 NAMES.get(row[name], row[name]),
@@ -55,8 +58,10 @@ def io_complexity(record: dict) -> str:
             ]
             for row in rows
         ]
-        heads = f"batch {rows[0]['batch']}, {rows[0]['heads']} heads of {rows[0]['head_dim']}"
-        parts += [f"**{title}** ({heads})", table(head, lines)]
+        heads = (
+            f"batch {rows[0]['batch']}, {rows[0]['heads']} heads, head dim {rows[0]['head_dim']}"
+        )
+        parts += [f"**{title}** ({heads})", table([first, *head], lines)]
         if panel in ("right", "scaling"):
             picture = "figure-2" if panel == "right" else "scaling"
             file = f"../experiments/results/io-complexity-nvidia-h200-{picture}.png"
@@ -68,79 +73,86 @@ def io_complexity(record: dict) -> str:
         ]
         for fit in record["exponents"]
     ]
-    parts.append(table(["mask", "pass", "what grows", "exponent", "N sqrt N, N log N"], lines))
+    parts.append(
+        "Exponents of growth: each line fits a power of N. The last column is the exponent of the "
+        "theory, for N √N (strided) and N log N (butterfly) over the same lengths."
+    )
+    parts.append(table(["mask", "pass", "figure", "exponent", "exponent of the theory"], lines))
     return "\n\n".join(parts)
 
 
 def against(predicted: float, found: float | None) -> tuple[str, str, str]:
-    """A prediction, what was measured, and its deviation."""
+    """A prediction, the measurement, and its deviation."""
     if found is None:
         return f"{predicted:.3g}", "", ""
     return f"{predicted:.3g}", f"{found:.3g}", f"{found / predicted - 1:+.0%}"
 
 
 def deviation(row: dict, figure: str) -> float:
-    """Measured over modelled, less 1."""
+    """Measured over modelled, minus 1."""
     if figure == "time":
         return row["measured_ms"] / row["predicted_ms"] - 1
     return row["measured_gb"] / row.get("fitted_gb", row["memory_gb"]) - 1
 
 
 def pairs(row: dict) -> float:
-    """Of tokens that a pass computes, once for each kernel: two products forward, three and four
-    backward."""
+    """Pairs that the kernels of a pass compute; the backward pass has two kernels.
+
+    The forward pass has two products for each pair; the kernels of the backward pass have three
+    and four.
+    """
     products = 2 if row["direction"] == "forward" else 7
     return row["gflop"] * 1e9 / (2 * products * row["head_dim"])
 
 
 def exponentials_ms(row: dict, model: dict) -> float:
-    """Milliseconds of the exponentials alone, one for each pair and kernel, 16 a cycle."""
+    """Milliseconds of the exponentials alone: one for each pair and kernel, 16 in each cycle."""
     kernels = 1 if row["direction"] == "forward" else 2
     return kernels * pairs(row) / (16 * model["multiprocessors"] * model["clock"]) * 1e3
 
 
 def written_gb(row: dict) -> float:
-    """Of outputs: O, or dQ, dK and dV."""
+    """Gigabytes of outputs: O, or dQ, dK and dV."""
     tensors = 1 if row["direction"] == "forward" else 3
     numbers = row["batch"] * row["heads"] * row["seq_len"] * row["head_dim"]
     return 2 * tensors * numbers / 1e9
 
 
-def waves(row: dict, model: dict) -> float:
+def tiles_per_multiprocessor(row: dict, model: dict) -> float:
     """Work tiles for each multiprocessor."""
     tiles = row["batch"] * row["heads"] * row["seq_len"] / TILE
     return tiles / model["multiprocessors"]
 
 
 def row_blocks(row: dict) -> float:
-    """Blocks a row, no smaller than tiles."""
+    """Mean number of blocks in a block row; a block smaller than a tile counts as a tile."""
     return row["density"] * row["seq_len"] / max(row["block_size"], TILE)
 
 
 def rate(row: dict) -> float:
-    """Terabytes of device memory a second, measured."""
+    """Measured TB/s of device memory."""
     return row["measured_gb"] / row["measured_ms"]
 
 
 def spread(values: Iterable[float], form: str) -> str:
-    """The least and the largest, as one where they are the same."""
+    """The least and the largest value, or one value if both look the same."""
     low, high = (format(f(found), form) for found in [list(values)] for f in (min, max))
     return low if low == high else f"{low} to {high}"
 
 
 def listed(values: Iterable[float]) -> str:
-    """All of them."""
+    """All values."""
     return " and ".join(f"{value:.3g}" for value in values)
 
 
 def extra_squares(row: dict) -> float:
-    """Measured less predicted bytes, in N x N numbers of all heads."""
+    """Measured minus predicted bytes, in units of one N x N matrix for each head."""
     square = 2 * row["batch"] * row["heads"] * row["seq_len"] ** 2
     return (row["measured_gb"] - row["memory_gb"]) * 1e9 / square
 
 
-# What is off (bytes or time), in which calls, whether a row is one of them, and why. The first
-# that holds for a row is its cause.
+# The figure (bytes or time), the calls, whether a row is one of them, and the cause. A row belongs
+# to the first entry that matches it.
 Cause = tuple[str, str, Callable[[dict, dict], bool], Callable[[Rows, dict], str]]
 CAUSES: tuple[Cause, ...] = (
     (
@@ -149,7 +161,7 @@ CAUSES: tuple[Cause, ...] = (
         lambda row, model: row["implementation"] == "standard",
         lambda rows, model: (
             f"torch moves {spread(map(extra_squares, rows), '.1f')} N² numbers more than "
-            "Algorithm 3; in which of its kernels was not counted"
+            "Algorithm 3; which of its kernels moves them was not measured"
         ),
     ),
     (
@@ -159,8 +171,9 @@ CAUSES: tuple[Cause, ...] = (
             written_gb(row) * 1e9 <= model["l2_bytes"] and deviation(row, "bytes") < 0
         ),
         lambda rows, model: (
-            f"outputs, {spread((written_gb(r) / r['memory_gb'] for r in rows), '.0%')} of the "
-            "predicted bytes, fit into L2 and are not yet in device memory when the kernel ends"
+            "the outputs fit into L2 and are not yet in device memory when the kernel ends; they "
+            f"are {spread((written_gb(r) / r['memory_gb'] for r in rows), '.0%')} of the bytes "
+            "that the model predicts"
         ),
     ),
     (
@@ -168,8 +181,7 @@ CAUSES: tuple[Cause, ...] = (
         "heads whose keys and values exceed L2",
         lambda row, model: 4 * row["seq_len"] * row["head_dim"] > model["l2_bytes"],
         lambda rows, model: (
-            "how far CTAs drift apart, and so how often they read a block again, is the same "
-            "for all masks in the model"
+            "CTAs that drift apart read a block again; the model has the same drift for all masks"
         ),
     ),
     (
@@ -177,40 +189,41 @@ CAUSES: tuple[Cause, ...] = (
         "standard attention",
         lambda row, model: row["implementation"] == "standard",
         lambda rows, model: (
-            f"its kernels move {spread(map(rate, rows), '.1f')} TB/s, where a copy moves "
-            f"{model['memory_bandwidth'] / 1e12:.1f}; backward they also move more"
+            f"its kernels move {spread(map(rate, rows), '.1f')} TB/s, and a copy moves "
+            f"{model['memory_bandwidth'] / 1e12:.1f}; in the backward pass they also move more "
+            "bytes"
         ),
     ),
     (
         "time",
-        "heads of 64 dims",
+        "head dim 64",
         lambda row, model: row["head_dim"] < 128,
         lambda rows, model: (
-            "a tile takes half the products and as many exponentials as at 128 dims, and both "
-            f"overlap in part: products alone take {listed(r['predicted_ms'] for r in rows)} ms, "
-            "products and exponentials one after the other "
-            f"{listed(r['predicted_ms'] + exponentials_ms(r, model) for r in rows)}, measured are "
-            f"{listed(r['measured_ms'] for r in rows)}"
+            "a tile has half the products and as many exponentials as with head dim 128, and the "
+            "two overlap only in part. The products alone take "
+            f"{listed(r['predicted_ms'] for r in rows)} ms, products and then exponentials "
+            f"{listed(r['predicted_ms'] + exponentials_ms(r, model) for r in rows)} ms; measured "
+            f"are {listed(r['measured_ms'] for r in rows)} ms"
         ),
     ),
     (
         "time",
         "few work tiles",
-        lambda row, model: waves(row, model) < FEW_WAVES,
+        lambda row, model: tiles_per_multiprocessor(row, model) < FEW_TILES,
         lambda rows, model: (
-            f"{spread((waves(r, model) for r in rows), '.1f')} for each multiprocessor do not "
-            "fill the device to the end, and a launch takes time: "
+            f"{spread((tiles_per_multiprocessor(r, model) for r in rows), '.1f')} work tiles for "
+            "each multiprocessor leave parts of the device idle at the end; launches add time: "
             f"{spread((1e3 * (r['measured_ms'] - r['predicted_ms']) for r in rows), '.0f')} µs "
             "more than predicted"
         ),
     ),
     (
         "time",
-        "short rows",
+        "short block rows",
         lambda row, model: row_blocks(row) < SHORT_ROW,
         lambda rows, model: (
-            f"of {spread(map(row_blocks, rows), '.0f')} blocks; the prologue and the epilogue of "
-            "a row, which the model does not have, would take as long as "
+            f"a block row has {spread(map(row_blocks, rows), '.0f')} blocks. The model has no "
+            "prologue and epilogue of a row; to explain the deviation they would take as long as "
             f"{spread((deviation(r, 'time') * row_blocks(r) for r in rows), '.1f')} blocks"
         ),
     ),
@@ -219,32 +232,34 @@ CAUSES: tuple[Cause, ...] = (
         "masks that stream from device memory",
         lambda row, model: rate(row) * 1e12 > model["memory_bandwidth"] / 3,
         lambda rows, model: (
-            f"{spread(map(rate, rows), '.1f')} TB/s beside the products, where a copy without "
-            f"any moves {model['memory_bandwidth'] / 1e12:.1f}: loads come late, and products wait"
+            f"they load {spread(map(rate, rows), '.1f')} TB/s during the products, and a copy "
+            f"alone moves {model['memory_bandwidth'] / 1e12:.1f}: loads arrive late, and products "
+            "wait"
         ),
     ),
 )
 
 
 def misses(record: dict) -> str:
-    """How many predictions are off, and why, by the rows of the record."""
+    """How many predictions deviate by more than OFF, and the causes."""
     rows = [row for row in record["rows"] if row["measured_gb"] and row["measured_ms"]]
     model = record["model"]
     first = sum(abs(r["measured_gb"] / r["memory_gb"] - 1) > OFF["bytes"] for r in rows)
     off = {f: [r for r in rows if abs(deviation(r, f)) > least] for f, least in OFF.items()}
     lines = [
-        f"Of {len(rows)} passes, bytes were off by more than {OFF['bytes']:.0%} in {first}, and "
-        f"are in {len(off['bytes'])} by the model since; the time is by more than "
-        f"{OFF['time']:.0%} in {len(off['time'])}. Why:",
+        f"Of {len(rows)} passes, the predicted bytes deviate by more than {OFF['bytes']:.0%} in "
+        f"{first}, the fitted bytes in {len(off['bytes'])}; the predicted time deviates by more "
+        f"than {OFF['time']:.0%} in {len(off['time'])}. The causes:",
         "",
     ]
     for figure, calls, holds, why in CAUSES:
         own = [row for row in off[figure] if holds(row, model)]
         off[figure] = [row for row in off[figure] if row not in own]
         if own:
-            lines.append(f"- {figure} of *{calls}* ({described(own, figure)}): {why(own, model)}.")
+            title = f"**{figure.capitalize()}, {calls}**"
+            lines.append(f"- {title} ({described(own, figure)}): {why(own, model)}.")
     lines += [
-        f"- {figure} without a known cause: {row['name']}, {row['seq_len']:,} tokens, "
+        f"- **{figure.capitalize()}, cause unknown**: {row['name']}, {row['seq_len']:,} tokens, "
         f"{row['direction']}, {deviation(row, figure):+.0%}."
         for figure, left in off.items()
         for row in left
@@ -255,7 +270,7 @@ def misses(record: dict) -> str:
 
 
 def described(rows: Rows, figure: str) -> str:
-    """How many rows of a record, their lengths, and by how much they are off."""
+    """The number of rows, their lengths and their deviations."""
     passes = f"{len(rows)} passes" if len(rows) > 1 else f"{rows[0]['direction']} pass"
     return (
         f"{passes}, {spread((r['seq_len'] for r in rows), ',')} tokens, "

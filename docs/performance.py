@@ -1,8 +1,9 @@
-"""Writes docs/performance.md, and the table of the README, from the records of measurements.
+"""Writes docs/performance.md and the speed table of the README from the records of measurements.
 
     python docs/performance.py
 
-A section whose record is absent is left out. `--check` only says whether both files are current.
+A section without a record is left out. With `--check` nothing is written: the command prints
+whether both files agree with the records.
 """
 
 import sys
@@ -33,6 +34,18 @@ PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
 SHOWN = (2, 16, 16384, 128)  # batch, heads, tokens and head dim of the README's table
 OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
 PEERS = ("flash4", "flex", "cudnn-bsa", "cudnn-flex")
+FLASH4 = "kernel_cutlass_kernel_flash_attncuteflash_"
+KERNELS = {  # names in records: kernels of FlashAttention-4, and ours under their former names
+    f"{FLASH4}fwd_sm90": "forward",
+    f"{FLASH4}bwd_preprocess": "preprocess",
+    f"{FLASH4}bwd_sm90": "backward",
+    f"{FLASH4}bwd_postprocess": "postprocess",
+    "query_gradient": "dq",
+    "key_value_gradient": "dkdv",
+    "fused_gradient": "fused",
+    "row_terms": "lse_delta",
+    "finish": "convert_dq",
+}
 
 
 def tflops(row: dict) -> str:
@@ -48,26 +61,28 @@ def terabytes(row: dict) -> str:
 
 
 def sparse(record: dict) -> str:
-    """How far each pass is from the fastest peer of its row; then all sizes."""
+    """A summary against the fastest other implementation, then a table for each size."""
     return f"{against_peers(record['rows'])}\n\n{by_size(record['rows'], rested_and_sustained)}"
 
 
 def against_peers(rows: list[dict]) -> str:
-    """By head dim and pass: our rate over that of the fastest peer, least, median and most."""
+    """Our rate over that of the fastest other implementation, by head dim and pass."""
     lines = []
     for head_dim in sorted({row["head_dim"] for row in rows}, reverse=True):
         same = [row for row in rows if row["head_dim"] == head_dim]
         for direction, ours in ("forward", OURS), ("backward", ANY_ORDER), ("backward", OURS):
-            cells = [
-                ratios(same, direction, ours, clock) for clock in ("tflops", "sustained_tflops")
-            ]
-            lines.append([f"{head_dim}", f"{direction}: {NAMES[ours]}", *cells])
-    heads = (f"{c}: least, median, most; rows below 1" for c in ("rested", "sustained"))
-    return table(["head dim", "pass", *heads], lines)
+            line = [f"{head_dim}", f"{direction}: {NAMES[ours]}"]
+            for clock in ("tflops", "sustained_tflops"):
+                line += ratios(same, direction, ours, clock)
+            lines.append(line)
+    head = ["head dim", "pass"]
+    for clock in ("rested", "sustained"):
+        head += [f"{clock}: minimum, median, maximum", "rows below 1"]
+    return table(head, lines)
 
 
-def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> str:
-    """Of all masks and sizes that ours and a peer measured."""
+def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> list[str]:
+    """The range of our rate over the fastest other one, and how often ours is slower."""
     found = []
     for size in dict.fromkeys(map(size_of, rows)):
         of_size = [row for row in rows if size_of(row) == size]
@@ -77,12 +92,20 @@ def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> str:
             if own and peers:
                 found.append(own[clock] / max(peers))
     below = sum(value < 1 for value in found)
-    return f"{min(found):.2f}, {median(found):.2f}, {max(found):.2f}; {below} of {len(found)}"
+    values = ", ".join(f"{value:.2f}" for value in (min(found), median(found), max(found)))
+    return [values, f"{below} of {len(found)}"]
 
 
 def of_peers(rows: list[dict], pattern: str, direction: str) -> list[dict]:
-    """What peers measured of a mask and a pass."""
+    """The rows of the other implementations for a mask and a pass."""
     return [row for name in PEERS if (row := find(rows, pattern, direction, name))]
+
+
+def decoding(record: dict) -> str:
+    """The rate of a copy, which is the limit, then all sizes."""
+    copy = record["roofline"]["copy_terabytes_per_second"]
+    limit = f"A copy of memory on the same device reaches {copy:.2f} TB/s."
+    return f"{limit}\n\n{by_size(record['rows'], terabytes)}"
 
 
 def mebibytes(row: dict) -> str:
@@ -95,7 +118,7 @@ def suite(cell: Callable[[dict], str]) -> Callable[[dict], str]:
 
 
 def speedup(record: dict) -> str:
-    """Times of every density at the longest sequences, with speed-up and its ideal."""
+    """Times of every density at the longest length, with the speed-up and its ideal."""
     rows = [r for r in record["rows"] if r["suite"] == "density"]
     longest = max(r["seq_len"] for r in rows)
     rows = [r for r in rows if r["seq_len"] == longest]
@@ -113,31 +136,31 @@ def speedup(record: dict) -> str:
             ratio = f"{flex['median_ms'] / own['median_ms']:.2f}x" if flex else ""
             line += [milliseconds(own), f"{own['speedup']:.2f}x", ratio]
         lines.append(line)
-    head = ["mask", "density s", "ideal 1 / s"]
+    head = ["mask", "density s", "ideal speed-up 1 / s"]
     for direction in DIRECTIONS:
-        head += [f"{direction}, ms", "against full mask", "against FlexAttention"]
+        head += [f"{direction}, ms", "speed-up over full mask", "speed-up over FlexAttention"]
     return f"**{words(size_of(ours[0]))}**\n\n{table(head, lines)}"
 
 
 def host_time(record: dict) -> str:
-    """Host time of calls, and what of it is not ours, as far as the record says."""
-    parts = {"total_us": "all of it", "kernels_us": "launches", "engine_us": "torch's autograd"}
-    parts |= {"overhead_us": "ours"}
+    """Host time of calls, and the parts of it that the record has."""
+    parts = {"total_us": "total", "kernels_us": "launches", "engine_us": "autograd of torch"}
+    parts |= {"overhead_us": "sparseflash"}
     known = [name for name in parts if name in record["rows"][0]]
     lines = [[r["call"], *(f"{r[name]:.0f}" for name in known)] for r in record["rows"]]
-    head = ["call", *(f"{parts[name]}, us" for name in known)]
+    head = ["call", *(f"{parts[name]}, µs" for name in known)]
     shape = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in record["shape"].items())
     return f"**{shape}**\n\n{table(head, lines)}"
 
 
 def counters(record: dict) -> str:
-    """How busy the parts of the device are."""
+    """Utilisation of the units of the device, for each kernel."""
     units = list(record["rows"][0]["percent"])
     lines = [
         [
-            row["problem"],
+            row["problem"].removesuffix(", in any order").replace(" of 32,768", ", 32,768 tokens"),
             NAMES.get(row["implementation"], row["implementation"]),
-            f"`{row['kernel']}`",
+            f"`{kernel_name(row['kernel'])}`",
             f"{row['cycles']:,.0f}",
             *(f"{row['percent'][unit]:.0f}" for unit in units),
         ]
@@ -149,11 +172,18 @@ def counters(record: dict) -> str:
     )
 
 
+def kernel_name(recorded: str) -> str:
+    """The short name of a kernel, from the beginning of its recorded name."""
+    known = (short for name, short in KERNELS.items() if recorded.startswith(name))
+    return next(known, recorded)
+
+
 def power(record: dict) -> str:
-    """Rates after a pause and under continuous load."""
+    """Rested and sustained rates, and the clock under continuous load."""
     lines = [
         [
             row["problem"],
+            f"{row['seq_len']:,}",
             row["direction"],
             NAMES.get(row["implementation"], row["implementation"]),
             f"{row['rested_tflops']:.0f}",
@@ -162,91 +192,99 @@ def power(record: dict) -> str:
         ]
         for row in record["rows"]
     ]
-    return table(["mask", "pass", "implementation", "rested", "sustained", "clock, GHz"], lines)
+    head = ["mask", "tokens", "pass", "implementation", "rested, TFLOP/s", "sustained, TFLOP/s"]
+    return table([*head, "sustained clock, GHz"], lines)
 
 
-TFLOPS = "Useful TFLOP/s: those of non-zero blocks only. More is better."
+TFLOPS = "Useful TFLOP/s; more is better."
+HOST_TIME = (
+    "Microseconds of host time for one call. The tensors are so small that the device is never "
+    "the bottleneck. *Launches* is the time of the bare kernel launches."
+)
 SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
     (
         "speedup",
         "Speed-up against density",
-        "The same kernels on a sparse and on the full mask. The ideal speed-up is 1 / s. "
-        "FlexAttention computes the same masks in the same run.",
+        "The same kernels compute each mask and the full mask. The ideal speed-up over the full "
+        'mask is 1 / s. FlexAttention computes the same masks in the same run. A mask "of 256" '
+        "has blocks of 256 x 256 tokens.",
         speedup,
     ),
     (
         "bench-sparse",
         "Block-sparse masks",
-        f"{TFLOPS} Masks of full blocks, which every implementation here can skip. "
-        "Each cell is rested / sustained. The backward passes of `deterministic=False`, "
-        "FlashAttention-4 and cuDNN add to dQ in any order; those of sparseflash and "
-        "FlexAttention give the same bits every time. The first table divides our rate by that of "
-        "the fastest other implementation of each row.",
+        f"{TFLOPS} A cell has the rested and the sustained rate: rested / sustained. Every block "
+        "of these masks is full or empty, so that every implementation can skip all zeros. "
+        "FlashAttention-4, cuDNN and sparseflash with `deterministic=False` accumulate dQ in "
+        "varying order, so the last bits of their gradients vary from run to run. sparseflash by "
+        "default and FlexAttention give the same bits in every run.\n\n"
+        "The first table summarises those below it. Its ratio is the rate of sparseflash over "
+        "that of the fastest other implementation on the same mask and size. Below 1, the other "
+        "one is faster.",
         sparse,
     ),
     ("bench-dense", "Full and causal masks", TFLOPS, suite(tflops)),
     (
         "bench-small-blocks",
         "Blocks below 128",
-        f"{TFLOPS} The smaller the scattered block, the more L2 bandwidth binds.",
+        f"{TFLOPS} The smaller the blocks of a random mask are, the more the bandwidth of L2 "
+        "limits the speed.",
         suite(tflops),
     ),
     (
         "bench-decode",
         "Decoding",
-        "TB/s of keys and values in non-zero blocks. More is better; a plain copy reaches 4.24.",
-        suite(terabytes),
+        "TB/s of the keys and values in non-empty blocks; more is better.",
+        decoding,
     ),
     (
         "bench-lra",
         "The sizes of Long Range Arena",
-        "Milliseconds. Less is better. Training on these tasks: "
+        "Time in milliseconds; less is better. For training on these tasks see "
         "[Long Range Arena](../experiments/lra/README.md).",
         suite(milliseconds),
     ),
     (
         "bench-memory",
         "Memory",
-        "Most MiB alive during a pass beyond its inputs; a backward pass with its forward. "
-        "Growth is linear in the length; materialised attention is quadratic.",
+        "Peak memory of a pass in MiB, without its inputs; less is better. The figures of the "
+        "backward pass include the forward pass. Standard attention stores N x N scores; the "
+        "memory of the others grows linearly with N.",
         suite(mebibytes),
     ),
-    *(
-        (
-            name,
-            "Host time of a call",
-            "Microseconds of a small call, so that the host is what takes time, forward and "
-            f"backward.{remark}",
-            host_time,
-        )
-        for name, remark in (
-            ("host-time", ""),
-            (
-                "overhead",
-                " Measured before dispatch was rewritten, and not since; ours includes torch's "
-                "autograd engine.",
-            ),
-        )
+    (
+        "host-time",
+        "Host time of a call",
+        f"{HOST_TIME} *Autograd of torch* is the time of the same pass through an autograd "
+        "function that does nothing. *sparseflash* is the rest.",
+        host_time,
+    ),
+    (
+        "overhead",
+        "Host time of a call, before dispatch was rewritten",
+        f"{HOST_TIME} *sparseflash* is the rest, and includes the autograd engine of torch. This "
+        "measurement was not repeated since.",
+        host_time,
     ),
     (
         "counters",
-        "How busy the device is",
-        "Percent of the cycles in which a unit is busy, from hardware counters. Cycles do not "
-        "depend on the clock.",
+        "Utilisation of the device",
+        "Percent of the cycles of a kernel in which a unit of the device is busy, from hardware "
+        "counters (Nsight Compute). Cycles do not depend on the clock frequency. "
+        "[Hopper kernels](design/hopper-kernels.md) describes the kernels of sparseflash.",
         counters,
     ),
     ("io-complexity", "Theory and measurement", THEORY, io_complexity),
     (
         "power",
-        "Rested and sustained",
-        "Useful TFLOP/s after a pause and under continuous load, where the power limit lowers the "
-        "clock.",
+        "Rested and sustained rates",
+        f"{TFLOPS} Under continuous load the power limit of the device lowers its clock.",
         power,
     ),
     (
         "triton/speedup",
-        "The backend `triton` alone",
-        "The portable kernels on the same device.",
+        "The backend `triton`",
+        "The portable Triton kernels on the same device, in place of those for Hopper.",
         speedup,
     ),
 )
@@ -254,17 +292,24 @@ INTRODUCTION = """# Performance
 
 <!-- Generated by `python docs/performance.py`. Do not edit. -->
 
-Every figure here comes from a record in `experiments/results/` that names its command, device,
-versions and commit. A result is checked before it is timed. Implementations are timed in
-alternation, each after each other one as often, with a flushed cache. Measure your own device with
-`python -m experiments.speedup` (a minute with `--quick`) and `python -m experiments.bench`.
+Every figure on this page comes from a record in `experiments/results/`. The line below the tables
+of a section gives the device, the versions, the commit and the command. To measure your own
+device, run `python -m experiments.speedup` (one minute with `--quick`) and
+`python -m experiments.bench`.
 
-Times and rates are rested unless a table says otherwise:
-[what the benchmark prints](benchmark-columns.md).
+- **Density s** is the number of non-empty blocks over the number of all blocks.
+- **Useful FLOPs** are those of the non-empty blocks: 4 · head dim for each pair in the forward
+  pass, 2.5 times as many in the backward pass.
+- **Rested** times are measured in short turns with pauses between them, **sustained** times under
+  continuous load, where the power limit of the device lowers its clock. Times and rates are rested
+  unless a table says otherwise.
+- **An empty cell** means that the implementation was not measured on this mask; most do not
+  support it.
+- **Method.** Every result is checked before it is timed. Implementations are timed in alternation,
+  so that each one follows every other one equally often. The L2 cache is flushed before every run.
+  [What the benchmark prints](benchmark-columns.md) has the details.
 
-**Density s** is the share of blocks that are not empty. **Useful FLOPs** are those of non-zero
-blocks: forward 4 · head dim · pairs, backward 2.5 times as many. What was tried and did not pay is
-in the [notebook](notebook/2026-11.md).
+The [notebook](notebook/2026-11.md) describes what was tried without success.
 """
 
 
@@ -278,7 +323,7 @@ def page() -> str:
 
 
 def readme_table() -> str:
-    """Milliseconds of both passes on masks of full blocks, beside the fastest peer of each row."""
+    """Milliseconds of both passes, and of the fastest other implementation of each row."""
     record = load("bench-sparse")
     assert record is not None, "the table of the README needs the record bench-sparse"
     names = ("batch", "heads", "seq_len", "head_dim")

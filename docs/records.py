@@ -1,4 +1,4 @@
-"""Records of measurements, and their rows as tables of Markdown."""
+"""Reads the records of measurements and formats their rows as Markdown tables."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from experiments.record import read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
-# Implementations as a reader knows them.
+# The name of each implementation in a table.
 NAMES = {
     "sparseflash": "sparseflash",
     "sparseflash:auto": "sparseflash",
@@ -23,17 +23,20 @@ NAMES = {
     "flex": "FlexAttention",
     "cudnn-bsa": "cuDNN block-sparse attention",
     "cudnn-flex": "cuDNN flex attention",
-    "standard": "materialised",
-    "sdpa": "torch's choice",
+    "standard": "standard attention",
+    "sdpa": "SDPA (torch)",
 }
-INTERRUPTED = "\n\nInterrupted: the last rows and the check for a drift of the clock are missing."
-ANY_ORDER = "/any-order"  # of implementations whose forward pass is that of the one without it
+INTERRUPTED = (
+    "\n\nThis measurement was interrupted: the last rows are missing, and the first case was not "
+    "measured again to check for a drift of the clock."
+)
+ANY_ORDER = "/any-order"  # suffix of implementations that differ in the backward pass alone
 DIRECTIONS = ("forward", "backward")
 Rows = list[dict]
 
 
 def load(name: str) -> dict | None:
-    """A record, its rows by the names of their columns; None where there is none."""
+    """A record with its rows as dictionaries, or None if it does not exist."""
     path = RESULTS / f"{name}-nvidia-h200.json"
     if not path.exists():
         return None
@@ -44,7 +47,7 @@ def load(name: str) -> dict | None:
 
 
 def size_of(row: dict) -> tuple:
-    """What rows of one table share."""
+    """The size of the problem of a row: rows of one table have equal sizes."""
     names = ("batch", "heads", "kv_heads", "q_len", "seq_len", "head_dim", "block_size")
     return tuple((name, row.get(name)) for name in names)
 
@@ -52,16 +55,18 @@ def size_of(row: dict) -> tuple:
 def words(size: tuple) -> str:
     """The size of a problem in words."""
     of = dict(size)
-    heads = f"{of['heads']} heads of {of['head_dim']}"
+    tokens, heads = f"{of['seq_len']:,} tokens", f"{of['heads']} heads"
+    if of["q_len"]:
+        queries = "1 query" if of["q_len"] == 1 else f"{of['q_len']} queries"
+        tokens = f"{queries}, {of['seq_len']:,} keys"
     if of["kv_heads"]:
-        heads += f" on {of['kv_heads']} heads of keys and values"
-    queries = f"{of['q_len']} queries, {of['seq_len']:,} keys" if of["q_len"] else ""
-    tokens = queries or f"{of['seq_len']:,} tokens"
-    return f"{tokens}, batch {of['batch']}, {heads}, blocks of {of['block_size']}"
+        heads = f"{of['heads']} query heads, {of['kv_heads']} key heads"
+    sides = f"head dim {of['head_dim']}, block size {of['block_size']}"
+    return f"{tokens}, batch {of['batch']}, {heads}, {sides}"
 
 
 def by_size(rows: Rows, cell: Callable[[dict], str]) -> str:
-    """For every size a table: a line for each mask, a column for each pass and implementation."""
+    """A table for each size: a row for each mask, a column for each pass and implementation."""
     parts = []
     for size in dict.fromkeys(map(size_of, rows)):
         of_size = [row for row in rows if size_of(row) == size]
@@ -70,7 +75,7 @@ def by_size(rows: Rows, cell: Callable[[dict], str]) -> str:
 
 
 def columns_of(rows: Rows, cell: Callable[[dict], str]) -> str:
-    """One table of by_size."""
+    """The table of one size."""
     columns = [
         (direction, name)
         for direction in DIRECTIONS
@@ -92,17 +97,17 @@ def milliseconds(row: dict) -> str:
 
 
 def find(rows: Rows, pattern: str, direction: str, name: str) -> dict | None:
-    """The row of a mask, a pass and an implementation."""
+    """The row of a mask, a pass and an implementation, or None."""
     wanted = (pattern, direction, name)
     same = (r for r in rows if (r["pattern"], r["direction"], r["implementation"]) == wanted)
     return next(same, None)
 
 
 def measured(record: dict) -> str:
-    """Where and how a record was measured."""
+    """The device, versions, commit, date and command of a record."""
     found = record["environment"]
     versions = found["versions"]
-    commit = (found["git"]["commit"] or "unknown")[:7] + " with changes" * bool(
+    commit = (found["git"]["commit"] or "unknown")[:7] + " with local changes" * bool(
         found["git"]["dirty"]
     )
     partial = "" if record.get("complete", True) else INTERRUPTED

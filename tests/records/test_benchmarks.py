@@ -8,7 +8,7 @@ from experiments.cli import ROOT, SHIPPED
 from experiments.record import Record, read_rows
 from experiments.report import DRIFT_LIMIT
 
-INTERRUPTED = "Interrupted: the last rows and the check for a drift of the clock are missing."
+INTERRUPTED = "This measurement was interrupted: the last rows are missing"
 RECORDS = [*SHIPPED.rglob("bench-*.json"), *SHIPPED.rglob("speedup-*.json")]
 
 

@@ -60,16 +60,18 @@ def test_the_page_explains_every_miss_by_its_rows(monkeypatch):
     page = import_module("io_complexity")
     record = json.loads(PATH.read_text())
     found = page.misses(record)
-    assert "without a known cause" not in found
-    assert "standard attention* (backward pass, 1,024 tokens, +41%)" in found
+    assert "cause unknown" not in found
+    assert "standard attention** (backward pass, 1,024 tokens, +41%)" in found
     # A pass that nothing explains is named; one that is as predicted is not.
     row = dict(next(r for r in record["rows"] if r["name"] == "random 1/8"))
     row |= {"measured_ms": 1.1 * row["predicted_ms"], "measured_gb": row["memory_gb"]}
     row["fitted_gb"] = row["memory_gb"]
-    assert "bytes were off by more than 15% in 0" in page.misses(record | {"rows": [row]})
+    assert "the predicted bytes deviate by more than 15% in 0" in page.misses(
+        record | {"rows": [row]}
+    )
     row["measured_ms"] *= 2
     found = page.misses(record | {"rows": [row]})
-    assert "time without a known cause: random 1/8, 16,384 tokens, forward, +120%" in found
+    assert "**Time, cause unknown**: random 1/8, 16,384 tokens, forward, +120%" in found
 
 
 def test_bytes_that_were_fitted_are_those_of_the_model(rows):
