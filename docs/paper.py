@@ -1,9 +1,10 @@
-"""Writes the tables of docs/paper.md: those of the FlashAttention paper beside our records.
+"""Writes the tables of docs/paper.md: figures of the FlashAttention paper and of our records.
 
     python docs/paper.py
 
-A table stands between `<!-- name -->` and `<!-- /name -->`. What has no record says so, with the
-command that makes one. `--check` only says whether the page is current.
+A table is between `<!-- name -->` and `<!-- /name -->`. In place of a table without a record, the
+page names the command that makes one. With `--check` nothing is written: the command prints
+whether the page is current.
 """
 
 import json
@@ -26,7 +27,7 @@ NOTHING = "–"
 
 LENGTHS = tuple(2**n for n in range(7, 17))
 FLASH, SPARSE = "FlashAttention", "block-sparse FlashAttention"
-# Milliseconds of both passes at LENGTHS, as far as memory lasts: Tables 20 and 11 of the paper.
+# Milliseconds of both passes at LENGTHS, until memory is exhausted: Tables 20 and 11 of the paper.
 PLAIN = {
     "PyTorch": (0.67, 0.70, 1.18, 3.67, 13.22, 50.44),
     "Megatron": (0.74, 0.65, 1.23, 3.80, 13.21),
@@ -65,7 +66,7 @@ MEMORY = {
     "SMYRF": (217, 434, 868, 1737, 3474, 6947, 13_894, 27_788),
     "local": (53, 110, 232, 592, 1696, 3392, 6784, 13_568, 27_136),
 }
-KINDS = {  # of records of Figure 3: what they are of, and the paper's times
+KINDS = {  # records of Figure 3: their titles, and the times of the paper
     "bench-landscape": ("Without dropout and padding", PLAIN),
     "bench-landscape-dropout": ("With dropout 0.1", None),
     "bench-landscape-padding": ("With padded keys", None),
@@ -74,13 +75,13 @@ KINDS = {  # of records of Figure 3: what they are of, and the paper's times
 
 
 def row_of_figures(name: str, values: Iterable[float], form: str) -> list[str]:
-    """A row of the paper over LENGTHS; NOTHING where memory did not last."""
+    """A row of the paper over LENGTHS; NOTHING at lengths that were not measured."""
     written = [form.format(value) for value in values]
     return [name, *written, *[NOTHING] * (len(LENGTHS) - len(written))]
 
 
 def picture(name: str, title: str) -> str:
-    """A picture of a record, or nothing where there is none."""
+    """A picture of a record, or an empty text if there is none."""
     path = RESULTS / f"{name}.png"
     return f"![{title}](../experiments/results/{path.name})" if path.exists() else ""
 
@@ -97,7 +98,7 @@ def ratio(value: float, to: float | None, form: str = "{:.2f}") -> str:
 
 
 def parts_of_standard(name: str) -> str:
-    """Times of the parts of standard attention beside the fused pass, for each problem."""
+    """Times of the parts of standard attention and of the fused pass, for each problem."""
     record = load(name)
     rows = [row for row in record["rows"] if row["suite"] == "parts"] if record else []
     if not record or not rows:
@@ -113,10 +114,10 @@ def parts_of_standard(name: str) -> str:
         ours = next((ms for name, ms in of.items() if is_ours(name)), None)
         total = sum(split.values())
         found = [[part, f"{ms:.3g}", ratio(ms, ours)] for part, ms in split.items()]
-        found += [["all parts", f"{total:.3g}", ratio(total, ours)]]
+        found += [["sum of all parts", f"{total:.3g}", ratio(total, ours)]]
         found += [["sparseflash, one pass", f"{ours:.3g}", "1.00"]] if ours else []
         parts.append(f"**Batch {problem[0]}, {problem[1]} heads, {problem[2]:,} tokens**")
-        parts.append(table(["forward, causal, dropout 0.1", "ms", "over ours"], found))
+        parts.append(table(["part", "ms", "ms / ms of sparseflash"], found))
     parts += [picture(f"{name}-{DEVICE}-parts", "Parts of standard attention"), measured(record)]
     return paragraphs(parts)
 
@@ -125,14 +126,14 @@ def parts_of_standard(name: str) -> str:
 
 
 def landscape(name: str) -> str:
-    """Times and memory over lengths, and crossings, of one record beside the paper's."""
+    """Times and memory over lengths, and crossings, of one record and of the paper."""
     title, published = KINDS[name]
     record = load(name)
     found = lines(map(row_of, record["rows"])) if record else {}
     if not record or not found:
         return ""
     lengths = sorted({n for line in found.values() for n in line})
-    head = ["", *(f"{n:,}" for n in lengths)]
+    head = ["tokens", *(f"{n:,}" for n in lengths)]
     times, memory = [], []
     for label, line in found.items():
         pairs = [line.get(n) for n in lengths]
@@ -141,19 +142,20 @@ def landscape(name: str) -> str:
             [called(*label), *(f"{round(p[1] / 2**20, 1):,}" if p else NOTHING for p in pairs)]
         )
     parts = [f"**{title}: milliseconds, both passes**", table(head, times)]
-    parts += ["**MiB beyond the inputs**", table(head, memory), crossings(found, published)]
+    parts += [f"**{title}: peak MiB without the inputs**", table(head, memory)]
+    parts += [f"**{title}: crossings**", crossings(found, published)]
     parts += [picture(f"{name}-{DEVICE}-landscape", f"{title}: time and memory over lengths")]
     return paragraphs([*parts, measured(record)])
 
 
 def row_of(row: dict) -> Measurement:
-    """A row of a record, without the figures that follow from it."""
+    """A row of a record, without the figures that are computed from it."""
     names = Measurement.__dataclass_fields__.keys()
     return Measurement(**{name: value for name, value in row.items() if name in names})
 
 
 def called(implementation: str, family: str) -> str:
-    """An implementation on a mask, as a reader knows it."""
+    """The name of an implementation and its mask in a table."""
     name = NAMES.get(implementation, implementation)
     return name if family == "full" else f"{name}, `{family}`"
 
@@ -173,7 +175,7 @@ PAIRED = {
 
 
 def crossings(found: dict[tuple[str, str], Line], published: dict | None) -> str:
-    """From which length on ours, and the paper's, take less time than another."""
+    """The lengths from which our kernels, and those of the paper, are faster than the others."""
     ours = [label for label in found if is_ours(label[0])]
     dense = next((label for label in ours if label[1] == "full"), None)
     sparse = next((label for label in ours if label[1] != "full"), None)
@@ -189,9 +191,13 @@ def crossings(found: dict[tuple[str, str], Line], published: dict | None) -> str
                 theirs = published_line(published[paper])
                 row.append(who(theirs, published_line(other)) if other else NOTHING)
         rows.append(row)
-    head = ["at the longest length of both, and from which on"]
-    for name in ("dense", called(*sparse) if sparse else "block-sparse"):
-        head += [f"ours, {name}", *(["the paper's"] if published else [])]
+    head = ["compared with"]
+    kernels = (
+        (called(*dense) if dense else "", FLASH),
+        (called(*sparse) if sparse else "", SPARSE),
+    )
+    for name, paper in kernels:
+        head += [name, *([f"{paper} (paper)"] if published else [])]
     return table(head, rows) if rows else ""
 
 
@@ -206,17 +212,17 @@ def who(own: Line, other: Line) -> str:
 
 
 def published_landscape() -> str:
-    """What the paper measured."""
-    head = ["the paper, A100", *(f"{n:,}" for n in LENGTHS)]
+    """The times and memory that the paper has."""
+    head = ["the paper, A100; tokens", *(f"{n:,}" for n in LENGTHS)]
     parts = []
     for title, values, form in (
         (
-            "Milliseconds, both passes, neither dropout nor padding (its Table 20)",
+            "Milliseconds, both passes, without dropout and padding (Table 20)",
             PLAIN,
             "{:,.2f}",
         ),
-        ("Milliseconds, both passes, dropout 0.1 and padding (Table 11)", BOTH, "{:,.2f}"),
-        ("MB, both passes, neither (Table 21)", MEMORY, "{:,}"),
+        ("Milliseconds, both passes, with dropout 0.1 and padding (Table 11)", BOTH, "{:,.2f}"),
+        ("MB, both passes, without dropout and padding (Table 21)", MEMORY, "{:,}"),
     ):
         rows = [row_of_figures(name, row, form) for name, row in values.items()]
         parts += [f"**{title}**", table(head, rows)]
@@ -227,7 +233,7 @@ def published_landscape() -> str:
 
 
 def pretraining(name: str) -> str:
-    """Training steps of each model beside those of the first attention at its size."""
+    """Training steps of each model, compared with the first attention at the same size."""
     record = load(name)
     if record is None:
         return ""
@@ -252,7 +258,7 @@ def pretraining(name: str) -> str:
             ]
         )
     head = ["model", "tokens", "attention", "dropout", "padding", "tokens/s"]
-    head += ["over the first", "GiB", "loss", "less the first"]
+    head += ["speed-up", "GiB", "loss", "loss difference"]
     shown = picture(f"{name}-{DEVICE}", "Throughput, and losses step by step")
     return paragraphs([table(head, lines), shown, measured(record["rows"][0])])
 
@@ -268,7 +274,7 @@ LANGUAGE_MODELS = (
 
 
 def language_model(name: str) -> str:
-    """Bits per byte and throughput of each run, beside the dense run of its context."""
+    """Bits per byte and throughput of each run, compared with the dense run of its context."""
     path = RESULTS / f"{name}-{DEVICE}.json"
     if not path.exists():
         return ""
@@ -295,16 +301,17 @@ def language_model(name: str) -> str:
                 NOTHING if other is None else ratio(speed, other["bytes_per_second"]),
             ]
         )
-    head = ["run", "context, tokens", "parameters", "attention", "MB read", "bits per byte"]
-    head += ["of its last positions", "over dense at this context", "bytes/s"]
+    head = ["run", "context, tokens", "parameters", "attention", "training data, MB"]
+    head += ["bits per byte", "bits per byte, last positions", "bits per byte against dense"]
+    head += ["bytes/s", "speed-up over dense"]
     first = next(iter(runs))
     shown = picture(path.stem, "Bits per byte over bytes read, over time, and by position")
     source = f"Record `experiments/results/{path.name}`."
-    parts = [f"**{record['name']}**", table([*head, "of dense"], lines), contexts(record["runs"])]
+    parts = [f"**{record['name']}**", table(head, lines), contexts(record["runs"])]
     parts += [patterns(record["runs"], dense), shown, f"{source} {measured(first)}"]
     changed = [name for name, run in record["runs"].items() if run["environment"]["git"]["dirty"]]
     if changed and not first["environment"]["git"]["dirty"]:
-        parts.append(f"Ended in a checkout with changes: {', '.join(changed)}.")
+        parts.append(f"These runs ended in a checkout with local changes: {', '.join(changed)}.")
     return paragraphs(parts)
 
 
@@ -313,7 +320,7 @@ def is_dense(run: dict) -> bool:
 
 
 def contexts(runs: dict[str, dict]) -> str:
-    """What runs of a longer context gain over the first, and where all have as many bytes."""
+    """Bits per byte of longer contexts, and at positions that every run has."""
     (name, first), *others = runs.items()
     size = first["model"]["context"]
     longer = [(n, run) for n, run in others if run["model"]["context"] > size]
@@ -321,22 +328,23 @@ def contexts(runs: dict[str, dict]) -> str:
         return ""
     loss = first["bits_per_byte"]
     told = (f"{n} {100 * (run['bits_per_byte'] / loss - 1):+.1f} %" for n, run in longer)
-    text = f"A longer context, against {name}: {', '.join(told)} bits per byte."
+    text = f"Bits per byte against {name}: {', '.join(told)}."
     at = ((n, run, at_position(run, size)) for n, run in ((name, first), *longer))
     found = [f"{n} {bits:.3f}" for n, _, bits in at if bits is not None]
     if all(run["bits_per_byte"] >= loss for _, run in longer):
-        text += " None is below it: after as many bytes the longer context does not pay here."
-    return f"{text} At positions {size // 2:,} to {size:,}: {', '.join(found)}."
+        text += " None of these longer contexts is better after this much training."
+    where = f"at positions {size // 2:,} to {size:,}"
+    return f"{text} Bits per byte {where}, which every run has: {', '.join(found)}."
 
 
 def at_position(run: dict, end: int) -> float | None:
-    """Bits per byte of the octave of positions that ends there, at the end of a run."""
+    """Final bits per byte of the octave of positions that ends there, or None."""
     ends = run["positions"][1:]
     return run["curve"][-1]["by_position"][ends.index(end)] if end in ends else None
 
 
 def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
-    """Loss and throughput of patterns against dense attention at the same context."""
+    """Loss and throughput of patterns, compared with dense attention with the same context."""
     told = []
     for name, run in runs.items():
         other = dense.get(run["model"]["context"])
@@ -344,8 +352,8 @@ def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
             continue
         change = 100 * (run["bits_per_byte"] / other["bits_per_byte"] - 1)
         times = ratio(run["bytes_per_second"], other["bytes_per_second"])
-        told.append(f"{name} {change:+.1f} % bits per byte at {times} times its throughput")
-    return f"A pattern, against dense attention at its context: {'; '.join(told)}." if told else ""
+        told.append(f"{name} {change:+.1f} % bits per byte and {times} times the throughput")
+    return f"Against dense attention with the same context: {'; '.join(told)}." if told else ""
 
 
 # Table 5
@@ -355,7 +363,7 @@ AUTHORS = {kind: f"long-documents-authors-{kind}" for kind in ("words", "bytes")
 
 
 def authors() -> str:
-    """Accuracy of encoders of words and of bytes at each length, beside that of their counts."""
+    """Accuracy of encoders of words and of bytes, and of linear models of their counts."""
     floors = json.loads((RESULTS / "long-documents-floors.json").read_text())["floors"]
     paths = {kind: RESULTS / f"{name}-{DEVICE}.json" for kind, name in AUTHORS.items()}
     found = {k: json.loads(path.read_text()) for k, path in paths.items() if path.exists()}
@@ -366,18 +374,20 @@ def authors() -> str:
             group = found[kind]["lengths"].get(length) if kind in found else None
             lines[-1] += [accuracy(group), str(len(group["runs"]) if group else 0)]
             lines[-1].append(f"{100 * floor[kind]['accuracy']:.1f}")
-    head = ["bytes of a passage", "encoder of words", "runs", "counted words"]
-    parts = [table([*head, "encoder of bytes", "runs", "counted bytes"], lines)]
+    head = ["bytes of a passage", "encoder of words", "runs", "floor: word counts"]
+    parts = [table([*head, "encoder of bytes", "runs", "floor: byte counts"], lines)]
     parts += [
-        picture(path.stem, f"Accuracy of the encoder of {k} over the length of a passage")
+        picture(path.stem, f"Accuracy of the encoder of {k} against the length of a passage")
         for k, path in paths.items()
     ]
-    source = "Test accuracy, %. Floors: `experiments/results/long-documents-floors.json`."
+    source = "Test accuracy in %. Floors: record `experiments/results/long-documents-floors.json`."
     told = [
         f"Encoder of {k}: {measured(next(iter(record['lengths'].values()))['runs'][0])}"
         for k, record in found.items()
     ]
-    return paragraphs([*parts, " ".join([source, *(told or ["No encoder was trained yet."])])])
+    return paragraphs(
+        [*parts, " ".join([source, *(told or ["No encoder has been trained yet."])])]
+    )
 
 
 def accuracy(group: dict | None) -> str:
@@ -388,7 +398,7 @@ def accuracy(group: dict | None) -> str:
 
 
 def tuned() -> str:
-    """Micro F1 of a pre-trained encoder at each length, for each data set that has a record."""
+    """Micro F1 of a fine-tuned encoder at each length, for each data set with a record."""
     parts = []
     for name in TUNED:
         path = RESULTS / f"{name}-{DEVICE}.json"
@@ -417,30 +427,30 @@ TUNED = ("long-documents-ecthr", "long-documents-mimic")
 
 
 def or_command(ours: str, command: str) -> str:
-    """Ours, or that there is no record and how to make one."""
-    return ours or f"*Not measured yet: no record. `{command}` makes one.*"
+    """Our tables, or the command that makes the record."""
+    return ours or f"*Not measured yet. `{command}` makes the record.*"
 
 
 def overview() -> str:
-    """What each table and figure asks, and whether ours has a record."""
+    """The subject of each table and figure, and whether there is a record."""
     there = {path.name.removesuffix(f"-{DEVICE}.json") for path in RESULTS.glob("*.json")}
     rows = []
     for name, asks, page, records in (
-        ("Figure 1", "parts of standard attention", "below", ("bench-landscape",)),
-        ("Figure 2", "bytes, block size, density", THEORY, ("io-complexity",)),
+        ("Figure 1", "time of the parts of standard attention", "below", ("bench-landscape",)),
+        ("Figure 2", "memory traffic, block size, density", THEORY, ("io-complexity",)),
         ("Figure 3", "time and memory over lengths", "below", KINDS),
         ("Tables 1, 2", "training BERT-large and GPT-2", "below", ("pretraining",)),
         ("Tables 3, 6", "Long Range Arena, Path-X", ARENA, ("lra-arena", "lra-path-x-labels")),
-        ("Table 4", "language models of longer context", "below", LANGUAGE_MODELS),
-        ("Table 5", "long documents", "below", (*AUTHORS.values(), *TUNED)),
+        ("Table 4", "language models with longer contexts", "below", LANGUAGE_MODELS),
+        ("Table 5", "classification of long documents", "below", (*AUTHORS.values(), *TUNED)),
     ):
         found = "yes" if there & set(records) else "not yet"
         rows.append([name, asks, page, found])
-    return table(["the paper's", "asks", "ours", "record"], rows)
+    return table(["in the paper", "subject", "our results", "record"], rows)
 
 
 THEORY = "[performance](performance.md#theory-and-measurement)"
-ARENA = "[its page](../experiments/lra/README.md)"
+ARENA = "[Long Range Arena](../experiments/lra/README.md)"
 LANDSCAPE = "python -m experiments.bench landscape"
 TABLES: dict[str, Callable[[], str]] = {
     "overview": overview,

@@ -248,8 +248,8 @@ def table_of(record: dict) -> "Table":
     """Throughput, memory and loss of each row, beside those of the first of its model and size."""
     from rich.table import Table
 
-    columns = ("model", "tokens", "attention", "dropout", "padding", "tokens/s", "of the first")
-    table = Table(*columns, "GiB", "loss", "less the first", title="Training steps")
+    columns = ("model", "tokens", "attention", "dropout", "padding", "tokens/s", "speed-up")
+    table = Table(*columns, "GiB", "loss", "loss difference", title="Training steps")
     first: dict[tuple, dict] = {}
     for row in record["rows"]:
         names = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")

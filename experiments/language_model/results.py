@@ -84,17 +84,17 @@ def seconds_of(run: dict, step: int) -> float:
 
 
 def contexts_of(run: dict) -> str:
-    """The context of a run, and that of its first steps where it is a shorter one."""
+    """The context of a run, and that of its first steps if it is shorter."""
     context = f"{run['model']['context']:,}"
     if not run.get("short_steps"):
         return context
-    return f"{context}, first {run['short_steps']:,} steps {run['short_context']:,}"
+    return f"{context} (first {run['short_steps']:,} steps: {run['short_context']:,})"
 
 
 def table_of(record: dict) -> Table:
-    """The runs, and how they compare with the first."""
-    columns = ("run", "parameters", "context", "steps", "bits per byte", "of the first")
-    table = Table(*columns, "bytes/s", "of the first", title=record["name"])
+    """The runs, and their loss and speed against the first run."""
+    columns = ("run", "parameters", "context", "steps", "bits per byte", "against the first")
+    table = Table(*columns, "bytes/s", "speed-up", title=record["name"])
     first = next(iter(record["runs"].values()))
     for label, run in record["runs"].items():
         loss, speed = (run[name] for name in ("bits_per_byte", "bytes_per_second"))

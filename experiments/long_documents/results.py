@@ -59,7 +59,7 @@ def draw(record: Path) -> Path:
             for length, each in facts["floors"].items()
             if name in each
         }
-        style = {"color": colour, "markersize": 3, "label": f"counted {name}"}
+        style = {"color": colour, "markersize": 3, "label": f"{name[:-1]} counts"}
         ax.plot(list(floor), list(floor.values()), ":s", **style)
     ax.set_xscale("log", base=2)
     ax.set(xlabel="bytes of a passage", ylabel="test accuracy, %", title=facts["device"])
@@ -68,8 +68,8 @@ def draw(record: Path) -> Path:
 
 
 def table_of(record: dict) -> Table:
-    """Test accuracy at each length beside that of counted words and bytes."""
-    table = Table("bytes", "encoder", "counted words", "counted bytes", title=record["name"])
+    """Test accuracy at each length, and that of linear models of word and byte counts."""
+    table = Table("bytes", "encoder", "word counts", "byte counts", title=record["name"])
     for length, group in record["lengths"].items():
         floors = record["floors"][length]
         told = (

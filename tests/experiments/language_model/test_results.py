@@ -43,7 +43,7 @@ def test_a_run_says_which_contexts_its_steps_had():
     run = {"model": {"context": 16384}}
     assert contexts_of(run) == "16,384"
     run |= {"short_context": 1024, "short_steps": 1200}
-    assert contexts_of(run) == "16,384, first 1,200 steps 1,024"
+    assert contexts_of(run) == "16,384 (first 1,200 steps: 1,024)"
 
 
 def test_seconds_are_those_of_both_contexts():
