@@ -325,7 +325,7 @@ def pipeline_barrier(number):
     return int(number)
 
 
-def load_tile(descriptor, start, barrier, buffer):
+def tma_load(descriptor, start, barrier, buffer):
     buffer.tensor.fill_(torch.nan)
 
     def complete():
@@ -341,15 +341,15 @@ def reinterpret(buffer, dtype, shape, layout):
     return Buffer(buffer.tensor.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
 
 
-def store_tile(descriptor, start, buffer):
+def tma_store(descriptor, start, buffer):
     _partition.stores.append((Tensor.copy_, descriptor, start, buffer))
 
 
-def add_tile(descriptor, start, buffer):
+def tma_reduce_add(descriptor, start, buffer):
     _partition.stores.append((Tensor.add_, descriptor, start, buffer))
 
 
-def wait_for_stores(pendings):
+def tma_store_wait(pendings):
     while len(_partition.stores) > pendings:
         write, descriptor, start, buffer = _partition.stores.pop(0)
         part, inside = descriptor.window(start)

@@ -15,24 +15,24 @@ def pingpong_wait(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
     """Waits until the other of two warpgroups has signalled this one, and so has each load-wait
     warp.
     """
-    _run(_pingpong("sync", WARPGROUP, LOAD_WAIT_WARPS))
+    _run_asm(_pingpong_asm("sync", WARPGROUP, LOAD_WAIT_WARPS))
 
 
 @gluon.jit
 def pingpong_signal(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
     """Lets the other of two warpgroups issue its products; does not wait."""
-    _run(_pingpong("arrive", 1 - WARPGROUP, LOAD_WAIT_WARPS))
+    _run_asm(_pingpong_asm("arrive", 1 - WARPGROUP, LOAD_WAIT_WARPS))
 
 
 @gluon.jit
 def signal_warpgroup(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
     """Signals a warpgroup from the load-wait warp, and waits until it has passed its barrier."""
-    _run(_pingpong("sync", WARPGROUP, LOAD_WAIT_WARPS))
+    _run_asm(_pingpong_asm("sync", WARPGROUP, LOAD_WAIT_WARPS))
 
 
 @gluon.constexpr_function
-def _pingpong(what, warpgroup, load_wait_warps):
-    return _barrier_asm(what, PINGPONG_BARRIER.value + warpgroup, 2 * 128 + 32 * load_wait_warps)
+def _pingpong_asm(op, warpgroup, load_wait_warps):
+    return _barrier_asm(op, PINGPONG_BARRIER.value + warpgroup, 2 * 128 + 32 * load_wait_warps)
 
 
 @gluon.jit
@@ -42,17 +42,17 @@ def sync_warp(BARRIER: gl.constexpr):
     Triton's own barrier of a warp leaves nothing in the machine code, since the threads run
     together anyway; racecheck of compute-sanitizer cannot know that.
     """
-    _run(_barrier_asm("sync", BARRIER, 32))
+    _run_asm(_barrier_asm("sync", BARRIER, 32))
 
 
 # The id is part of the assembly text, and so of Triton's cache key.
 @gluon.constexpr_function
-def _barrier_asm(what, barrier, threads):
-    return f"bar.{what} {barrier}, {threads}; mov.b32 $0, $1;"
+def _barrier_asm(op, barrier, threads):
+    return f"bar.{op} {barrier}, {threads}; mov.b32 $0, $1;"
 
 
 @gluon.jit
-def _run(ASM: gl.constexpr):
+def _run_asm(ASM: gl.constexpr):
     number = gl.num_programs(0)  # any: inline assembly that is not pure needs an argument
     gl.inline_asm_elementwise(ASM, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -75,7 +75,7 @@ def named_barrier_wait(index, threads):
 
 
 @gluon.jit
-def _barrier_of_stage(WHAT: gl.constexpr, index, threads):
-    ASM: gl.constexpr = WHAT + " $1, $2; mov.b32 $0, $1;"
+def _barrier_of_stage(OP: gl.constexpr, index, threads):
+    ASM: gl.constexpr = OP + " $1, $2; mov.b32 $0, $1;"
     operands = [index + FIRST_PIPELINE_BARRIER, threads]
     gl.inline_asm_elementwise(ASM, "=r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)

@@ -34,10 +34,10 @@ def read_key_length(params, batch):
 @gluon.jit
 def mask_of_head(params, batch, head):
     """The index of the mask that a query head reads."""
-    masks = params.table.head_to_mask
+    head_to_mask = params.table.head_to_mask
     if params.sizes.mask_batch_stride is not None:
-        masks = masks + batch * params.sizes.mask_batch_stride
-    return gl.load(masks + head % params.sizes.mask_heads)
+        head_to_mask = head_to_mask + batch * params.sizes.mask_batch_stride
+    return gl.load(head_to_mask + head % params.sizes.mask_heads)
 
 
 @gluon.jit
@@ -57,18 +57,19 @@ def key_blocks_of_row(params, batch, head, row):
     """The blocks of a row of queries that hold keys of the batch element."""
     blocks = read_block_row(params, batch, head, row)
     if params.key_lengths is not None:
-        length, start, full_start = blocks.key_length, blocks.partial_start, blocks.full_start
+        partial_start, full_start = blocks.partial_start, blocks.full_start
         # Columns ascend within a row, so the blocks before the key length are the first ones.
-        n_reached = gl.cdiv(length, params.block)
-        n_partial = count_below(params.table.partial_index, start, blocks.n_partial, n_reached)
-        n_whole = length // params.block
+        n_reached = gl.cdiv(blocks.key_length, params.block)
+        n_partial = count_below(
+            params.table.partial_index, partial_start, blocks.n_partial, n_reached
+        )
+        n_whole = blocks.key_length // params.block
         n_full = count_below(params.table.full_index, full_start, blocks.n_full, n_whole)
         n_full_or_clipped = count_below(
             params.table.full_index, full_start, blocks.n_full, n_reached
         )
-        blocks = RowBlocks(
-            length, start, n_partial, n_full_or_clipped - n_full, full_start, n_full
-        )
+        blocks = RowBlocks(blocks.key_length, partial_start, n_partial,
+                           n_full_or_clipped - n_full, full_start, n_full)  # fmt: skip
     return blocks
 
 
@@ -99,10 +100,10 @@ def block_index(params, blocks, i):
     table = params.table
     is_partial = i < blocks.n_partial
     i_full = i - blocks.n_partial - blocks.n_clipped
-    partial = table.partial_index + blocks.partial_start + i
-    full = table.full_index + blocks.full_start + gl.where(i_full < 0, blocks.n_full, i_full)
-    block = gl.load(partial, mask=is_partial, other=0)
-    return block + gl.load(full, mask=is_partial == 0, other=0)
+    partial_ptr = table.partial_index + blocks.partial_start + i
+    full_ptr = table.full_index + blocks.full_start + gl.where(i_full < 0, blocks.n_full, i_full)
+    block = gl.load(partial_ptr, mask=is_partial, other=0)
+    return block + gl.load(full_ptr, mask=is_partial == 0, other=0)
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ def dropout_keep_words(dropout, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl
     THREAD_LAYOUT: gl.constexpr = thread_row_layout()
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     QUADS: gl.constexpr = TILE_N // (4 * THREADS_PER_ROW)  # of each thread
-    PER_WORD: gl.constexpr = 8 // QUADS  # threads that share a word
+    THREADS_PER_WORD: gl.constexpr = 8 // QUADS  # threads that share a word
     threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, THREAD_LAYOUT)).to(gl.int32)
     queries = query + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, THREAD_LAYOUT))
     queries = gl.expand_dims(queries.to(gl.int32), 1)
@@ -38,14 +38,14 @@ def dropout_keep_words(dropout, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl
             keep = (words[k] ^ SIGN) >= dropout.threshold
             bits = bits | (keep.to(gl.int32) << (4 * i + k))
     threads = gl.expand_dims(threads, 0)
-    bits = bits << (threads % PER_WORD * (4 * QUADS))
-    first = gl.sum(gl.where(threads // PER_WORD == 0, bits, 0), axis=1)
-    second = gl.sum(gl.where(threads // PER_WORD == 1, bits, 0), axis=1)
+    bits = bits << (threads % THREADS_PER_WORD * (4 * QUADS))
+    first = gl.sum(gl.where(threads // THREADS_PER_WORD == 0, bits, 0), axis=1)
+    second = gl.sum(gl.where(threads // THREADS_PER_WORD == 1, bits, 0), axis=1)
     packed = (
         gl.convert_layout(first, ROW_LAYOUT, assert_trivial=True),
         gl.convert_layout(second, ROW_LAYOUT, assert_trivial=True),
     )
-    if PER_WORD == 1:
+    if THREADS_PER_WORD == 1:
         third = gl.sum(gl.where(threads == 2, bits, 0), axis=1)
         fourth = gl.sum(gl.where(threads == 3, bits, 0), axis=1)
         packed = (

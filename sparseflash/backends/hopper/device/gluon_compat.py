@@ -18,20 +18,20 @@ __all__ = ["TensorDescriptor", "gl", "gluon", "mbarrier"]
 fence_async_shared = hopper.fence_async_shared
 warpgroup_mma = hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-wait_for_stores = tma.store_wait
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
 sync_partition = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @builtin
-def _add_tile(descriptor, start, buffer, _semantic=None):
+def _tma_reduce_add(descriptor, start, buffer, _semantic=None):
     start = _semantic._convert_to_ir_values(start, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, start, buffer.handle)
 
 
-add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
+tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 
 @builtin

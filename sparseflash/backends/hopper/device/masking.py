@@ -8,7 +8,7 @@ from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 
 
 @gluon.jit
-def bit_tile_words(params, entry, first_row, first_word, TILE_N: gl.constexpr,
+def bit_tile_words(params, partial_entry, first_row, first_word, TILE_N: gl.constexpr,
                LAYOUT: gl.constexpr):  # fmt: skip
     """Words of the bit tile of a partial block: two or four tensors [64], for 64 or 128 columns.
 
@@ -16,13 +16,13 @@ def bit_tile_words(params, entry, first_row, first_word, TILE_N: gl.constexpr,
     on. LAYOUT is that of S.
     """
     WORDS: gl.constexpr = params.block // 32  # of a row of a bit tile
-    tile = gl.load(params.table.partial_bit_tile + entry).to(gl.int64)
+    bit_tile = gl.load(params.table.partial_bit_tile + partial_entry).to(gl.int64)
     rows = first_row + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
-    words = params.table.bit_tiles + (tile * params.block + rows) * WORDS + first_word
-    loaded = (gl.load(words), gl.load(words + 1))
+    word_ptr = params.table.bit_tiles + (bit_tile * params.block + rows) * WORDS + first_word
+    words = (gl.load(word_ptr), gl.load(word_ptr + 1))
     if TILE_N == 128:
-        loaded = (loaded[0], loaded[1], gl.load(words + 2), gl.load(words + 3))
-    return loaded
+        words = (words[0], words[1], gl.load(word_ptr + 2), gl.load(word_ptr + 3))
+    return words
 
 
 @gluon.jit
@@ -30,8 +30,8 @@ def key_mask_words_or_zeros(params, blocks, i, n_masked, first_row, TILE_N: gl.c
                         LAYOUT: gl.constexpr):  # fmt: skip
     """key_mask_words of the i-th tile of a row of queries if i < n_masked, else zeros."""
     # Both paths of the branch must give tensors of one shape and layout.
-    none = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
-    words = (none, none) if TILE_N == 64 else (none, none, none, none)
+    zeros = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
+    words = (zeros, zeros) if TILE_N == 64 else (zeros, zeros, zeros, zeros)
     if i < n_masked:
         words = key_mask_words(params, blocks, i, first_row, TILE_N, LAYOUT)
     return words
@@ -40,8 +40,8 @@ def key_mask_words_or_zeros(params, blocks, i, n_masked, first_row, TILE_N: gl.c
 @gluon.jit
 def query_mask_words_or_zeros(params, blocks, i, n_masked, first_row, LAYOUT: gl.constexpr):
     """query_mask_words of the i-th tile of a row of keys if i < n_masked, else zeros."""
-    none = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
-    words = none, none
+    zeros = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
+    words = zeros, zeros
     if i < n_masked:
         words = query_mask_words(params, blocks, i, first_row, LAYOUT)
     return words
@@ -51,9 +51,9 @@ def query_mask_words_or_zeros(params, blocks, i, n_masked, first_row, LAYOUT: gl
 def query_mask_words(params, blocks, i, first_row, LAYOUT: gl.constexpr):
     """bit_tile_words of the i-th tile of queries of a row of keys."""
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
-    entry = blocks.partial_start + i // TILES_PER_BLOCK
+    partial_entry = blocks.partial_start + i // TILES_PER_BLOCK
     first_word = i % TILES_PER_BLOCK * (WARPGROUP_M // 32)
-    return bit_tile_words(params, entry, first_row, first_word, WARPGROUP_M, LAYOUT)
+    return bit_tile_words(params, partial_entry, first_row, first_word, WARPGROUP_M, LAYOUT)
 
 
 @gluon.jit
@@ -63,18 +63,18 @@ def key_mask_words(params, blocks, i, first_row, TILE_N: gl.constexpr, LAYOUT: g
     """
     table = params.table
     TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
-    block, first_key = i // TILES_PER_BLOCK, i % TILES_PER_BLOCK * TILE_N
-    entry = blocks.partial_start + block
-    words = bit_tile_words(params, entry, first_row, first_key // 32, TILE_N, LAYOUT)
+    i_block, first_key = i // TILES_PER_BLOCK, i % TILES_PER_BLOCK * TILE_N
+    partial_entry = blocks.partial_start + i_block
+    words = bit_tile_words(params, partial_entry, first_row, first_key // 32, TILE_N, LAYOUT)
     if params.key_lengths is not None:
         # The clipped block has no bit tile: it read that of the entry after the partial ones,
         # which every list has. So all bits are set before the key length bounds them.
-        is_partial = block < blocks.n_partial
+        is_partial = i_block < blocks.n_partial
         all_bits = gl.where(is_partial, 0, -1)
-        partial = gl.load(table.partial_index + entry)
-        clipped = gl.load(table.full_index + blocks.full_start + blocks.n_full)
-        column = gl.where(is_partial, partial, clipped)
-        keys = blocks.key_length - column * params.block - first_key
+        partial_block = gl.load(table.partial_index + partial_entry)
+        clipped_block = gl.load(table.full_index + blocks.full_start + blocks.n_full)
+        key_block = gl.where(is_partial, partial_block, clipped_block)
+        keys = blocks.key_length - key_block * params.block - first_key
         bounded = (
             (words[0] | all_bits) & low_bits(keys),
             (words[1] | all_bits) & low_bits(keys - 32),

@@ -13,9 +13,9 @@ from sparseflash.backends.hopper.device.barriers import named_barrier_arrive, na
 from sparseflash.backends.hopper.device.gluon_compat import (
     gl,
     gluon,
-    load_tile,
     mbarrier,
     reinterpret,
+    tma_load,
 )
 
 
@@ -125,7 +125,7 @@ def producer_load(pipeline, descriptor, batch, head, token, state):
     # Before the load: the barrier completes when these bytes have arrived.
     mbarrier.expect(full_barrier, descriptor.block_type.nbytes)
     tile = stage_tile(pipeline, state.stage, descriptor)
-    load_tile(descriptor, [batch, head, token, 0], full_barrier, tile)
+    tma_load(descriptor, [batch, head, token, 0], full_barrier, tile)
 
 
 @gluon.jit

@@ -79,13 +79,14 @@ def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
     tiles_per_group = sizes.heads_per_group * sizes.num_rows
     first_bh = work_id // tiles_per_group * sizes.heads_per_group
     # The last group may have fewer heads.
-    group = gl.minimum(sizes.heads_per_group, sizes.num_work_tiles // sizes.num_rows - first_bh)
-    bh = first_bh + work_id % tiles_per_group % group
-    position = work_id % tiles_per_group // group
+    heads_left = sizes.num_work_tiles // sizes.num_rows - first_bh
+    heads_in_group = gl.minimum(sizes.heads_per_group, heads_left)
+    bh = first_bh + work_id % tiles_per_group % heads_in_group
+    schedule_index = work_id % tiles_per_group // heads_in_group
     batch = bh // heads
     head = bh % heads
     mask = mask_of_head(params, batch, head * QHEADS_PER_WORK_TILE)
-    return batch, head, gl.load(table.schedule + mask * sizes.num_rows + position)
+    return batch, head, gl.load(table.schedule + mask * sizes.num_rows + schedule_index)
 
 
 @gluon.jit
@@ -161,13 +162,13 @@ def sync_single_warp():
 
 
 @gluon.jit
-def write_field(params, stage, FIELD: gl.constexpr, number):
-    number = gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    params.work_queue.buffers.index(stage * WORK_TILE_FIELDS + FIELD).store(number)
+def write_field(params, stage, FIELD: gl.constexpr, value):
+    value = gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    params.work_queue.buffers.index(stage * WORK_TILE_FIELDS + FIELD).store(value)
 
 
 @gluon.jit
 def read_field(params, stage, FIELD: gl.constexpr):
-    number = params.work_queue.buffers.index(stage * WORK_TILE_FIELDS + FIELD)
+    value = params.work_queue.buffers.index(stage * WORK_TILE_FIELDS + FIELD)
     # The maximum of one element turns it into a scalar.
-    return gl.max(number.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
+    return gl.max(value.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)

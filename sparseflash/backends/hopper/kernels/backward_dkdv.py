@@ -20,10 +20,10 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
-    load_tile,
     mbarrier,
-    store_tile,
-    wait_for_stores,
+    tma_load,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -183,16 +183,16 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
 
 
 @gluon.jit
-def load_key_value_row(keys, values, key_pipeline, value_pipeline, WITH_VALUES: gl.constexpr,
+def load_key_value_row(keys, values, key_pipeline, value_pipeline, LOAD_VALUES: gl.constexpr,
                        params, batch, kv_head, row, state):  # fmt: skip
     """Loads the keys of a row and, if WITH_VALUES, their values."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     for warpgroup in gl.static_range(WARPGROUPS):
         token = row * params.block + warpgroup * WARPGROUP_M
-        buffer = warpgroup_state(state, WARPGROUPS, warpgroup)
-        producer_load(key_pipeline, keys, batch, kv_head, token, buffer)
-        if WITH_VALUES:
-            producer_load(value_pipeline, values, batch, kv_head, token, buffer)
+        buffer_state = warpgroup_state(state, WARPGROUPS, warpgroup)
+        producer_load(key_pipeline, keys, batch, kv_head, token, buffer_state)
+        if LOAD_VALUES:
+            producer_load(value_pipeline, values, batch, kv_head, token, buffer_state)
 
 
 @gluon.jit
@@ -213,12 +213,12 @@ def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pip
                 full_barrier, queries.block_type.nbytes + 2 * lse_delta.block_type.nbytes
             )
             query_tile = query_pipeline.buffers.index(state.stage)
-            load_tile(queries, [batch, head, token, 0], full_barrier, query_tile)
+            tma_load(queries, [batch, head, token, 0], full_barrier, query_tile)
             lse_tile = lse_delta_buffers.index(2 * state.stage)
-            load_tile(lse_delta, [lse_row, token], full_barrier, lse_tile)
+            tma_load(lse_delta, [lse_row, token], full_barrier, lse_tile)
             delta_row = lse_row + 1
             delta_tile = lse_delta_buffers.index(2 * state.stage + 1)
-            load_tile(lse_delta, [delta_row, token], full_barrier, delta_tile)
+            tma_load(lse_delta, [delta_row, token], full_barrier, delta_tile)
             producer_load(grad_out_pipeline, grad_outs, batch, head, token, state)
             state = advance(state, STAGES)
         block = next_block
@@ -233,13 +233,13 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
-    DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
+    HEAD_DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
     DTYPE: gl.constexpr = key_pipeline.buffers.dtype
-    WITH_KEYS: gl.constexpr = grad_keys is not None
-    WITH_VALUES: gl.constexpr = grad_values is not None
+    COMPUTE_DK: gl.constexpr = grad_keys is not None
+    COMPUTE_DV: gl.constexpr = grad_values is not None
     S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
-    VALUE_DIMS: gl.constexpr = grad_values.block_type.shape[3] if WITH_VALUES else DIMS
-    DK_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    VALUE_DIMS: gl.constexpr = grad_values.block_type.shape[3] if COMPUTE_DV else HEAD_DIMS
+    DK_LAYOUT: gl.constexpr = accumulator_layout(HEAD_DIMS)
     DV_LAYOUT: gl.constexpr = accumulator_layout(VALUE_DIMS)
     offsets = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, DK_LAYOUT))
     release_all_stages(query_pipeline)
@@ -251,17 +251,17 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
     while work.row >= 0:
         key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
         # receive_work replaces `work` by the next row before dK and dV are stored.
-        own_batch, own_head, key_length = work.batch, work.head, work.blocks.key_length
+        batch, kv_head, key_length = work.batch, work.head, work.blocks.key_length
         buffer = key_state.stage * WARPGROUPS + WARPGROUP
         kv_state = PipelineState(buffer, key_state.phase)
         key, value = stage_matrix(key_pipeline, buffer), stage_matrix(value_pipeline, buffer)
-        dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, DK_LAYOUT)  # [64, D]
+        dk = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, DK_LAYOUT)  # [64, D]
         dv = gl.zeros([WARPGROUP_M, VALUE_DIMS], gl.float32, DV_LAYOUT)  # [64, D]
         consumer_wait(key_pipeline, kv_state)
-        if WITH_KEYS:
+        if COMPUTE_DK:
             consumer_wait(value_pipeline, kv_state)
         for i_head in range(QHEADS_PER_KVHEAD):
-            bh = own_batch * params.sizes.heads + own_head * QHEADS_PER_KVHEAD + i_head
+            bh = batch * params.sizes.heads + kv_head * QHEADS_PER_KVHEAD + i_head
             # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
             # keys only in front of the first, which a row without partial blocks jumps over.
             for i in range(0, TILES_PER_BLOCK * (work.blocks.n_partial + work.blocks.n_full)):
@@ -269,15 +269,15 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
                         lse_delta_buffers, state, params, work.blocks, bh, key_start, True,
-                        Constants(WARPGROUP, STAGES, S_LAYOUT, DK_LAYOUT), DV_LAYOUT, WITH_KEYS,
-                        WITH_VALUES,
+                        Constants(WARPGROUP, STAGES, S_LAYOUT, DK_LAYOUT), DV_LAYOUT, COMPUTE_DK,
+                        COMPUTE_DV,
                     )  # fmt: skip
                 else:
                     dk, dv = mma_one_tile(
                         dk, dv, i, key, value, query_pipeline, grad_out_pipeline,
                         lse_delta_buffers, state, params, work.blocks, bh, key_start, False,
-                        Constants(WARPGROUP, STAGES, S_LAYOUT, DK_LAYOUT), DV_LAYOUT, WITH_KEYS,
-                        WITH_VALUES,
+                        Constants(WARPGROUP, STAGES, S_LAYOUT, DK_LAYOUT), DV_LAYOUT, COMPUTE_DK,
+                        COMPUTE_DV,
                     )  # fmt: skip
                 state = advance(state, STAGES)
             work, work_state = receive_work(params, work_state)
@@ -288,29 +288,29 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
         if params.key_lengths is not None:
             inside = gl.expand_dims(key_start + offsets < key_length, 1)
             dk = gl.where(inside, dk, 0.0)
-            if VALUE_DIMS != DIMS:
+            if VALUE_DIMS != HEAD_DIMS:
                 inside = gl.convert_layout(
                     key_start + offsets < key_length, gl.SliceLayout(1, DV_LAYOUT)
                 )
                 inside = gl.expand_dims(inside, 1)
             dv = gl.where(inside, dv, 0.0)
         # All products have completed, so dK and dV are stored through the buffers of K and V.
-        if WITH_KEYS:
+        if COMPUTE_DK:
             key.store(dk.to(DTYPE))
-        if WITH_VALUES:
+        if COMPUTE_DV:
             value = as_matrix(stage_as(value_pipeline, buffer, WARPGROUP_M, VALUE_DIMS))
             value.store(dv.to(DTYPE))
         fence_async_shared()
-        if WITH_KEYS:
+        if COMPUTE_DK:
             dk_buffer = key_pipeline.buffers.index(buffer)
-            store_tile(grad_keys, [own_batch, own_head, key_start, 0], dk_buffer)
-        if WITH_VALUES:
+            tma_store(grad_keys, [batch, kv_head, key_start, 0], dk_buffer)
+        if COMPUTE_DV:
             dv_buffer = stage_as(value_pipeline, buffer, WARPGROUP_M, VALUE_DIMS)
-            store_tile(grad_values, [own_batch, own_head, key_start, 0], dv_buffer)
+            tma_store(grad_values, [batch, kv_head, key_start, 0], dv_buffer)
         # The producer loads the next K and V there.
-        wait_for_stores(0)
+        tma_store_wait(0)
         consumer_release(key_pipeline, kv_state)
-        if WITH_KEYS:
+        if COMPUTE_DK:
             consumer_release(value_pipeline, kv_state)
         key_state = advance(key_state, KEY_STAGES)
 
@@ -318,11 +318,11 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
 @gluon.jit
 def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_delta_buffers,
                  state, params, blocks, bh, key_start, PARTIAL: gl.constexpr, const,
-                 DV_LAYOUT: gl.constexpr, WITH_KEYS: gl.constexpr,
-                 WITH_VALUES: gl.constexpr):  # fmt: skip
+                 DV_LAYOUT: gl.constexpr, COMPUTE_DK: gl.constexpr,
+                 COMPUTE_DV: gl.constexpr):  # fmt: skip
     """(dK + dS^T Q, dV + P^T dO) of the i-th tile of 64 queries."""
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, const.S_LAYOUT)
-    BOTH: gl.constexpr = WITH_KEYS and WITH_VALUES
+    COMPUTE_BOTH: gl.constexpr = COMPUTE_DK and COMPUTE_DV
     if PARTIAL:
         first_row = const.WARPGROUP * WARPGROUP_M
         words = query_mask_words(params, blocks, i, first_row, const.S_LAYOUT)
@@ -333,14 +333,14 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     zeros = gl.zeros([WARPGROUP_M, WARPGROUP_M], gl.float32, const.S_LAYOUT)
     dp = zeros
     consumer_wait(query_pipeline, state)
-    lse_log2 = lse_delta_buffers.index(2 * state.stage).reshape([WARPGROUP_M])
-    minus_delta = lse_delta_buffers.index(2 * state.stage + 1).reshape([WARPGROUP_M])
-    if BOTH:
+    lse_buffer = lse_delta_buffers.index(2 * state.stage).reshape([WARPGROUP_M])
+    delta_buffer = lse_delta_buffers.index(2 * state.stage + 1).reshape([WARPGROUP_M])
+    if COMPUTE_BOTH:
         # Before any product is issued: later this load would wait for the operands that they read.
-        lse_log2 = lse_log2.load(COLUMN_LAYOUT)  # [64 queries]
+        lse_log2 = lse_buffer.load(COLUMN_LAYOUT)  # [64 queries]
         consumer_wait(grad_out_pipeline, state)
         if params.dropout.threshold is None:
-            dp = minus_delta.load(COLUMN_LAYOUT)
+            dp = delta_buffer.load(COLUMN_LAYOUT)
             dp = gl.expand_dims(dp, 0).broadcast_to([WARPGROUP_M, WARPGROUP_M])
         # dP first: no product runs while the compiler writes the initial accumulator of another.
         # dP^T - delta = V dO^T - delta: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
@@ -352,10 +352,10 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         # S^T = K Q^T: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
         scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
         consumer_wait(grad_out_pipeline, state)
-        if WITH_KEYS:
+        if COMPUTE_DK:
             # dP^T = V dO^T: [64 keys, D] [D, 64 queries] -> [64 keys, 64 queries]
             dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, use_acc=False, is_async=True)
-        lse_log2 = lse_log2.load(COLUMN_LAYOUT)
+        lse_log2 = lse_buffer.load(COLUMN_LAYOUT)
     if params.dropout.threshold is not None or params.has_score_mod:
         query_start = tile_start(params, blocks, i, WARPGROUP_M)
     if params.dropout.threshold is not None:
@@ -365,7 +365,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         keep = transposed_element_mask(keep_words, const.S_LAYOUT)
     # Products complete in the order of issue. S^T is issued last, except if only dK is computed:
     # then dP^T follows it and may still run.
-    scores = warpgroup_mma_wait(0 if WITH_VALUES else 1, deps=(scores,))
+    scores = warpgroup_mma_wait(0 if COMPUTE_DV else 1, deps=(scores,))
     if params.has_score_mod:
         scores, derivative = apply_score_mod(
             scores, params, bh, query_start, key_start, const.S_LAYOUT, True
@@ -376,28 +376,28 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     p_derivative = p
     if params.has_derivative:
         p_derivative = p * derivative
-    if WITH_VALUES:
+    if COMPUTE_DV:
         p_dropped = p
         if params.dropout.threshold is not None:
             p_dropped = gl.where(keep, p, 0.0)
         p_dropped = as_operand_a(p_dropped, query.dtype, DV_LAYOUT)
         # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
-    if WITH_KEYS:
+    if COMPUTE_DK:
         # dV may still run while dS^T is computed.
-        dp = warpgroup_mma_wait(1 if WITH_VALUES else 0, deps=(dp,))
+        dp = warpgroup_mma_wait(1 if COMPUTE_DV else 0, deps=(dp,))
         if params.dropout.threshold is not None:
             dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
-        if not BOTH or params.dropout.threshold is not None:
-            dp = dp + gl.expand_dims(minus_delta.load(COLUMN_LAYOUT), 0)
+        if not COMPUTE_BOTH or params.dropout.threshold is not None:
+            dp = dp + gl.expand_dims(delta_buffer.load(COLUMN_LAYOUT), 0)
         # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
         ds = as_operand_a(p_derivative * dp, query.dtype, const.ACC_LAYOUT)
         # dK += dS^T Q: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dk = warpgroup_mma(ds, query, dk, is_async=True)
-    if WITH_VALUES:
-        dv = warpgroup_mma_wait(1 if WITH_KEYS else 0, deps=(dv,))
+    if COMPUTE_DV:
+        dv = warpgroup_mma_wait(1 if COMPUTE_DK else 0, deps=(dv,))
     consumer_release(grad_out_pipeline, state)
-    if WITH_KEYS:
+    if COMPUTE_DK:
         dk = warpgroup_mma_wait(0, deps=(dk,))
     consumer_release(query_pipeline, state)
     return dk, dv

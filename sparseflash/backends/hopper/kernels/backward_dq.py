@@ -27,8 +27,8 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
-    store_tile,
-    wait_for_stores,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -184,9 +184,9 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
         # In the order in which consumers release the buffers of the work tile before.
         for warpgroup in gl.static_range(WARPGROUPS):
             token = row * params.block + warpgroup * WARPGROUP_M
-            buffer = PipelineState(warpgroup, query_phase)
-            producer_load(grad_out_pipeline, grad_outs, batch, head, token, buffer)
-            producer_load(query_pipeline, queries, batch, head, token, buffer)
+            buffer_state = PipelineState(warpgroup, query_phase)
+            producer_load(grad_out_pipeline, grad_outs, batch, head, token, buffer_state)
+            producer_load(query_pipeline, queries, batch, head, token, buffer_state)
         query_phase = query_phase ^ 1
         state = load_key_value_tiles(
             keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
@@ -201,11 +201,11 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
              MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Computes 64 queries of each work tile; `state` is that of the tile last consumed or of O."""
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
-    DIMS: gl.constexpr = grad_queries.block_type.shape[3]
+    HEAD_DIMS: gl.constexpr = grad_queries.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
     S_LAYOUT: gl.constexpr = accumulator_layout(TILE_N)
-    DQ_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    DQ_LAYOUT: gl.constexpr = accumulator_layout(HEAD_DIMS)
     query = stage_matrix(query_pipeline, WARPGROUP)
     grad_out = stage_matrix(grad_out_pipeline, WARPGROUP)
     release_all_stages(key_pipeline)
@@ -224,7 +224,7 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
             lse_tensors, pipelines, params, bh, query_start, state, query_phase, WARPGROUP,
             S_LAYOUT,
         )  # fmt: skip
-        dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, DQ_LAYOUT)  # [64, D]
+        dq = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, DQ_LAYOUT)  # [64, D]
         consumer_wait(query_pipeline, PipelineState(WARPGROUP, query_phase))
         # Two loops, unlike the forward kernel: one took up to 5 % longer on local masks.
         if MASKED:
@@ -245,8 +245,8 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
         query.store((dq * (params.scale_log2 * LN2)).to(grad_queries.dtype))
         fence_async_shared()
         dq_buffer = query_pipeline.buffers.index(WARPGROUP)
-        store_tile(grad_queries, [work.batch, work.head, query_start, 0], dq_buffer)
-        wait_for_stores(0)
+        tma_store(grad_queries, [work.batch, work.head, query_start, 0], dq_buffer)
+        tma_store_wait(0)
         consumer_release(query_pipeline, PipelineState(WARPGROUP, query_phase))
         query_phase = query_phase ^ 1
         work, work_state = receive_work(params, work_state)
@@ -262,7 +262,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     VALUE_DIMS: gl.constexpr = grad_out_pipeline.buffers.shape[4]
     IS_WIDER: gl.constexpr = key_pipeline.buffers.shape[4] < VALUE_DIMS
-    IN_KEYS: gl.constexpr = WARPGROUP == 0 and not (params.block == WARPGROUP_M and IS_WIDER)
+    OUT_IN_KEYS: gl.constexpr = WARPGROUP == 0 and not (params.block == WARPGROUP_M and IS_WIDER)
     LAYOUT: gl.constexpr = delta_input_layout(VALUE_DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # A thread gets LSE and delta of the rows that it holds of S, so no exchange is needed.
@@ -270,7 +270,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     lse_log2, grad_lse = read_lse(lse_tensors, bh, tokens, params.sizes.q_len)
     consumer_wait(key_pipeline, state)
     consumer_wait(value_pipeline, state)
-    out_pipeline = key_pipeline if IN_KEYS else value_pipeline
+    out_pipeline = key_pipeline if OUT_IN_KEYS else value_pipeline
     out = as_matrix(stage_as(out_pipeline, state.stage, WARPGROUP_M, VALUE_DIMS))
     out = out.load(LAYOUT)  # [64, D]
     consumer_wait(grad_out_pipeline, PipelineState(WARPGROUP, query_phase))

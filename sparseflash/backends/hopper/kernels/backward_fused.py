@@ -30,9 +30,9 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     mbarrier,
     opaque,
     reinterpret,
-    store_tile,
+    tma_store,
+    tma_store_wait,
     to_float32,
-    wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -206,13 +206,13 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
              QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
              KEY_STAGES: gl.constexpr):  # fmt: skip
     """Computes dK and dV of 64 keys of each work tile, and half of dQ of all queries."""
-    DIMS: gl.constexpr = pipelines.key_pipeline.buffers.shape[4]
+    HEAD_DIMS: gl.constexpr = pipelines.key_pipeline.buffers.shape[4]
     ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
-    GRAD_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    GRAD_LAYOUT: gl.constexpr = accumulator_layout(HEAD_DIMS)
     # dV and dK are stored through the buffer from which dQ was added.
-    out_buffer = reinterpret(
+    grad_buffer = reinterpret(
         pipelines.dq_buffers.index(WARPGROUP), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
     )  # fmt: skip
@@ -225,16 +225,16 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
     while work.row >= 0:
         key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
         # receive_work replaces `work` by the next row before dK and dV are stored.
-        own_batch, own_head = work.batch, work.head
-        dk = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
-        dv = gl.zeros([WARPGROUP_M, DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
+        batch, kv_head = work.batch, work.head
+        dk = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
+        dv = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
         kv_buffer = key_state.stage * 2
         states = TileStates(states.query, states.ds, kv_buffer)
         for warpgroup in gl.static_range(2):
-            key_buffer = warpgroup_state(key_state, 2, warpgroup)
-            consumer_wait(pipelines.key_pipeline, key_buffer)
-        own_state = PipelineState(kv_buffer + WARPGROUP, key_state.phase)
-        consumer_wait(pipelines.value_pipeline, own_state)
+            buffer_state = warpgroup_state(key_state, 2, warpgroup)
+            consumer_wait(pipelines.key_pipeline, buffer_state)
+        kv_state = PipelineState(kv_buffer + WARPGROUP, key_state.phase)
+        consumer_wait(pipelines.value_pipeline, kv_state)
         kv_operands = None, None
         if ALTERNATE_TILES:
             key = load_operand_a(pipelines.key_pipeline, kv_buffer + WARPGROUP)
@@ -243,24 +243,24 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
             # Those loads must complete before TMA overwrites their buffers.
             fence_async_shared()
         for i_head in range(QHEADS_PER_KVHEAD):
-            head = own_head * QHEADS_PER_KVHEAD + i_head
+            head = kv_head * QHEADS_PER_KVHEAD + i_head
             if work.blocks.n_partial + work.blocks.n_full > 0:
                 dk, dv, states = mainloop(
                     dk, dv, states, kv_operands, dq_accumulator, pipelines, params, work.blocks,
-                    own_batch, head, key_start, WARPGROUP, MASKED, STAGES, GRAD_LAYOUT,
+                    batch, head, key_start, WARPGROUP, MASKED, STAGES, GRAD_LAYOUT,
                 )  # fmt: skip
             work, work_state = receive_work(params, work_state)
         for warpgroup in gl.static_range(2):
-            key_buffer = warpgroup_state(key_state, 2, warpgroup)
-            consumer_release(pipelines.key_pipeline, key_buffer)
-        consumer_release(pipelines.value_pipeline, own_state)
+            buffer_state = warpgroup_state(key_state, 2, warpgroup)
+            consumer_release(pipelines.key_pipeline, buffer_state)
+        consumer_release(pipelines.value_pipeline, kv_state)
         key_state = advance(key_state, KEY_STAGES)
         dk = dk * (params.scale_log2 * LN2)
         if params.dropout.threshold is not None:
             dv = dv * params.dropout.keep_scale
-        store_gradient(grad_values, out_buffer, dv, own_batch, own_head, key_start)
-        store_gradient(grad_keys, out_buffer, dk, own_batch, own_head, key_start)
-    wait_for_stores(0)
+        store_gradient(grad_values, grad_buffer, dv, batch, kv_head, key_start)
+        store_gradient(grad_keys, grad_buffer, dk, batch, kv_head, key_start)
+    tma_store_wait(0)
 
 
 @gluon.constexpr_function
@@ -285,10 +285,10 @@ def load_operand_a(pipeline, buffer):
 @gluon.jit
 def store_gradient(descriptor, buffer, gradient, batch, head, token):
     """Stores a gradient [64, D] once TMA has read what was stored from the buffer before."""
-    wait_for_stores(0)
+    tma_store_wait(0)
     as_matrix(buffer).store(gradient.to(buffer.dtype))
     fence_async_shared()
-    store_tile(descriptor, [batch, head, token, 0], buffer)
+    tma_store(descriptor, [batch, head, token, 0], buffer)
 
 
 @gluon.jit
@@ -300,11 +300,11 @@ def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blo
     kv_operands: K and V of this warpgroup in registers, or None and None
     """
     bh = batch * params.sizes.heads + head
-    # Where a warpgroup adds dQ of every other tile, the half of the block must be a constant.
+    # If each warpgroup adds dQ of every other tile, `tile_in_block` must be a constant.
     ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
-    STEP: gl.constexpr = TILES_PER_BLOCK if ALTERNATE_TILES else 1
+    TILES_PER_STEP: gl.constexpr = TILES_PER_BLOCK if ALTERNATE_TILES else 1
     first_tile = first_tile_of_head(bh, params)
     n_tiles = (blocks.n_partial + blocks.n_full) * TILES_PER_BLOCK
     block = block_index(params, blocks, 0)
@@ -312,15 +312,15 @@ def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blo
         dk, dv, None, None, None, states, kv_operands, dq_accumulator, pipelines, params, blocks,
         bh, key_start, 0, WARPGROUP, MASKED, GRAD_LAYOUT,
     )  # fmt: skip
-    for i in range(1, n_tiles + 1 - STEP, STEP):
-        next_block = block_index(params, blocks, (i + STEP - 1) // TILES_PER_BLOCK)
-        for half in gl.static_range(STEP):
-            tile = first_tile + block * TILES_PER_BLOCK + (i + half - 1) % TILES_PER_BLOCK
+    for i in range(1, n_tiles + 1 - TILES_PER_STEP, TILES_PER_STEP):
+        next_block = block_index(params, blocks, (i + TILES_PER_STEP - 1) // TILES_PER_BLOCK)
+        for tile_in_block in gl.static_range(TILES_PER_STEP):
+            tile = first_tile + block * TILES_PER_BLOCK + (i + tile_in_block - 1) % TILES_PER_BLOCK
             next_states = advance_states(states, STAGES)
             dk, dv, ds = mma_one_tile(
-                dk, dv, ds, states, owned_tile(tile, half, WARPGROUP, ALTERNATE_TILES),
+                dk, dv, ds, states, owned_tile(tile, tile_in_block, WARPGROUP, ALTERNATE_TILES),
                 next_states, kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start,
-                i + half, WARPGROUP, MASKED, GRAD_LAYOUT,
+                i + tile_in_block, WARPGROUP, MASKED, GRAD_LAYOUT,
             )  # fmt: skip
             states = next_states
         block = next_block
@@ -341,7 +341,7 @@ def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blo
         dk = warpgroup_mma_wait(0, deps=(dk,))
     else:
         dq = issue_dq_mma(pipelines, states, WARPGROUP)
-        wait_for_stores(0)
+        tma_store_wait(0)
         dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
         dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
         store_to_shared(dq_buffer, dq)
@@ -408,7 +408,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
         keep = transposed_element_mask(keep_words, S_LAYOUT)
     # The buffer of dQ is written next: TMA must have read what it added before.
     if prev_dq_tile is not None:
-        wait_for_stores(0)
+        tma_store_wait(0)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * params.scale_log2)
     if MASKED and i < n_masked:
@@ -428,8 +428,8 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
         dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0) + minus_delta
     # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
     ds = (to_float32(p) * dp).to(value.dtype)
-    entry = states.ds.stage * 2 + WARPGROUP
-    pipelines.ds_exchange.buffers.index(entry).store(ds)
+    ds_buffer = states.ds.stage * 2 + WARPGROUP
+    pipelines.ds_exchange.buffers.index(ds_buffer).store(ds)
     dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
     if prev_dq_tile is None:
         dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -439,7 +439,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     # One fence serves dS, which wgmma reads, and dQ, which TMA reads. To signal dS earlier takes a
     # second one, which was up to 4 % slower.
     fence_async_shared()
-    mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(entry), count=1)
+    mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(ds_buffer), count=1)
     if prev_dq_tile is not None:
         reduce_add(dq_accumulator, dq_buffer, prev_dq_tile, WARPGROUP, ALTERNATE_TILES)
     if prev_states is not None:
@@ -486,21 +486,21 @@ def issue_dq_mma(pipelines, states, WARPGROUP: gl.constexpr):
     Two products, one for the keys of each warpgroup: [64 queries, 64 keys] [64 keys, added dims]
     -> [64 queries, added dims].
     """
-    DIMS: gl.constexpr = added_dims(pipelines.dq_buffers)
+    ADDED_DIMS: gl.constexpr = added_dims(pipelines.dq_buffers)
     ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
     ds_exchange = pipelines.ds_exchange
-    dq = gl.zeros([WARPGROUP_M, DIMS], gl.float32, accumulator_layout(DIMS))
+    dq = gl.zeros([WARPGROUP_M, ADDED_DIMS], gl.float32, accumulator_layout(ADDED_DIMS))
     for i in gl.static_range(2):
         warpgroup = (WARPGROUP + i) % 2
-        entry = states.ds.stage * 2 + warpgroup
+        ds_buffer = states.ds.stage * 2 + warpgroup
         # First its own dS, which it has stored itself, so only the second one needs a wait.
         if i == 1:
-            mbarrier.wait(ds_exchange.full_barriers.index(entry), states.ds.phase)
-        ds = ds_exchange.buffers.index(entry).permute((1, 0))
+            mbarrier.wait(ds_exchange.full_barriers.index(ds_buffer), states.ds.phase)
+        ds = ds_exchange.buffers.index(ds_buffer).permute((1, 0))
         key = stage_matrix(pipelines.key_pipeline, opaque(states.kv_buffer + warpgroup))
         if not ALTERNATE_TILES:
-            key = key.slice(WARPGROUP * DIMS, DIMS, dim=1)
+            key = key.slice(WARPGROUP * ADDED_DIMS, ADDED_DIMS, dim=1)
         dq = warpgroup_mma(ds, key, dq, use_acc=i == 1, is_async=True)
     return dq

@@ -9,13 +9,13 @@ kernel brings them into the order of the gradient:
 """
 
 from sparseflash.backends.hopper.device.gluon_compat import (
-    add_tile,
     fence_async_shared,
     gl,
     gluon,
     reinterpret,
-    store_tile,
-    wait_for_stores,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
 )
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M, accumulator_layout
 from sparseflash.backends.hopper.device.pipeline import as_matrix
@@ -34,8 +34,8 @@ def convert_dq_kernel(dq_accumulator, grad_queries, scale, heads, tiles_per_head
     buffer = gl.allocate_shared_memory(grad_queries.dtype, shape, grad_queries.layout)
     as_matrix(buffer).store(dq.to(grad_queries.dtype))
     fence_async_shared()
-    store_tile(grad_queries, [bh // heads, bh % heads, tile_of_head * WARPGROUP_M, 0], buffer)
-    wait_for_stores(0)
+    tma_store(grad_queries, [bh // heads, bh % heads, tile_of_head * WARPGROUP_M, 0], buffer)
+    tma_store_wait(0)
 
 
 @gluon.constexpr_function
@@ -51,9 +51,9 @@ def first_tile_of_head(bh, params):
 
 
 @gluon.jit
-def owned_tile(tile, half, WARPGROUP: gl.constexpr, ALTERNATE_TILES: gl.constexpr):
-    """The tile, or None where the other warpgroup adds that half of a block."""
-    if ALTERNATE_TILES and half != WARPGROUP:
+def owned_tile(tile, tile_in_block, WARPGROUP: gl.constexpr, ALTERNATE_TILES: gl.constexpr):
+    """The tile, or None if the other warpgroup adds this tile of a block."""
+    if ALTERNATE_TILES and tile_in_block != WARPGROUP:
         tile = None
     return tile
 
@@ -73,7 +73,7 @@ def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr,
     box = tile
     if not ALTERNATE_TILES:
         box = tile * 2 + WARPGROUP
-    add_tile(dq_accumulator, [box * buffer.shape[0], 0], buffer)
+    tma_reduce_add(dq_accumulator, [box * buffer.shape[0], 0], buffer)
 
 
 @gluon.constexpr_function

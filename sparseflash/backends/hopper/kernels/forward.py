@@ -42,9 +42,9 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     gluon,
     mbarrier,
     opaque,
-    store_tile,
     sync_partition,
-    wait_for_stores,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -208,8 +208,8 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         for warpgroup in gl.static_range(WARPGROUPS):
             token = row * params.block + warpgroup * WARPGROUP_M
-            buffer = warpgroup_state(query_state, WARPGROUPS, warpgroup)
-            producer_load(query_pipeline, queries, batch, head, token, buffer)
+            buffer_state = warpgroup_state(query_state, WARPGROUPS, warpgroup)
+            producer_load(query_pipeline, queries, batch, head, token, buffer_state)
         query_state = advance(query_state, QUERY_STAGES)
         state = load_key_value_tiles(
             keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
@@ -258,11 +258,11 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
     """Computes 64 queries of each work tile. `state` is that of the tile last consumed."""
     query_pipeline, key_pipeline, value_pipeline = pipelines
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
-    DIMS: gl.constexpr = outs.block_type.shape[3]
+    VALUE_DIMS: gl.constexpr = outs.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
     S_LAYOUT: gl.constexpr = accumulator_layout(TILE_N)
-    O_LAYOUT: gl.constexpr = accumulator_layout(DIMS)
+    O_LAYOUT: gl.constexpr = accumulator_layout(VALUE_DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     offsets = gl.arange(0, WARPGROUP_M, layout=ROW_LAYOUT)
     state = PipelineState(STAGES - 1, 1)  # the first advance gives stage 0 in phase 0
@@ -287,7 +287,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)
         row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, thread_row_layout())
         softmax = SoftmaxState(row_max, row_sum)
-        acc = gl.zeros([WARPGROUP_M, DIMS], gl.float32, O_LAYOUT)  # [64, D]
+        acc = gl.zeros([WARPGROUP_M, VALUE_DIMS], gl.float32, O_LAYOUT)  # [64, D]
         # TMA may still read O of the row before in its query buffer.
         is_storing = (rows_done > 0) & (QUERY_STAGES > 1)
         # With one stage, Q of this row is loaded into that same buffer. It must be released before
@@ -311,25 +311,25 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         row_max_log2 = softmax.row_max * softmax_scale_log2(params)
         row_lse = gl.where(is_empty, NEG_INF, (row_max_log2 + gl.log2(row_sum)) * LN2)
         tokens = query_start + offsets
-        lse_row = lse + bh.to(gl.int64) * params.sizes.q_len
-        gl.store(lse_row + tokens, row_lse, mask=tokens < params.sizes.q_len)
+        lse_ptr = lse + bh.to(gl.int64) * params.sizes.q_len
+        gl.store(lse_ptr + tokens, row_lse, mask=tokens < params.sizes.q_len)
         if max_logits is not None:
-            max_row = max_logits + bh.to(gl.int64) * params.sizes.q_len
-            gl.store(max_row + tokens, row_max_log2 * LN2, mask=tokens < params.sizes.q_len)
-        factor = 1.0 / row_sum
+            max_logits_ptr = max_logits + bh.to(gl.int64) * params.sizes.q_len
+            gl.store(max_logits_ptr + tokens, row_max_log2 * LN2, mask=tokens < params.sizes.q_len)
+        out_scale = 1.0 / row_sum
         if params.dropout.threshold is not None:
-            factor = factor * params.dropout.keep_scale
+            out_scale = out_scale * params.dropout.keep_scale
         # All products that read Q have completed, so O is stored through its buffer.
-        out_tile = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, DIMS))
-        out_tile.store(rescale_rows(acc, factor, O_LAYOUT).to(outs.dtype))  # [64, D]
+        out_tile = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, VALUE_DIMS))
+        out_tile.store(rescale_rows(acc, out_scale, O_LAYOUT).to(outs.dtype))  # [64, D]
         fence_async_shared()
-        out_buffer = stage_as(query_pipeline, query_buffer, WARPGROUP_M, DIMS)
-        store_tile(outs, [work.batch, work.head, query_start, 0], out_buffer)
+        out_buffer = stage_as(query_pipeline, query_buffer, WARPGROUP_M, VALUE_DIMS)
+        tma_store(outs, [work.batch, work.head, query_start, 0], out_buffer)
         query_state = advance(query_state, QUERY_STAGES)
         rows_done += 1
         work, work_state = receive_work(params, work_state)
     # The shared memory of a CTA is gone when it ends.
-    wait_for_stores(0)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -342,9 +342,9 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     """
     query_pipeline, key_pipeline, value_pipeline = pipelines
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
-    DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
-    if DIMS <= MAX_QUERY_REGISTER_DIMS:
-        query = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, DIMS))
+    HEAD_DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
+    if HEAD_DIMS <= MAX_QUERY_REGISTER_DIMS:
+        query = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, HEAD_DIMS))
         query = query.load(operand_a_layout(const.S_LAYOUT))
     else:
         query = stage_matrix(query_pipeline, opaque(query_buffer))
@@ -487,5 +487,5 @@ def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
 @gluon.jit
 def release_query_after_store(query_pipeline, query_buffer, is_storing):
     """Releases the query buffer of the row before once TMA has read O from it."""
-    wait_for_stores(0)
+    tma_store_wait(0)
     mbarrier.arrive(query_pipeline.empty_barriers.index(query_buffer), count=1, pred=is_storing)

@@ -46,9 +46,9 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
     query_start = gl.program_id(0) % tiles_per_head * WARPGROUP_M
     grad_out_pipeline, out_pipeline = make_pipeline(grad_outs, 1, 1), make_pipeline(outs, 1, 1)
     fence_async_shared()
-    empty = PipelineState(0, 1)  # both stages are: the waits return at once
-    producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, empty)
-    producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, empty)
+    empty_state = PipelineState(0, 1)  # both stages are: the waits return at once
+    producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, empty_state)
+    producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, empty_state)
     tensors = LseTensors(lse, grad_lse, lse_delta)
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
     lse_log2, dlse = read_lse(tensors, bh, tokens, q_len)
@@ -92,6 +92,6 @@ def compute_minus_delta(out, grad_out, grad_lse):
 def write_lse_delta(tensors, lse_log2, minus_delta, bh, tokens, padded_len):
     """Writes both of queries of a head; those past the sequence too."""
     # TMA of the kernel of dK and dV reads whole tiles, so none may be uninitialised.
-    row = tensors.lse_delta + bh.to(gl.int64) * 2 * padded_len
-    gl.store(row + tokens, lse_log2)
-    gl.store(row + padded_len + tokens, minus_delta)
+    lse_row_ptr = tensors.lse_delta + bh.to(gl.int64) * 2 * padded_len
+    gl.store(lse_row_ptr + tokens, lse_log2)
+    gl.store(lse_row_ptr + padded_len + tokens, minus_delta)

@@ -35,7 +35,7 @@ def planted(module: str, found: str, *changes: Bug) -> Planted:
 
 NO_SIGNAL = Drop(Call("mma_one_tile", "pingpong_signal"))
 NO_FIRST_SIGNAL = Drop(Call("consumer", "pingpong_signal"))
-NO_WAIT_FOR_STORES = Drop(Call("release_query_after_store", "wait_for_stores"))
+NO_WAIT_FOR_STORES = Drop(Call("release_query_after_store", "tma_store_wait"))
 TWO_WARPGROUPS = {
     "V is released before O += P V has read it": planted(
         "kernels.forward",
@@ -169,7 +169,7 @@ TWO_WARPGROUPS = {
         NUMBERS,
         Move(
             Call("consumer", "consumer_release", "query_pipeline"),
-            Call("consumer", "wait_for_stores"),
+            Call("consumer", "tma_store_wait"),
         ),
     ),
 }
@@ -216,10 +216,12 @@ ALL_GRADIENTS = {
         "kernels.backward_fused", DEADLOCK, Constant("DS_STAGES", "gl.constexpr(1)")
     ),
     "dQ is overwritten before it is stored": planted(
-        "kernels.backward_fused", NUMBERS, Drop(Call("mma_one_tile", "wait_for_stores"))
+        "kernels.backward_fused", NUMBERS, Drop(Call("mma_one_tile", "tma_store_wait"))
     ),
     "dQ is added to that of the next tile": planted(
-        "kernels.backward_fused", NUMBERS, Replace("mainloop", "i + half - 1", "i + half")
+        "kernels.backward_fused",
+        NUMBERS,
+        Replace("mainloop", "i + tile_in_block - 1", "i + tile_in_block"),
     ),
     "Q of this tile is released in place of the last one": planted(
         "kernels.backward_fused",
