@@ -1,9 +1,9 @@
-"""Named barriers of a CTA: their ids, ping-pong between warpgroups, and warps on their own."""
+"""Named barriers of a CTA: their ids, ping-pong of warpgroups, synchronisation of one warp."""
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 
-# A CTA has sixteen. Triton uses up to four, from 0 on: two, and one more for each further
-# partition of several warps.
+# A CTA has sixteen. Triton uses ids 0 and 1, and one more for each further partition of several
+# warps: at most ids 0 to 3.
 PINGPONG_BARRIER = gl.constexpr(4)  # and 5: one for each of two warpgroups
 PRODUCER_WARP_BARRIER = gl.constexpr(6)
 FIRST_PIPELINE_BARRIER = gl.constexpr(7)  # and the next ones: one for each stage
@@ -12,15 +12,13 @@ LOAD_WAIT_WARP_BARRIER = gl.constexpr(15)
 
 @gluon.jit
 def pingpong_wait(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
-    """Waits until the other of two warpgroups has signalled this one, and so has each load-wait
-    warp.
-    """
+    """Waits until the other warpgroup and the load-wait warp, if any, have signalled this one."""
     _run_asm(_pingpong_asm("sync", WARPGROUP, LOAD_WAIT_WARPS))
 
 
 @gluon.jit
 def pingpong_signal(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
-    """Lets the other of two warpgroups issue its products; does not wait."""
+    """Lets the other warpgroup issue its products; does not wait."""
     _run_asm(_pingpong_asm("arrive", 1 - WARPGROUP, LOAD_WAIT_WARPS))
 
 
@@ -59,18 +57,20 @@ def _run_asm(ASM: gl.constexpr):
 
 @gluon.jit
 def named_barrier_arrive(index, threads):
-    """Arrives at a named barrier of a pipeline and does not wait. Every warp arrives for itself,
-    while at an mbarrier Triton would synchronise the warpgroup first.
+    """Arrives at a named barrier of a pipeline and does not wait.
 
-    index: of the barrier, from FIRST_PIPELINE_BARRIER on
-    threads: of all that arrive, and of the warp that waits
+    Every warp arrives on its own. Before it arrives at an mbarrier Triton synchronises the whole
+    warpgroup.
+
+    index:   number of the barrier, counted from FIRST_PIPELINE_BARRIER
+    threads: all threads that arrive, and the 32 of the warp that waits
     """
     _barrier_of_stage("bar.arrive", index, threads)
 
 
 @gluon.jit
 def named_barrier_wait(index, threads):
-    """Lets one warp wait until all others have arrived, once each."""
+    """Waits, in one warp, until all others have arrived once."""
     _barrier_of_stage("bar.sync", index, threads)
 
 

@@ -1,4 +1,4 @@
-"""The blocks of one work tile, out of the lookup table, and the loads of their tiles."""
+"""Reads the blocks of a work tile from the lookup table, and loads their tiles."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,14 @@ from sparseflash.backends.hopper.device.pipeline import advance, producer_load
 
 
 class RowBlocks(NamedTuple):
-    """The blocks of one block row, in the order in which kernels take them: partial ones, the full
-    one that the key length clips, full ones.
+    """The blocks of one block row: kernels compute partial blocks, the clipped block, full blocks.
 
-    key_length: keys of the batch element; n_clipped: 0 or 1. The clipped block follows the full
-    ones in the table, at full_start + n_full.
+    key_length:    keys of the batch element
+    partial_start: first entry of the row in table.partial_index
+    n_clipped:     1 if the key length ends inside a full block of the row, else 0; the index of
+        this block is entry full_start + n_full of table.full_index
+    full_start:    first entry of the row in table.full_index
+    n_full:        full blocks without the clipped one
     """
 
     key_length: gl.tensor
@@ -24,7 +27,7 @@ class RowBlocks(NamedTuple):
 
 @gluon.jit
 def read_key_length(params, batch):
-    """How many keys a batch element has."""
+    """The number of keys of a batch element."""
     length = params.sizes.k_len
     if params.key_lengths is not None:
         length = gl.load(params.key_lengths + batch)
@@ -54,11 +57,11 @@ def read_block_row(params, batch, head, row):
 
 @gluon.jit
 def key_blocks_of_row(params, batch, head, row):
-    """The blocks of a row of queries that hold keys of the batch element."""
+    """The blocks of a block row of queries that contain keys before the key length."""
     blocks = read_block_row(params, batch, head, row)
     if params.key_lengths is not None:
         partial_start, full_start = blocks.partial_start, blocks.full_start
-        # Columns ascend within a row, so the blocks before the key length are the first ones.
+        # Block indices ascend within a row, so the blocks before the key length come first.
         n_reached = gl.cdiv(blocks.key_length, params.block)
         n_partial = count_below(
             params.table.partial_index, partial_start, blocks.n_partial, n_reached
@@ -75,7 +78,7 @@ def key_blocks_of_row(params, batch, head, row):
 
 @gluon.jit
 def query_blocks_of_row(params, batch, head, row):
-    """The blocks of a row of keys: none if the batch element has none of its keys."""
+    """The blocks of a block row of keys; none if all of its keys are past the key length."""
     blocks = read_block_row(params, batch, head, row)
     if params.key_lengths is not None:
         inside = row * params.block < blocks.key_length
@@ -88,7 +91,7 @@ def query_blocks_of_row(params, batch, head, row):
 
 @gluon.jit
 def tile_start(params, blocks, i, TILE: gl.constexpr):
-    """The first token of the i-th tile of TILE tokens."""
+    """The first token of the i-th tile of a block row, in tiles of TILE tokens."""
     TILES_PER_BLOCK: gl.constexpr = params.block // TILE
     block = block_index(params, blocks, i // TILES_PER_BLOCK)
     return block * params.block + i % TILES_PER_BLOCK * TILE
@@ -96,7 +99,7 @@ def tile_start(params, blocks, i, TILE: gl.constexpr):
 
 @gluon.jit
 def block_index(params, blocks, i):
-    """The column of the i-th block."""
+    """The index, among all blocks of the sequence, of the i-th block of a block row."""
     table = params.table
     is_partial = i < blocks.n_partial
     i_full = i - blocks.n_partial - blocks.n_clipped
@@ -123,7 +126,7 @@ def count_below(index, start, count, limit):
 @gluon.jit
 def load_key_value_tiles(keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
                          blocks, state, STAGES: gl.constexpr):  # fmt: skip
-    """Loads the keys and values of all blocks of a row of queries."""
+    """Loads K and V of all blocks of a block row of queries."""
     table = params.table
     state = load_block_list(
         keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
@@ -144,7 +147,7 @@ def load_key_value_tiles(keys, values, key_pipeline, value_pipeline, params, bat
 @gluon.jit
 def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, kv_head, index,
                     start, count, state, STAGES: gl.constexpr):  # fmt: skip
-    """Loads the keys and values of listed blocks; the index is read one block ahead."""
+    """Loads K and V of blocks index[start : start + count]; reads the index one block ahead."""
     TILE_N: gl.constexpr = keys.block_type.shape[2]
     # Every list ends in readable entries (masks.lookup_table.PREFETCH). So neither the first load
     # of an empty list nor the one after the last block is out of bounds.

@@ -1,7 +1,7 @@
-"""Dropout in the kernels: the bits of sparseflash.dropout, packed as those of a partial block.
+"""Dropout in the kernels: the bits of sparseflash.dropout, packed like the bits of a bit tile.
 
-One Philox call serves a quad, four neighbouring keys of a query. Four threads share a row of an
-accumulator: each draws the bits of a quarter of its keys, and then they exchange them.
+One Philox call gives the bits of a quad: four neighbouring keys of a query. Four threads share a
+row of an accumulator. Each draws the bits of a quarter of the keys, and then they exchange them.
 """
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
@@ -20,8 +20,9 @@ SIGN = gl.constexpr(-(2**31))
 
 @gluon.jit
 def dropout_keep_words(dropout, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words with a 1 for every pair that dropout keeps, two or four tensors [64] like those of
-    masking.bit_tile_words: of 64 queries from `query` on and TILE_N keys from `key` on.
+    """Words with a 1 for every pair that dropout keeps; tensors as of masking.bit_tile_words.
+
+    query, key: first of the 64 queries and first of the TILE_N keys
     """
     THREAD_LAYOUT: gl.constexpr = thread_row_layout()
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -59,9 +60,10 @@ def dropout_keep_words(dropout, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl
 
 @gluon.jit
 def transposed_element_mask(words, LAYOUT: gl.constexpr):
-    """Element mask [64 keys, 64 queries] out of the words of dropout_keep_words.
+    """Element mask [64 keys, 64 queries] from the words of dropout_keep_words.
 
-    A thread's keys differ in the bit of 8 alone: without it, one shift serves both.
+    The two keys of a thread differ in bit 3 alone. So one shift by the other bits is right for
+    both.
     """
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     keys = gl.expand_dims(gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT)), 1)

@@ -1,6 +1,6 @@
-"""Gluon for Hopper under one set of names: what differs between Triton 3.6 and 3.9 is here.
+"""Gluon for Hopper under one set of names for Triton 3.6 to 3.9.
 
-Triton 3.8 renamed the asynchronous copies and gave the one that adds a function.
+Triton 3.8 renamed the TMA copies and added a function for the TMA reduction.
 """
 
 from math import prod
@@ -36,7 +36,7 @@ tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """The same shared memory, or its beginning, as a buffer of another dtype, shape and layout."""
+    """The beginning of a shared-memory buffer as a buffer of another dtype, shape and layout."""
     dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
     shape = [_unwrap_if_constexpr(n) for n in shape]
     bits = prod(buffer.shape) * buffer.dtype.primitive_bitwidth
@@ -49,9 +49,10 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 
 @gluon.jit
 def opaque(number):
-    """The same number, equal in all threads, as a value that the compiler cannot reason about.
+    """The same number, equal in all threads, as a value about which the compiler knows nothing.
 
-    ptxas of CUDA 12.8 computes an address once for two branches, but only in the first of them.
+    Without it ptxas of CUDA 12.8 computes an address that two branches need in the first of them
+    alone.
     """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
@@ -65,10 +66,10 @@ def opaque(number):
 
 @gluon.jit
 def to_float32(matrix):
-    """A matrix of 16 bits in float32, by way of pairs that share a register.
+    """Converts a matrix of 16-bit elements to float32, from registers that hold two elements.
 
-    With a plain conversion LLVM would keep its elements in a register each from where they were
-    made to where they are converted.
+    A plain conversion makes LLVM keep every element in a register of its own, from its definition
+    to the conversion.
     """
     ASM: gl.constexpr = _widening(matrix.dtype)
     return gl.inline_asm_elementwise(
@@ -78,7 +79,7 @@ def to_float32(matrix):
 
 @gluon.jit
 def copy_registers(matrix):
-    """A matrix of 16 bits in registers of its own."""
+    """A copy of a matrix of 16-bit elements in other registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [matrix], dtype=matrix.dtype, is_pure=False, pack=2
     )

@@ -1,4 +1,4 @@
-"""Register layouts: accumulators of wgmma, left operands, and one element per thread of a row."""
+"""Register layouts: accumulators and left operands of wgmma; one element per thread and row."""
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 
@@ -15,8 +15,8 @@ def accumulator_layout(columns):
 
 @gluon.constexpr_function
 def thread_row_layout():
-    """The layout of [WARPGROUP_M, THREADS_PER_ROW]: one element per thread and accumulator row."""
-    # As in an accumulator: four lanes a row, eight rows a warp, two rows of distance 8 a thread.
+    """The layout of [WARPGROUP_M, THREADS_PER_ROW]: one element per thread and row of S."""
+    # As in an accumulator: a row has four lanes, a warp eight rows twice, a thread rows r, r + 8.
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
@@ -36,6 +36,6 @@ def as_operand_a(matrix, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def rescale_rows(acc, factor, LAYOUT: gl.constexpr):
-    """The rows of `acc` [M, N] times their factors [M]."""
+    """Multiplies each row of `acc` [M, N] by its factor [M]."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     return acc * gl.expand_dims(factor, 1)

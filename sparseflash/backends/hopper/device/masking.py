@@ -1,4 +1,4 @@
-"""Element masks of tiles, out of words of 32 bits.
+"""Element masks of tiles, from bit tiles of 32-bit words.
 
 Pair (row, column) of a tile is bit column % 32 of word column // 32 of that row.
 """
@@ -12,8 +12,9 @@ def bit_tile_words(params, partial_entry, first_row, first_word, TILE_N: gl.cons
                LAYOUT: gl.constexpr):  # fmt: skip
     """Words of the bit tile of a partial block: two or four tensors [64], for 64 or 128 columns.
 
-    Of the rows from `first_row` of the block on, and of the words of each row from `first_word`
-    on. LAYOUT is that of S.
+    partial_entry:         entry of the block in table.partial_index
+    first_row, first_word: first row of the tile in the block; first word of the tile in each row
+    LAYOUT:                layout of S
     """
     WORDS: gl.constexpr = params.block // 32  # of a row of a bit tile
     bit_tile = gl.load(params.table.partial_bit_tile + partial_entry).to(gl.int64)
@@ -28,7 +29,7 @@ def bit_tile_words(params, partial_entry, first_row, first_word, TILE_N: gl.cons
 @gluon.jit
 def key_mask_words_or_zeros(params, blocks, i, n_masked, first_row, TILE_N: gl.constexpr,
                         LAYOUT: gl.constexpr):  # fmt: skip
-    """key_mask_words of the i-th tile of a row of queries if i < n_masked, else zeros."""
+    """key_mask_words of the i-th tile of a block row of queries if i < n_masked, else zeros."""
     # Both paths of the branch must give tensors of one shape and layout.
     zeros = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
     words = (zeros, zeros) if TILE_N == 64 else (zeros, zeros, zeros, zeros)
@@ -39,7 +40,7 @@ def key_mask_words_or_zeros(params, blocks, i, n_masked, first_row, TILE_N: gl.c
 
 @gluon.jit
 def query_mask_words_or_zeros(params, blocks, i, n_masked, first_row, LAYOUT: gl.constexpr):
-    """query_mask_words of the i-th tile of a row of keys if i < n_masked, else zeros."""
+    """query_mask_words of the i-th tile of a block row of keys if i < n_masked, else zeros."""
     zeros = gl.zeros([WARPGROUP_M], gl.int32, gl.SliceLayout(1, LAYOUT))
     words = zeros, zeros
     if i < n_masked:
@@ -49,7 +50,7 @@ def query_mask_words_or_zeros(params, blocks, i, n_masked, first_row, LAYOUT: gl
 
 @gluon.jit
 def query_mask_words(params, blocks, i, first_row, LAYOUT: gl.constexpr):
-    """bit_tile_words of the i-th tile of queries of a row of keys."""
+    """bit_tile_words of the i-th tile of 64 queries of a block row of keys."""
     TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
     partial_entry = blocks.partial_start + i // TILES_PER_BLOCK
     first_word = i % TILES_PER_BLOCK * (WARPGROUP_M // 32)
@@ -58,8 +59,9 @@ def query_mask_words(params, blocks, i, first_row, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def key_mask_words(params, blocks, i, first_row, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """bit_tile_words of the i-th tile of TILE_N keys of a row of queries; keys past the key length
-    have 0.
+    """bit_tile_words of the i-th tile of TILE_N keys of a block row of queries.
+
+    Bits of keys past the key length are 0.
     """
     table = params.table
     TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
@@ -67,8 +69,8 @@ def key_mask_words(params, blocks, i, first_row, TILE_N: gl.constexpr, LAYOUT: g
     partial_entry = blocks.partial_start + i_block
     words = bit_tile_words(params, partial_entry, first_row, first_key // 32, TILE_N, LAYOUT)
     if params.key_lengths is not None:
-        # The clipped block has no bit tile: it read that of the entry after the partial ones,
-        # which every list has. So all bits are set before the key length bounds them.
+        # The clipped block has no bit tile. For it `words` came from the entry after the partial
+        # blocks, which every list has, so all of its bits are set here.
         is_partial = i_block < blocks.n_partial
         all_bits = gl.where(is_partial, 0, -1)
         partial_block = gl.load(table.partial_index + partial_entry)
@@ -101,8 +103,8 @@ def low_bits(count):
 def element_mask(words, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
     """Element mask [64, TILE_N] out of the words of its rows.
 
-    A thread's columns differ in their lowest bit and in multiples of 8: split there, one shift
-    serves all of its bits in a word, and the compiler knows the bit that is left to test.
+    The column indices of a thread agree in bits 1 and 2. So one shift by `columns & 6` is right
+    for all of its columns in a word, and the compiler knows which bit is then tested.
     """
     columns = gl.expand_dims(gl.arange(0, TILE_N, layout=gl.SliceLayout(0, LAYOUT)), 0)
     word = gl.expand_dims(words[0], 1) >> (columns & 6)

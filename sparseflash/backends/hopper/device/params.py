@@ -13,7 +13,7 @@ NEG_INF = gl.constexpr(float("-inf"))
 
 
 class Table(NamedTuple):
-    """One direction of a masks.LookupTable; rows of bit tiles are queries or keys accordingly."""
+    """One direction of a masks.LookupTable; rows, also of bit tiles, are of queries or of keys."""
 
     row_ptr: gl.tensor
     full_index: gl.tensor
@@ -29,9 +29,10 @@ class Sizes(NamedTuple):
 
     heads:           query heads
     num_rows:        block rows of a mask in the direction of the kernel
-    num_work_tiles:  block rows of all heads, of queries or of keys
+    num_work_tiles:  block rows of all heads and batch elements
     heads_per_group: heads whose work tiles are scheduled together, longest first (LPT)
-    mask_batch_stride: of head_to_mask; None where all batch elements share their masks
+    mask_batch_stride: stride of head_to_mask from one batch element to the next; None if all
+        batch elements share their masks
     """
 
     heads: gl.tensor
@@ -59,11 +60,11 @@ class Dropout(NamedTuple):
 
 
 class ScoreParams(NamedTuple):
-    """The changes of S beside its scale, each None if the call has none: see scores.py.
+    """What changes S besides the scale (see scores.py); each field is None if unused.
 
     softcap:     c of c tanh(S / c)
-    bias:        a number for each distance of key and query
-    bias_stride: from one head to the next, 0 if all heads share one bias
+    bias:        one number for each distance between key and query
+    bias_stride: stride of bias from one head to the next, 0 if all heads share one bias
     pointers:    score tensors
     """
 
@@ -88,17 +89,16 @@ def has_derivative(softcap, function):
 class Params(NamedTuple):
     """The parameters that every warp role of a kernel reads.
 
-    The constexpr fields are constexpr only while the tuple is passed as an argument: assigning it
-    to another name makes them run-time values. They are not in a nested tuple, because there
-    Triton 3.6 makes them run-time values at gl.warp_specialize.
+    The constexpr fields are constexpr only while the tuple is passed as an argument. Assigning it
+    to another name makes them run-time values. They are not in a nested tuple: gl.warp_specialize
+    of Triton 3.6 makes constexprs of nested tuples run-time values.
 
-    block:        tokens along both sides of a block of the mask
+    block:        side of a block of the table, in tokens
     key_lengths:  keys of every batch element, or None
     work_counter: atomic counter of the dynamic tile scheduler, or None
     work_queue:   the pipeline through which the producer publishes work tiles
     scale_log2:   scale * log2(e)
-    score_function, has_score_mod, has_derivative: None, False, False where S is the scaled
-        product
+    score_function, has_score_mod, has_derivative: None, False, False if S = scale Q K^T
     """
 
     block: gl.constexpr
@@ -118,7 +118,7 @@ class Params(NamedTuple):
 class Constants(NamedTuple):
     """Compile-time constants of the mainloop of one warpgroup.
 
-    They are constexpr only while the tuple is passed as an argument, so each call builds it anew.
+    They are constexpr only while the tuple is passed as an argument, so each call builds it.
 
     S_LAYOUT:   accumulator layout of S and dP
     ACC_LAYOUT: accumulator layout of what the mainloop sums: O, dQ, or dK and dV
@@ -131,7 +131,11 @@ class Constants(NamedTuple):
 
 
 def unspecialized_arguments(*pointers: str) -> dict[str, list[str]]:
-    """Keywords of gluon.jit for a kernel of a pass; `pointers` are its additional pointers."""
+    """Keywords of gluon.jit: arguments for whose values Triton compiles no variant.
+
+    Args:
+        pointers: Names of the pointers of the kernel besides those of Params.
+    """
     return arguments.unspecialized_arguments(
         integers=[*Sizes._fields, *Dropout._fields, "bias_stride"],
         alignments=[

@@ -20,7 +20,7 @@ from sparseflash.backends.hopper.device.gluon_compat import (
 
 
 class Pipeline(NamedTuple):
-    """Stages of one tile each, [STAGES, *tile], and mbarriers, one a stage."""
+    """Stages of one tile each, [STAGES, *tile], with two mbarriers per stage."""
 
     buffers: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
@@ -28,12 +28,14 @@ class Pipeline(NamedTuple):
 
 
 class NamedBarrierPipeline(NamedTuple):
-    """A Pipeline whose stages consumers release at named barriers, every warp for itself: Triton
-    synchronises a warpgroup before it arrives at an mbarrier.
+    """A Pipeline with named barriers in place of empty mbarriers.
 
-    empty_barriers: index of the named barrier of stage 0 among those of pipelines; those of the
-        other stages follow
-    num_threads:    threads that arrive at each, those of the producer included
+    Each warp of a consumer releases a stage on its own. Before it arrives at an mbarrier Triton
+    synchronises the whole warpgroup.
+
+    empty_barriers: number of the named barrier of stage 0, counted from FIRST_PIPELINE_BARRIER;
+        those of the other stages follow
+    num_threads:    threads that take part in each barrier, those of the producer included
     """
 
     buffers: gl.shared_memory_descriptor
@@ -51,7 +53,7 @@ class PipelineState(NamedTuple):
 
 @gluon.jit
 def make_pipeline(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """STAGES stages for tiles of a descriptor; CONSUMERS partitions release each."""
+    """STAGES stages for the tiles of a descriptor; CONSUMERS partitions release each stage."""
     full_barriers, empty_barriers = make_mbarriers(STAGES, 1), make_mbarriers(STAGES, CONSUMERS)
     return Pipeline(allocate_stages(descriptor, STAGES), full_barriers, empty_barriers)
 
@@ -60,8 +62,10 @@ def make_pipeline(descriptor, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 def make_named_barrier_pipeline(descriptor, FIRST: gl.constexpr, STAGES: gl.constexpr,
                                 WARPGROUPS: gl.constexpr,
                                 LOAD_WAIT_WARPS: gl.constexpr = 0):  # fmt: skip
-    """STAGES stages for tiles of a descriptor; all warpgroups and LOAD_WAIT_WARPS warps release
-    each, at named barriers from FIRST on. Each of them calls `release_all_stages` first.
+    """STAGES stages for the tiles of a descriptor, with named barriers from FIRST on.
+
+    All warpgroups and LOAD_WAIT_WARPS warps release each stage. Each of them calls
+    `release_all_stages` first.
     """
     threads: gl.constexpr = 128 * WARPGROUPS + 32 * (1 + LOAD_WAIT_WARPS)
     buffers, full_barriers = allocate_stages(descriptor, STAGES), make_mbarriers(STAGES, 1)
@@ -76,7 +80,7 @@ def allocate_stages(descriptor, STAGES: gl.constexpr):
 
 @gluon.jit
 def make_mbarriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """One a stage, at which COUNT arrive."""
+    """STAGES mbarriers, each of which completes after COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=COUNT)
@@ -101,7 +105,7 @@ def warpgroup_state(state, WARPGROUPS: gl.constexpr, warpgroup):
 
 @gluon.jit
 def producer_acquire(pipeline, state):
-    """Waits until all consumers have released a stage; a named barrier has no phase."""
+    """Waits until all consumers have released a stage. Named barriers ignore the phase."""
     if isinstance(pipeline.empty_barriers, gl.shared_memory_descriptor):
         mbarrier.wait(pipeline.empty_barriers.index(state.stage), state.phase)
     else:
@@ -110,15 +114,15 @@ def producer_acquire(pipeline, state):
 
 @gluon.jit
 def producer_commit(pipeline, state):
-    """Signals a stage as full that no TMA load fills."""
+    """Signals that a stage is full, if no TMA load does."""
     mbarrier.arrive(pipeline.full_barriers.index(state.stage), count=1)
 
 
 @gluon.jit
 def producer_load(pipeline, descriptor, batch, head, token, state):
-    """Acquires a stage and loads the tile of a head that starts at `token` into it.
+    """Acquires a stage and loads the tile that starts at `token` of a head into it.
 
-    What lies past the sequence becomes zero.
+    TMA fills the part of the tile that is past the sequence with zeros.
     """
     producer_acquire(pipeline, state)
     full_barrier = pipeline.full_barriers.index(state.stage)
@@ -130,7 +134,7 @@ def producer_load(pipeline, descriptor, batch, head, token, state):
 
 @gluon.jit
 def release_all_stages(pipeline):
-    """Releases all stages of a pipeline with named barriers: they are empty at first."""
+    """Releases all stages of a pipeline with named barriers, since all are empty at first."""
     STAGES: gl.constexpr = pipeline.buffers.shape[0]
     for stage in gl.static_range(STAGES):
         consumer_release(pipeline, PipelineState(stage, 0))
@@ -144,7 +148,7 @@ def consumer_wait(pipeline, state):
 
 @gluon.jit
 def consumer_release(pipeline, state):
-    """Signals that this consumer has read a stage, which the producer may overwrite then."""
+    """Signals that this consumer has read a stage; the producer may then overwrite it."""
     if isinstance(pipeline.empty_barriers, gl.shared_memory_descriptor):
         mbarrier.arrive(pipeline.empty_barriers.index(state.stage), count=1)
     else:
@@ -153,7 +157,7 @@ def consumer_release(pipeline, state):
 
 @gluon.jit
 def stage_tile(pipeline, stage, descriptor):
-    """A stage as a tile of another descriptor: its beginning if those tiles are smaller."""
+    """The beginning of a stage as a tile of another descriptor."""
     shape: gl.constexpr = descriptor.block_type.shape
     buffer = pipeline.buffers.index(stage)
     return reinterpret(buffer, descriptor.dtype, shape, descriptor.layout)
@@ -161,7 +165,7 @@ def stage_tile(pipeline, stage, descriptor):
 
 @gluon.jit
 def stage_as(pipeline, stage, TOKENS: gl.constexpr, DIMS: gl.constexpr):
-    """A stage as a tile [1, 1, TOKENS, DIMS]: its beginning if that is smaller."""
+    """The beginning of a stage as a tile [1, 1, TOKENS, DIMS]."""
     buffer = pipeline.buffers.index(stage)
     if buffer.shape[2] != TOKENS or buffer.shape[3] != DIMS:
         buffer = reinterpret(buffer, buffer.dtype, [1, 1, TOKENS, DIMS], buffer.layout)

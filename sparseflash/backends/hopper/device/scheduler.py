@@ -32,8 +32,10 @@ ROW, BATCH, HEAD, PARTIAL_START, N_PARTIAL, FULL_START, N_FULL, KEY_LENGTH, N_CL
 
 
 class WorkTile(NamedTuple):
-    """One block row of one head, a key head where work tiles are rows of keys; row -1 after the
-    last one.
+    """One block row of one head.
+
+    head: key head in kernels whose work tiles are block rows of keys, else query head
+    row:  block row; -1 after the last work tile
     """
 
     batch: gl.tensor
@@ -44,7 +46,7 @@ class WorkTile(NamedTuple):
 
 @gluon.jit
 def make_work_queue(CONSUMERS: gl.constexpr):
-    """A pipeline of WORK_TILE_FIELDS integers a stage; CONSUMERS partitions read each."""
+    """A pipeline of WORK_TILE_FIELDS integers per stage; CONSUMERS partitions read each stage."""
     buffers = gl.allocate_shared_memory(
         gl.int32, [WORK_QUEUE_DEPTH * WORK_TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -55,10 +57,10 @@ def make_work_queue(CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def next_work_id(params, work_id):
-    """The work tile of this CTA after `work_id`; the first one is its own number.
+    """The work tile of this CTA after `work_id`; the first one is the index of the CTA.
 
-    Static where all rows take the same time: CTAs stride over the work tiles. Else dynamic:
-    each CTA takes the next one of an atomic counter.
+    The scheduler is static if all rows take about the same time: CTAs stride over the work tiles.
+    Otherwise it is dynamic: each CTA takes the next work tile from an atomic counter.
     """
     next_work = work_id + gl.num_programs(0)
     if params.work_counter is not None:
@@ -68,11 +70,12 @@ def next_work_id(params, work_id):
 
 @gluon.jit
 def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
-    """(batch, head, block row) of a work tile: groups of heads one after another, in each group
-    the longest rows of all heads first.
+    """(batch, head, block row) of a work tile.
 
-    QHEADS_PER_WORK_TILE: 1 where a work tile is of a query head; the query heads of a key head
-    where it is of a key head.
+    Groups of heads follow one another. Within a group the longest rows of all heads come first.
+
+    QHEADS_PER_WORK_TILE: 1 if a work tile belongs to a query head; the number of query heads of a
+        key head if it belongs to a key head
     """
     table, sizes = params.table, params.sizes
     heads = sizes.heads // QHEADS_PER_WORK_TILE
@@ -94,7 +97,7 @@ def publish_work(params, work, state):
     """Publishes a work tile; returns the state of the next one."""
     acquire_work_stage(params, state)
     stage, blocks = state.stage, work.blocks
-    # Consumers would otherwise repeat the lookup, and no product runs meanwhile.
+    # The blocks too: otherwise consumers would read row_ptr again, while no product runs.
     write_field(params, stage, ROW, work.row)
     write_field(params, stage, BATCH, work.batch)
     write_field(params, stage, HEAD, work.head)
@@ -133,7 +136,7 @@ def commit_work_stage(params, state):
 def receive_work(params, state):
     """(the published work tile, the state of the next one)"""
     stage = state.stage
-    # Twice, since racecheck takes no notice of a wait that had to try again.
+    # Twice, because racecheck of compute-sanitizer ignores a wait whose first try fails.
     consumer_wait(params.work_queue, state)
     sync_single_warp()
     consumer_wait(params.work_queue, state)

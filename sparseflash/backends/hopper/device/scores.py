@@ -1,7 +1,7 @@
 """S of a tile with a soft cap, a score function or a bias.
 
-triton_common.score_mods implements them. Their result is in base 2, scaled by log2(e), so the
-arguments of exp2 need no further scale.
+triton_common.score_mods implements them. Its result is S log2(e), that is S in base 2, so exp2
+needs no further scale.
 """
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
@@ -22,8 +22,10 @@ def softmax_scale_log2(params):
 @gluon.jit
 def apply_score_mod(products, params, bh, query_start, key_start, LAYOUT: gl.constexpr,
                     TRANSPOSED: gl.constexpr):  # fmt: skip
-    """(S in base 2, its derivative) of the products Q K^T of the queries from `query_start` on
-    with the keys from `key_start` on: [queries, keys], or if TRANSPOSED [keys, queries].
+    """(S in base 2, its derivative) from a tile of products Q K^T.
+
+    products:               [queries, keys], or if TRANSPOSED [keys, queries]
+    query_start, key_start: first query and first key of the tile
     """
     batch, head = bh // params.sizes.heads, bh % params.sizes.heads
     rows = gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
@@ -44,5 +46,5 @@ def apply_score_mod(products, params, bh, query_start, key_start, LAYOUT: gl.con
 
 @gluon.jit
 def tanh_by_element(x):
-    """score_mods.tanh, element by element: registers cannot hold the steps of a whole tile."""
+    """score_mods.tanh of one element at a time: registers cannot hold intermediates of a tile."""
     return gl.map_elementwise(tanh, x)

@@ -1,7 +1,7 @@
 """The kernel of dK and dV: one block row of keys per work tile, four products a tile of queries.
 
-Persistent and warp specialised. A work tile sums over the query heads of its key head. In blocks
-of 128:
+Persistent and warp specialised. A work tile sums over the query heads of its key head (grouped-
+query attention). In blocks of 128:
 
     producer      | K V | Q LSE delta dO | Q LSE delta dO | ...                  TMA, one warp
     warpgroup 0   | dP^T S^T | P^T | dV, dS^T | dK | dP^T S^T | ...      | store dK, dV
@@ -9,8 +9,8 @@ of 128:
 
 Each warpgroup owns 64 of the 128 keys. S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, which stay
 in registers as the left operands of dV += P^T dO and dK += dS^T Q. A tile has 64 queries, which
-leaves registers for both accumulators up to 128 dims. With wider tiles the kernel runs twice: once
-for dK with grad_values None, and once for dV with grad_keys None.
+leaves registers for both accumulators up to 128 dims. If tiles are wider the kernel runs twice:
+once for dK with grad_values None, and once for dV with grad_keys None.
 """
 
 from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
@@ -185,7 +185,7 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
 @gluon.jit
 def load_key_value_row(keys, values, key_pipeline, value_pipeline, LOAD_VALUES: gl.constexpr,
                        params, batch, kv_head, row, state):  # fmt: skip
-    """Loads the keys of a row and, if WITH_VALUES, their values."""
+    """Loads K and, if LOAD_VALUES, V of a block row of keys."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     for warpgroup in gl.static_range(WARPGROUPS):
         token = row * params.block + warpgroup * WARPGROUP_M
@@ -199,7 +199,7 @@ def load_key_value_row(keys, values, key_pipeline, value_pipeline, LOAD_VALUES: 
 def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pipeline,
                      lse_delta_buffers, params, batch, head, index, start, count, state,
                      STAGES: gl.constexpr):  # fmt: skip
-    """Loads all tiles of listed blocks: Q with LSE and delta at one full barrier, and dO."""
+    """Loads all tiles of the blocks index[start : start + count]: Q, LSE and delta; dO."""
     lse_row = (batch * params.sizes.heads + head) * 2
     block = gl.load(index + start)
     for i in range(start, start + count):
@@ -250,7 +250,7 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
     work, work_state = receive_work(params, work_state)
     while work.row >= 0:
         key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
-        # receive_work replaces `work` by the next row before dK and dV are stored.
+        # receive_work overwrites `work` before dK and dV are stored.
         batch, kv_head, key_length = work.batch, work.head, work.blocks.key_length
         buffer = key_state.stage * WARPGROUPS + WARPGROUP
         kv_state = PipelineState(buffer, key_state.phase)
@@ -262,8 +262,8 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
             consumer_wait(value_pipeline, kv_state)
         for i_head in range(QHEADS_PER_KVHEAD):
             bh = batch * params.sizes.heads + kv_head * QHEADS_PER_KVHEAD + i_head
-            # With a loop for each kind of block, ptxas of CUDA 12.8 sets the descriptor of the
-            # keys only in front of the first, which a row without partial blocks jumps over.
+            # One loop for partial and full blocks. With two, ptxas of CUDA 12.8 sets the wgmma
+            # descriptor of K only before the first, which a row without partial blocks skips.
             for i in range(0, TILES_PER_BLOCK * (work.blocks.n_partial + work.blocks.n_full)):
                 if MASKED and i < TILES_PER_BLOCK * work.blocks.n_partial:
                     dk, dv = mma_one_tile(
@@ -284,7 +284,7 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
         dk = dk * (params.scale_log2 * LN2)
         if params.dropout.threshold is not None:
             dv = dv * params.dropout.keep_scale
-        # The loop does not mask keys past the key length: their gradients become 0 here.
+        # The loop does not mask keys past the key length. Their gradients are set to 0 here.
         if params.key_lengths is not None:
             inside = gl.expand_dims(key_start + offsets < key_length, 1)
             dk = gl.where(inside, dk, 0.0)
@@ -307,7 +307,7 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
         if COMPUTE_DV:
             dv_buffer = stage_as(value_pipeline, buffer, WARPGROUP_M, VALUE_DIMS)
             tma_store(grad_values, [batch, kv_head, key_start, 0], dv_buffer)
-        # The producer loads the next K and V there.
+        # The producer loads the next K and V into these buffers.
         tma_store_wait(0)
         consumer_release(key_pipeline, kv_state)
         if COMPUTE_DK:
@@ -336,7 +336,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     lse_buffer = lse_delta_buffers.index(2 * state.stage).reshape([WARPGROUP_M])
     delta_buffer = lse_delta_buffers.index(2 * state.stage + 1).reshape([WARPGROUP_M])
     if COMPUTE_BOTH:
-        # Before any product is issued: later this load would wait for the operands that they read.
+        # Before any product is issued: a later load would wait until products have read operands.
         lse_log2 = lse_buffer.load(COLUMN_LAYOUT)  # [64 queries]
         consumer_wait(grad_out_pipeline, state)
         if params.dropout.threshold is None:

@@ -199,7 +199,7 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
 @gluon.jit
 def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constexpr,
              MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Computes 64 queries of each work tile; `state` is that of the tile last consumed or of O."""
+    """Computes 64 queries of each work tile. `state` is that of the last tile read, or of O."""
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     HEAD_DIMS: gl.constexpr = grad_queries.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
@@ -257,7 +257,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
              WARPGROUP: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
     """(log2(e) * LSE, -delta), each [64], of this warpgroup's queries; also writes both.
 
-    O [64, D] is in the stage of keys or of values at `state`.
+    O [64, Dv] is in the stage `state` of the pipeline of keys or of values.
     """
     _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     VALUE_DIMS: gl.constexpr = grad_out_pipeline.buffers.shape[4]
@@ -265,7 +265,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     OUT_IN_KEYS: gl.constexpr = WARPGROUP == 0 and not (params.block == WARPGROUP_M and IS_WIDER)
     LAYOUT: gl.constexpr = delta_input_layout(VALUE_DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    # A thread gets LSE and delta of the rows that it holds of S, so no exchange is needed.
+    # A thread reads LSE and delta of the rows of S that it holds, so no exchange is needed.
     tokens = query_start + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
     lse_log2, grad_lse = read_lse(lse_tensors, bh, tokens, params.sizes.q_len)
     consumer_wait(key_pipeline, state)
@@ -278,7 +278,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     minus_delta = compute_minus_delta(out, grad_out, grad_lse)
     padded_len = params.sizes.num_rows * params.block
     write_lse_delta(lse_tensors, lse_log2, minus_delta, bh, tokens, padded_len)
-    # Threads loaded O: those loads must complete before TMA overwrites its buffers.
+    # These loads of O must complete before TMA overwrites its buffers.
     fence_async_shared()
     consumer_release(value_pipeline, state)
     consumer_release(key_pipeline, state)
@@ -290,7 +290,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
 def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipeline,
                  value_pipeline, params, blocks, bh, query_start, PARTIAL: gl.constexpr,
                  const):  # fmt: skip
-    """dQ + dS_i K_i of tile i, which follows `state`."""
+    """dQ + dS_i K_i. Tile i is in the stage after `state`."""
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     state = advance(state, const.STAGES)
     if PARTIAL:

@@ -12,7 +12,7 @@ computes half of dS K (half the dims of every tile; all of them of every other t
 adds it to dQ in global memory, to which the CTAs of other keys add too. The order of those sums,
 and with it the last bits of dQ, differs from run to run.
 
-dK and dQ of a tile are computed with the next one, beside S^T and dV: so no warpgroup waits for
+dK and dQ of a tile are computed during the next tile, beside S^T and dV. So no warpgroup waits for
 the other, and products run while P and dS are computed. No product may be in flight from one
 iteration of the loop to the next: ptxas would then wait for every product.
 """
@@ -88,7 +88,7 @@ DS_STAGES = gl.constexpr(2)
 
 
 class DsExchange(NamedTuple):
-    """dS^T of both warpgroups, each buffer [64 keys, 64 queries].
+    """Buffers for dS^T of both warpgroups, [64 keys, 64 queries] each.
 
     A warpgroup writes buffer 2 * stage + warpgroup, and both warpgroups read it.
     """
@@ -100,7 +100,7 @@ class DsExchange(NamedTuple):
 class Pipelines(NamedTuple):
     """All buffers of a CTA.
 
-    dq_buffers: float32, one for each warpgroup: what one TMA reduction adds to dQ
+    dq_buffers: float32, one for each warpgroup, the source of a TMA reduction to dQ
     """
 
     query_pipeline: Pipeline
@@ -117,7 +117,7 @@ class TileStates(NamedTuple):
 
     query:     stage of its Q and dO
     ds:        stage of its dS
-    kv_buffer: first of the two buffers of K and V of its work tile
+    kv_buffer: first of the two buffers, one for each warpgroup, of K and V of its work tile
     """
 
     query: PipelineState
@@ -211,7 +211,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
         pipelines.dq_buffers, pipelines.key_pipeline.buffers
     )
     GRAD_LAYOUT: gl.constexpr = accumulator_layout(HEAD_DIMS)
-    # dV and dK are stored through the buffer from which dQ was added.
+    # dV and dK are stored through the buffer of dQ.
     grad_buffer = reinterpret(
         pipelines.dq_buffers.index(WARPGROUP), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
@@ -224,7 +224,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
     work, work_state = receive_work(params, work_state)
     while work.row >= 0:
         key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
-        # receive_work replaces `work` by the next row before dK and dV are stored.
+        # receive_work overwrites `work` before dK and dV are stored.
         batch, kv_head = work.batch, work.head
         dk = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
         dv = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]
@@ -265,9 +265,9 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
 
 @gluon.constexpr_function
 def adds_alternate_tiles(dq_buffers, key_buffers):
-    """Whether a warpgroup adds all dims of every second tile of dQ, not half the dims of all.
+    """Whether a warpgroup adds all dims of every other tile of dQ, not half of the dims of all.
 
-    In that case its registers can also hold its keys and values.
+    In that case its registers can also hold its K and V.
     """
     return added_dims(dq_buffers) == key_buffers.shape[4]
 
@@ -284,7 +284,7 @@ def load_operand_a(pipeline, buffer):
 
 @gluon.jit
 def store_gradient(descriptor, buffer, gradient, batch, head, token):
-    """Stores a gradient [64, D] once TMA has read what was stored from the buffer before."""
+    """Stores a gradient [64, D] after all earlier stores from the buffer have completed."""
     tma_store_wait(0)
     as_matrix(buffer).store(gradient.to(buffer.dtype))
     fence_async_shared()
@@ -295,7 +295,7 @@ def store_gradient(descriptor, buffer, gradient, batch, head, token):
 def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blocks, batch, head,
              key_start, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
              GRAD_LAYOUT: gl.constexpr):  # fmt: skip
-    """All tiles of queries of a head, at least those of one block.
+    """All tiles of queries of a head; there is at least one block.
 
     kv_operands: K and V of this warpgroup in registers, or None and None
     """
@@ -365,8 +365,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     """(dK + dS_{i-1}^T Q_{i-1}, dV + P_i^T dO_i, dS_i^T); adds dS_{i-1} K to dQ.
 
     prev_states:  those of tile i - 1, None at the first tile
-    prev_dq_tile: number of tile i - 1 in the accumulator of dQ, None where the other warpgroup
-        adds it
+    prev_dq_tile: index of tile i - 1 in the accumulator of dQ, None if the other warpgroup adds it
     """
     S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
     ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
@@ -375,7 +374,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     state = states.query
     key, value = kv_operands
     if key is None:
-        # Computed anew in every step: descriptors that live through the loop take registers.
+        # Computed in every step: descriptors that live through the loop take registers.
         buffer = opaque(states.kv_buffer + WARPGROUP)
         key = stage_matrix(pipelines.key_pipeline, buffer)
         value = stage_matrix(pipelines.value_pipeline, buffer)
@@ -406,7 +405,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
             params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
         )
         keep = transposed_element_mask(keep_words, S_LAYOUT)
-    # The buffer of dQ is written next: TMA must have read what it added before.
+    # The buffer of dQ is written below, so its previous TMA reduction must have completed.
     if prev_dq_tile is not None:
         tma_store_wait(0)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
@@ -436,8 +435,8 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     else:
         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
         store_to_shared(dq_buffer, dq)
-    # One fence serves dS, which wgmma reads, and dQ, which TMA reads. To signal dS earlier takes a
-    # second one, which was up to 4 % slower.
+    # One fence for dS, which wgmma reads, and dQ, which TMA reads. Signalling dS earlier needs a
+    # second fence, which was up to 4 % slower.
     fence_async_shared()
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(ds_buffer), count=1)
     if prev_dq_tile is not None:
@@ -495,7 +494,7 @@ def issue_dq_mma(pipelines, states, WARPGROUP: gl.constexpr):
     for i in gl.static_range(2):
         warpgroup = (WARPGROUP + i) % 2
         ds_buffer = states.ds.stage * 2 + warpgroup
-        # First its own dS, which it has stored itself, so only the second one needs a wait.
+        # Its own dS comes first and needs no wait.
         if i == 1:
             mbarrier.wait(ds_exchange.full_barriers.index(ds_buffer), states.ds.phase)
         ds = ds_exchange.buffers.index(ds_buffer).permute((1, 0))

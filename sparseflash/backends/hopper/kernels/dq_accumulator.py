@@ -1,9 +1,9 @@
 """The float32 accumulator of dQ in global memory, to which the CTAs of the fused kernel add.
 
-It is stored tile by tile, [64, D] each. Inside a tile the elements have the order of the registers
-of an accumulator: four elements of a thread are contiguous, and so are those of the threads of a
-warp. So a thread writes them to shared memory in 16 bytes at a time, without an exchange. A second
-kernel brings them into the order of the gradient:
+It consists of tiles [64, D]. Inside a tile the elements are in the order of the registers of an
+accumulator: four elements of a thread are contiguous, and so are those of the threads of a warp.
+So a thread writes 16 bytes at a time to shared memory, without an exchange between threads. A
+second kernel converts the accumulator to the gradient:
 
     one warpgroup | read a tile | scale, convert | shared memory | TMA store
 """
@@ -23,7 +23,7 @@ from sparseflash.backends.hopper.device.pipeline import as_matrix
 
 @gluon.jit(do_not_specialize=["scale", "heads", "tiles_per_head"])
 def convert_dq_kernel(dq_accumulator, grad_queries, scale, heads, tiles_per_head):
-    """dQ = scale * accumulator; a CTA takes a tile [64, D]."""
+    """dQ = scale * accumulator, one tile [64, D] per CTA."""
     DIMS: gl.constexpr = grad_queries.block_type.shape[3]
     SIZE: gl.constexpr = WARPGROUP_M * DIMS
     tile = gl.program_id(0)
@@ -40,13 +40,13 @@ def convert_dq_kernel(dq_accumulator, grad_queries, scale, heads, tiles_per_head
 
 @gluon.constexpr_function
 def added_dims(dq_buffers):
-    """The dims of a tile that a warpgroup adds at a time, by the buffers that it adds from."""
+    """The dims of a tile that a warpgroup adds in one TMA reduction, by the size of its buffer."""
     return dq_buffers.shape[1] * dq_buffers.shape[2] // WARPGROUP_M
 
 
 @gluon.jit
 def first_tile_of_head(bh, params):
-    """The number of the first tile of a (batch, head)."""
+    """The index of the first tile of a (batch, head)."""
     return bh * (gl.cdiv(params.sizes.q_len, params.block) * (params.block // WARPGROUP_M))
 
 
@@ -60,7 +60,7 @@ def owned_tile(tile, tile_in_block, WARPGROUP: gl.constexpr, ALTERNATE_TILES: gl
 
 @gluon.jit
 def store_to_shared(buffer, dq):
-    """Brings what a warpgroup adds, an accumulator [64, added_dims], into shared memory."""
+    """Stores dQ, an accumulator [64, added_dims], to the shared memory that TMA adds from."""
     UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flat = as_flat(dq)
     reinterpret(buffer, gl.float32, flat.shape, UNSWIZZLED).store(flat)
@@ -69,7 +69,7 @@ def store_to_shared(buffer, dq):
 @gluon.jit
 def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr,
                ALTERNATE_TILES: gl.constexpr):  # fmt: skip
-    """Adds what the buffer holds by TMA: a tile, or this warpgroup's half of its dims."""
+    """Adds a buffer to dQ by a TMA reduction: a tile, or this warpgroup's half of its dims."""
     box = tile
     if not ALTERNATE_TILES:
         box = tile * 2 + WARPGROUP
@@ -79,7 +79,7 @@ def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr,
 @gluon.constexpr_function
 def flat_layout(size):
     """The layout of a flat tile: the thread and register of each element of an accumulator."""
-    # Four neighbours a thread, which are 16 bytes, then the lanes, the warps, and the rest.
+    # Four elements of a thread (16 bytes), then the lanes, the warps, and further registers.
     rest = [[1 << i] for i in range(9, size.bit_length() - 1)]
     lanes = [[4], [8], [16], [32], [64]]
     return gl.DistributedLinearLayout([[1], [2], *rest], lanes, [[128], [256]], [], [size])
@@ -87,7 +87,7 @@ def flat_layout(size):
 
 @gluon.jit
 def as_flat(acc):
-    """An accumulator of one warpgroup in the order of its registers."""
+    """Flattens an accumulator of one warpgroup in the order of its registers."""
     SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
     # Rows: four warps, two halves, eight rows.
     # Columns: groups of eight, four threads, two elements.

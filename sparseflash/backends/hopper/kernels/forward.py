@@ -1,5 +1,6 @@
-"""The forward kernel: O = softmax(S) V and LSE of one block row of queries per work tile, with the
-maximum logits where they are wanted.
+"""The forward kernel: O = softmax(S) V and LSE of one block row of queries per work tile.
+
+It also writes the maximum logits if the call asks for them.
 
 Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In blocks of 128:
 
@@ -10,12 +11,13 @@ Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In
 
 Each warpgroup owns 64 of the 128 queries. Ping-pong: they issue S_i = Q K_i^T and O += P_{i-1}
 V_{i-1} alternately, so that the tensor cores work for one while the other is in softmax; within a
-warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup, which
-other CTAs on the same multiprocessor overlap with.
+warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup. Its softmax
+overlaps with products of other CTAs on the same multiprocessor.
 
-Base-2 online softmax: `row_max` is the running maximum of the raw scores, `row_sum` the running
-sum of exp2(scale_log2 * (S - row_max)), spread over the threads that share a row, scale_log2 =
-scale * log2(e), or 1 where a soft cap, a score function or a bias has scaled S (device/scores.py).
+The online softmax is in base 2. `row_max` is the running maximum of the unscaled scores Q K^T.
+`row_sum` is the running sum of exp2(scale_log2 * (Q K^T - row_max)), divided among the threads
+that share a row. scale_log2 is scale * log2(e), or 1 if a soft cap, a score function or a bias has
+already scaled the scores (device/scores.py).
 """
 
 from typing import NamedTuple
@@ -152,7 +154,7 @@ def forward_kernel(
 
 @gluon.constexpr_function
 def num_load_wait_warps(block, dims, masked):
-    """1 where a load-wait warp makes the kernel faster, else 0."""
+    """1 if a load-wait warp makes the kernel faster, else 0."""
     # At 64 dims masks of full blocks are 1 to 4 % faster without it.
     return int(block > WARPGROUP_M.value and (dims == 128 or (dims == 64 and masked)))
 
@@ -272,8 +274,8 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
     work_state = PipelineState(0, 0)
     release_all_stages(key_pipeline)
     release_all_stages(value_pipeline)
-    # Warpgroup 0 issues first. Both warpgroups have the same tiles, so every later wait has one
-    # signal.
+    # Warpgroup 0 issues first, so warpgroup 1 signals it here. Both have the same number of tiles,
+    # so every later wait has its signal.
     if WARPGROUP == 1:
         pingpong_signal(WARPGROUP, LOAD_WAIT_WARPS)
     work, work_state = receive_work(params, work_state)
@@ -288,10 +290,10 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, thread_row_layout())
         softmax = SoftmaxState(row_max, row_sum)
         acc = gl.zeros([WARPGROUP_M, VALUE_DIMS], gl.float32, O_LAYOUT)  # [64, D]
-        # TMA may still read O of the row before in its query buffer.
+        # TMA may still store O of the previous row from its query buffer.
         is_storing = (rows_done > 0) & (QUERY_STAGES > 1)
-        # With one stage, Q of this row is loaded into that same buffer. It must be released before
-        # the wait for Q: otherwise the producer would never load Q.
+        # With one stage, Q of this row is loaded into that same buffer. It is released before the
+        # wait for Q: otherwise the producer would never load Q.
         if QUERY_STAGES == 1:
             release_query_after_store(query_pipeline, prev_query_buffer, rows_done > 0)
         consumer_wait(query_pipeline, PipelineState(query_buffer, query_state.phase))
@@ -336,9 +338,10 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
 def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is_storing, params,
              blocks, bh, query_start, n_masked, n_tiles, const, LOAD_WAIT_WARPS: gl.constexpr,
              MASKED: gl.constexpr):  # fmt: skip
-    """All tiles of a row, at least one, of which the first `n_masked` have element masks.
+    """All tiles of a row, at least one. The first `n_masked` of them have element masks.
 
-    prev_query_buffer, is_storing: query buffer of the row before; whether TMA stores O from it
+    prev_query_buffer: query buffer of the previous row
+    is_storing:        whether TMA may still store O of the previous row from that buffer
     """
     query_pipeline, key_pipeline, value_pipeline = pipelines
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
@@ -376,7 +379,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
         p = gl.where(element_mask(keep_words, TILE_N, const.S_LAYOUT), p, 0.0)
     acc = rescale_rows(acc, correction, const.ACC_LAYOUT)
     p = as_operand_a(p, query.dtype, const.ACC_LAYOUT)
-    # Not earlier, so that the store of O of the row before overlaps the first tile of this row.
+    # Not earlier, so that the store of O of the previous row overlaps the first tile of this row.
     release_query_after_store(query_pipeline, prev_query_buffer, is_storing)
     if LOAD_WAIT_WARPS > 0:
         # Without it Triton would synchronise the warpgroup in every step of the loop.
@@ -399,7 +402,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
 def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pipeline, params,
                  blocks, bh, query_start, i, n_masked, const, LOAD_WAIT_WARPS: gl.constexpr,
                  MASKED: gl.constexpr):  # fmt: skip
-    """S_i and its softmax; O += P_{i-1} V_{i-1}, which is at `prev_state`."""
+    """S_i and its softmax, and O += P_{i-1} V_{i-1}. V_{i-1} is in the stage of `prev_state`."""
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     prev_value = stage_matrix(value_pipeline, prev_state.stage)
     state = advance(prev_state, const.STAGES)
@@ -439,7 +442,7 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
     if params.dropout.threshold is not None:
         p = gl.where(element_mask(keep_words, TILE_N, const.S_LAYOUT), p, 0.0)
-    # The compiler moves this wait up, behind some of the exponentials or before the row maxima.
+    # The compiler moves this wait up, after some of the exponentials or before the row maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     consumer_release(value_pipeline, prev_state)
     # In every step: to skip it where no row max has risen was 2 to 6 % slower.
@@ -466,7 +469,7 @@ def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
 
 @gluon.jit
 def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
-    """row_sum * correction + the row sums of P, [64, 4]: each thread adds up its own columns.
+    """row_sum * correction + row sums of P, [64, 4]. Each thread adds up its own columns.
 
     The four threads of a row add their partial sums only after the last tile, so that no step
     exchanges data between threads. With dropout one thread holds the whole sum of a row: otherwise
@@ -486,6 +489,6 @@ def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
 
 @gluon.jit
 def release_query_after_store(query_pipeline, query_buffer, is_storing):
-    """Releases the query buffer of the row before once TMA has read O from it."""
+    """Releases the query buffer of the previous row after TMA has stored O from it."""
     tma_store_wait(0)
     mbarrier.arrive(query_pipeline.empty_barriers.index(query_buffer), count=1, pred=is_storing)

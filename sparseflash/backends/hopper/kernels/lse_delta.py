@@ -3,11 +3,11 @@
     delta = rowsum(dO * O) - dLSE
 
 The first is inf for a query without keys, so that exp2(S - inf) is 0. The second is the initial
-accumulator of dO V^T where registers allow. Both are in one float32 tensor (2 * batch * heads,
-q_len rounded up to whole blocks), with two rows for each (batch, head).
+accumulator of dP = dO V^T where registers allow. Both are in one float32 tensor (2 * batch *
+heads, q_len rounded up to whole blocks), with two rows for each (batch, head).
 
-The kernel of dQ writes them in its prologue. If it does not run, the kernel of this file writes
-the same bits:
+The kernel of dQ writes them in its prologue. If that kernel does not run, the kernel of this file
+writes them, with the same bits:
 
     one warpgroup | TMA dO, O | read LSE, dLSE | wait | rowsum(dO * O) | write both
 """
@@ -27,7 +27,11 @@ from sparseflash.backends.hopper.device.pipeline import (
 
 
 class LseTensors(NamedTuple):
-    """Pointers to one entry or two for each query of a head; grad_lse may be None."""
+    """Pointers to LSE, its gradient (or None), and the result of this module, all float32.
+
+    lse, grad_lse: (batch * heads, q_len)
+    lse_delta:     (2 * batch * heads, q_len rounded up to whole blocks)
+    """
 
     lse: gl.tensor
     grad_lse: gl.tensor
@@ -39,14 +43,14 @@ class LseTensors(NamedTuple):
     do_not_specialize_on_alignment=["lse", "grad_lse", "lse_delta"],
 )
 def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, padded_len):
-    """A CTA takes 64 queries of a head."""
+    """Writes LSE and delta of 64 queries of a (batch, head) per CTA."""
     LAYOUT: gl.constexpr = delta_input_layout(outs.block_type.shape[3])
     tiles_per_head = padded_len // WARPGROUP_M
     bh = gl.program_id(0) // tiles_per_head
     query_start = gl.program_id(0) % tiles_per_head * WARPGROUP_M
     grad_out_pipeline, out_pipeline = make_pipeline(grad_outs, 1, 1), make_pipeline(outs, 1, 1)
     fence_async_shared()
-    empty_state = PipelineState(0, 1)  # both stages are: the waits return at once
+    empty_state = PipelineState(0, 1)  # both stages are empty: producer_acquire does not wait
     producer_load(grad_out_pipeline, grad_outs, bh // heads, bh % heads, query_start, empty_state)
     producer_load(out_pipeline, outs, bh // heads, bh % heads, query_start, empty_state)
     tensors = LseTensors(lse, grad_lse, lse_delta)
@@ -61,8 +65,8 @@ def lse_delta_kernel(grad_outs, outs, lse, grad_lse, lse_delta, heads, q_len, pa
 
 @gluon.constexpr_function
 def delta_input_layout(dims):
-    """The layout of [64, dims] with each row in the threads that hold it in an accumulator."""
-    # Eight neighbouring columns a thread: 16 bytes, the widest load from shared memory.
+    """The layout of [64, dims] in which a row is in the threads that hold it in an accumulator."""
+    # A thread has eight neighbouring columns: 16 bytes, the widest load from shared memory.
     columns = [1, 2, 4, *(1 << i for i in range(5, dims.bit_length() - 1))]
     registers = [*([0, column] for column in columns), [8, 0]]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
@@ -71,7 +75,7 @@ def delta_input_layout(dims):
 
 @gluon.jit
 def read_lse(tensors, bh, tokens, q_len):
-    """(log2(e) * LSE, dLSE) [64] of queries of a head; zeros past the sequence."""
+    """(log2(e) * LSE, dLSE), each [64], of queries of a (batch, head); zeros past the sequence."""
     inside = tokens < q_len
     head_start = bh.to(gl.int64) * q_len
     lse_log2 = gl.load(tensors.lse + head_start + tokens, mask=inside, other=0.0) * LOG2E
@@ -90,7 +94,7 @@ def compute_minus_delta(out, grad_out, grad_lse):
 
 @gluon.jit
 def write_lse_delta(tensors, lse_log2, minus_delta, bh, tokens, padded_len):
-    """Writes both of queries of a head; those past the sequence too."""
+    """Writes log2(e) * LSE and -delta of queries of a (batch, head), past the sequence too."""
     # TMA of the kernel of dK and dV reads whole tiles, so none may be uninitialised.
     lse_row_ptr = tensors.lse_delta + bh.to(gl.int64) * 2 * padded_len
     gl.store(lse_row_ptr + tokens, lse_log2)
