@@ -1,11 +1,9 @@
-"""Writes the tables of README.md, and what the README of the project says of Path-X and Text, from
-the records of runs and measurements.
+"""Writes the tables of README.md, and two sentences of the README of the project, from records.
 
     python -m experiments.lra.page
-    python -m experiments.lra.page --check   # only says whether they are current
+    python -m experiments.lra.page --check   # writes nothing; exits with 1 if a page is old
 
-A table stands between `<!-- name -->` and `<!-- /name -->`. What has no record was not run, and
-says so.
+A table is between `<!-- name -->` and `<!-- /name -->`. A row without a record says "not run".
 """
 
 import json
@@ -29,7 +27,7 @@ FRONT = Path(__file__).parents[2] / "README.md"
 NOT_RUN, OPEN = "not run", "–"
 COLUMNS = (*TASKS, "path-x", "path-256")
 SWEPT = ("listops", "text", "image", "pathfinder")  # tasks of runs/attentions.sh
-SPEED_HEAD = ("", "ListOps", "Text", "Retrieval", "Image", "Pathfinder")
+SPEED_HEAD = ("attention", "ListOps", "Text", "Retrieval", "Image", "Pathfinder")
 SUPPLEMENTS = {"arena": ("reformer",)}  # speed tables of further attentions
 
 
@@ -38,14 +36,14 @@ class Row:
     """A row of the comparison of attentions.
 
     Attributes:
-        name: As a reader knows it.
-        label: In speed tables; None where there is none.
-        published: Accuracy in per cent of the five tasks, then of Path-X and of Path-256; "chance"
-            where a publication says so, None where it says nothing.
-        speed_up: Published, or None.
-        source: Of the published figures.
-        trained: Record and group of our runs of a task.
-        swept: Its name in the runs that runs/attentions.sh makes, if these are our runs.
+        name: Name in the table.
+        label: Name in the speed table, or None if its speed was not measured.
+        published: Accuracies in per cent of the five tasks, Path-X and Path-256; "chance"
+            if the publication reports a failure to learn, None if it reports nothing.
+        speed_up: Published speed-up, or None.
+        source: Publication of these figures.
+        trained: Record and group of our runs of each task.
+        swept: Name in the runs of runs/attentions.sh, or None.
     """
 
     name: str
@@ -63,7 +61,7 @@ class Row:
             self.trained[task] = (run[0], run[1])
 
 
-# What reads no context, or no contour, and answers best; and what the most frequent class gives.
+# The best predictor that reads no context or no contour; else the most frequent class.
 BEST_FLOOR = {
     "listops": ("listops", "root operator only"),
     "pathfinder": ("pathfinder32-hard", "coordinates of the discs"),
@@ -75,7 +73,7 @@ PRIORS = {"text": 0.5, "retrieval": 0.5, "image": 0.1}
 
 @dataclass(frozen=True)
 class Trained:
-    """A row of the table of trained runs: a group of a record, and the floor it is read beside."""
+    """A row of the table of trained runs: a group of a record, and its floor."""
 
     name: str
     record: str
@@ -91,18 +89,20 @@ DISCS = "coordinates of the discs"
 TURNED = f"{DISCS}, turned and mirrored"
 FLOORS = {
     "root operator only": "root operator only",
-    "root and one level": "root and 1 levels",
+    "root operator and one level below": "root and 1 levels",
     "distance of the discs only": "distance of the discs",
-    TURNED: TURNED,
+    "coordinates of the discs, rotated and mirrored at random": TURNED,
     "coordinates of the discs only": DISCS,
 }
 
 
 def main(
-    check: Annotated[bool, typer.Option(help="write nothing; say whether it is current")] = False,
+    check: Annotated[
+        bool, typer.Option(help="Write nothing; exit with 1 if a page is not current.")
+    ] = False,
 ) -> None:
-    """Writes the tables of the page of Long Range Arena."""
-    needs(README.exists(), "a checkout, which has the page")
+    """Writes the tables of the page of Long Range Arena from the records."""
+    needs(README.exists(), "a checkout of the repository, which has the page")
     wanted = {
         README: written(README.read_text(), TABLES),
         FRONT: written(FRONT.read_text(), SENTENCES, between=""),
@@ -121,13 +121,13 @@ def record(name: str) -> dict | None:
 
 
 def group_of(name: str, group: str) -> dict | None:
-    """A group of trained runs, or None; one that is stuck has no accuracy."""
+    """A group of trained runs, or None. A group that is stuck at chance has no accuracy."""
     found = record(name)
     return None if found is None else found["groups"].get(group)
 
 
 def comparison() -> str:
-    """Accuracy of each attention on each task, ours and published, and its speed."""
+    """Accuracies of each attention, ours and published, and its speed-up."""
     titles = ("ListOps", "Text", "Retrieval", "Image", "Pathfinder", "Path-X", "Path-256")
     rows = [
         [
@@ -142,7 +142,7 @@ def comparison() -> str:
         for row in ROWS
     ]
     reading = ["*floor*", *(f"{100 * floor(task):.1f}" for task in COLUMNS)]
-    return table(["", *titles, "speed-up", "published by"], [[*reading, "", ""], *rows])
+    return table(["attention", *titles, "speed-up", "published by"], [[*reading, "", ""], *rows])
 
 
 def ours(row: Row, task: str) -> str:
@@ -155,7 +155,7 @@ def in_brackets(published: float | str | None) -> str:
 
 
 def accuracy_of(group: dict) -> str:
-    """Mean and deviation of a group, in per cent."""
+    """Mean and standard deviation of a group, in per cent."""
     if group["accuracy"] is None:
         return "stuck at chance"
     words = f"{100 * group['accuracy']:.2f}"
@@ -175,13 +175,13 @@ def recorded_floors() -> dict[str, dict[str, float]]:
 
 
 def speed_up(label: str | None) -> str:
-    """Geometric mean over the five tasks of the speed beside standard attention."""
+    """Geometric mean over the five tasks of the speed-up over standard attention."""
     mean = means("arena").get(label) if label else None
     return OPEN if mean is None else f"{mean:.2f}"
 
 
 def means(name: str) -> dict[str, float]:
-    """Geometric means of a speed table, as CUDA graphs; Reformer's is of a run of its own."""
+    """Geometric means of a speed table, as CUDA graphs. Reformer has a record of its own."""
     found: dict[str, float] = {}
     for part in (name, *SUPPLEMENTS.get(name, ())):
         if measured := record(part):
@@ -190,7 +190,7 @@ def means(name: str) -> dict[str, float]:
 
 
 def speed_table() -> str:
-    """Training steps of every attention: how many times faster than standard attention."""
+    """Speed-ups of training steps over standard attention, for every attention."""
     rows = []
     for part in ("arena", *SUPPLEMENTS["arena"]):
         if measured := record(part):
@@ -200,7 +200,7 @@ def speed_table() -> str:
 
 
 def speed_rows(steps: list[dict]) -> list[list[str]]:
-    """A row for each attention of a record, which holds standard attention too."""
+    """A row for each attention of a record. The record also has standard attention."""
     found = {(label_of(step), task_of(step)): step for step in steps}
     rows = []
     for label in dict.fromkeys(map(label_of, steps)):
@@ -230,7 +230,7 @@ def label_of(step: dict) -> str:
 
 
 def floor_table() -> str:
-    """What accuracy takes no understanding."""
+    """The accuracy of trivial predictors."""
     known = recorded_floors()
     tasks = ["listops", *(f"pathfinder{side}-hard" for side in floors.SIDES)]
     rows = [["most frequent class", "17", "50", "50", "50", "50"]]
@@ -238,14 +238,14 @@ def floor_table() -> str:
         cells = (known[task].get(name) for task in tasks)
         rows.append([title, *("" if cell is None else f"{100 * cell:.1f}" for cell in cells)])
     return table(
-        ["test accuracy, %", "ListOps", "Pathfinder 32", "64", "Path-X", "Path-256"], rows
+        ["floor, test accuracy in %", "ListOps", "Pathfinder 32", "64", "Path-X", "Path-256"], rows
     )
 
 
 def trained_table() -> str:
-    """Every group of trained runs beside its floor."""
-    head = ["test accuracy, %", "record", "runs", "attention", "accuracy", "floor", "above it"]
-    return table([*head, "disc pairs right"], map(trained_row, TRAINED))
+    """Every group of trained runs and its floor."""
+    head = ["model", "record", "runs", "attention", "test accuracy, %", "floor, %"]
+    return table([*head, "above the floor", "disc pairs correct, %"], map(trained_row, TRAINED))
 
 
 def trained_row(row: Trained) -> list[str]:
@@ -269,9 +269,9 @@ def trained_row(row: Trained) -> list[str]:
 
 
 def runs_table() -> str:
-    """Every run of every record: what it read, and what its test gave."""
-    head = ["group", "seed", "steps", "tested after", "samples read", "seconds"]
-    head += ["test accuracy, ± standard error", "tested on", "disc pairs right"]
+    """Every run of every record: its training and its test."""
+    head = ["group", "seed", "steps", "tested at step", "training samples", "seconds"]
+    head += ["test accuracy ± standard error, %", "test samples", "disc pairs correct, %"]
     rows = []
     for name, label in trained_groups():
         group = group_of(name, label)
@@ -280,7 +280,7 @@ def runs_table() -> str:
 
 
 def trained_groups() -> list[tuple[str, str]]:
-    """The records and groups that both tables of accuracies name, each once."""
+    """The records and groups in both tables of accuracies, without repetition."""
     compared = (run for row in ROWS for run in row.trained.values())
     return [*dict.fromkeys([*((row.record, row.group) for row in TRAINED), *compared])]
 
@@ -299,7 +299,7 @@ def run_row(label: str, run: dict) -> list[str]:
 
 
 def pictures() -> str:
-    """The curves of every record that has some, in the order of the tables."""
+    """The curves of every record, in the order of the tables."""
     shown = []
     for name in dict.fromkeys(name for name, _ in trained_groups()):
         path = f"lra-{name}-nvidia-h200-curves.png"
@@ -309,7 +309,7 @@ def pictures() -> str:
 
 
 def on_path_x() -> str:
-    """Accuracy, seeds and time of Path-X, for a sentence."""
+    """A part of a sentence: accuracy, seeds and time of Path-X."""
     group = group_of("path-x-labels", "path-x-curriculum")
     if group is None:
         return "not run"
@@ -324,12 +324,12 @@ def on_path_x() -> str:
 
 
 def longest(group: dict) -> int:
-    """Minutes of its longest run."""
+    """Minutes of the longest run of a group."""
     return ceil(max(run["seconds"] for run in group["runs"]) / 60)
 
 
 def on_text() -> str:
-    """Accuracies of Text under the published protocol, for a sentence."""
+    """A part of a sentence: accuracies of Text with the published protocol."""
     dense, sparse = (group_of("text", f"text-{name}") for name in ("flash", "butterfly"))
     if not dense or not sparse:
         return "not run"
