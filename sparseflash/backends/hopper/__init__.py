@@ -1,6 +1,6 @@
 """The backend "hopper": Gluon kernels for GPUs of compute capability 9.0.
 
-    select.py         which calls it serves, in which tiles        (imports no Triton)
+    select.py         which calls it can compute, in which tiles   (imports no Triton)
     configs.py        stages, occupancy and thresholds             (imports no Triton)
     launch.py         descriptors of tensors, arguments, grids
     passes.py         the host side of both passes
@@ -44,7 +44,7 @@ def backward(
 
 @lru_cache(maxsize=1)
 def _passes():
-    """What imports Triton, imported once: in every call it would take 0.4 microseconds."""
+    """The module that imports Triton. An import statement in every call takes 0.4 microseconds."""
     from sparseflash.backends.hopper import passes
 
     return passes

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 
 class KernelConfig(NamedTuple):
-    """How a kernel is built.
+    """Occupancy and compile-time constants of a kernel.
 
     ctas_per_sm: CTAs that share a multiprocessor
-    constants:   of the kernel: the stages of its pipelines
-    dq_bytes:    bytes of one dim of a token's dQ, to which the fused kernel adds in L2; else 0
+    constants:   numbers of pipeline stages, by the name of the kernel's constant
+    dq_bytes:    bytes of an element of the accumulator of dQ, which the fused kernel updates in
+        L2; 0 for other kernels
     """
 
     ctas_per_sm: int
@@ -20,10 +21,10 @@ class KernelConfig(NamedTuple):
     dq_bytes: int = 0
 
 
-# Configurations by block size and tile width (dims).
-# Shared memory, at most 227 KiB a CTA, bounds the stages. At 128 dims the forward kernel takes
-# 128 KiB for two stages of K and V and 64 for two of Q. That of dK and dV takes 96 KiB for three
-# stages of Q and dO and 128 for two of K and V.
+# Configurations by block size (tokens) and tile width (dims).
+# Shared memory, at most 227 KiB per CTA, bounds the stages. At 128 dims the forward kernel takes
+# 128 KiB for two stages of K and V and 64 KiB for two of Q. The kernel of dK and dV takes 96 KiB
+# for three stages of Q and dO and 128 KiB for two of K and V.
 # STAGES: of K and V; QUERY_STAGES: of Q.
 FORWARD_CONFIGS = {
     128: {
@@ -60,50 +61,53 @@ DKDV_CONFIGS = {
         128: KernelConfig(2, {"STAGES": 2, "KEY_STAGES": 1}),
     },
 }
-# By tile width, for blocks of 128; stages as for dK and dV.
+# By tile width, for blocks of 128. Stages as for dK and dV.
 FUSED_CONFIGS = {
     64: KernelConfig(1, {"STAGES": 4, "KEY_STAGES": 2}, dq_bytes=4),
-    # One row of K and V: the exchange of dS and the buffers of dQ take 64 KiB.
+    # One stage of K and V: the buffers of dS and of dQ take 64 KiB.
     128: KernelConfig(1, {"STAGES": 3, "KEY_STAGES": 1}, dq_bytes=4),
 }
-# By tile width: the most keys of one tile where work tiles are rows of queries.
+# By tile width: the most keys of a tile of the forward and dQ kernels.
 MAX_KV_TILE = {64: 128, 128: 128, 256: 64}
-# The widest tiles of which registers hold both dK and dV.
+# The widest tiles for which registers hold both dK and dV.
 MAX_DKDV_DIMS = 128
-# The widest tiles of which a warpgroup of the fused kernel has the registers to add all dims of
-# dQ, of every other tile; there are none left for dropout.
+# The widest tiles for which a warpgroup of the fused kernel has the registers to compute all dims
+# of dQ, of every other tile. No registers are left for dropout then.
 MAX_ALTERNATE_DQ_DIMS = 64
 
 REGISTERS_PER_SM = 65536
-L2_OPERAND_BYTES = 50_000_000  # of the heads that are scheduled together
-MAX_TAIL = 0.05  # of a kernel's time, in which the longest row of the last group runs alone
-MIN_DYNAMIC_IMBALANCE = 1.25  # most blocks in a row over the mean: above, the scheduler is dynamic
+L2_OPERAND_BYTES = 50_000_000  # most bytes of operands of heads that are scheduled together
+# Most share of a kernel's time in which the longest row of the last group of heads runs alone.
+MAX_TAIL = 0.05
+MIN_DYNAMIC_IMBALANCE = 1.25  # of block rows; above it the tile scheduler is dynamic
 
-# By tile width, where several CTAs on tiles of 64 share a multiprocessor: coverage of tiles of
-# 128, over that of tiles of 64, from which on tiles of 128 take less time.
+# Tiles of 128 are faster than tiles of 64 if coverage(128) / coverage(64) is at least this, by
+# tile width. Widths that are not listed have no tiles of 64.
 MIN_COVERAGE_RATIO_FOR_128 = {64: 0.96, 128: 0.9}
-# Coverage from which on tiles take less time than the blocks themselves do on another backend: by
-# the shorter side of the mask's blocks; of tiles of 64 by tile width as well.
+# This backend is faster than `triton`, which computes the blocks themselves, if the coverage of
+# its tiles is at least this, by the shorter side of the mask's blocks (tokens). The second table
+# is that of tiles of 64, by tile width as well.
 MIN_COVERAGE = {16: 0.4, 32: 0.5, 64: 0.9}
 MIN_COVERAGE_OF_64 = {
     64: {16: 0.4, 32: 0.65},
     128: {16: 0.35, 32: 0.52},
 }
-# Mean blocks in a row of keys from which on the fused backward kernel takes less time than that of
-# dQ and that of dK and dV: it does at 8, and does not at 6.
+# The fused backward kernel is faster than the two others if a block row of keys has at least this
+# many blocks on average: it is at 8, and is not at 6.
 MIN_FUSED_BLOCKS = 7
-# Tile widths of the fused kernel, without and with dropout; wider ones have too few registers.
+# Tile widths of the fused kernel by whether there is dropout. Registers do not suffice for others.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64
-# Up to this value dim values may be in wider tiles than keys: the kernel of dQ loads 64 rows of O
-# into a stage of K, of which tiles of 256 dims leave too little.
+# Up to this value dim, tiles of V may be wider than tiles of K. The kernel of dQ loads 64 rows of
+# O through a stage of K or V; with wider tiles of V no shared memory is left for stages of that
+# size.
 MAX_WIDER_VALUE_DIM = 128
-# Up to this head dim the backend triton multiplies tiles of half the width. Which of both takes
-# less time is not measured.
+# Up to this head dim the backend `triton` is chosen, whose tiles are half as wide. Which of the
+# two is faster is not measured.
 MAX_NARROW_HEAD_DIM = 32
 
 
 @lru_cache(maxsize=256)
 def tile_width(head_dim: int) -> int:
-    """Dims of a tile: 64, 128 or 256. What lies past head_dim is zero in shared memory alone."""
+    """Dims of a tile: 64, 128 or 256. TMA fills the dims past head_dim with zeros."""
     return max(MIN_TILE_WIDTH, 1 << (head_dim - 1).bit_length())

@@ -4,11 +4,11 @@
     dS = P * (dO V^T - delta),    delta = rowsum(dO * O) - dLSE
     dQ = scale dS K,    dK = scale dS^T Q,    dV = P^T dO
 
-The backward pass is one of two. The kernel of dQ over rows of queries and then that of dK and dV
-over rows of keys: each recomputes P, the first also writes LSE and delta for the second
-(kernels/lse_delta.py), and no CTA adds to memory that another one writes, so the same inputs give
-the same bits. Or the fused kernel over rows of keys, which adds to dQ in no fixed order; see
-select.uses_fused_backward.
+There are two backward passes. By default the kernel of dQ runs over block rows of queries, and
+then the kernel of dK and dV over block rows of keys. Each recomputes P; the first also writes LSE
+and delta for the second (kernels/lse_delta.py). No CTA adds to memory that another CTA writes, so
+equal inputs give equal bits. The fused kernel runs over block rows of keys and adds to dQ in no
+fixed order; see select.uses_fused_backward.
 """
 
 import torch
@@ -39,7 +39,7 @@ from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out
 from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
-DQ_COLUMNS = 256  # of the matrix that is the accumulator of dQ: the most that a TMA box may have
+DQ_COLUMNS = 256  # columns of the accumulator of dQ as a matrix: the most of a TMA box
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def backward(
     if all(needs[:3]) and uses_fused_backward(table, spec):
         _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
         return *_fused(call, *tensors), None, None, None
-    # dQ first: its kernel writes the LSE and delta that the kernel of dK and dV reads.
+    # dQ first: its kernel writes LSE and delta, which the kernel of dK and dV reads.
     if needs_query:
         grad_query = _dq(call, out, lse, grad_lse, *tensors)
     else:
@@ -82,7 +82,7 @@ def backward(
     if tile_width(spec.widest_dim) <= MAX_DKDV_DIMS:
         if needs_key or needs_value:
             grad_key, grad_value = _dkdv(call, *tensors)
-    else:  # registers hold one of both accumulators, so S is computed in either launch
+    else:  # registers hold only one of the two accumulators, so S is computed twice
         if needs_key:
             grad_key, _ = _dkdv(call, *tensors, with_value=False)
         if needs_value:
@@ -101,7 +101,7 @@ def empty_lse_delta(query: Tensor, block: int) -> Tensor:
 def _compute_lse_delta(
     grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, lse_delta: Tensor
 ) -> None:
-    """Writes LSE and delta of all queries; zeros past the sequence."""
+    """Launches the kernel that writes LSE and delta of all queries, zeros past the sequence."""
     _, heads, q_len, head_dim = out.shape
     tiles = (WARPGROUP_TILE.descriptor(x) for x in (grad_out, out))
     arguments = (*tiles, lse, grad_lse, lse_delta, heads, q_len, lse_delta.shape[1])
@@ -125,7 +125,7 @@ def _fused(
 
 
 def _dq_box(spec: AttentionSpec) -> TmaBox2D:
-    """What a warpgroup of the fused kernel adds to the accumulator of dQ at a time."""
+    """The TMA box that a warpgroup of the fused kernel adds to the accumulator of dQ."""
     dims = tile_width(spec.head_dim)
     if dims > MAX_ALTERNATE_DQ_DIMS or spec.dropout_p > 0:
         dims //= 2
@@ -133,7 +133,7 @@ def _dq_box(spec: AttentionSpec) -> TmaBox2D:
 
 
 def _zero_dq_accumulator(query: Tensor, table: LookupTable) -> Tensor:
-    """Zeros for all queries in blocks of the table, float32, a matrix of DQ_COLUMNS columns."""
+    """The accumulator of dQ: zeros for all block rows of queries, float32 (rows, DQ_COLUMNS)."""
     batch, heads, _, head_dim = query.shape
     tokens = batch * heads * table.by_query.num_rows * table.block_size[0]
     shape = (tokens * tile_width(head_dim) // DQ_COLUMNS, DQ_COLUMNS)
@@ -162,7 +162,7 @@ def _dq(
     value: Tensor,
     lse_delta: Tensor,
 ) -> Tensor:
-    """The gradient of query; also writes lse_delta."""
+    """The gradient of query. Also writes lse_delta."""
     tile, block, widest_dim = WARPGROUP_TILE, call.table.block_size[0], call.spec.widest_dim
     grad_query = torch.empty_like(query)
     kv_tile = launch.kv_tile(block, widest_dim)

@@ -1,4 +1,4 @@
-"""Which calls the backend serves, in which tiles, and which calls "auto" gives to others."""
+"""Which calls the backend can compute, in which tiles, and which it leaves to other backends."""
 
 import re
 from functools import lru_cache
@@ -14,25 +14,25 @@ from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import named
 
-TILE = (128, 128)  # tokens: the (queries, keys) that kernels on large tiles compute at a time
-SMALL_TILE = (64, 64)  # likewise those on small ones
+TILE = (128, 128)  # (queries, keys) of a block of the table, in tokens
+SMALL_TILE = (64, 64)  # likewise, if smaller blocks leave too much of a tile of 128 empty
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257, 8)  # TMA needs strides of whole 16 bytes
 CAPABILITY = (9, 0)
-# Functions of Triton that make a tile from no other tile: Gluon wants a layout for it.
-MAKES_TILES = re.compile(r"\b(arange|full|full_like|zeros|zeros_like)\(")
+# Functions of Triton that make a tile from scalars. In Gluon such a tile needs a layout.
+TILE_CONSTRUCTORS = re.compile(r"\b(arange|full|full_like|zeros|zeros_like)\(")
 
 
 def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-    """The reasons for which the kernels cannot serve a call; empty when they can."""
+    """The reasons for which the kernels cannot compute a call; empty if they can."""
     if find_spec("triton") is None:
         return ["triton is not installed"]
     reasons = []
     if spec.device.type != "cuda":
         reasons.append(f"device is {spec.device}, needs cuda")
-    elif (found := _capability(spec.device)) != CAPABILITY:
-        found, needed = ("{}.{}".format(*version) for version in (found, CAPABILITY))
-        reasons.append(f"compute capability is {found}, needs {needed}")
+    elif (capability := _capability(spec.device)) != CAPABILITY:
+        got, needed = ("{}.{}".format(*version) for version in (capability, CAPABILITY))
+        reasons.append(f"compute capability is {got}, needs {needed}")
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     for name, dim in (("head_dim", spec.head_dim), ("value_dim", spec.value_dim)):
@@ -60,15 +60,17 @@ def _why_not_score(score: str | None) -> list[str]:
     function = named(score).triton
     if function is None:
         return [f"score is {score!r}, which has no function for Triton"]
-    maker = MAKES_TILES.search(getattr(function, "src", ""))
-    if maker is None:
+    constructor = TILE_CONSTRUCTORS.search(getattr(function, "src", ""))
+    if constructor is None:
         return []
-    return [f"score is {score!r}, which calls {maker[1]}: tiles that it makes have no layout here"]
+    called = constructor[1]
+    return [f"score is {score!r}, which calls {called}: tiles that it makes have no layout here"]
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
-    """The block size (tokens) of the table that the kernels read: tiles of 128, or of 64 where
-    smaller blocks leave more of a tile of 128 empty than pays.
+    """The block size (bq, bk), in tokens, of the table that the kernels read.
+
+    128 x 128, or 64 x 64 if the blocks of the mask leave too much of tiles of 128 empty.
     """
     min_ratio = configs.MIN_COVERAGE_RATIO_FOR_128.get(configs.tile_width(spec.widest_dim))
     if min(spec.block_size) >= min(TILE) or min_ratio is None:
@@ -82,25 +84,23 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
 def describe(
     call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
-    """How a mask of other blocks is served, and gradients in no fixed order; see
-    sparseflash.backends.base.
-    """
-    found, spec = {}, call.spec
+    """The tiles of the kernels and the fused backward kernel, if used; see backends.base."""
+    notes, spec = {}, call.spec
     tile = call.table.block_size
     if spec.block_size != tile or tile == SMALL_TILE:
-        found["tiles"] = f"{tile}"
+        notes["tiles"] = f"{tile}"
     if spec.block_size != tile:
         covered = f"{mask.coverage(tile):.0%} of them covered by blocks of {spec.block_size}"
-        found["tiles"] += f", {covered}"
+        notes["tiles"] += f", {covered}"
     if tile == SMALL_TILE:
-        found["tiles"] += ", of which several CTAs share a multiprocessor"
+        notes["tiles"] += ", of which several CTAs share a multiprocessor"
     if uses_fused_backward(call.table, spec):
-        found["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
-    return found
+        notes["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
+    return notes
 
 
 def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
-    """Whether one kernel computes all gradients, if all are wanted."""
+    """Whether the fused kernel runs if the gradients of query, key and value are all needed."""
     widths = configs.FUSED_WIDTHS[spec.dropout_p > 0]
     width = configs.tile_width(spec.head_dim)
     if spec.deterministic or width not in widths or table.block_size != TILE:
@@ -108,22 +108,22 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     if configs.tile_width(spec.value_dim) != width:
         return False
     if spec.softcap is not None or spec.score is not None or spec.bias:
-        return False  # S^T of that kernel begins with LSE, and no registers are left
+        return False  # the initial accumulator of S^T is LSE there, and no registers are left
     blocks = table.by_key.mean_blocks
     return blocks is not None and blocks >= configs.MIN_FUSED_BLOCKS
 
 
 def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-    """The reasons for which "auto" should look for another backend; empty when this is faster."""
+    """The reasons for which "auto" asks another backend; empty if this one is faster."""
     reasons, tile, side = [], block_size_for(spec, mask), min(spec.block_size)
     coverage = mask.coverage(tile)
-    least = configs.MIN_COVERAGE
+    min_coverage = configs.MIN_COVERAGE
     if tile == SMALL_TILE:
-        least = configs.MIN_COVERAGE_OF_64[configs.tile_width(spec.widest_dim)]
-    if coverage is not None and coverage < least.get(side, 0.0):
+        min_coverage = configs.MIN_COVERAGE_OF_64[configs.tile_width(spec.widest_dim)]
+    if coverage is not None and coverage < min_coverage.get(side, 0.0):
         reasons.append(
             f"blocks of {spec.block_size} cover {coverage:.0%} of the {tile} tiles that they "
-            f"touch, which pays from {least[side]:.0%} on"
+            f"touch, which pays from {min_coverage[side]:.0%} on"
         )
     if spec.head_dim <= configs.MAX_NARROW_HEAD_DIM:
         reasons.append(
