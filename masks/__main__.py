@@ -20,7 +20,7 @@ PATTERNS = Path(__file__).with_name("patterns")
 def _known_patterns() -> str:
     """Every built-in pattern with its arguments and their defaults, a paragraph each."""
     calls = [call for file in PATTERNS.glob("*.py") for call in _builtin_calls(file)]
-    return "\n\n".join(["Patterns, joined by & | ^ - and ~:", *sorted(calls)])
+    return "\n\n".join(["Built-in patterns, which & | ^ - and ~ combine:", *sorted(calls)])
 
 
 def _builtin_calls(file: Path) -> Iterator[str]:
@@ -39,7 +39,7 @@ def _is_builtin(decorator: ast.expr) -> bool:
 
 app = typer.Typer(
     cls=commands.DrawByDefault,
-    help='Draw and analyse sparsity patterns. A pattern alone, as "local(256)", is drawn.',
+    help="Draw and analyse sparsity patterns. A pattern without a command is drawn.",
     epilog=_known_patterns(),
     add_completion=False,
 )
@@ -56,12 +56,12 @@ def draw(
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="PNG, SVG or PDF to write; by default a PNG named after the pattern",
+            help="Picture to write (PNG, SVG or PDF). Default: a PNG named after the pattern.",
         ),
     ] = None,
     as_json: commands.Json = False,
 ) -> None:
-    """Draw a sparsity pattern, in the terminal and as a picture, and print its figures."""
+    """Draw a pattern in the terminal and as a picture, and print its figures."""
     from masks import plot
 
     with commands.usage_errors():

@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 DEFAULT = "draw"  # the command of a line that begins with a pattern
 
 PatternText = Annotated[
-    str, typer.Argument(help='"butterfly", "local(256) & causal()", "my_patterns.py:name"')
+    str,
+    typer.Argument(
+        help='Such as "butterfly", "local(256) & causal()" or "my_patterns.py:name".',
+    ),
 ]
-SeqLen = Annotated[str, typer.Option(help="tokens: a length, or QUERIES,KEYS")]
-BlockSize = Annotated[str, typer.Option(help="tokens: 16, 32, ... 512, or QUERIES,KEYS")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+SeqLen = Annotated[str, typer.Option(help="Length in tokens, or QUERIES,KEYS.")]
+BlockSize = Annotated[
+    str, typer.Option(help="Side of a block in tokens (16, 32, ... 512), or QUERIES,KEYS.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class DrawByDefault(TyperGroup):
@@ -84,26 +89,28 @@ def progress_bar(label: str) -> Iterator["Progress"]:
 
 def reach(
     patterns: Annotated[
-        list[str], typer.Argument(help="of each layer from the input on, repeated in this order")
+        list[str], typer.Argument(help="Pattern of each layer, cyclically repeated.")
     ],
     seq_len: SeqLen = "4096",
     block_size: BlockSize = "128",
-    layers: Annotated[int, typer.Option(min=1, help="layers to follow")] = 32,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 32,
     samples: Annotated[
-        int | None, typer.Option(min=2, help="keys to draw; by default all where they fit")
+        int | None,
+        typer.Option(min=2, help="Number of random keys. Default: all if memory allows."),
     ] = None,
     token: Annotated[
-        list[int] | None, typer.Option(help="a query whose view is printed too; repeatable")
+        list[int] | None,
+        typer.Option(help="Also print the receptive field of this token; repeatable."),
     ] = None,
     image: Annotated[
-        str | None, typer.Option(help="HEIGHT,WIDTH in pixels: reach of the middle pixel")
+        str | None, typer.Option(help="HEIGHT,WIDTH: also follow the middle pixel of an image.")
     ] = None,
     tile: Annotated[
-        str | None, typer.Option(help="HEIGHT,WIDTH: pixels run tile by tile, not row by row")
+        str | None, typer.Option(help="HEIGHT,WIDTH: pixels are ordered by tiles, not by rows.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What tokens see over the layers: connected pairs, hops, tokens out of reach."""
+    """Print the receptive field over layers: connected pairs, hops, unreached tokens."""
     from masks.analysis import pixel_reach, receptive_field, spectral_gap
 
     stack = [build(pattern, seq_len, block_size) for pattern in patterns]
@@ -128,21 +135,22 @@ def reach(
 
 
 def lint(
-    patterns: Annotated[list[str], typer.Argument(help="of each layer from the input on")],
+    patterns: Annotated[list[str], typer.Argument(help="Pattern of each layer.")],
     seq_len: SeqLen = "4096",
     block_size: BlockSize = "128",
     within: Annotated[
-        str | None, typer.Option(help='what they are declared to stay within, as "causal()"')
+        str | None, typer.Option(help='A pattern that must contain them, such as "causal()".')
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="layers of the model, to find those without reach")
+        int | None,
+        typer.Option(min=1, help="Layers of the model, to find tokens that stay unconnected."),
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(help="a rule to leave out, by the name that it prints")
+        list[str] | None, typer.Option(help="Name of a rule to leave out; repeatable.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find what is likely wrong with patterns; exits with 1 where there is something."""
+    """Find likely defects of patterns; exit with status 1 if there are any."""
     from masks._parse import optional_pattern
     from masks.lint import lint as find
 
@@ -163,17 +171,19 @@ def lint(
 
 def gallery(
     module: Annotated[
-        list[Path] | None, typer.Option(help="a Python file whose patterns are shown; repeatable")
+        list[Path] | None, typer.Option(help="A Python file with patterns to show; repeatable.")
     ] = None,
-    output: Annotated[Path, typer.Option(file_okay=False, help="folder to write")] = Path(
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder to write.")] = Path(
         "gallery"
     ),
-    seq_len: Annotated[str, typer.Option(help="tokens of patterns of modules")] = "4096",
+    seq_len: Annotated[
+        str, typer.Option(help="Length in tokens for patterns from --module.")
+    ] = "4096",
     block_size: BlockSize = "128",
-    only: Annotated[bool, typer.Option(help="Leave the built-in patterns out.")] = False,
+    only: Annotated[bool, typer.Option(help="Leave out the built-in patterns.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a page with every built-in pattern and those of modules of your own."""
+    """Write an HTML page with the built-in patterns and those of your own files."""
     from masks.gallery import ENTRIES, of_module, sections, write
 
     sizes = read_size("--seq-len", seq_len), read_size("--block-size", block_size)
@@ -206,11 +216,11 @@ def diff(
     seq_len: SeqLen = "4096",
     block_size: BlockSize = "128",
     output: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="PNG or SVG to write")
+        Path | None, typer.Option(dir_okay=False, help="Picture to write (PNG or SVG).")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Where two patterns differ: pairs of both, of one alone, and their figures."""
+    """Compare two patterns: common pairs, pairs of one alone, and their figures."""
     from masks.gallery import difference
 
     if output is not None and output.suffix not in (".png", ".svg"):

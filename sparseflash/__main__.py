@@ -1,7 +1,4 @@
-"""python -m sparseflash: is attention right on this machine, why does a call take its time, which
-patterns does a model need, in which blocks, which see far enough in little time, and how long
-would many ranks take?
-"""
+"""`python -m sparseflash`: check a machine, explain a call, choose patterns, simulate ranks."""
 
 import os
 from typing import Annotated
@@ -27,10 +24,10 @@ def main() -> None:
 @app.command("selfcheck")
 def check(
     processes: Annotated[
-        int, typer.Option(min=1, help="How many check side by side; they compile kernels.")
+        int, typer.Option(min=1, help="Number of parallel processes, which compile kernels.")
     ] = PROCESSES,
 ) -> None:
-    """Compares every backend of this machine with float64; exits with 1 on a failure."""
+    """Compare every backend of this machine with float64; exit with status 1 on a failure."""
     from sparseflash.testing.selfcheck import selfcheck
 
     raise typer.Exit(selfcheck(processes=processes) > 0)

@@ -22,24 +22,22 @@ if TYPE_CHECKING:
 class Shared:
     """The options of both commands."""
 
-    seq_len: Annotated[int, typer.Option(min=1, help="tokens")] = 16384
-    head_dim: Annotated[int, typer.Option(min=1, help="dims of a head")] = 128
-    batch: Annotated[int, typer.Option(min=1, help="batch elements")] = 1
-    heads: Annotated[int, typer.Option(min=1, help="heads")] = 16
-    backward: Annotated[bool, typer.Option(help="Times with the backward pass.")] = True
+    seq_len: Annotated[int, typer.Option(min=1, help="Length in tokens.")] = 16384
+    head_dim: Annotated[int, typer.Option(min=1, help="Dims of a head.")] = 128
+    batch: Annotated[int, typer.Option(min=1, help="Batch elements.")] = 1
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 16
+    backward: Annotated[bool, typer.Option(help="Include the backward pass.")] = True
     device: Annotated[
         str | None,
         typer.Option(
-            help="of predicted times: A100, H100 or H200; by default the GPU of this machine, "
-            "where it is none of them an H200"
+            help="Device of predicted times: A100, H100 or H200. Default: the GPU of this "
+            "machine if it is one of them, else H200."
         ),
     ] = None
-    measure: Annotated[bool, typer.Option(help="Also measure, on the GPU of this machine.")] = (
-        False
-    )
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")] = (
-        None
-    )
+    measure: Annotated[bool, typer.Option(help="Also measure on the GPU of this machine.")] = False
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Picture to write (PNG, SVG or PDF).")
+    ] = None
     as_json: Json = False
 
     def workload(self, causal: bool = False) -> "Workload":
@@ -64,7 +62,7 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @with_shared_options
 def advise(pattern: PatternText, **shared: Any) -> None:
-    """The block sizes of a pattern: density, useless pairs, predicted time."""
+    """Compare the block sizes of a pattern: density, useful pairs, predicted time."""
     from sparseflash.advisor.choices import block_sizes
 
     options = Shared(**shared)
@@ -77,20 +75,25 @@ def advise(pattern: PatternText, **shared: Any) -> None:
 
 @with_shared_options
 def search(
-    layers: Annotated[int, typer.Option(min=1, help="layers that attend by the pattern")],
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers with the pattern.")],
     connected: Annotated[
-        float, typer.Option(help="share of pairs that must be connected after them")
+        float, typer.Option(help="Share of pairs that must be connected after all layers.")
     ] = 1.0,
-    budget_ms: Annotated[float | None, typer.Option(help="most predicted time of a layer")] = None,
-    pattern: Annotated[
-        list[str] | None, typer.Option(help="a candidate; by default families of patterns")
+    budget_ms: Annotated[
+        float | None, typer.Option(help="Largest predicted time of a layer.")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="tokens: 16, 32, 64, 128, 256 or 512")] = 128,
-    most: Annotated[int, typer.Option(min=1, help="patterns to find")] = 8,
-    causal: Annotated[bool, typer.Option(help="Cut patterns to the past.")] = False,
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option(help="A candidate; repeatable. Default: families of built-in patterns."),
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option(help="Side of a block in tokens: 16, 32, ... 512.")
+    ] = 128,
+    most: Annotated[int, typer.Option(min=1, help="Number of patterns to find.")] = 8,
+    causal: Annotated[bool, typer.Option(help="Make patterns causal.")] = False,
     **shared: Any,
 ) -> None:
-    """The fastest patterns that see far enough; exits with 1 where there is none."""
+    """Find the fastest patterns that connect enough pairs; exit with status 1 if none does."""
     from sparseflash.advisor import choices as of
 
     options = Shared(**shared)
@@ -158,12 +161,12 @@ def _finish(
         print(json.dumps({"workload": facts, "choices": [asdict(choice) for choice in found]}))
         return
     if not found:
-        print("no pattern sees far enough within the budget")
+        print("no pattern connects enough pairs within the budget")
         return
     print(workload)
     table = Table(box=None)
     sees = any(choice.connected is not None for choice in found)
-    names = ("pattern", "block", "density", "useful", "least ms", "ms", "connected")
+    names = ("pattern", "block", "density", "useful", "predicted ms", "measured ms", "connected")
     for name in names[: 7 if sees else 6]:
         table.add_column(name, no_wrap=name != "pattern", overflow="fold")
     for choice in found:
@@ -176,11 +179,11 @@ def _finish(
             row.append(f"{choice.connected:.1%}{interval}")
         table.add_row(*row)
     Console().print(table)
-    order = "measured time" if options.measure else f"least time on {device}"
-    print(f"in the order of {order}, equal ones in that of candidates")
+    order = "measured time" if options.measure else f"predicted time on {device}"
+    print(f"sorted by {order}")
     if not options.measure:
         low, middle, high = of.OVER_LEAST
         print(
-            f"The least time is a bound: calls of the records of an H200 took {low:g} to {high:g} "
-            f"times as long, {middle:g} in the middle."
+            f"The predicted time is a lower bound. On an H200, measured calls took {low:g} to "
+            f"{high:g} times as long; the median is {middle:g}."
         )

@@ -19,29 +19,31 @@ COLOURS = ("#0072b2", "#d55e00")
 
 def explain_command(
     pattern: PatternText,
-    seq_len: Annotated[int, typer.Option(min=1, help="tokens")] = 4096,
-    head_dim: Annotated[int, typer.Option(min=1, help="dims of a head")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="batch elements")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="heads")] = 4,
+    seq_len: Annotated[int, typer.Option(min=1, help="Length in tokens.")] = 4096,
+    head_dim: Annotated[int, typer.Option(min=1, help="Dims of a head.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch elements.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
     block_size: Annotated[
-        int | None, typer.Option(help="tokens: 16, 32, ... 512; by default the pattern's")
+        int | None,
+        typer.Option(help="Side of a block in tokens (16, 32, ... 512). Default: of the pattern."),
     ] = None,
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"] | None,
-        typer.Option(help="by default bfloat16 on a GPU, float32 on a CPU"),
+        typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU."),
     ] = None,
     device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="by default a GPU where there is one")
+        Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU if there is one.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option(help="Also time it, and split what it takes beyond its density.")
+        bool, typer.Option(help="Also measure the call, and explain its gap to the ideal time.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF of the split to write")
+        Path | None,
+        typer.Option(dir_okay=False, help="Picture of the gap to write (PNG, SVG or PDF)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a call would do: backend, configuration, reasons; measured, why it takes its time."""
+    """Explain a call: backend, configuration and reasons; with --measure, also its time."""
     import torch
 
     from masks._parse import parse

@@ -11,29 +11,33 @@ from masks.commands import Json, progress_bar, usage_errors
 
 def profile_command(
     model: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="folder of a causal model")
+        Path,
+        typer.Argument(exists=True, file_okay=False, help="Folder of a causal language model."),
     ],
     text: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, help="file that the model reads")
+        Path, typer.Option(exists=True, dir_okay=False, help="Text file that the model reads.")
     ],
-    pattern: Annotated[list[str], typer.Option(help="a candidate; repeatable")],
-    tokens: Annotated[int, typer.Option(min=16, help="of the text, from its beginning")] = 4096,
+    pattern: Annotated[list[str], typer.Option(help="A candidate; repeatable.")],
+    tokens: Annotated[int, typer.Option(min=16, help="Number of tokens that are read.")] = 4096,
     budget: Annotated[
-        float | None, typer.Option(help="share of the time of all pairs, to suggest patterns for")
+        float | None,
+        typer.Option(help="Suggest patterns for this share of the time of dense attention."),
     ] = None,
     by: Annotated[
-        Literal["recall", "error", "loss"], typer.Option(help="of what heads lose least")
+        Literal["recall", "error", "loss"], typer.Option(help="What the suggestion optimises.")
     ] = "recall",
-    loss: Annotated[bool, typer.Option(help="Also the change of the loss, with memory.")] = False,
+    loss: Annotated[
+        bool, typer.Option(help="Also measure the change of the loss, which needs more memory.")
+    ] = False,
     output: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="JSON of the suggestion to write")
+        Path | None, typer.Option(dir_okay=False, help="JSON file for the suggestion.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="PNG, SVG or PDF to write")
+        Path | None, typer.Option(dir_okay=False, help="Picture to write (PNG, SVG or PDF).")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What patterns keep of the attention of a model, and which each head needs."""
+    """Measure the attention mass that patterns keep in each head of a model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer  # they take long to import
 

@@ -20,7 +20,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens, in units of 1024 with K, of 1024 * 1024 with M. Raises ValueError."""
+    """A number of tokens; K means 1024 and M means 1024 * 1024. Raises ValueError."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if not number.isdecimal() or unit not in _UNITS:
         raise ValueError(f"tokens must be a number, with K or M or without, got {text!r}")
@@ -29,22 +29,34 @@ def parse_tokens(text: str) -> int:
 
 def simulate(
     pattern: PatternText,
-    tokens: Annotated[str, typer.Option(help="Of the sequence, such as 1M.")] = "1M",
-    ranks: Annotated[str, typer.Option(help="Numbers, separated by commas.")] = "2,4,8,64",
-    strategy: Annotated[str, typer.Option(help="auto, a strategy, or all.")] = "auto",
-    block_size: Annotated[int, typer.Option(min=16, max=512, help="Tokens.")] = 128,
+    tokens: Annotated[
+        str, typer.Option(help="Tokens of the sequence, such as 512K or 1M.")
+    ] = "1M",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks, separated by commas.")
+    ] = "2,4,8,64",
+    strategy: Annotated[
+        str, typer.Option(help="A strategy that assigns tokens to ranks, auto, or all.")
+    ] = "auto",
+    block_size: Annotated[
+        int, typer.Option(min=16, max=512, help="Side of a block in tokens.")
+    ] = 128,
     heads: Annotated[int, typer.Option(min=1)] = 16,
     kv_heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
-    tflops: Annotated[float | None, typer.Option(help="Useful TFLOP/s of a rank: 400.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="GB/s of a rank: 200.")] = None,
-    latency_us: Annotated[float | None, typer.Option(help="Of an exchange: 50.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Useful TFLOP/s of a rank. Default: 400.")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s of a rank. Default: 200.")] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Latency of an exchange. Default: 50.")
+    ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option(exists=True, help="What experiments.long_context.calibrate wrote."),
+        typer.Option(exists=True, help="Rates that experiments.long_context.calibrate wrote."),
     ] = None,
 ) -> None:
-    """Models attention over many ranks, and says where communication stops hiding."""
+    """Predict context-parallel attention, and the number of ranks that hides communication."""
     from masks._parse import parse
     from sparseflash.distributed import make_plan
     from sparseflash.distributed.assign import STRATEGIES

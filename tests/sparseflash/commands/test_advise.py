@@ -26,8 +26,8 @@ def test_advise_lists_block_sizes(tmp_path):
     shown = invoke("advise", "local(20)", *SIZE, "--device", "A100", "--no-backward").output
     assert "local(20)" in shown
     assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads of 128" in shown
-    assert "in the order of least time on A100, equal ones in that of candidates" in shown
-    assert "a bound: calls of the records of an H200 took 1.2 to 2.3 times as long" in shown
+    assert "sorted by predicted time on A100" in shown
+    assert "a lower bound. On an H200, measured calls took 1.2 to 2.3 times as long" in shown
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_times_are_predicted_for_the_gpu_of_this_machine(monkeypatch, name, pred
     gpu = SimpleNamespace(name=name, multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert f"in the order of least time on {predicted}," in invoke("advise", "full", *SIZE).output
+    assert f"sorted by predicted time on {predicted}" in invoke("advise", "full", *SIZE).output
     found = json.loads(invoke("advise", "full", *SIZE, "--json").stdout)
     assert found["workload"]["device"] == predicted
 
@@ -61,7 +61,7 @@ def test_search_exits_with_1_where_nothing_is_found():
     nothing = invoke("search", "--layers", 1, *SIZE, "--budget-ms", 1e-9)
     assert (nothing.exit_code, nothing.stdout) == (
         1,
-        "no pattern sees far enough within the budget\n",
+        "no pattern connects enough pairs within the budget\n",
     )
     nothing = invoke("search", "--layers", 1, *SIZE, "--budget-ms", "1e-9")
     assert nothing.exit_code == 1
@@ -100,5 +100,5 @@ def test_measured_choices_are_printed_in_their_order(monkeypatch):
     monkeypatch.setattr(choices, "measure", measure)
     shown = invoke("advise", "local(20)", *SIZE, "--device", "H200", "--measure").output
     assert "4.000" in shown
-    assert "in the order of measured time" in shown
+    assert "sorted by measured time" in shown
     assert "bound" not in shown
