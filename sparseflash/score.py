@@ -100,22 +100,22 @@ class ScoreFunction:
             raise TypeError(f"tensors must be float or int for each, got {kinds}")
         traced = _traced(name, function, torch.float32, kinds)
         declared = tuple(zip(kinds, _dims_of_reads(name, traced.graph), strict=True))
-        run = partial(_run, name, function, kinds)
-        derive = partial(_derive, name, function, kinds) if float in kinds else None
+        evaluate = partial(_evaluate, name, function, kinds)
+        derive = partial(_read_derivatives, name, function, kinds) if float in kinds else None
         of_query = bool([*traced.graph.nodes][ARGUMENTS.index("query")].users)
-        jitted = adder = None
+        triton_function = add_reads = None
         if find_spec("triton") is not None:
             from sparseflash.backends.triton_common import score_source
 
             try:
-                jitted = score_source.triton_function(name, traced, declared)
+                triton_function = score_source.triton_function(name, traced, declared)
                 if derive is not None:
-                    numbers, of_reads = _traced_reads(name, function, torch.float32, kinds)
-                    adder = score_source.triton_adder(name, of_reads, numbers, declared)
+                    numbers, traced_reads = _traced_reads(name, function, torch.float32, kinds)
+                    add_reads = score_source.triton_adder(name, traced_reads, numbers, declared)
             except ValueError as error:
                 raise ValueError(f"score function {name!r}: {error}") from error
-        reads = derive and ReadDerivatives(derive, adder)
-        return cls(name, run, jitted, declared, of_query, reads)
+        reads = derive and ReadDerivatives(derive, add_reads)
+        return cls(name, evaluate, triton_function, declared, of_query, reads)
 
     def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
         """What `torch` makes of (score, batch, head, query, key) and the score tensors.
@@ -130,16 +130,16 @@ class ScoreFunction:
                 f"score function {self.name!r} must return (f, df / dscore), got "
                 f"{type(result).__name__}"
             )
-        shape, (f, slope) = pairs[0].shape, result
+        shape, (f, derivative) = pairs[0].shape, result
         if f.shape != shape:
             raise ValueError(
                 f"f of score function {self.name!r} must have the shape of score, {tuple(shape)}, "
                 f"got {tuple(f.shape)}"
             )
-        if isinstance(slope, Tensor) and not _broadcasts(slope.shape, shape):
+        if isinstance(derivative, Tensor) and not _broadcasts(derivative.shape, shape):
             raise ValueError(
                 f"df / dscore of score function {self.name!r} must broadcast to the shape of "
-                f"score, {tuple(shape)}, got {tuple(slope.shape)}"
+                f"score, {tuple(shape)}, got {tuple(derivative.shape)}"
             )
         return result
 
@@ -168,14 +168,14 @@ class ScoreTensors:
         """(all that are float, all that are int, where each begins and its sizes): (n,) each."""
         floats = [x.flatten() for x in self.tensors if x.is_floating_point()]
         integers = [x.flatten() for x in self.tensors if not x.is_floating_point()]
-        facts = tuple((x.is_floating_point(), x.shape) for x in self.tensors)
-        layout = _layout(facts, self.tensors[0].device)
-        return _joined(floats), _joined(integers), layout
+        kinds_and_shapes = tuple((x.is_floating_point(), x.shape) for x in self.tensors)
+        layout = _layout(kinds_and_shapes, self.tensors[0].device)
+        return _concatenated(floats), _concatenated(integers), layout
 
     def new_sums(self) -> Tensor:
         """Zeros for the gradients of all that are float, one after another."""
-        found = [x for x in self.tensors if x.is_floating_point()]
-        return found[0].new_zeros(sum(x.numel() for x in found))
+        floats = [x for x in self.tensors if x.is_floating_point()]
+        return floats[0].new_zeros(sum(x.numel() for x in floats))
 
     def parts_of(self, sums: Tensor | None) -> list[Tensor | None]:
         """Of what new_sums made, the part of each tensor in its shape; None of integers, and
@@ -191,20 +191,20 @@ class ScoreTensors:
         return parts
 
 
-def _joined(tensors: list[Tensor]) -> Tensor | None:
+def _concatenated(tensors: list[Tensor]) -> Tensor | None:
     if len(tensors) > 1:
         return torch.cat(tensors)
     return tensors[0] if tensors else None
 
 
 @lru_cache(maxsize=256)
-def _layout(facts: tuple[tuple[bool, torch.Size], ...], where: torch.device) -> Tensor:
+def _layout(kinds_and_shapes: tuple[tuple[bool, torch.Size], ...], device: torch.device) -> Tensor:
     """int64: for each tensor its offset among those of its kind, then its sizes."""
-    numbers, used = [], {True: 0, False: 0}
-    for is_float, shape in facts:
-        numbers += [used[is_float], *shape]
-        used[is_float] += shape.numel()
-    return torch.tensor(numbers, device=where)
+    numbers, offsets = [], {True: 0, False: 0}
+    for is_float, shape in kinds_and_shapes:
+        numbers += [offsets[is_float], *shape]
+        offsets[is_float] += shape.numel()
+    return torch.tensor(numbers, device=device)
 
 
 def checked_score_tensors(
@@ -225,7 +225,7 @@ def checked_score_tensors(
             f"score_tensors must be a list of the {len(declared)} tensors that score function "
             f"{function.name!r} reads, got {got}"
         )
-    wide, found = torch.promote_types(query.dtype, torch.float32), []
+    wide, checked = torch.promote_types(query.dtype, torch.float32), []
     for i, (x, (kind, dims)) in enumerate(zip(tensors, declared, strict=True)):
         name = f"score_tensors[{i}]"
         if not isinstance(x, Tensor) or x.is_complex() or x.is_floating_point() != (kind is float):
@@ -242,8 +242,8 @@ def checked_score_tensors(
                 "differentiated by hand, and only ScoreFunction.from_torch differentiates by "
                 "score tensors"
             )
-        found.append(x.to(wide if kind is float else torch.int64).contiguous())
-    return ScoreTensors(found) if found else None
+        checked.append(x.to(wide if kind is float else torch.int64).contiguous())
+    return ScoreTensors(checked) if checked else None
 
 
 def want_gradients(tensors: Sequence[Tensor]) -> bool:
@@ -255,7 +255,7 @@ def want_gradients(tensors: Sequence[Tensor]) -> bool:
     return any(getattr(x, "requires_grad", False) for x in tensors)
 
 
-class _Indexed:
+class _TracedScoreTensor:
     """A score tensor as a score function gets it.
 
     reads: where what is read of floats is recorded, to be differentiated by, and at which indices
@@ -265,18 +265,18 @@ class _Indexed:
         self._stand_in, self._reads = stand_in, reads
 
     def __getitem__(self, indices: Any) -> Tensor:
-        found = []
+        checked = []
         for index in indices if isinstance(indices, tuple) else (indices,):
             if isinstance(index, int) and not isinstance(index, bool):
                 index = torch.full((), index, dtype=torch.int64, device="cpu")
             if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
                 got = getattr(index, "dtype", type(index).__name__)
                 raise TypeError(f"a score tensor must be indexed by integers, got {got}")
-            found.append(index)
-        entry = torch.ops.sparseflash.read(self._stand_in, found)
+            checked.append(index)
+        entry = torch.ops.sparseflash.read(self._stand_in, checked)
         if self._reads is not None and entry.is_floating_point():
             entry = entry.detach().requires_grad_()
-            self._reads.append((entry, found))
+            self._reads.append((entry, checked))
         return entry
 
 
@@ -293,13 +293,13 @@ def _read(x: Tensor, indices: Sequence[Tensor]) -> Tensor:
     return x[tuple(_clamped(x.shape, indices, x.device))]
 
 
-def _clamped(shape: torch.Size, indices: Sequence[Tensor], where: torch.device) -> list[Tensor]:
-    return [i.to(where).clamp(0, n - 1) for i, n in zip(indices, shape, strict=True)]
+def _clamped(shape: torch.Size, indices: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    return [i.to(device).clamp(0, n - 1) for i, n in zip(indices, shape, strict=True)]
 
 
 def _dims_of_reads(name: str, graph: fx.Graph) -> list[int]:
     """With how many integers each score tensor is indexed."""
-    found = []
+    dims_of_tensors = []
     stand_ins = [node for node in graph.nodes if node.op == "placeholder"][5:]
     for i, stand_in in enumerate(stand_ins):
         dims = {len(node.args[1]) for node in stand_in.users}
@@ -308,31 +308,31 @@ def _dims_of_reads(name: str, graph: fx.Graph) -> list[int]:
                 f"score function {name!r} must index tensor {i} by one number of integers, got "
                 f"{sorted(dims) or 'a tensor that it does not read'}"
             )
-        found += dims
-    return found
+        dims_of_tensors += dims
+    return dims_of_tensors
 
 
-def _run(
+def _evaluate(
     name: str, function: Callable, kinds: tuple[type, ...], score: Tensor, *rest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(f, df / dscore) of tensors, by the operations that were traced."""
-    changed, slope = _traced(name, function, score.dtype, kinds)(score, *rest)
-    return changed.expand(score.shape), slope
+    f, derivative = _traced(name, function, score.dtype, kinds)(score, *rest)
+    return f.expand(score.shape), derivative
 
 
-def _derive(
+def _read_derivatives(
     name: str, function: Callable, kinds: tuple[type, ...], score: Tensor, *rest: Tensor
 ) -> list[tuple[int, Tensor, Tensor]]:
     """See ReadDerivatives.torch."""
     numbers, module = _traced_reads(name, function, score.dtype, kinds)
-    results, found = iter(module(score, *rest)), []
+    results, reads = iter(module(score, *rest)), []
     for number in numbers:
-        shape, slope, entry = rest[4 + number].shape, next(results), 0
+        shape, derivative, flat_index = rest[4 + number].shape, next(results), 0
         indices = [*islice(results, len(shape))]
         for n, index in zip(shape, _clamped(shape, indices, score.device), strict=True):
-            entry = entry * n + index
-        found.append((number, entry, slope))
-    return found
+            flat_index = flat_index * n + index
+        reads.append((number, flat_index, derivative))
+    return reads
 
 
 # Of single numbers they change nothing, and they would of tensors.
@@ -345,15 +345,15 @@ def _traced(
 ) -> fx.GraphModule:
     """(f, df / dscore) of single numbers, as operations that serve tensors of any shape."""
 
-    def both(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
+    def f_and_derivative(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
         score = score.detach().requires_grad_()
-        changed = _changed(function(score, *pair[:4], *map(_Indexed, pair[4:])))
-        if not changed.requires_grad:
-            return changed, torch.zeros_like(score)
-        (slope,) = torch.autograd.grad(changed, score, torch.ones_like(changed))
-        return changed, slope
+        f = _checked_result(function(score, *pair[:4], *map(_TracedScoreTensor, pair[4:])))
+        if not f.requires_grad:
+            return f, torch.zeros_like(score)
+        (derivative,) = torch.autograd.grad(f, score, torch.ones_like(f))
+        return f, derivative
 
-    return _trace(name, both, score_dtype, kinds)
+    return _trace(name, f_and_derivative, score_dtype, kinds)
 
 
 @lru_cache(maxsize=256)
@@ -365,26 +365,26 @@ def _traced_reads(
     """
     numbers = []
 
-    def of_reads(score: Tensor, *pair: Tensor) -> list[Tensor]:
+    def read_derivatives(score: Tensor, *pair: Tensor) -> list[Tensor]:
         reads = [[] for _ in kinds]
-        changed = _changed(function(score, *pair[:4], *map(_Indexed, pair[4:], reads)))
-        listed = [(number, *read) for number, of_one in enumerate(reads) for read in of_one]
-        if not changed.requires_grad:
+        f = _checked_result(function(score, *pair[:4], *map(_TracedScoreTensor, pair[4:], reads)))
+        all_reads = [(number, *read) for number, own in enumerate(reads) for read in own]
+        if not f.requires_grad:
             return []
-        entries = [entry for _, entry, _ in listed]
-        slopes = torch.autograd.grad(changed, entries, torch.ones_like(changed), allow_unused=True)
+        entries = [entry for _, entry, _ in all_reads]
+        derivatives = torch.autograd.grad(f, entries, torch.ones_like(f), allow_unused=True)
         results = []
-        for (number, _, indices), slope in zip(listed, slopes, strict=True):
-            if slope is not None:
+        for (number, _, indices), derivative in zip(all_reads, derivatives, strict=True):
+            if derivative is not None:
                 numbers.append(number)
-                results += [slope, *indices]
+                results += [derivative, *indices]
         return results
 
-    module = _trace(name, of_reads, score_dtype, kinds)
+    module = _trace(name, read_derivatives, score_dtype, kinds)
     return numbers, module
 
 
-def _changed(result: Any) -> Tensor:
+def _checked_result(result: Any) -> Tensor:
     """The result of a score function for single numbers, which is one."""
     if not isinstance(result, Tensor):
         raise TypeError(f"f must be a tensor, got {type(result).__name__}")
@@ -404,17 +404,17 @@ def _decompositions() -> dict:
 
 
 def _trace(
-    name: str, of_numbers: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...]
+    name: str, function: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...]
 ) -> fx.GraphModule:
     """The operations of a function of single numbers: a score, its pair and what it reads."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes half a second
 
     dtypes = [torch.int64] * 4 + [score_dtype if kind is float else torch.int64 for kind in kinds]
-    pair = [torch.zeros((), dtype=each, device="cpu") for each in dtypes]
+    arguments = [torch.zeros((), dtype=dtype, device="cpu") for dtype in dtypes]
     try:
         with torch.inference_mode(False), torch.enable_grad():
             score = torch.zeros((), dtype=score_dtype, device="cpu")
-            module = make_fx(of_numbers, _decompositions())(score, *pair)
+            module = make_fx(function, _decompositions())(score, *arguments)
     except TypeError as error:
         raise TypeError(f"score function {name!r} cannot be traced: {error}") from error
     except RuntimeError as error:
