@@ -1,4 +1,4 @@
-"""Functions of one's own that change the scores of attention."""
+"""Score functions: elementwise functions of the user that are applied to the scores S."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,25 +17,26 @@ ARGUMENTS = ("score", "batch", "head", "query", "key")
 class ScoreFunction:
     """A function of each score: (score, batch, head, query, key) -> (f, df / dscore).
 
-    Both results must be finite for every finite score and every pair, including pairs past the end
-    of the sequence. They may depend only on the arguments and on constants.
+    Attention replaces S by f(S, batch, head, query, key). Both results must be finite for every
+    finite score and every pair, including pairs past the end of the sequence. They may depend only
+    on the arguments and on constants. `from_torch` makes a ScoreFunction from f alone.
 
     Args:
-        name: A name that no other function has. attention takes the name or the object.
-        torch: The function for the backend "cpu" and for the reference, which differentiates f by
-            itself. It gets a floating-point tensor of scores and integer tensors that broadcast
-            to it; f has the shape of the scores.
+        name: A unique name. `attention` accepts the name or the object.
+        torch: The function for the backend "cpu". It gets a floating-point tensor of scores and
+            integer tensors that broadcast to it. f has the shape of the scores. The reference
+            also calls it, and differentiates f itself.
         triton: The same function for the backends "triton" and "hopper", with the decorator
-            triton.jit. It gets tiles. None if there is none. For "hopper" it must not make tiles
-            of its own, by tl.full, tl.zeros, tl.arange and the like.
-        tensors: (float or int, number of dims) of each score tensor: see from_torch.
-        of_query: Whether f depends on the position of the query; from_torch determines this.
-        reads: The derivatives of f by the entries that it reads, made by from_torch. Without them
-            score tensors get no gradients.
+            triton.jit; its arguments are tiles. None if there is none. For "hopper" it must not
+            construct tiles (tl.full, tl.zeros, tl.arange and the like).
+        tensors: (float or int, number of dims) of each score tensor; see from_torch.
+        of_query: Whether f depends on the position of the query. from_torch determines it.
+        reads: The derivatives of f by the entries of score tensors that it reads. from_torch
+            makes them. Without them score tensors get no gradients.
 
     Raises:
-        TypeError: `name` is no text, or `torch` no function.
-        ValueError: Another function has the name.
+        TypeError: `name` is not a string, or `torch` is not callable.
+        ValueError: Another score function has this name.
 
     Reference:
         Dong et al., "Flex Attention", 2024 (score_mod).
@@ -60,31 +61,32 @@ class ScoreFunction:
     def from_torch(
         cls, name: str, function: Callable[..., Tensor], tensors: Sequence[type] = ()
     ) -> "ScoreFunction":
-        """Makes a score function of f alone.
+        """Makes a score function from f alone.
 
         f is differentiated automatically. If Triton is installed, f and its derivative are also
         translated to Triton.
 
         Args:
-            name: A name that no other function has.
+            name: A unique name.
             function: (score, batch, head, query, key) -> f, with elementwise operations of torch:
                 arithmetic, comparisons, torch.where, exponentials, powers, rounding. It is
-                called once for each dtype, with tensors of one number.
-            tensors: float or int for each score tensor, which is a tensor that the function reads
-                (a captured buffer in FlexAttention). Calls pass these as score_tensors. The
-                function gets them after `key` and indexes them by one integer for each dim, such
-                as document[batch, query]; an index past either end reads the nearest entry. A
-                function with score tensors may also mask a pair: torch.where(same, score, -inf).
-                It is differentiated by the floating-point entries that it reads, too.
+                traced once for each dtype, with scalar tensors.
+            tensors: float or int for each score tensor. A score tensor is a tensor that the
+                function reads (a captured buffer in FlexAttention); a call passes it in
+                score_tensors. The function gets score tensors after `key` and indexes them by
+                one integer for each dim, such as document[batch, query]. An index past either end
+                reads the nearest entry. A function with score tensors may also mask a pair:
+                torch.where(same, score, -inf). It is also differentiated by the floating-point
+                entries that it reads.
 
         Returns:
             The score function.
 
         Raises:
-            TypeError: `name` is no text, f is not one number for each pair, or a tensor is
-                neither float nor int or not indexed by integers.
-            ValueError: Another function has the name, f asks for the value of a tensor, or has an
-                operation that is not translated to Triton, which the message names.
+            TypeError: `name` is not a string, f does not return one number for each pair, or a
+                score tensor is neither float nor int, or is not indexed by integers.
+            ValueError: Another score function has this name, f reads the value of a tensor on the
+                host, or f has an operation that is not translated to Triton. The message names it.
 
         Reference:
             Dong et al., "Flex Attention", 2024 (score_mod).
@@ -118,11 +120,18 @@ class ScoreFunction:
         return cls(name, evaluate, triton_function, declared, of_query, reads)
 
     def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What `torch` makes of (score, batch, head, query, key) and the score tensors.
+        """Evaluates `torch`.
+
+        Args:
+            *pairs: score, batch, head, query, key and the score tensors.
+
+        Returns:
+            (f, df / dscore).
 
         Raises:
-            TypeError: That is not two values.
-            ValueError: f has not the shape of the scores, or df / dscore does not broadcast to it.
+            TypeError: `torch` does not return two values.
+            ValueError: f does not have the shape of score, or df / dscore does not broadcast to
+                this shape.
         """
         result = self.torch(*pairs)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -145,12 +154,14 @@ class ScoreFunction:
 
 
 class ReadDerivatives(NamedTuple):
-    """How a score function f depends on what it reads from score tensors.
+    """The derivatives of a score function f by the entries of score tensors that it reads.
 
-    torch: of the arguments of f: for each read of floats the number of its tensor, the index of
-        the entry in the flattened tensor and df / dentry, which broadcast to the scores
-    triton: of the arguments of f in Triton, dS and read_sums.ReadSums: adds dS df / dentry of a
-        tile to the sums of each entry; None if there is none
+    Args:
+        torch: A function of the arguments of f. For each read of a floating-point tensor it
+            returns the number of the tensor, the index of the entry in the flattened tensor, and
+            df / dentry; both broadcast to the scores.
+        triton: A function of the arguments of f in Triton, dS and read_sums.ReadSums. It adds
+            dS df / dentry of a tile to the sum of each entry. None if there is none.
     """
 
     torch: Callable[..., list[tuple[int, Tensor, Tensor]]]
@@ -158,14 +169,14 @@ class ReadDerivatives(NamedTuple):
 
 
 class ScoreTensors:
-    """The score tensors of a call, each contiguous, int64 or of the dtype of the scores."""
+    """The score tensors of a call: each contiguous, and int64 or in the dtype of the scores."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors = tuple(tensors)
 
     @cached_property
     def flat(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """(all that are float, all that are int, where each begins and its sizes): (n,) each."""
+        """(floating-point entries, integer entries, offsets and sizes): each (n,), or None."""
         floats = [x.flatten() for x in self.tensors if x.is_floating_point()]
         integers = [x.flatten() for x in self.tensors if not x.is_floating_point()]
         kinds_and_shapes = tuple((x.is_floating_point(), x.shape) for x in self.tensors)
@@ -173,13 +184,16 @@ class ScoreTensors:
         return _concatenated(floats), _concatenated(integers), layout
 
     def new_sums(self) -> Tensor:
-        """Zeros for the gradients of all that are float, one after another."""
+        """Zeros (n,) for the gradients of all floating-point tensors, one after another."""
         floats = [x for x in self.tensors if x.is_floating_point()]
         return floats[0].new_zeros(sum(x.numel() for x in floats))
 
     def parts_of(self, sums: Tensor | None) -> list[Tensor | None]:
-        """Of what new_sums made, the part of each tensor in its shape; None of integers, and
-        everywhere where there are no sums.
+        """Splits a tensor like that of new_sums into the gradient of each score tensor.
+
+        Returns:
+            A view in the shape of each floating-point tensor; None for integer tensors, and for
+            all of them if `sums` is None.
         """
         parts, begin = [], 0
         for x in self.tensors:
@@ -199,7 +213,7 @@ def _concatenated(tensors: list[Tensor]) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _layout(kinds_and_shapes: tuple[tuple[bool, torch.Size], ...], device: torch.device) -> Tensor:
-    """int64: for each tensor its offset among those of its kind, then its sizes."""
+    """int64 (n,): for each tensor its offset among the tensors of its kind, then its sizes."""
     numbers, offsets = [], {True: 0, False: 0}
     for is_float, shape in kinds_and_shapes:
         numbers += [offsets[is_float], *shape]
@@ -210,10 +224,15 @@ def _layout(kinds_and_shapes: tuple[tuple[bool, torch.Size], ...], device: torch
 def checked_score_tensors(
     score: ScoreFunction | str | None, tensors: Sequence[Tensor], query: Tensor
 ) -> ScoreTensors | None:
-    """The score tensors of a call as backends read them, None if there are none.
+    """The score tensors of a call as backends read them; None if there are none.
+
+    Args:
+        score: The score function of the call, its name, or None.
+        tensors: The argument score_tensors.
+        query: The query of the call, which sets dtype and device.
 
     Raises:
-        TypeError, ValueError: They are not those that the score function reads.
+        TypeError, ValueError: `tensors` are not those that the score function declares.
     """
     function = named(score) if isinstance(score, str) else score
     declared = () if function is None else function.tensors
@@ -247,8 +266,8 @@ def checked_score_tensors(
 
 
 def want_gradients(tensors: Sequence[Tensor]) -> bool:
-    """Whether autograd will ask for the gradient of a score tensor; others are refused later."""
-    if tensors.__class__ is tuple and not tensors:  # most calls: the rest takes longer
+    """Whether any score tensor requires a gradient. Wrong arguments are refused elsewhere."""
+    if tensors.__class__ is tuple and not tensors:  # most calls; the checks below take longer
         return False
     if not (torch.is_grad_enabled() and isinstance(tensors, Sequence)):
         return False
@@ -256,9 +275,12 @@ def want_gradients(tensors: Sequence[Tensor]) -> bool:
 
 
 class _TracedScoreTensor:
-    """A score tensor as a score function gets it.
+    """What a score function gets in place of a score tensor while it is traced.
 
-    reads: where what is read of floats is recorded, to be differentiated by, and at which indices
+    Args:
+        stand_in: A scalar of the dtype of the score tensor.
+        reads: A list to which reads of a floating-point tensor are appended: the entry, as a
+            leaf by which f can be differentiated, and its indices.
     """
 
     def __init__(self, stand_in: Tensor, reads: list[tuple[Tensor, list[Tensor]]] | None = None):
@@ -284,12 +306,12 @@ class _TracedScoreTensor:
     "sparseflash::read", mutates_args=(), schema="(Tensor x, Tensor[] i) -> Tensor"
 )
 def _traced_read(x: Tensor, i: list[Tensor]) -> Tensor:
-    """What a trace has for _read: tensors of one number stand in for score tensors there."""
+    """Stands for _read in a trace, where scalars stand in for score tensors."""
     return x.clone()
 
 
 def _read(x: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """x at indices that broadcast, each clamped to the entries that there are."""
+    """x[indices], where indices broadcast and each is clamped to the range of its dim."""
     return x[tuple(_clamped(x.shape, indices, x.device))]
 
 
@@ -298,7 +320,7 @@ def _clamped(shape: torch.Size, indices: Sequence[Tensor], device: torch.device)
 
 
 def _dims_of_reads(name: str, graph: fx.Graph) -> list[int]:
-    """With how many integers each score tensor is indexed."""
+    """The number of integers by which each score tensor is indexed."""
     dims_of_tensors = []
     stand_ins = [node for node in graph.nodes if node.op == "placeholder"][5:]
     for i, stand_in in enumerate(stand_ins):
@@ -315,7 +337,7 @@ def _dims_of_reads(name: str, graph: fx.Graph) -> list[int]:
 def _evaluate(
     name: str, function: Callable, kinds: tuple[type, ...], score: Tensor, *rest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(f, df / dscore) of tensors, by the operations that were traced."""
+    """(f, df / dscore) of tensors, computed by the traced operations."""
     f, derivative = _traced(name, function, score.dtype, kinds)(score, *rest)
     return f.expand(score.shape), derivative
 
@@ -335,7 +357,7 @@ def _read_derivatives(
     return reads
 
 
-# Of single numbers they change nothing, and they would of tensors.
+# These operations do not change a scalar, but would fail on, or change, a tensor.
 _COPIES = ("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy", "view")
 
 
@@ -343,7 +365,7 @@ _COPIES = ("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy"
 def _traced(
     name: str, function: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...] = ()
 ) -> fx.GraphModule:
-    """(f, df / dscore) of single numbers, as operations that serve tensors of any shape."""
+    """(f, df / dscore), traced with scalars, as operations that also apply to tensors."""
 
     def f_and_derivative(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
         score = score.detach().requires_grad_()
@@ -360,8 +382,11 @@ def _traced(
 def _traced_reads(
     name: str, function: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...]
 ) -> tuple[list[int], fx.GraphModule]:
-    """The number of the tensor of each read that f depends on, and, of single numbers, df / dentry
-    and the indices of each of these reads, one after another.
+    """The reads of score tensors on which f depends.
+
+    Returns:
+        For each read the number of its tensor, and a traced function of scalars that returns
+        df / dentry and the indices of each read, one after another.
     """
     numbers = []
 
@@ -385,7 +410,7 @@ def _traced_reads(
 
 
 def _checked_result(result: Any) -> Tensor:
-    """The result of a score function for single numbers, which is one."""
+    """Checks that a score function returns a floating-point scalar for scalars."""
     if not isinstance(result, Tensor):
         raise TypeError(f"f must be a tensor, got {type(result).__name__}")
     if not result.is_floating_point():
@@ -397,7 +422,7 @@ def _checked_result(result: Any) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _decompositions() -> dict:
-    """Of operations into simpler ones; Torch takes a tenth of a second to list them."""
+    """Decompositions of operations into simpler ones. Torch takes 0.1 s to list them."""
     from torch._decomp import core_aten_decompositions
 
     return dict(core_aten_decompositions().items())
@@ -406,7 +431,7 @@ def _decompositions() -> dict:
 def _trace(
     name: str, function: Callable, score_dtype: torch.dtype, kinds: tuple[type, ...]
 ) -> fx.GraphModule:
-    """The operations of a function of single numbers: a score, its pair and what it reads."""
+    """Traces a function of scalars: score, batch, head, query, key and score tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes half a second
 
     dtypes = [torch.int64] * 4 + [score_dtype if kind is float else torch.int64 for kind in kinds]
@@ -446,7 +471,7 @@ _functions: dict[str, ScoreFunction] = {}
 
 
 def named(name: str) -> ScoreFunction:
-    """The function with this name. Raises ValueError where there is none."""
+    """The score function with this name. Raises ValueError if there is none."""
     if name not in _functions:
         raise ValueError(f"score must be a ScoreFunction or the name of one, got {name!r}")
     return _functions[name]
