@@ -11,12 +11,12 @@ from masks._core.grid import BLOCK_SIDES
 from masks._pattern import Pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs, keys_per_query
-from masks.analysis.graph import listed
+from masks.analysis.graph import as_list
 from masks.block_mask import BlockMask
 
-HEAVY = 4.0  # blocks in the longest row over the mean
+MAX_IMBALANCE = 4.0  # blocks in the longest row over the mean
 MULTIPROCESSORS = 132  # of an H100
-USEFUL = 0.5  # attended pairs over computed ones
+MIN_USEFUL_SHARE = 0.5  # attended pairs over computed ones
 LARGE_BIT_TILES = 4 << 20  # bytes; K and V of 8192 tokens and 128 dims in bf16 take as many
 
 
@@ -42,7 +42,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = [
-            f"{name} {_spans(numbers)}"
+            f"{name} {_ranges_text(numbers)}"
             for name, numbers in (("layer", self.layers), ("head", self.heads))
             if numbers
         ]
@@ -80,13 +80,13 @@ def lint(
     if unknown := [rule for rule in ignore if rule not in [*RULES]]:
         raise ValueError(f"ignore must be of {[*RULES]}, got {unknown}")
     single = isinstance(masks, BlockMask)
-    given = listed(masks)
+    given = as_list(masks)
     context = _Context(given, within, layers if single else layers or len(given))
     return [
-        Finding(rule, *found)
+        Finding(rule, *fields)
         for rule, find in RULES.items()
         if rule not in ignore
-        for found in find(context)
+        for fields in find(context)
     ]
 
 
@@ -112,7 +112,7 @@ class _Context:
         return [(tuple(at), mask) for mask, at in layers.items()]
 
 
-_Found = tuple[tuple[int, ...], tuple[int, ...], str, str, str]  # a Finding without its rule
+_Fields = tuple[tuple[int, ...], tuple[int, ...], str, str, str]  # a Finding without its rule
 
 
 def _heads_of_masks(mask: BlockMask) -> list[tuple[int, ...]]:
@@ -123,20 +123,20 @@ def _heads_of_masks(mask: BlockMask) -> list[tuple[int, ...]]:
     ]
 
 
-def _empty_queries(context: _Context) -> Iterator[_Found]:
+def _empty_queries(context: _Context) -> Iterator[_Fields]:
     for layers, heads, mask in context.distinct():
         empty = keys_per_query(mask)[0] == 0
         if bool(empty.any()):
             yield (
                 layers,
                 heads,
-                f"{int(empty.sum()):,} of {len(empty):,} queries have no key: {_tokens(empty)}",
+                f"{int(empty.sum()):,} of {len(empty):,} queries have no key: {_token_text(empty)}",
                 "their output is 0 and nothing flows back through them",
                 "unite it with a pattern that has the diagonal, as in `... | local(0)`",
             )
 
 
-def _causal_leaks(context: _Context) -> Iterator[_Found]:
+def _causal_leaks(context: _Context) -> Iterator[_Fields]:
     if context.within is None:
         return
     for layers, heads, mask in context.distinct():
@@ -155,7 +155,7 @@ def _causal_leaks(context: _Context) -> Iterator[_Found]:
             )
 
 
-def _unreachable_keys(context: _Context) -> Iterator[_Found]:
+def _unreachable_keys(context: _Context) -> Iterator[_Fields]:
     for layers, mask in context.by_layer():
         unseen = (keys_per_query(mask.T) == 0).all(0)
         if bool(unseen.any()):
@@ -163,13 +163,13 @@ def _unreachable_keys(context: _Context) -> Iterator[_Found]:
                 layers,
                 (),
                 f"{int(unseen.sum()):,} of {len(unseen):,} keys are attended by no query of any "
-                f"head: {_tokens(unseen)}",
+                f"head: {_token_text(unseen)}",
                 "no query reads these tokens in this layer: their K and V are not needed",
                 "unite it with global_tokens or a window, or drop these tokens from the keys",
             )
 
 
-def _heavy_rows(context: _Context) -> Iterator[_Found]:
+def _heavy_rows(context: _Context) -> Iterator[_Fields]:
     for layers, heads, mask in context.distinct():
         for side, rows, passes in (
             ("query", mask.blocks_per_row()[0], "forward and dQ"),
@@ -177,25 +177,25 @@ def _heavy_rows(context: _Context) -> Iterator[_Found]:
         ):
             mean = float(rows.double().mean())
             most = int(rows.max())
-            if mean == 0 or most <= HEAVY * mean:
+            if mean == 0 or most <= MAX_IMBALANCE * mean:
                 continue
-            heavy = rows > HEAVY * mean
+            heavy = rows > MAX_IMBALANCE * mean
             bound = most * MULTIPROCESSORS / float(rows.sum())
             yield (
                 layers,
                 heads,
                 f"{int(heavy.sum()):,} of {len(rows):,} rows of {side} blocks have more than "
-                f"{HEAVY:g} times the mean of {mean:.1f} blocks, the longest {most:,}",
+                f"{MAX_IMBALANCE:g} times the mean of {mean:.1f} blocks, the longest {most:,}",
                 f"in {passes} the longest row takes as long as everything else when fewer than "
                 f"{bound:.1f} (batch, head) pairs share {MULTIPROCESSORS} multiprocessors",
                 "fewer global tokens, or attend with them in a call of their own and merge both",
             )
 
 
-def _useless_pairs(context: _Context) -> Iterator[_Found]:
+def _useless_pairs(context: _Context) -> Iterator[_Fields]:
     for layers, heads, mask in context.distinct():
         computed, attended = computed_pairs(mask), attended_pairs(mask)
-        if not attended or attended >= USEFUL * computed:
+        if not attended or attended >= MIN_USEFUL_SHARE * computed:
             continue
         smaller = [
             side
@@ -217,7 +217,7 @@ def _useless_pairs(context: _Context) -> Iterator[_Found]:
         )
 
 
-def _many_bit_tiles(context: _Context) -> Iterator[_Found]:
+def _many_bit_tiles(context: _Context) -> Iterator[_Fields]:
     for layers, mask in context.by_layer():
         nbytes = mask.block_set.bit_tiles.numel() * 4
         if nbytes > LARGE_BIT_TILES:
@@ -232,7 +232,7 @@ def _many_bit_tiles(context: _Context) -> Iterator[_Found]:
             )
 
 
-def _equal_heads(context: _Context) -> Iterator[_Found]:
+def _equal_heads(context: _Context) -> Iterator[_Fields]:
     for layers, mask in context.by_layer():
         for heads in _heads_of_masks(mask):
             if mask.num_heads > 1 and len(heads) > 1:
@@ -245,7 +245,7 @@ def _equal_heads(context: _Context) -> Iterator[_Found]:
                 )
 
 
-def _dead_layers(context: _Context) -> Iterator[_Found]:
+def _dead_layers(context: _Context) -> Iterator[_Fields]:
     if context.layers is None or context.masks[0].seq_len != context.masks[0].seq_len[::-1]:
         return
     given = context.masks[0] if len(context.masks) == 1 else context.masks
@@ -264,7 +264,7 @@ def _dead_layers(context: _Context) -> Iterator[_Found]:
         )
 
 
-RULES: dict[str, Callable[[_Context], Iterator[_Found]]] = {
+RULES: dict[str, Callable[[_Context], Iterator[_Fields]]] = {
     "empty-queries": _empty_queries,
     "leaks": _causal_leaks,
     "unreachable-keys": _unreachable_keys,
@@ -276,13 +276,13 @@ RULES: dict[str, Callable[[_Context], Iterator[_Found]]] = {
 }
 
 
-def _tokens(chosen: Tensor) -> str:
-    return _spans(torch.where(chosen)[0].tolist())
+def _token_text(chosen: Tensor) -> str:
+    return _ranges_text(torch.where(chosen)[0].tolist())
 
 
-def _spans(numbers: Sequence[int], most: int = 4) -> str:
+def _ranges_text(numbers: Sequence[int], most: int = 4) -> str:
     """0-3, 7, ...: consecutive numbers as spans, the first few of them."""
     groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    spans = [[number for _, number in group] for _, group in groups]
-    shown = [f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans[:most]]
-    return ", ".join([*shown, "..."] if len(spans) > most else shown)
+    ranges = [[number for _, number in group] for _, group in groups]
+    shown = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges[:most]]
+    return ", ".join([*shown, "..."] if len(ranges) > most else shown)

@@ -119,7 +119,7 @@ class TokenGraph:
         return len(self.weight)
 
 
-def united(mask: BlockMask) -> BlockMask:
+def union_heads(mask: BlockMask) -> BlockMask:
     """The pairs that any head attends, on the CPU."""
     firsts = [mask.head_to_mask.index(m) for m in range(mask.num_masks)]
     return reduce(lambda a, b: a | b, (mask.head(h) for h in firsts)).to("cpu")
@@ -141,9 +141,9 @@ def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
     """
     _check(masks)
     side = min(min(mask.block_size) for mask in masks)
-    distinct = {mask: united(mask).reblock(side).block_set for mask in dict.fromkeys(masks)}
+    distinct = {mask: union_heads(mask).reblock(side).block_set for mask in dict.fromkeys(masks)}
     sets = list(distinct.values())
-    first = _first_of_class(sets)
+    first = _first_tokens_of_classes(sets)
     tokens = masks[0].seq_len[0]
     number = np.cumsum(first.is_first) - 1
     class_of_token = number[first.token][:tokens]
@@ -158,7 +158,7 @@ def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
     )
 
 
-def listed(masks: BlockMask | Sequence[BlockMask]) -> list[BlockMask]:
+def as_list(masks: BlockMask | Sequence[BlockMask]) -> list[BlockMask]:
     """One mask or several as a list. Raises TypeError for anything else, ValueError for none."""
     given = [masks] if isinstance(masks, BlockMask) else masks
     if not isinstance(given, Sequence) or not all(isinstance(m, BlockMask) for m in given):
@@ -176,14 +176,14 @@ def _check(masks: Sequence[BlockMask]) -> None:
         )
 
 
-class _Firsts(NamedTuple):
+class _FirstTokens(NamedTuple):
     """For every token, past the end too: the first token of its class, and whether it is that."""
 
     token: np.ndarray
     is_first: np.ndarray
 
 
-def _first_of_class(sets: Sequence[BlockSet]) -> _Firsts:
+def _first_tokens_of_classes(sets: Sequence[BlockSet]) -> _FirstTokens:
     """Tokens of a block are of one class if their rows and their columns in all tiles are equal.
 
     Rows and columns are compared by sums of 64-bit pseudo-random numbers of (partial block, kind
@@ -191,7 +191,7 @@ def _first_of_class(sets: Sequence[BlockSet]) -> _Firsts:
     """
     g = sets[0].grid
     sums = np.zeros((g.nq, g.bq), dtype=np.uint64)
-    numbered = 1
+    next_number = 1
     for blocks in sets:
         _, row, column = (t.numpy() for t in g.locate(blocks.partial))
         tile = blocks.partial_bit_tile.numpy()
@@ -199,28 +199,28 @@ def _first_of_class(sets: Sequence[BlockSet]) -> _Firsts:
         for tiles, block in ((blocks.bit_tiles, row), (by_key, column)):
             kinds = deduplicate(tiles.flatten(0, 1))[1].view(tiles.shape[:2])
             kind = kinds.numpy().astype(np.uint64)
-            number = np.arange(numbered, numbered + len(tile), dtype=np.uint64)[:, None]
-            numbered += len(tile)
+            number = np.arange(next_number, next_number + len(tile), dtype=np.uint64)[:, None]
+            next_number += len(tile)
             parts = 1 + len(tile) * g.bq // WORDS_AT_ONCE
             for part in np.array_split(np.arange(len(tile)), parts):
-                values = _mixed((number[part] << np.uint64(32)) + kind[tile[part]])
+                values = _hash64((number[part] << np.uint64(32)) + kind[tile[part]])
                 np.add.at(sums, block[part], values)
     inside = (np.arange(g.nq * g.bq) < g.q_len).reshape(sums.shape)
     order = np.lexsort((np.where(inside, sums, 0), ~inside), axis=1)
     ordered, ordered_inside = (np.take_along_axis(a, order, 1) for a in (sums, inside))
-    new = np.ones_like(inside)
-    new[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]) | (
+    starts_class = np.ones_like(inside)
+    starts_class[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]) | (
         ordered_inside[:, 1:] != ordered_inside[:, :-1]
     )
-    head = np.maximum.accumulate(np.where(new, np.arange(g.bq), 0), axis=1)
+    head = np.maximum.accumulate(np.where(starts_class, np.arange(g.bq), 0), axis=1)
     first = np.empty_like(order)
     np.put_along_axis(first, order, np.take_along_axis(order, head, 1), 1)
     token = (first + np.arange(g.nq)[:, None] * g.bq).ravel()
     is_first = (token == np.arange(len(token))) & inside.ravel()
-    return _Firsts(token, is_first)
+    return _FirstTokens(token, is_first)
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _hash64(x: np.ndarray) -> np.ndarray:
     """SplitMix64 (Steele, Lea, Flood 2014): a 64-bit number that depends on all bits of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -232,8 +232,8 @@ def _layer(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -> Layer:
     _, row, first, last = (t.numpy() for t in g.locate_runs(blocks.full))
     full = Ranges(row, start[first], start[last])
     block_of_class = np.repeat(np.arange(g.nq), np.diff(start))
-    own = blocks.tile_codes(g.flat_index(0, *(torch.arange(g.nq),) * 2)).numpy()
-    diagonal = unpack(blocks.tiles_by_code(), g.bk).diagonal(dim1=1, dim2=2).numpy()[own]
+    codes = blocks.tile_codes(g.flat_index(0, *(torch.arange(g.nq),) * 2)).numpy()
+    diagonal = unpack(blocks.tiles_by_code(), g.bk).diagonal(dim1=1, dim2=2).numpy()[codes]
     return Layer(
         block_of_class, full, _partial_ranges(blocks, is_first, start), diagonal[is_first]
     )
@@ -249,7 +249,7 @@ def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -
     kinds, kind = deduplicate(pack(torch.from_numpy(is_first)))
     kinds, kind = unpack(kinds, g.bk).numpy(), kind.numpy()
     tile = blocks.partial_bit_tile.numpy()
-    codes, which = np.unique(
+    codes, code_of_block = np.unique(
         (tile * len(kinds) + kind[row]) * len(kinds) + kind[column], return_inverse=True
     )
     parts = []
@@ -265,15 +265,16 @@ def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -
         )
     count = np.array([part.shape[1] for part in parts], dtype=np.int64)
     runs = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64)
-    check_memory("masks", 6 * 8 * int(count[which].sum()) if len(codes) else 0)
+    check_memory("masks", 6 * 8 * int(count[code_of_block].sum()) if len(codes) else 0)
     first = np.cumsum(count) - count
-    repeated = count[which] if len(codes) else np.zeros(0, dtype=np.int64)
-    at = np.arange(repeated.sum()) + np.repeat(
-        (first[which] if len(codes) else repeated) - (np.cumsum(repeated) - repeated), repeated
+    repeated = count[code_of_block] if len(codes) else np.zeros(0, dtype=np.int64)
+    run_index = np.arange(repeated.sum()) + np.repeat(
+        (first[code_of_block] if len(codes) else repeated) - (np.cumsum(repeated) - repeated),
+        repeated,
     )
-    own_row, begin, end = runs[:, at]
+    row_in_block, begin, end = runs[:, run_index]
     shift = np.repeat(start[column], repeated)
-    class_row = own_row + np.repeat(start[row], repeated)
+    class_row = row_in_block + np.repeat(start[row], repeated)
     order = np.argsort(class_row, kind="stable")
     return Ranges(class_row[order], (begin + shift)[order], (end + shift)[order])
 
@@ -310,10 +311,10 @@ def _union_of_ranges(bits: np.ndarray, levels: list[_Level], rows: int) -> np.nd
             end = (
                 level.start[group[-1] + 1] if group[-1] + 1 < len(level.row) else len(level.first)
             )
-            found = table[level.first[begin:end]]
+            union = table[level.first[begin:end]]
             if k:
-                found |= table[level.second[begin:end]]
+                union |= table[level.second[begin:end]]
             out[level.row[group]] |= np.bitwise_or.reduceat(
-                found, level.start[group] - begin, axis=0
+                union, level.start[group] - begin, axis=0
             )
     return out

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from masks.analysis.graph import TokenGraph, is_causal, listed, token_graph
+from masks.analysis.graph import TokenGraph, as_list, is_causal, token_graph
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
 
@@ -94,20 +94,20 @@ def receptive_field(
     seed = check_integer("seed", seed, least=0)
     graph = token_graph(stack)
     causal = is_causal(stack)
-    keys, weight = _followed(graph, samples, seed, causal)
+    keys, weight = _keys_to_follow(graph, samples, seed, causal)
     exact = weight is not None
     count = _connected(graph, graph.class_of_token[keys], progress)
-    needed = graph.tokens - keys if causal else np.full(len(keys), graph.tokens)
-    complete = np.flatnonzero((count >= needed).all(1))
+    visible = graph.tokens - keys if causal else np.full(len(keys), graph.tokens)
+    complete = np.flatnonzero((count >= visible).all(1))
     if weight is None:
-        seen = count / needed
-        half = _bernstein(seen) * [[-1], [0], [1]]
-        low, share, high = np.clip(seen.mean(1) + half, 0, 1)
-        weight = 1 / needed
+        seen = count / visible
+        deviation = _bernstein(seen) * [[-1], [0], [1]]
+        low, share, high = np.clip(seen.mean(1) + deviation, 0, 1)
+        weight = 1 / visible
     else:
         mean = (graph.tokens + causal) / (1 + causal)  # queries that may see a key
         share = low = high = (count * weight).sum(1) / (mean * graph.tokens)
-    new = (np.diff(count, axis=0, prepend=1) * weight).sum(1)
+    added_pairs = (np.diff(count, axis=0, prepend=1) * weight).sum(1)
     hops_of = np.arange(1, len(count) + 1)
     seeing, attended = _connected_to_others(graph)
     return ReceptiveField(
@@ -120,9 +120,9 @@ def receptive_field(
         exact=exact,
         followed=graph.tokens if exact else len(keys),
         full_after=int(complete[0]) + 1 if len(complete) else None,
-        added=tuple((new > 0).tolist()),
-        mean_path=float(new @ hops_of / new.sum()) if new.any() else None,
-        longest_path=int(hops_of[new > 0].max(initial=0)),
+        added=tuple((added_pairs > 0).tolist()),
+        mean_path=float(added_pairs @ hops_of / added_pairs.sum()) if added_pairs.any() else None,
+        longest_path=int(hops_of[added_pairs > 0].max(initial=0)),
         unreached=int(graph.weight[~attended].sum()),
         blind=int(graph.weight[~seeing].sum()),
     )
@@ -158,13 +158,13 @@ def hops(
     if not tokens or max(tokens) >= stack[0].seq_len[0]:
         raise ValueError(f"tokens must be some of {stack[0].seq_len[0]}, got {tokens}")
     graph = token_graph(stack)
-    found = np.full((len(tokens), graph.classes), -1, dtype=np.int32)
+    hops_of_class = np.full((len(tokens), graph.classes), -1, dtype=np.int32)
     for layer, bits in enumerate(_states(graph, graph.class_of_token[tokens]), 1):
         seen = _unpacked(bits)[:, : len(tokens)].T.astype(bool)
-        found[seen & (found < 0)] = layer
-    out = found[:, graph.class_of_token]
-    out[np.arange(len(tokens)), tokens] = 0
-    return out
+        hops_of_class[seen & (hops_of_class < 0)] = layer
+    hops_of_token = hops_of_class[:, graph.class_of_token]
+    hops_of_token[np.arange(len(tokens)), tokens] = 0
+    return hops_of_token
 
 
 @dataclass(frozen=True)
@@ -208,23 +208,23 @@ def pixel_reach(
         ValueError: Sizes do not fit, or the pixel is outside.
     """
     stack = _stack_of(masks, layers)
-    height, width = _two("image", image, least=1)
+    height, width = _check_pair("image", image, least=1)
     if height * width != stack[0].seq_len[0]:
         raise ValueError(
             f"image must have {stack[0].seq_len[0]} pixels like the mask, got {height} x {width}"
         )
-    row, column = (height // 2, width // 2) if pixel is None else _two("pixel", pixel)
+    row, column = (height // 2, width // 2) if pixel is None else _check_pair("pixel", pixel)
     if not (0 <= row < height and 0 <= column < width):
         raise ValueError(f"pixel must be in an image of {height} x {width}, got {pixel}")
     order = pixels_in_order(height, width, (1, width) if tile is None else tile)
     token = int(np.flatnonzero(order == row * width + column)[0])
-    needed = hops(stack, [token])[0]
-    at = np.stack([order // width - row, order % width - column])
-    distance = np.abs(at).max(0)
-    seen_after = [(needed >= 0) & (needed <= layer) for layer in range(1, len(stack) + 1)]
+    hop_count = hops(stack, [token])[0]
+    offset = np.stack([order // width - row, order % width - column])
+    distance = np.abs(offset).max(0)
+    seen_after = [(hop_count >= 0) & (hop_count <= layer) for layer in range(1, len(stack) + 1)]
 
     def farthest(axis: int, sign: int) -> tuple[int, ...]:
-        return tuple(int((sign * at[axis][seen]).max()) for seen in seen_after)
+        return tuple(int((sign * offset[axis][seen]).max()) for seen in seen_after)
 
     return PixelReach(
         up=farthest(0, -1),
@@ -236,7 +236,7 @@ def pixel_reach(
     )
 
 
-def _two(name: str, sizes: tuple[int, int], least: int = 0) -> list[int]:
+def _check_pair(name: str, sizes: tuple[int, int], least: int = 0) -> list[int]:
     numbers = check_integers(name, sizes, least)
     if len(numbers) != 2:
         raise ValueError(f"{name} must be two integers, got {sizes}")
@@ -249,7 +249,7 @@ def pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarra
     Raises:
         ValueError: `tile`, (height, width), does not divide the image.
     """
-    down, right = _two("tile", tile, least=1)
+    down, right = _check_pair("tile", tile, least=1)
     if height % down or width % right:
         raise ValueError(f"tile must divide an image of {height} x {width}, got {tile}")
     pixels = np.arange(height * width).reshape(height // down, down, width // right, right)
@@ -258,14 +258,14 @@ def pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarra
 
 def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> list[BlockMask]:
     """The mask of each layer."""
-    given = listed(masks)
+    given = as_list(masks)
     if layers is None:
         layers = MAX_LAYERS if isinstance(masks, BlockMask) else len(given)
     layers = check_integer("layers", layers, least=1, most=MOST_LAYERS)
     return [given[layer % len(given)] for layer in range(layers)]
 
 
-def _followed(
+def _keys_to_follow(
     graph: TokenGraph, samples: int | None, seed: int, causal: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """A token of each class and the tokens of the classes; or tokens drawn at random and None.
@@ -290,14 +290,14 @@ def _states(graph: TokenGraph, followed: np.ndarray) -> Iterator[np.ndarray]:
     Ends early where all masks are the same object and a layer adds nothing.
     """
     words = -(-len(followed) // 64)
-    own = np.zeros((graph.classes, words), dtype=np.uint64)
+    own_bits = np.zeros((graph.classes, words), dtype=np.uint64)
     number = np.arange(len(followed))
     bit = np.uint64(1) << (number % 64).astype(np.uint64)
-    np.bitwise_or.at(own, (followed, number // 64), bit)
-    bits = np.zeros_like(own)
+    np.bitwise_or.at(own_bits, (followed, number // 64), bit)
+    bits = np.zeros_like(own_bits)
     repeated = len(set(map(id, graph.layers))) == 1
     for layer in graph.layers:
-        after = bits | layer.attended_bits(bits | own)
+        after = bits | layer.attended_bits(bits | own_bits)
         if repeated and np.array_equal(after, bits):
             return
         bits = after
@@ -313,7 +313,7 @@ def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress | Non
     for done, part in enumerate(parts):
         rows = [np.ones(len(part))]
         for layer, bits in enumerate(_states(graph, part), 1):
-            rows.append(_count(graph, bits, part))
+            rows.append(_count_queries(graph, bits, part))
             if progress is not None:
                 progress(done * steps + layer, len(parts) * steps)
         counts.append(rows[1:] or rows)
@@ -325,7 +325,7 @@ def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress | Non
     )
 
 
-def _count(graph: TokenGraph, bits: np.ndarray, followed: np.ndarray) -> np.ndarray:
+def _count_queries(graph: TokenGraph, bits: np.ndarray, followed: np.ndarray) -> np.ndarray:
     at_once = min(1 << 15, max(1, COUNTED_AT_ONCE // (64 * bits.shape[1])))
     total = np.zeros(64 * bits.shape[1])
     for i in range(0, graph.classes, at_once):

@@ -45,14 +45,14 @@ def spectral_gap(mask: BlockMask) -> float | None:
         return layer.attended_sums(weight * values.ravel()) / keys
 
     if graph.classes <= 3:  # ARPACK needs more rows than eigenvalues
-        found = np.linalg.eigvals(np.stack([step(e) for e in np.eye(graph.classes)], axis=1))
+        eigenvalues = np.linalg.eigvals(np.stack([step(e) for e in np.eye(graph.classes)], axis=1))
     else:
         shape = (graph.classes, graph.classes)
         operator = LinearOperator(shape, matvec=step, dtype=np.float64)  # type: ignore
         start = np.random.default_rng(0).random(graph.classes)
         try:
-            found = eigs(operator, 2, v0=start, tol=TOLERANCE, return_eigenvectors=False)  # type: ignore
+            eigenvalues = eigs(operator, 2, v0=start, tol=TOLERANCE, return_eigenvectors=False)  # type: ignore
         except ArpackNoConvergence:
             return None
-    moduli = np.sort(np.abs(found))[::-1]
+    moduli = np.sort(np.abs(eigenvalues))[::-1]
     return float(np.clip(1 - moduli[1], 0, 1)) if len(moduli) > 1 else 1.0
