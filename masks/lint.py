@@ -1,4 +1,4 @@
-"""What is likely wrong with a mask: each finding says what it costs and what to change."""
+"""Checks masks for likely defects. A finding names the defect, its cost and a change."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from masks.analysis.graph import as_list
 from masks.block_mask import BlockMask
 
 MAX_IMBALANCE = 4.0  # blocks in the longest row over the mean
-MULTIPROCESSORS = 132  # of an H100
+MULTIPROCESSORS = 132  # of an H100 or H200
 MIN_USEFUL_SHARE = 0.5  # attended pairs over computed ones
-LARGE_BIT_TILES = 4 << 20  # bytes; K and V of 8192 tokens and 128 dims in bf16 take as many
+LARGE_BIT_TILES = 4 << 20  # bytes: as many as K and V of 8192 tokens of 128 dims in bfloat16
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is likely wrong.
+    """One likely defect of a mask.
 
     Attributes:
-        rule: One of RULES.
-        layers: The layers, from 0, whose masks it is about.
-        heads: The heads, from 0; empty where it is about the layer.
-        what: What is found, with numbers.
-        cost: What it costs.
-        change: What to change.
+        rule: The rule that found it, one of RULES.
+        layers: The layers, from 0, whose masks have the defect.
+        heads: The heads, from 0; empty if the defect is one of the whole layer.
+        what: The defect, with numbers.
+        cost: What the defect costs.
+        change: A change that removes it.
     """
 
     rule: str
@@ -57,21 +57,22 @@ def lint(
     layers: int | None = None,
     ignore: Sequence[str] = (),
 ) -> list[Finding]:
-    """What is likely wrong with the masks of a model, the certain errors first.
+    """Checks the masks of a model for likely defects.
 
     Args:
-        masks: The mask of every layer, or one for each from the input on.
-        within: The pattern that all masks are declared to stay within, such as causal().
-        layers: Layers of the model: finds layers that add no reach. By default as many as there
-            are masks; not looked at for a single mask.
-        ignore: Rules that are not looked at.
+        masks: One mask for all layers, or a list with one for each layer from the input on.
+        within: A pattern that contains all pairs that may attend, such as causal(). None skips
+            the rule "leaks".
+        layers: Number of layers of the model, for the rule "dead-layers". By default the number
+            of masks. A single mask skips this rule by default.
+        ignore: Names of rules to skip.
 
     Returns:
-        Findings in the order of RULES.
+        The findings in the order of RULES: certain errors first.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: `ignore` names no rule, or there are no masks or some of other lengths.
+        TypeError: An argument has the wrong type.
+        ValueError: `ignore` has an unknown rule, there are no masks, or lengths differ.
     """
     if within is not None and not isinstance(within, Pattern):
         raise TypeError(f"within must be a Pattern or None, got {within!r}")
@@ -92,20 +93,20 @@ def lint(
 
 @dataclass(frozen=True)
 class _Context:
-    """What rules look at: the masks of layers, what they are declared to be, and how many."""
+    """What rules check: the masks, the pattern that contains them, and the number of layers."""
 
     masks: list[BlockMask]
     within: Pattern | None
     layers: int | None
 
     def distinct(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], BlockMask]]:
-        """(layers, heads, mask of one head) for every distinct mask of every distinct layer."""
+        """(layers, heads, mask of one head) for each distinct mask of a head of a layer."""
         for layers, mask in self.by_layer():
             for heads in _heads_of_masks(mask):
                 yield layers, heads if mask.num_heads > 1 else (), mask.head(heads[0])
 
     def by_layer(self) -> list[tuple[tuple[int, ...], BlockMask]]:
-        """(layers, mask) for every distinct mask of a layer."""
+        """(layers, mask) for each distinct mask of a layer."""
         layers: dict[BlockMask, list[int]] = {}
         for layer, mask in enumerate(self.masks):
             layers.setdefault(mask, []).append(layer)
@@ -116,7 +117,7 @@ _Fields = tuple[tuple[int, ...], tuple[int, ...], str, str, str]  # a Finding wi
 
 
 def _heads_of_masks(mask: BlockMask) -> list[tuple[int, ...]]:
-    """The heads that read each of the distinct masks."""
+    """The heads of each distinct mask."""
     return [
         tuple(h for h, own in enumerate(mask.head_to_mask) if own == number)
         for number in range(mask.num_masks)
@@ -130,7 +131,8 @@ def _empty_queries(context: _Context) -> Iterator[_Fields]:
             yield (
                 layers,
                 heads,
-                f"{int(empty.sum()):,} of {len(empty):,} queries have no key: {_token_text(empty)}",
+                f"{int(empty.sum()):,} of {len(empty):,} queries have no key: "
+                f"{_token_list(empty)}",
                 "their output is 0 and nothing flows back through them",
                 "unite it with a pattern that has the diagonal, as in `... | local(0)`",
             )
@@ -163,7 +165,7 @@ def _unreachable_keys(context: _Context) -> Iterator[_Fields]:
                 layers,
                 (),
                 f"{int(unseen.sum()):,} of {len(unseen):,} keys are attended by no query of any "
-                f"head: {_token_text(unseen)}",
+                f"head: {_token_list(unseen)}",
                 "no query reads these tokens in this layer: their K and V are not needed",
                 "unite it with global_tokens or a window, or drop these tokens from the keys",
             )
@@ -276,12 +278,12 @@ RULES: dict[str, Callable[[_Context], Iterator[_Fields]]] = {
 }
 
 
-def _token_text(chosen: Tensor) -> str:
+def _token_list(chosen: Tensor) -> str:
     return _ranges_text(torch.where(chosen)[0].tolist())
 
 
 def _ranges_text(numbers: Sequence[int], most: int = 4) -> str:
-    """0-3, 7, ...: consecutive numbers as spans, the first few of them."""
+    """0-3, 7, ...: the first few ranges of consecutive numbers."""
     groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     ranges = [[number for _, number in group] for _, group in groups]
     shown = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges[:most]]

@@ -1,4 +1,4 @@
-"""How many keys each query has, and how many pairs attend."""
+"""Counts of a mask: keys of each query, attended pairs, computed pairs."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from masks.block_mask import BlockMask
 
 
 def keys_per_query(mask: BlockMask) -> Tensor:
-    """int64 (num_heads, q_len): the keys that each query attends."""
+    """The number of keys that each query attends: int64 (num_heads, q_len)."""
     blocks, g = mask.block_set, mask.grid
     _, _, first, last = g.locate_runs(blocks.full)
     keys = (last * g.bk).clamp(max=g.k_len) - first * g.bk
@@ -22,12 +22,12 @@ def keys_per_query(mask: BlockMask) -> Tensor:
 
 
 def attended_pairs(mask: BlockMask) -> int:
-    """Pairs that attend, summed over num_heads."""
+    """The number of pairs that attend, summed over heads."""
     return int(keys_per_query(mask).sum())
 
 
 def computed_pairs(mask: BlockMask) -> int:
-    """Pairs of the sequence in non-zero blocks, summed over num_heads: what kernels compute."""
+    """The number of pairs in non-zero blocks, inside the sequence, summed over heads."""
     g, blocks = mask.grid, mask.block_set
     flat = torch.cat([blocks.full.expand(), blocks.partial])
     stacked, column = g.stacked_row(flat), flat % g.row_stride

@@ -1,4 +1,4 @@
-"""The graph of a stack of masks: tokens in classes, edges as ranges of classes.
+"""The graph of a stack of masks: vertices are classes of tokens, edges are ranges of classes.
 
 Classes are numbered block after block, so that a run of full blocks is a range of classes, and so
 is a run of bits in a row of a bit tile:
@@ -36,7 +36,14 @@ class Ranges(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """The ranges of 2**k to 2**(k+1) - 1 classes: rows, where each row starts, and both halves."""
+    """The ranges of 2**k to 2**(k + 1) - 1 classes, each as the union of two ranges of 2**k.
+
+    Args:
+        row: Rows that have such ranges, ascending.
+        start: For each of these rows the index of its first range.
+        first: For each range the begin of the first of its two ranges of 2**k classes.
+        second: Likewise of the second one.
+    """
 
     row: np.ndarray
     start: np.ndarray
@@ -50,8 +57,8 @@ class Layer:
 
     Attributes:
         block_of_class: int64 (classes,), the block of each class.
-        full: Ranges that all classes of a block row attend; rows are block rows.
-        partial: Ranges that single classes attend.
+        full: Ranges that all classes of a block row attend. Rows are block rows.
+        partial: Ranges that a class attends inside partial blocks. Rows are classes.
         attends_itself: bool (classes,), whether a token of the class attends itself.
     """
 
@@ -69,14 +76,14 @@ class Layer:
         return _levels(self.partial)
 
     def attended_bits(self, bits: np.ndarray) -> np.ndarray:
-        """For each class the union of the bits, uint64 (classes, words), that it attends."""
+        """The OR of `bits` over the classes that each class attends: uint64 (classes, words)."""
         blocks = int(self.block_of_class[-1]) + 1
         by_block = _union_of_ranges(bits, self._full_levels, blocks)
         by_class = _union_of_ranges(bits, self._partial_levels, len(bits))
         return np.bitwise_or(by_class, by_block[self.block_of_class], out=by_class)
 
     def attended_sums(self, values: np.ndarray) -> np.ndarray:
-        """For each class the sum of the values, (classes,), that it attends."""
+        """The sum of `values` over the classes that each class attends: (classes,)."""
         before = np.concatenate([[0], np.cumsum(values)])
         blocks = int(self.block_of_class[-1]) + 1
         by_block, by_class = (
@@ -86,7 +93,7 @@ class Layer:
         return by_block[self.block_of_class] + by_class
 
     def attending_sums(self, values: np.ndarray) -> np.ndarray:
-        """For each class the sum of the values, (classes,), of those that attend it."""
+        """The sum of `values` over the classes that attend each class: (classes,)."""
         change = np.zeros(len(values) + 1)
         for ranges, value in (
             (self.full, np.bincount(self.block_of_class, values)),
@@ -99,13 +106,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class TokenGraph:
-    """Tokens in classes and the edges of every layer.
+    """The classes of tokens, and the edges of every layer.
 
     Attributes:
         tokens: Length of the sequence.
-        class_of_token: int64 (tokens,), not descending from block to block.
-        weight: int64 (classes,), tokens of each class.
-        layers: The edges of each layer, from the input on; equal masks share one object.
+        class_of_token: int64 (tokens,). Classes of later blocks have higher numbers.
+        weight: int64 (classes,), the number of tokens of each class.
+        layers: The edges of each layer, from the input on. Equal masks share one object.
     """
 
     tokens: int
@@ -115,12 +122,12 @@ class TokenGraph:
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """The number of classes."""
         return len(self.weight)
 
 
 def union_heads(mask: BlockMask) -> BlockMask:
-    """The pairs that any head attends, on the CPU."""
+    """The mask of the pairs that any head attends, on the CPU."""
     firsts = [mask.head_to_mask.index(m) for m in range(mask.num_masks)]
     return reduce(lambda a, b: a | b, (mask.head(h) for h in firsts)).to("cpu")
 
@@ -134,10 +141,13 @@ def is_causal(masks: Sequence[BlockMask]) -> bool:
 
 
 def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
-    """The graph of the masks of consecutive layers, square and of one length.
+    """The graph of the masks of consecutive layers.
+
+    Args:
+        masks: One mask for each layer, at least 1, square and of one length.
 
     Raises:
-        ValueError: There is none, one is not square, or lengths differ.
+        ValueError: A mask is not square, or lengths differ.
     """
     _check(masks)
     side = min(min(mask.block_size) for mask in masks)
@@ -159,7 +169,7 @@ def token_graph(masks: Sequence[BlockMask]) -> TokenGraph:
 
 
 def as_list(masks: BlockMask | Sequence[BlockMask]) -> list[BlockMask]:
-    """One mask or several as a list. Raises TypeError for anything else, ValueError for none."""
+    """One mask or several as a list. Raises TypeError for other types, ValueError for no mask."""
     given = [masks] if isinstance(masks, BlockMask) else masks
     if not isinstance(given, Sequence) or not all(isinstance(m, BlockMask) for m in given):
         raise TypeError(f"masks must be a BlockMask or a list of them, got {masks!r}")
@@ -177,17 +187,17 @@ def _check(masks: Sequence[BlockMask]) -> None:
 
 
 class _FirstTokens(NamedTuple):
-    """For every token, past the end too: the first token of its class, and whether it is that."""
+    """For each token, also past the end: the first token of its class; whether it is the first."""
 
     token: np.ndarray
     is_first: np.ndarray
 
 
 def _first_tokens_of_classes(sets: Sequence[BlockSet]) -> _FirstTokens:
-    """Tokens of a block are of one class if their rows and their columns in all tiles are equal.
+    """The classes of tokens: equal rows and equal columns in the bit tiles of all partial blocks.
 
-    Rows and columns are compared by sums of 64-bit pseudo-random numbers of (partial block, kind
-    of row): unequal ones have equal sums with a probability of 2**-64 a pair of tokens.
+    Rows and columns are compared by a 64-bit hash, the sum of hash64(partial block, row of its bit
+    tile). Two different tokens have equal hashes with a probability of 2**-64.
     """
     g = sets[0].grid
     sums = np.zeros((g.nq, g.bq), dtype=np.uint64)
@@ -221,7 +231,7 @@ def _first_tokens_of_classes(sets: Sequence[BlockSet]) -> _FirstTokens:
 
 
 def _hash64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64 (Steele, Lea, Flood 2014): a 64-bit number that depends on all bits of x."""
+    """SplitMix64 (Steele, Lea, Flood 2014): a hash of 64 bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -240,9 +250,10 @@ def _layer(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -> Layer:
 
 
 def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -> Ranges:
-    """The runs of classes in every row of every partial block.
+    """The ranges of classes in each row of each partial block.
 
-    Blocks with the same bit tile and the same classes have the same runs, which are computed once.
+    Blocks with the same bit tile and the same classes have the same ranges; these are computed
+    once.
     """
     g = blocks.grid
     _, row, column = (t.numpy() for t in g.locate(blocks.partial))
@@ -280,7 +291,7 @@ def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -
 
 
 def _levels(ranges: Ranges) -> list[_Level]:
-    """Ranges by the power of two of their length; each is the union of two of that length."""
+    """Groups ranges by the largest power of two that is not above their length."""
     length = ranges.end - ranges.begin
     level = np.frexp(length.astype(np.float64))[1] - 1
     levels = []
@@ -292,10 +303,10 @@ def _levels(ranges: Ranges) -> list[_Level]:
 
 
 def _union_of_ranges(bits: np.ndarray, levels: list[_Level], rows: int) -> np.ndarray:
-    """uint64 (rows, words): the union of bits over the ranges of each row.
+    """The bitwise OR of `bits` over the ranges of each row: uint64 (rows, words).
 
-    Entry i of the table at level k is the union of the 2**k entries from i on. It is made from the
-    one before it, so that a range costs two look-ups whatever its length.
+    A sparse table: entry i at level k is the OR of the 2**k entries from i on. A range is the
+    union of two entries, so it takes two look-ups, whatever its length.
     """
     out = np.zeros((rows, bits.shape[1]), dtype=np.uint64)
     table = bits

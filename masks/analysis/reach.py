@@ -1,4 +1,4 @@
-"""Which tokens see which over the layers of a model."""
+"""Receptive fields: which tokens are connected after each layer of a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from masks.analysis.graph import TokenGraph, as_list, is_causal, token_graph
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
 
-MAX_LAYERS = 32  # that are followed of a single mask by default
+MAX_LAYERS = 32  # default number of layers for a single mask
 MOST_LAYERS = 1 << 16
-FOLLOWED_CLASSES = 1 << 15  # more classes are sampled
+FOLLOWED_CLASSES = 1 << 15  # with more classes, keys are sampled
 SAMPLES = 512
 CONFIDENCE = 0.95
-STATE_WORDS = 1 << 24  # words of 64 bits of one state: 128 MiB
+STATE_WORDS = 1 << 24  # 64-bit words of a state of propagation: 128 MiB
 COUNTED_AT_ONCE = 1 << 24  # bits
 
 Progress = Callable[[int, int], None]
@@ -22,23 +22,24 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """What tokens see after each of `layers` layers.
+    """Connected pairs after each of `layers` layers. All counts are of tokens or of layers.
 
     Attributes:
-        seq_len: Tokens.
-        classes: Classes of tokens, which no layer distinguishes.
-        layers: Layers that were followed. Fewer than asked for where more add nothing.
-        causal: Whether shares are of the pairs with key <= query, not of all pairs.
+        seq_len: Length of the sequence, in tokens.
+        classes: Number of classes of tokens.
+        layers: Layers that were computed. Fewer than asked for if further ones add no pair.
+        causal: Whether shares are relative to the pairs with key <= query, not to all pairs.
         share: Share of the pairs that are connected after 1, 2, ..., `layers` layers. A token is
-            connected to itself.
-        interval: (low, high), the 95 % confidence interval of each share; the share itself twice
-            if `exact`.
-        exact: Whether all tokens were followed, not a sample.
-        followed: Keys that were followed.
-        full_after: The least layers after which all pairs of the followed keys are connected;
-            None if none of them is enough.
+            connected with itself.
+        interval: The 95 % confidence interval (low, high) of each share. If `exact`, both are the
+            share.
+        exact: Whether all keys were followed, not a sample of them.
+        followed: Number of keys that were followed.
+        full_after: Least number of layers after which all pairs of the followed keys are
+            connected; None if they never are.
         added: Whether each layer connects pairs that were not connected before it.
-        mean_path: Mean hops of the connected pairs of two tokens; None if there are none.
+        mean_path: Mean hops of the connected pairs of two different tokens; None without such
+            pairs.
         longest_path: Most hops of a connected pair.
         unreached: Tokens that no other token attends in any layer.
         blind: Tokens that attend no other token in any layer.
@@ -68,24 +69,30 @@ def receptive_field(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ReceptiveField:
-    """Which share of all pairs of tokens is connected after each layer, and by how many hops.
+    """The share of pairs of tokens that are connected after each layer, and their hops.
 
-    R_l = R_{l-1} or (A_l and (I or R_{l-1})), A_l the pairs that any head of layer l attends.
+    R_l = R_{l-1} or A_l (I or R_{l-1}), a boolean matrix product; R_0 = 0. A_l has the pairs that
+    any head of layer l attends.
 
-    Exact to the pair where there are at most 32,768 classes of tokens, such as 1M tokens in full
+    The result is exact to the pair with up to 32,768 classes of tokens, as for 1M tokens in full
     blocks of 128 or any mask of 32K tokens. Otherwise keys are drawn at random, and the interval
     of each share is an empirical Bernstein bound.
 
     Args:
-        masks: The mask of every layer, or one for each from the input on; square.
-        layers: 1 to 65,536; by default as many as there are masks, and 32 for a single one.
-        samples: Keys to draw; by default all where they fit, or else 512.
+        masks: One square mask for all layers, or a list with one for each layer from the input
+            on.
+        layers: Number of layers, 1 to 65,536. By default the number of masks, or 32 for a single
+            mask.
+        samples: Number of keys to draw. By default all keys up to 32,768 classes, else 512.
         seed: Seed of the random numbers.
-        progress: Called with (steps done, steps at most) after each.
+        progress: Called with (steps done, most steps) after each step.
+
+    Returns:
+        The receptive field.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: Masks are not square or differ in length, or a number is too small.
+        TypeError: An argument has the wrong type.
+        ValueError: Masks are not square or differ in length, or a number is out of range.
 
     Reference:
         Maurer and Pontil 2009, Empirical Bernstein bounds and sample variance penalization.
@@ -135,20 +142,20 @@ def hops(
     *,
     seen_by: bool = False,
 ) -> np.ndarray:
-    """By how many layers each of `tokens` sees every token of the sequence.
+    """The number of hops from each of `tokens` to every token of the sequence.
 
     Args:
         masks, layers: As in receptive_field.
-        tokens: Queries after the last layer.
-        seen_by: Take `tokens` as keys before the first layer instead, and say by how many layers
-            every token sees them.
+        tokens: Indices of queries after the last layer.
+        seen_by: Whether `tokens` are keys before the first layer instead. Then the hops are those
+            from every token to them.
 
     Returns:
-        int32 (len(tokens), seq_len): 0 for the token itself, -1 for one that is not seen. Layers
-        count from the last one down, or with `seen_by` from the first one up.
+        int32 (len(tokens), seq_len): 0 for the token itself, -1 for a token that is not connected.
+        Hops count layers from the last one down, or with `seen_by` from the first one up.
 
     Raises:
-        TypeError, ValueError: As receptive_field does, or a token is not in the sequence.
+        TypeError, ValueError: As in receptive_field, or a token is outside the sequence.
     """
     stack = _stack_of(masks, layers)
     if not seen_by:
@@ -169,13 +176,13 @@ def hops(
 
 @dataclass(frozen=True)
 class PixelReach:
-    """What a pixel sees after each layer, in pixels.
+    """The receptive field of a pixel after 1, 2, ... layers, in pixels.
 
     Attributes:
-        up, down, left, right: Farthest row or column seen on that side, after 1, 2, ... layers.
-        radius: Largest distance within which all pixels are seen, rows and columns alike; up to
-            the farthest corner of the image.
-        share: Share of the image that is seen.
+        up, down, left, right: Distance to the farthest connected row or column on that side.
+        radius: Largest r such that all pixels within r rows and r columns are connected; at most
+            the distance to the farthest pixel.
+        share: Share of the pixels of the image that are connected.
     """
 
     up: tuple[int, ...]
@@ -194,18 +201,21 @@ def pixel_reach(
     tile: tuple[int, int] | None = None,
     pixel: tuple[int, int] | None = None,
 ) -> PixelReach:
-    """How far a pixel sees in an image whose pixels are the tokens.
+    """The receptive field of a pixel of an image whose pixels are the tokens.
 
     Args:
-        masks, layers: As in receptive_field; as many tokens as pixels.
-        image: (height, width) in pixels.
-        tile: (height, width) of tiles, which divide the image: tokens run tile by tile, and row by
-            row in a tile. By default row by row through the image (raster order).
-        pixel: (row, column) of the pixel; by default the middle of the image.
+        masks, layers: As in receptive_field, with as many tokens as pixels.
+        image: (height, width) of the image, in pixels.
+        tile: (height, width) of a tile, in pixels; it divides the image. Tokens run tile by tile,
+            and row by row within a tile. By default they run row by row through the image.
+        pixel: (row, column) of the pixel. By default the middle of the image.
+
+    Returns:
+        The receptive field of the pixel.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: Sizes do not fit, or the pixel is outside.
+        TypeError: An argument has the wrong type.
+        ValueError: Sizes do not fit, or the pixel is outside the image.
     """
     stack = _stack_of(masks, layers)
     height, width = _check_pair("image", image, least=1)
@@ -244,10 +254,14 @@ def _check_pair(name: str, sizes: tuple[int, int], least: int = 0) -> list[int]:
 
 
 def pixels_in_order(height: int, width: int, tile: tuple[int, int]) -> np.ndarray:
-    """row * width + column of the pixel of each token, where tokens run tile by tile.
+    """row * width + column of the pixel of each token: int64 (height * width,).
+
+    Args:
+        height, width: Sizes of the image, in pixels.
+        tile: (height, width) of a tile. Tokens run tile by tile.
 
     Raises:
-        ValueError: `tile`, (height, width), does not divide the image.
+        ValueError: `tile` does not divide the image.
     """
     down, right = _check_pair("tile", tile, least=1)
     if height % down or width % right:
@@ -268,10 +282,10 @@ def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> lis
 def _keys_to_follow(
     graph: TokenGraph, samples: int | None, seed: int, causal: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """A token of each class and the tokens of the classes; or tokens drawn at random and None.
+    """(one token of each class, tokens of each class); or (random tokens, None).
 
-    Keys are drawn in proportion to the queries that may see them: the mean of their shares then
-    is the share of all pairs.
+    Keys are drawn with a probability in proportion to the number of queries that may attend them.
+    So the mean of their shares estimates the share of all pairs.
     """
     if samples is None and graph.classes <= FOLLOWED_CLASSES:
         return np.unique(graph.class_of_token, return_index=True)[1], graph.weight
@@ -284,10 +298,11 @@ def _keys_to_follow(
 
 
 def _states(graph: TokenGraph, followed: np.ndarray) -> Iterator[np.ndarray]:
-    """After each layer uint64 (classes, words): bit i is set where a class sees followed[i] by at
-    least one attention.
+    """After each layer uint64 (classes, words): bit i is set if a class is connected to
+    followed[i].
 
-    Ends early where all masks are the same object and a layer adds nothing.
+    At least one hop counts. The iteration ends early if all masks are the same object and a layer
+    adds nothing.
     """
     words = -(-len(followed) // 64)
     own_bits = np.zeros((graph.classes, words), dtype=np.uint64)
@@ -305,7 +320,7 @@ def _states(graph: TokenGraph, followed: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress | None) -> np.ndarray:
-    """(layers, followed): the tokens that see a token of each followed class, itself included."""
+    """The tokens connected to each followed class, itself included: (layers, followed)."""
     at_once = 64 * max(1, STATE_WORDS // graph.classes)
     parts = [followed[i : i + at_once] for i in range(0, len(followed), at_once)]
     steps = len(graph.layers)
@@ -344,7 +359,7 @@ def _unpacked(bits: np.ndarray) -> np.ndarray:
 
 
 def _connected_to_others(graph: TokenGraph) -> tuple[np.ndarray, np.ndarray]:
-    """bool (classes,): which attend another token in some layer, and which another attends."""
+    """(attends another token in any layer, is attended by another token), each bool (classes,)."""
     layers = {id(layer): layer for layer in graph.layers}.values()
     ones = graph.weight.astype(np.float64)
     seeing = [layer.attended_sums(ones) > layer.attends_itself for layer in layers]
@@ -353,6 +368,6 @@ def _connected_to_others(graph: TokenGraph) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _bernstein(values: np.ndarray) -> np.ndarray:
-    """Half-widths of confidence intervals of the means of values in [0, 1], (layers, samples)."""
+    """Half-widths (layers,) of confidence intervals of the means of values (layers, samples)."""
     n, log = values.shape[1], np.log(4 / (1 - CONFIDENCE))
     return np.sqrt(2 * values.var(1, ddof=1) * log / n) + 7 * log / (3 * (n - 1))

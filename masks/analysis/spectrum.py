@@ -1,4 +1,4 @@
-"""How fast information mixes: the spectral gap of a mask."""
+"""The spectral gap of a mask: how fast information mixes over layers."""
 
 import numpy as np
 
@@ -12,22 +12,24 @@ TOLERANCE = 1e-6
 def spectral_gap(mask: BlockMask) -> float | None:
     """1 - |lambda_2| of the Markov chain that steps from a query to any of its keys.
 
-    lambda_2 is the eigenvalue of second largest modulus of D^-1 A, A the pairs that any head
-    attends and D the keys of each query. Tokens of one class have equal rows and columns, so the
-    chain of classes has all eigenvalues but zeros. Products take time in proportion to ranges of
-    classes; no matrix is stored. A chain of gap g forgets where it began in about 1 / g steps.
+    lambda_2 is the eigenvalue of second largest modulus of D^-1 A. A has a 1 for each pair that
+    any head attends, and D is the diagonal matrix of the number of keys of each query. A chain
+    with gap g forgets its first token in about 1 / g steps.
+
+    The chain of classes is used instead of that of tokens. It has the same eigenvalues except
+    zeros, because tokens of one class have equal rows and columns. No matrix is stored: a product
+    takes time in proportion to the number of ranges of classes.
 
     Args:
-        mask: Square.
+        mask: A mask with as many keys as queries.
 
     Returns:
-        The gap, from 0 to 1. None for a causal mask, whose chain only goes back: its eigenvalues
-        are 1 / (keys of a query) and say nothing about mixing. None too where ARPACK does not
-        converge.
+        The gap, from 0 to 1. None for a causal mask: its eigenvalues are 1 / (keys of a query),
+        which does not describe mixing. Also None if ARPACK does not converge.
 
     Raises:
-        TypeError: `mask` is no BlockMask.
-        ValueError: It is not square.
+        TypeError: `mask` is not a BlockMask.
+        ValueError: `mask` is not square.
 
     Reference:
         Levin, Peres, Wilmer 2009, Markov Chains and Mixing Times, chapter 12.
