@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from masks import Pattern
+from masks._core.grid import checked_seq_len
 from masks.arguments import check_integer
 from sparseflash.arguments import AnyMask, checked_bias, checked_mask
 from sparseflash.dispatch.call import Call, empty_max_logits
@@ -69,7 +70,7 @@ def warmup(
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     for name, number in (sizes | {"batch": batch}).items():
         check_integer(name, number, least=1)
-    given = None if seq_len is None else _lengths(seq_len)
+    given = None if seq_len is None else checked_seq_len(seq_len)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} needs CUDA, which torch does not find here")
     if not isinstance(dtype, torch.dtype):
@@ -98,12 +99,3 @@ def warmup(
         needs = (*[backward] * 3, *sums, facts.differentiates_score_tensors)
         calls.append((call, (query, key, value), needs))
     compile_passes(calls)
-
-
-def _lengths(seq_len: int | tuple[int, int]) -> tuple[int, int]:
-    """(q_len, k_len)"""
-    both = seq_len if isinstance(seq_len, tuple) else (seq_len, seq_len)
-    if len(both) != 2:
-        raise ValueError(f"seq_len must be an integer or (q_len, k_len), got {seq_len}")
-    q_len, k_len = (check_integer("seq_len", n, least=1) for n in both)
-    return q_len, k_len

@@ -53,13 +53,8 @@ class Grid:
             TypeError: A length or a side is no integer.
             ValueError: A length is below 1 or above MAX_TOKENS, or a side not in BLOCK_SIDES.
         """
-        q_len, k_len = _pair("seq_len", seq_len)
-        bq, bk = checked_block_size(block_size)
-        if min(q_len, k_len) < 1:
-            raise ValueError(f"seq_len must be at least 1 token, got {seq_len}")
-        if max(q_len, k_len) > MAX_TOKENS:
-            raise ValueError(f"seq_len must be at most {MAX_TOKENS} tokens, got {seq_len}")
-        return cls(q_len, k_len, bq, bk, canonical_device("cpu" if device is None else device))
+        lengths, sides = checked_seq_len(seq_len), checked_block_size(block_size)
+        return cls(*lengths, *sides, canonical_device("cpu" if device is None else device))
 
     @property
     def seq_len(self) -> tuple[int, int]:
@@ -184,6 +179,16 @@ class OnGrid:
     def device(self) -> torch.device:
         """Where the tensors of the mask are."""
         return self.grid.device
+
+
+def checked_seq_len(seq_len) -> tuple[int, int]:
+    """(q_len, k_len) of an int or a (q, k) pair; see Grid.of for what it raises."""
+    q_len, k_len = _pair("seq_len", seq_len)
+    if min(q_len, k_len) < 1:
+        raise ValueError(f"seq_len must be at least 1 token, got {seq_len}")
+    if max(q_len, k_len) > MAX_TOKENS:
+        raise ValueError(f"seq_len must be at most {MAX_TOKENS} tokens, got {seq_len}")
+    return q_len, k_len
 
 
 def checked_block_size(block_size) -> tuple[int, int]:

@@ -24,8 +24,8 @@ SHAPE = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
         (None, {"seq_len": 64, "kv_heads": 0}, "kv_heads must be at least 1, got 0"),
         (None, {"seq_len": 64, "value_dim": 0}, "value_dim must be at least 1, got 0"),
         (None, {"seq_len": "64"}, "seq_len must be an integer, got '64'"),
-        (None, {"seq_len": -1}, "seq_len must be at least 1, got -1"),
-        (None, {"seq_len": (1, 2, 3)}, r"seq_len must be an integer or \(q_len, k_len\), got"),
+        (None, {"seq_len": -1}, "seq_len must be at least 1 token, got -1"),
+        (None, {"seq_len": (1, 2, 3)}, r"seq_len must be an integer or a \(q, k\) pair"),
         (None, {"seq_len": 64, "dtype": "bfloat16"}, "dtype must be a torch.dtype"),
     ],
 )
