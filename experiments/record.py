@@ -257,29 +257,24 @@ def lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], Line]:
 
 def crossing_length(line: Line, other: Line) -> float | None:
     """The length from which `line` takes at most the time of `other` up to the longest that both
-    have, on straight lines in log-log between lengths; None where it is slower there.
+    have; None where it is slower there.
     """
-    ratios = {n: math.log(line[n][0] / other[n][0]) for n in sorted(line.keys() & other.keys())}
-    found = None
-    for (low, before), (high, after) in pairwise(ratios.items()):
-        if before > 0 >= after:
-            found = low * (high / low) ** (before / (before - after))
-    if not ratios or list(ratios.values())[-1] > 0:
-        return None
-    return min(ratios) if found is None else found
+    return _crossing([(n, line[n][0] / other[n][0]) for n in sorted(line.keys() & other.keys())])
 
 
 def crossover(times: dict[float, float], dense_ms: float) -> float | None:
-    """The largest density up to which times[density] <= dense_ms, on straight lines in log-log
-    between densities.
-
-    None where even the lowest density is slower.
+    """The largest density up to which times[density] <= dense_ms; None where even the lowest
+    density is slower.
     """
-    points = sorted(times.items())
-    if points[0][1] > dense_ms:
+    return _crossing([(density, times[density] / dense_ms) for density in sorted(times)[::-1]])
+
+
+def _crossing(ratios: list[tuple[float, float]]) -> float | None:
+    """From where on ratios are at most 1 to the end of the list, on straight lines in log-log."""
+    if not ratios or ratios[-1][1] > 1:
         return None
-    for (low, low_ms), (high, high_ms) in pairwise(points):
-        if high_ms > dense_ms:
-            share = math.log(dense_ms / low_ms) / math.log(high_ms / low_ms)
-            return low * (high / low) ** share
-    return points[-1][0]
+    found = ratios[0][0]
+    for (x, before), (following, after) in pairwise(ratios):
+        if before > 1 >= after:
+            found = x * (following / x) ** (math.log(before) / math.log(before / after))
+    return found
