@@ -5,8 +5,8 @@ Nothing here imports torch before it is needed, so that `--help` is quick.
 
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
@@ -265,28 +265,23 @@ def output_file(output: Path, name: str, device: str, overwrite: bool) -> Path:
     return record_path(output_folder(output, overwrite), name, machine)
 
 
-class Building:
+@contextmanager
+def building(root: Path, name: str) -> Iterator[Path]:
     """A folder that takes its name when it is complete; what was there before is never touched.
 
     Of one that fails nothing stays behind, neither the folders that it is made in.
     """
-
-    def __init__(self, root: Path, name: str):
-        self.target = root / name
-        if self.target.exists():
-            raise typer.BadParameter(f"{self.target} exists: move it away first")
-        self.created = [folder for folder in (root, *root.parents) if not folder.exists()]
-        root.mkdir(parents=True, exist_ok=True)
-        self.temporary = TemporaryDirectory(prefix=".unfinished-", dir=root)
-
-    def __enter__(self) -> Path:
-        return Path(self.temporary.name) / self.target.name
-
-    def __exit__(self, kind: type | None, *_) -> None:
-        with self.temporary:
-            if kind is None:
-                shutil.move(Path(self.temporary.name) / self.target.name, self.target)
-                self.created = []
-        for folder in self.created:
+    target = root / name
+    if target.exists():
+        raise typer.BadParameter(f"{target} exists: move it away first")
+    created = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        with TemporaryDirectory(prefix=".unfinished-", dir=root) as draft:
+            yield Path(draft) / name
+            shutil.move(Path(draft) / name, target)
+        created = []
+    finally:
+        for folder in created:
             with suppress(OSError):  # meanwhile others may have written there
                 folder.rmdir()

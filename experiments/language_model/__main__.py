@@ -17,11 +17,11 @@ import typer
 
 from experiments.cli import (
     RESULTS,
-    Building,
     ExportTo,
     ImportFrom,
     Output,
     Overwrite,
+    building,
     output_folder,
     usage_errors,
 )
@@ -45,7 +45,7 @@ def data(
     the author. Books that stand in longer ones are left out; books.json has them all."""
     from experiments.language_model.books import build
 
-    with Building(output.parent, output.name) as draft, usage_errors():
+    with building(output.parent, output.name) as draft, usage_errors():
         facts = build(source, draft, most_bytes)
     for split, size in facts["bytes"].items():
         number = sum(book["split"] == split for book in facts["books"].values())
@@ -63,7 +63,7 @@ def tokenize(
     """Trains a tokenizer on the train split, and writes the books as its tokens."""
     from experiments.language_model.tokens import encode
 
-    with Building(output.parent, output.name) as draft, usage_errors():
+    with building(output.parent, output.name) as draft, usage_errors():
         facts = encode(data, draft, vocabulary)
     for split, size in facts["bytes"].items():
         tokens = facts["tokens"][split]

@@ -24,7 +24,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import Building, usage_errors
+from experiments.cli import building, usage_errors
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Root = Annotated[Path, typer.Option(file_okay=False, help="where the loaders read")]
@@ -83,7 +83,7 @@ def imdb(
     """Unpacks the 50,000 labelled reviews into DATA_ROOT/aclImdb."""
     from experiments.lra.tasks.store import write_hashes
 
-    with Building(data_root, "aclImdb") as draft:
+    with building(data_root, "aclImdb") as draft:
         for path in (archive, films):
             if path is not None:
                 _unpack(path, draft.parent)
@@ -106,7 +106,7 @@ def cifar(
     """Writes the 60,000 images into DATA_ROOT/cifar-10-batches-py."""
     from experiments.lra.tasks.store import write_hashes
 
-    with Building(data_root, CIFAR_FOLDER) as draft, TemporaryDirectory() as unpacked:
+    with building(data_root, CIFAR_FOLDER) as draft, TemporaryDirectory() as unpacked:
         _unpack(source, Path(unpacked))
         folder = Path(unpacked) / CIFAR_FOLDER
         batches = (

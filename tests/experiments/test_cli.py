@@ -104,9 +104,9 @@ def test_a_folder_that_is_not_completed_leaves_nothing(there, tmp_path):
     root = tmp_path / "data" / "more"
     if there:
         root.parent.mkdir()
-    with pytest.raises(FileNotFoundError), cli.Building(root, "books") as draft:
+    with pytest.raises(FileNotFoundError), cli.building(root, "books") as draft:
         (draft / "no folder" / "file").touch()
     assert list(tmp_path.rglob("*")) == [root.parent] * there
-    with cli.Building(root, "books") as draft:
+    with cli.building(root, "books") as draft:
         draft.mkdir()
     assert (root / "books").is_dir()

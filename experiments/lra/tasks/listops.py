@@ -3,7 +3,7 @@
 Source: Nangia, Bowman 2018; Tay et al. 2021, Long Range Arena, section 2.2.1.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from os import cpu_count
@@ -234,18 +234,3 @@ def tokenize(source: str) -> np.ndarray:
     """Ids of "( ( ( [MAX 4 ) 3 ) ] )", whose parentheses say nothing more. Raises KeyError."""
     symbols = source.replace("(", " ").replace(")", " ").split()
     return np.array([IDS[symbol] for symbol in symbols], np.uint8)
-
-
-def to_source(ids: np.ndarray) -> str:
-    """The published form of an expression: tokenize(to_source(ids)) is ids."""
-    tokens = iter(ids.tolist())
-    return _source(next(tokens), tokens)
-
-
-def _source(token: int, tokens: Iterator[int]) -> str:
-    source = SYMBOLS[token - FIRST]
-    if token < OPERATOR:
-        return source
-    while (token := next(tokens)) != CLOSE:
-        source = f"( {source} {_source(token, tokens)} )"
-    return f"( {source} ] )"
