@@ -96,7 +96,7 @@ class BlockLists:
         Args:
             device: A torch device or its name.
         """
-        return _move(self, device)
+        return moved(self, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class LookupTable(Caching):
         Args:
             device: A torch device or its name.
         """
-        return _move(self, device)
+        return moved(self, device)
 
 
 def compile_table(blocks: BlockSet) -> LookupTable:
@@ -333,9 +333,9 @@ def _tensors(record) -> list[Tensor]:
     return [v for f in fields(record) if isinstance(v := getattr(record, f.name), Tensor)]
 
 
-def _move(record, device):
-    """A copy of a frozen record with every tensor (and nested record) on `device`."""
-    moved = {
+def moved(record, device):
+    """A copy of a frozen record with every tensor, mask and nested record on `device`."""
+    values = {
         f.name: v.to(device) for f in fields(record) if hasattr(v := getattr(record, f.name), "to")
     }
-    return replace(record, **moved)
+    return replace(record, **values)

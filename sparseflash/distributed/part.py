@@ -7,7 +7,7 @@ split="keys"   all rows attend own keys while the first fetched keys travel, the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import masks
 from masks import BlockMask
+from masks.lookup_table import moved
 from sparseflash.distributed.assign import Workload
 
 Tokens = Tensor | slice  # some tokens: int64, or a slice where they follow one another
@@ -78,7 +79,7 @@ class Round:
 
     def to(self, device: torch.device) -> "Round":
         send = tuple(x.to(device) if isinstance(x, Tensor) else x for x in self.send)
-        return replace(_moved(self, device), send=send)
+        return replace(moved(self, device), send=send)
 
 
 class Step(NamedTuple):
@@ -110,7 +111,7 @@ class SharedRows:
     mask: BlockMask
 
     def to(self, device: torch.device) -> "SharedRows":
-        return _moved(self, device)
+        return moved(self, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +146,7 @@ class Part:
 
     def to(self, device: torch.device) -> "Part":
         rounds = tuple(each.to(device) for each in self.rounds)
-        shared = None if self.shared is None else self.shared.to(device)
-        return replace(_moved(self, device), rounds=rounds, shared=shared)
+        return replace(moved(self, device), rounds=rounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,15 +318,6 @@ def _own_mask(fetches: Sequence[Fetches], rank: int, by_rows: bool) -> BlockMask
         of_heads += map(mask.head, range(mask.num_heads))
     stacked = masks.stack(of_heads)
     return stacked if stacked.nnz_blocks else None
-
-
-def _moved(record, device: torch.device):
-    """A copy of a Round or a Part with its tensors and its mask on the device."""
-    values = {each.name: getattr(record, each.name) for each in fields(record)}
-    return replace(
-        record,
-        **{k: v.to(device) for k, v in values.items() if isinstance(v, (Tensor, BlockMask))},
-    )
 
 
 def _as_slice(tokens: Tensor) -> Tokens:
