@@ -48,13 +48,13 @@ from experiments.settings import (
 )
 
 app = typer.Typer(add_completion=False)
-PANEL = "Of the suite speedup; some of landscape too, with other defaults"
+PANEL = "Options of the suite speedup; landscape has some of them, with other defaults"
 ANYWHERE = (Suite.SPEEDUP, Suite.LANDSCAPE)  # suites that run on a CPU too
 OF_LANDSCAPE = ("patterns", "growth", "batch", "heads", "head_dim", "block_size")
 
 
 def option(text: str, setting: str, **keywords):
-    """An option, its help ending in the defaults of the setting that it changes."""
+    """An option whose help ends with the defaults of its setting."""
     cpu, gpu = (listed(defaults(device)[setting]) for device in ("cpu", "cuda"))
     text += f" Default: {cpu}." if cpu == gpu else f" Default: {cpu} on a CPU, {gpu} on a GPU."
     panel = PANEL if setting in DENSITY_DEFAULTS else None
@@ -71,45 +71,46 @@ def main(
     suites: Annotated[
         list[Suite] | None,
         typer.Argument(
-            help="By default all but speedup and landscape, which alone run on a CPU.",
+            help="Default: all except speedup and landscape. Only these two run on a CPU.",
             show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        Device, typer.Option(help="auto takes the GPU where there is one.")
-    ] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="auto is a GPU if there is one.")] = Device.AUTO,
     backends: Annotated[
         str,
         typer.Option(
             "--backends",
             "--backend",
             metavar="NAME,NAME",
-            help="Ours: auto, or names of backends such as triton. With /any-order after a name,"
-            " gradients may be summed in any order.",
+            help="Backends of sparseflash: auto, or names such as triton. NAME/any-order measures"
+            " deterministic=False.",
         ),
     ] = "auto",
     baselines: Baselines = None,
-    passes: Annotated[Passes, typer.Option(help="Which passes are measured.")] = Passes.BOTH,
-    dtype: Annotated[Dtype | None, option("Type of the inputs.", "dtype")] = None,
+    passes: Annotated[Passes, typer.Option(help="Passes to measure.")] = Passes.BOTH,
+    dtype: Annotated[Dtype | None, option("Dtype of the inputs.", "dtype")] = None,
     clock: Annotated[
         Clock | None,
-        option("On a GPU: graph (device time alone) or events (as called from Python).", "clock"),
+        option("On a GPU: graph (device time only) or events (as called from Python).", "clock"),
     ] = None,
     timing: Annotated[
         Load | None,
-        option("Short turns with waits between, 20 ms turns without, or both.", "timing"),
+        option("rested (short turns with pauses), sustained (continuous load) or both.", "timing"),
     ] = None,
     budget_ms: Annotated[
-        float | None, option("Milliseconds spent on each rested median.", "budget_ms", min=1)
+        float | None, option("Milliseconds for each rested median.", "budget_ms", min=1)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     dropout: Annotated[
-        float, typer.Option(help="Probability of dropout; of those that have it.", min=0, max=0.99)
+        float,
+        typer.Option(
+            help="Probability of dropout. Baselines without dropout are left out.", min=0, max=0.99
+        ),
     ] = 0.0,
     padding: Annotated[
         float,
         typer.Option(
-            help="Share of keys that the shortest sequence of a batch lacks at its end; of ours.",
+            help="Share of the keys that are masked in the shortest sequence of a batch.",
             min=0,
             max=0.99,
         ),
@@ -117,20 +118,22 @@ def main(
     output: Output = RESULTS,
     overwrite: Overwrite = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted run of the same settings.")
+        bool, typer.Option("--resume", help="Resume an interrupted run with the same settings.")
     ] = False,
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="A smaller run, to see that all works.", rich_help_panel=PANEL
+            "--quick",
+            help="A run of about a minute, to see that everything works.",
+            rich_help_panel=PANEL,
         ),
     ] = False,
     patterns: Annotated[
         tuple | None,
         option(
             f"Any of {', '.join(FAMILY_NAMES)}; an expression such as 'local(256) & causal()'; or"
-            " file.py:name, a Pattern of yours or a function from a number of tokens, such as the"
-            " width of a window, to one: it is called with many, and those nearest to the"
+            " file.py:name. The name is a Pattern, or a function that returns a Pattern for a"
+            " number of tokens, such as the width of a window; then the patterns nearest to the"
             " requested densities are measured.",
             "patterns",
             parser=parse_patterns,
@@ -139,12 +142,17 @@ def main(
     ] = None,
     densities: Annotated[
         tuple | None,
-        option("Densities of masks.", "densities", parser=parse_densities, metavar="1/2,0.05"),
+        option(
+            "Requested densities of masks.",
+            "densities",
+            parser=parse_densities,
+            metavar="1/2,0.05",
+        ),
     ] = None,
     lengths: Annotated[
         tuple | None,
         option(
-            "Lengths at which densities are measured.",
+            "Lengths in tokens at which densities are measured.",
             "lengths",
             parser=parse_lengths,
             metavar="N,N",
@@ -152,18 +160,21 @@ def main(
     ] = None,
     growth: Annotated[
         tuple | None,
-        option("Lengths of time against length.", "growth", parser=parse_lengths, metavar="N,N"),
+        option(
+            "Lengths in tokens, to measure time against length.",
+            "growth",
+            parser=parse_lengths,
+            metavar="N,N",
+        ),
     ] = None,
-    batch: Annotated[int | None, option("Sequences in a batch.", "batch", min=1)] = None,
+    batch: Annotated[int | None, option("Sequences of a batch.", "batch", min=1)] = None,
     heads: Annotated[int | None, option("Heads of each sequence.", "heads", min=1)] = None,
-    head_dim: Annotated[
-        int | None, option("Numbers in each head.", "head_dim", min=8, max=256)
-    ] = None,
+    head_dim: Annotated[int | None, option("Dims of a head.", "head_dim", min=8, max=256)] = None,
     block_size: Annotated[
-        BlockSize | None, option("Side of a mask's blocks, in tokens.", "block_size")
+        BlockSize | None, option("Side of a block in tokens.", "block_size")
     ] = None,
 ) -> None:
-    """Measures suites of attention problems."""
+    """Measure one or more suites, print their tables and write their records."""
     from experiments.runner import carry_out
     from experiments.suites import planned
 
@@ -203,13 +214,15 @@ def main(
 
 
 def refuse(options: list[str], suites: list[Suite]) -> None:
-    """Raises typer.BadParameter for options of the suite speedup that another one has not."""
+    """Raises typer.BadParameter for options that a chosen suite does not have."""
     for suite in suites:
         known = OF_LANDSCAPE if suite is Suite.LANDSCAPE else ()
         alien = [f"--{name}".replace("_", "-") for name in options if name not in known]
         if suite is not Suite.SPEEDUP and alien:
             names = ", ".join(alien)
-            raise typer.BadParameter(f"{names}: options of the suite speedup, not of {suite}")
+            raise typer.BadParameter(
+                f"the suite {suite} has no option {names}, only speedup has it"
+            )
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def parse_numbers(text: str, convert: Callable, what: str, example: str) -> tupl
     try:
         return tuple(convert(part.strip()) for part in text.split(","))
     except (ValueError, ZeroDivisionError):
-        raise typer.BadParameter(f"{text!r} is not a list of {what} such as {example}") from None
+        raise typer.BadParameter(f"must be {what} such as {example}, got {text!r}") from None
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ def parse_densities(text: str) -> tuple[float, ...]:
     """Densities in (0, 1]."""
     found = parse_numbers(text, lambda s: float(Fraction(s)), "densities", "1/2,1/8,0.05")
     if not all(0 < s <= 1 for s in found):
-        raise typer.BadParameter(f"densities must lie in (0, 1], got {text}")
+        raise typer.BadParameter(f"densities must be above 0 and at most 1, got {text}")
     return found
 
 
@@ -160,7 +160,7 @@ def parse_patterns(text: str) -> tuple[str, ...]:
             parse_family(name)
         except ValueError as error:
             known = ", ".join(FAMILY_NAMES)
-            raise typer.BadParameter(f"{error}; families are {known}") from None
+            raise typer.BadParameter(f"{error}; known families: {known}") from None
     return names
 
 
@@ -183,24 +183,28 @@ Baselines = Annotated[
         "--peers",
         parser=parse_baselines,
         metavar="NAME,NAME",
-        help=f"Compare with these: none, or any of {', '.join(Baseline)}.",
+        help=f"Implementations to compare with: none, or any of {', '.join(Baseline)}.",
         show_default=False,
     ),
 ]
 Output = Annotated[
-    Path, typer.Option(file_okay=False, help="Folder for the JSON file and the pictures.")
+    Path, typer.Option(file_okay=False, help="Folder for the record (JSON) and its pictures.")
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace records that the package ships.")
+    bool, typer.Option("--overwrite", help="Allow to replace the records of the package.")
 ]
 Seconds = Annotated[
-    float | None, typer.Option(help="after which a run ends, its test included", min=1)
+    float | None, typer.Option(help="End the run after this time, which includes its test.", min=1)
 ]
 ExportTo = Annotated[
-    Path | None, typer.Option("--export", file_okay=False, help="folder for pieces")
+    Path | None,
+    typer.Option(
+        "--export", file_okay=False, help="Folder to which the run is exported in small files."
+    ),
 ]
 ImportFrom = Annotated[
-    Path | None, typer.Option("--import", file_okay=False, help="folder of such pieces")
+    Path | None,
+    typer.Option("--import", file_okay=False, help="Folder of an exported run to resume."),
 ]
 RESULTS = Path("results")  # in the current folder
 
@@ -220,7 +224,7 @@ def needs_cuda() -> None:
     """Raises typer.BadParameter where there is no CUDA device."""
     import torch
 
-    needs(torch.cuda.is_available(), "a CUDA device; there is none")
+    needs(torch.cuda.is_available(), "a CUDA device, and this machine has none")
 
 
 def resolve(device: Device) -> str:
@@ -246,8 +250,8 @@ def output_folder(output: Path, overwrite: bool) -> Path:
     """
     if not overwrite and output.resolve().is_relative_to(SHIPPED.parent):
         raise typer.BadParameter(
-            f"--output {output} lies inside the package, where records are that it ships: give"
-            " another folder, or --overwrite to replace them"
+            f"--output {output} is a folder of the package, which has records: give another"
+            " folder, or --overwrite to replace them"
         )
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -273,7 +277,7 @@ def building(root: Path, name: str) -> Iterator[Path]:
     """
     target = root / name
     if target.exists():
-        raise typer.BadParameter(f"{target} exists: move it away first")
+        raise typer.BadParameter(f"{target} exists already; move it away first")
     created = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(parents=True, exist_ok=True)
     try:

@@ -119,9 +119,7 @@ class Row(Sizes):
 
 
 def main(
-    only: Annotated[
-        Panel | None, typer.Option(help="One part. Alone, scaling has a picture.")
-    ] = None,
+    only: Annotated[Panel | None, typer.Option(help="Only this panel of the figure.")] = None,
     model: Annotated[
         str,
         typer.Option(

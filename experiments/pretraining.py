@@ -304,25 +304,32 @@ def draw(record_path: Path) -> Path:
     return save(figure, record_path)[0]
 
 
-Attentions = Annotated[list[str], typer.Option(help="eager, sdpa, ours, or a pattern")]
+Attentions = Annotated[
+    list[str],
+    typer.Option(help="eager, sdpa, ours (sparseflash, full mask), or a pattern; repeatable."),
+]
 
 
 @app.command()
 def measure(
-    model: Annotated[str, typer.Argument(help=", ".join((*GPT2, *BERT)))],
+    model: Annotated[str, typer.Argument(help=f"One of {', '.join((*GPT2, *BERT))}.")],
     data: Annotated[Path, typer.Option(file_okay=False)] = Path("data/books"),
-    lengths: Annotated[list[int], typer.Option("--length", min=16)] = list(LENGTHS),  # noqa: B006
+    lengths: Annotated[
+        list[int], typer.Option("--length", min=16, help="Length in tokens; repeatable.")
+    ] = list(LENGTHS),  # noqa: B006
     attention: Attentions = list(ATTENTION),  # noqa: B006
     steps: Annotated[
-        int, typer.Option(help=f"more than {WARM_UP}, the first of which are not timed")
+        int, typer.Option(help=f"Training steps. The first {WARM_UP} are not timed.")
     ] = 200,
-    step_tokens: Annotated[int, typer.Option(min=1)] = STEP_TOKENS,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = STEP_TOKENS,
     dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.1,
-    padding: Annotated[float, typer.Option(help="most of a sequence that is padding")] = 0.0,
+    padding: Annotated[
+        float, typer.Option(help="Largest share of a sequence that is padding.")
+    ] = 0.0,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Trains with each attention at each length, and goes on where it was stopped."""
+    """Train with each attention at each length; the same command resumes an interrupted run."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -340,7 +347,7 @@ def measure(
 
 @app.command()
 def show(record: Annotated[Path, typer.Argument(exists=True, dir_okay=False)]) -> None:
-    """Prints the table of a record and draws its picture."""
+    """Print the table of a record and draw its picture."""
     from experiments.report import wide_console
 
     wide_console().print(table_of(json.loads(record.read_text())))

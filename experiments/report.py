@@ -44,12 +44,12 @@ SUSTAINED = ("sustained\nms", "sustained\nuseful")  # columns of a record that h
 def main(
     paths: Annotated[
         list[Path],
-        typer.Argument(exists=True, dir_okay=False, help="A record, or two to compare."),
+        typer.Argument(exists=True, dir_okay=False, help="One record, or two records to compare."),
     ],
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Prints the tables of a record and draws its pictures, or compares two records."""
+    """Print the tables of a record and draw its pictures, or compare two records."""
     console = wide_console()
     records = [load(path) for path in paths]
     if len(records) == 2:

@@ -51,7 +51,7 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
     except KeyboardInterrupt:
         record.save(path)
         count = len(record.rows)
-        console.print(f"Interrupted: {path} holds {count} measurements; --resume goes on.")
+        console.print(f"Interrupted: {path} has {count} measurements; --resume continues.")
         raise typer.Exit(INTERRUPTED) from None
     except CheckError as error:
         console.print(f"[red]Wrong result, nothing more is timed:[/] {error}")

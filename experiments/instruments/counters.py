@@ -90,15 +90,17 @@ class Row:
 
 
 def main(
-    only: Annotated[str, typer.Option(help=f"One of: {', '.join(PROBLEMS)}.")] = "",
-    backend: Annotated[str, typer.Option(help="Ours.")] = "auto",
+    only: Annotated[
+        str, typer.Option(help=f"Profile only this problem: {'; '.join(PROBLEMS)}.")
+    ] = "",
+    backend: Annotated[str, typer.Option(help="Backend of sparseflash.")] = "auto",
     baselines: Baselines = None,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Reads the hardware counters of the kernels."""
+    """Read hardware counters of the kernels under Nsight Compute (ncu)."""
     if only and only not in PROBLEMS:
-        raise typer.BadParameter(f"unknown --only {only!r}; known: {', '.join(PROBLEMS)}")
+        raise typer.BadParameter(f"--only must be one of {'; '.join(PROBLEMS)}, got {only!r}")
     needs_cuda()
     needs(shutil.which("ncu"), "ncu (Nsight Compute) on the PATH")
     from experiments.measure import SkipReasons
@@ -117,7 +119,7 @@ def main(
         "ms": lambda row: f"{row.milliseconds:.3f}",
         "1000 cycles": lambda row: f"{row.cycles / 1000:,.0f}",
     }
-    title = "how busy the parts of the GPU are, in % of what they can do"
+    title = "utilisation of the units of the GPU, in % of their peak"
     log.show(title, ("problem", "implementation", "kernel"), figures | shares)
 
 

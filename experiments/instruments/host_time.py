@@ -66,14 +66,16 @@ class Row:
 
 def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens.")] = 256,
+    seq_len: Annotated[int, typer.Option(min=1, help="Length in tokens.")] = 256,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 64,
-    block_size: Annotated[int, typer.Option(min=16, max=256, help="Tokens.")] = 64,
+    block_size: Annotated[
+        int, typer.Option(min=16, max=256, help="Side of a block in tokens.")
+    ] = 64,
     backend: Annotated[str, typer.Option()] = "auto",
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measures the host microseconds of an attention call and of its backward pass."""
+    """Measure the host time of a call and of its backward pass, in microseconds."""
     kind = resolve(Device.AUTO)
     shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
     shape |= {"block_size": block_size, "backend": backend}
@@ -83,11 +85,11 @@ def main(
     log.add("calls", rows, {}, complete=True)
     figures: dict[str, Callable[[Row], str]] = {"kernels": lambda row: f"{row.launches}"}
     for heading, name in (
-        *(("fastest", "total_us"), ("median", "median_us"), ("launches", "kernels_us")),
-        *(("torch", "engine_us"), ("ours", "overhead_us")),
+        *(("total", "total_us"), ("median", "median_us"), ("launches", "kernels_us")),
+        *(("autograd of torch", "engine_us"), ("sparseflash", "overhead_us")),
     ):
         figures[heading] = lambda row, name=name: f"{getattr(row, name):.1f}"
-    title = "host microseconds of a call: all of it, bare launches, torch's engine, and ours"
+    title = "host time of a call in microseconds"
     log.show(title, ("call",), figures)
 
 

@@ -80,11 +80,13 @@ Reading = tuple[float, float, bool]
 
 def main(
     baselines: Baselines = None,
-    seconds: Annotated[float, typer.Option(min=0.5, help="Of sustained runs.")] = 2.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.5, help="Seconds of continuous load for each pass.")
+    ] = 2.0,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measures our kernels and baselines rested and under sustained load."""
+    """Measure rested and sustained rates, with the clock and the power under load."""
     needs_cuda()
     needs(shutil.which("nvidia-smi"), "nvidia-smi on the PATH")
     cases = list(problems((IMPLEMENTATION, *(BASELINES if baselines is None else baselines))))
@@ -93,7 +95,7 @@ def main(
         rows, reasons = measure(case, seconds)
         log.add(str(case), rows, reasons, complete=case is cases[-1])
     log.show(
-        "useful TFLOP/s rested and under sustained load; its clock and its power",
+        "useful TFLOP/s rested and sustained; clock and power under load",
         ("problem", "seq_len", "direction", "implementation"),
         {
             "rested": lambda row: f"{row.rested_tflops:.0f}",

@@ -29,13 +29,15 @@ from experiments.instruments import command
 
 
 def main(
-    head_dim: Annotated[str, typer.Option(help="Head dims, such as 64,128.")] = "64,128",
+    head_dim: Annotated[str, typer.Option(help="Head dims, separated by commas.")] = "64,128",
     block_size: Annotated[BlockSize, typer.Option()] = BlockSize.B128,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.BF16,
     passes: Annotated[
-        str | None, typer.Option(help="Some, separated by commas; all by default.")
+        str | None, typer.Option(help="Passes, separated by commas. Default: all.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens, but of decoding.")] = 8192,
+    seq_len: Annotated[
+        int, typer.Option(min=1, help="Length in tokens, except for decoding.")
+    ] = 8192,
     batch: Annotated[int, typer.Option(min=1)] = 4,
     output: Output = RESULTS,
     overwrite: Overwrite = False,

@@ -1,7 +1,7 @@
 """A language model of books, with dense or block-sparse causal attention.
 
     python -m experiments.language_model data classic-books-markdown --output data/books
-    python -m experiments.language_model tokenize --vocabulary 16384  # else a token is a byte
+    python -m experiments.language_model tokenize --vocabulary 16384  # default: bytes
     python -m experiments.language_model train 25m-16k --output runs/dense
     python -m experiments.language_model train 25m-16k --output runs/sparse \\
         --attention "local(512); butterfly() | global_tokens(128)"
@@ -30,19 +30,22 @@ from experiments.language_model.presets import PRESETS
 HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
 app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
 DATA = Path("data/books")
-Folder = Annotated[Path, typer.Option(file_okay=False, help="of the run")]
+Folder = Annotated[Path, typer.Option(file_okay=False, help="Folder of the run.")]
 
 
 @app.command()
 def data(
-    source: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of books")],
+    source: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of books.")],
     output: Annotated[Path, typer.Option(file_okay=False)] = DATA,
     most_bytes: Annotated[
-        int | None, typer.Option(min=1, help="whole authors, those of most books first")
+        int | None,
+        typer.Option(
+            min=1, help="Largest size; whole authors are taken, those with the most books first."
+        ),
     ] = None,
 ) -> None:
-    """Builds bytes from the .md and .txt files of a folder: a file is a book, its folder names
-    the author. Books that stand in longer ones are left out; books.json has them all."""
+    """Build the data set from the .md and .txt files of a folder. A file is a book, and its folder
+    is the author. Books that are contained in longer ones are left out; books.json lists all."""
     from experiments.language_model.books import build
 
     with building(output.parent, output.name) as draft, usage_errors():
@@ -51,16 +54,16 @@ def data(
         number = sum(book["split"] == split for book in facts["books"].values())
         print(f"{split}: {number:,} books, {size:,} bytes, SHA-256 {facts['sha256'][split]}")
     for path, share in facts["left_out"].items():
-        print(f"left out, for {100 * share:.0f} % of it stands in longer books: {path}")
+        print(f"left out, because longer books contain {100 * share:.0f} % of it: {path}")
 
 
 @app.command()
 def tokenize(
-    data: Annotated[Path, typer.Option(file_okay=False, help="that `data` built")] = DATA,
+    data: Annotated[Path, typer.Option(file_okay=False, help="Folder that `data` wrote.")] = DATA,
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("data/books-tokens"),
-    vocabulary: Annotated[int, typer.Option(help="tokens")] = 16_384,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 16_384,
 ) -> None:
-    """Trains a tokenizer on the train split, and writes the books as its tokens."""
+    """Train a tokenizer on the training split, and write the books as its tokens."""
     from experiments.language_model.tokens import encode
 
     with building(output.parent, output.name) as draft, usage_errors():
@@ -72,33 +75,37 @@ def tokenize(
 
 @app.command()
 def train(
-    preset: Annotated[str, typer.Argument(help=f"size and context: {', '.join(PRESETS)}")],
+    preset: Annotated[str, typer.Argument(help=f"Size and context: {', '.join(PRESETS)}.")],
     output: Folder,
-    data: Annotated[Path, typer.Option(file_okay=False, help="that `data` built")] = DATA,
+    data: Annotated[Path, typer.Option(file_okay=False, help="Folder that `data` wrote.")] = DATA,
     attention: Annotated[
         list[str],
-        typer.Option(help="flash, sdpa, or patterns of heads with ; between; of layers in turn"),
+        typer.Option(help="flash, sdpa, or patterns of heads, separated by ;. Repeat for layers."),
     ] = ["flash"],  # noqa: B006
-    positions: Annotated[str, typer.Option(help="rotary or learned")] = "rotary",
+    positions: Annotated[str, typer.Option(help="rotary or learned.")] = "rotary",
     block_size: Annotated[int, typer.Option(min=16, max=512)] = 128,
     dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, help="of the whole run")] = 4000,
-    step_tokens: Annotated[int, typer.Option(min=1, help="tokens of a step")] = 2**17,
-    learning_rate: Annotated[float | None, typer.Option(help="that of the preset if none")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = 4000,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2**17,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: of the preset.")] = None,
     warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
     short_context: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a sequence in the first steps")
+        int | None, typer.Option(min=1, help="Tokens of a sequence in the first steps.")
     ] = None,
-    short_steps: Annotated[int, typer.Option(min=0, help="how many of these")] = 0,
-    precision: Annotated[str, typer.Option(help="as Lightning's: 32-true, ...")] = "bf16-mixed",
-    compiled: Annotated[bool, typer.Option("--compile", help="with torch.compile")] = False,
+    short_steps: Annotated[int, typer.Option(min=0, help="Number of these steps.")] = 0,
+    precision: Annotated[
+        str, typer.Option(help="Precision of Lightning: 32-true, ...")
+    ] = "bf16-mixed",
+    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 500,
-    seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 500,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="End the run after this time.")
+    ] = None,
     export_to: ExportTo = None,
     resume: ImportFrom = None,
 ) -> None:
-    """Trains; the same command goes on where it was stopped."""
+    """Train a model; the same command resumes an interrupted run."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     if positions not in ("rotary", "learned"):
@@ -143,16 +150,16 @@ def train(
 
 @app.command()
 def sample(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of a run")],
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a run.")],
     prompt: str = "",
     attention: Annotated[
-        list[str], typer.Option(help="as given to `train`, where it names Python files")
+        list[str], typer.Option(help="As in `train`; needed if it names Python files.")
     ] = [],  # noqa: B006
-    length: Annotated[int, typer.Option(min=1, help="most tokens")] = 500,
+    length: Annotated[int, typer.Option(min=1, help="Largest number of tokens.")] = 500,
     temperature: Annotated[float, typer.Option(min=0)] = 0.8,
     seed: int = 0,
 ) -> None:
-    """Prints what a trained model writes after a prompt."""
+    """Print text that a trained model generates after a prompt."""
     from itertools import islice
 
     import torch
@@ -174,12 +181,14 @@ def sample(
 
 @app.command()
 def record(
-    name: Annotated[str, typer.Argument(help="of the record")],
-    runs: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="folders")],
+    name: Annotated[str, typer.Argument(help="Name of the record.")],
+    runs: Annotated[
+        list[Path], typer.Argument(exists=True, file_okay=False, help="Folders of runs.")
+    ],
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Gathers runs into a record with a picture; the first is what the others are compared to."""
+    """Gather runs into a record with a picture, and compare them with the first run."""
     import json
 
     from experiments.language_model.results import gather, table_of

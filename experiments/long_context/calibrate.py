@@ -74,11 +74,13 @@ class Row(Measured):
 
 
 def main(
-    records: Annotated[list[Path], typer.Argument(exists=True, help="Written by scaling.")],
+    records: Annotated[
+        list[Path], typer.Argument(exists=True, help="Records of the command scaling.")
+    ],
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Fits the rates of a machine, and predicts each pattern from the others."""
+    """Fit the rates of a machine, and predict each pattern from the other patterns."""
     with usage_errors():
         device, points = read(records)
         machine, rows = fitted(points), held_out(points)

@@ -29,9 +29,9 @@ Figures = dict[str, float]  # of one implementation on one number of ranks
 
 
 def main(
-    record: Annotated[Path, typer.Argument(exists=True, help="Written by the command scaling.")],
+    record: Annotated[Path, typer.Argument(exists=True, help="A record of the command scaling.")],
 ) -> None:
-    """Draws a record of scaling again, beside it."""
+    """Draw the picture of a record, next to it."""
     for path in draw(record):
         print(f"wrote {path}")
 

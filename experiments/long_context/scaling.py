@@ -37,26 +37,30 @@ TOKENS_A_RANK, TOKENS = 2**17, 2**20
 def main(
     kind: Kind,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a rank (weak) or of the sequence (strong).")
+        int | None,
+        typer.Option(min=1, help="Tokens of a rank (weak) or of the sequence (strong)."),
     ] = None,
     heads: Annotated[int, typer.Option(min=1)] = 16,
     kv_heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
-    window: Annotated[int, typer.Option(min=1, help="Tokens; of top-k too.")] = 4096,
-    only: Annotated[str, typer.Option(help="Patterns, separated by commas; all if empty.")] = "",
+    window: Annotated[int, typer.Option(min=1, help="Tokens of a window, and of top-k.")] = 4096,
+    only: Annotated[str, typer.Option(help="Patterns, separated by commas. Default: all.")] = "",
     machine: Annotated[
         Path | None,
-        typer.Option(exists=True, help="For predictions: what the command calibrate wrote."),
+        typer.Option(exists=True, help="Rates for predictions, from the command calibrate."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict only.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only plan and predict.")] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Most ranks of a dry run; those of torchrun if left.")
+        int | None,
+        typer.Option(
+            min=1, help="Largest number of ranks of a dry run. Default: that of torchrun."
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="No new case after so long.")] = 480.0,
+    seconds: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = 480.0,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measures weak or strong scaling on the processes that torchrun started."""
+    """Measure weak or strong scaling on the processes of torchrun."""
     begin = time.monotonic()
     import torch
     import torch.distributed as dist

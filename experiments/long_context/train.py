@@ -21,36 +21,42 @@ from experiments.long_context.choices import Settings, Task
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Of checkpoints.")] = Path("runs/long-context"),
+    folder: Annotated[Path, typer.Option(help="Folder of checkpoints.")] = Path(
+        "runs/long-context"
+    ),
     task: Task = Task.COPY,
     text: Annotated[
-        Path | None, typer.Option(exists=True, help="Of the task text: a file or a folder.")
+        Path | None, typer.Option(exists=True, help="File or folder that the task text reads.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=64, help="Of a sequence.")] = 4096,
-    pattern: Annotated[str, typer.Option(help="As `python -m masks` reads it.")] = (
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of a sequence.")] = 4096,
+    pattern: Annotated[str, typer.Option(help="A pattern that `python -m masks` reads.")] = (
         Settings.pattern
     ),
     block_size: Annotated[int, typer.Option(min=16, max=256)] = 128,
-    strategy: Annotated[str, typer.Option(help="Of the context plan.")] = "auto",
+    strategy: Annotated[str, typer.Option(help="Strategy of the context plan.")] = "auto",
     context: Annotated[int, typer.Option(min=1, help="Ranks that share a sequence.")] = 1,
     layers: Annotated[int, typer.Option(min=1)] = 2,
     width: Annotated[int, typer.Option(min=16)] = 128,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     kv_heads: Annotated[int, typer.Option(min=1)] = 2,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, on all ranks.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, over all ranks.")] = 4,
     steps: Annotated[int, typer.Option(min=1)] = 100,
     lr: float = 1e-3,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps.")] = 10,
-    recompute: Annotated[bool, typer.Option(help="Activations, in the backward pass.")] = True,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps of warm-up.")] = 10,
+    recompute: Annotated[
+        bool, typer.Option(help="Recompute activations in the backward pass.")
+    ] = True,
     seed: int = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 50,
-    lightning: Annotated[bool, typer.Option("--lightning", help="With Lightning's loop.")] = False,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    lightning: Annotated[
+        bool, typer.Option("--lightning", help="Use the Trainer of Lightning.")
+    ] = False,
 ) -> None:
-    """Trains on the processes that torchrun started, or on this one."""
+    """Train on the processes of torchrun, or on this one; the same command resumes."""
     chosen = dict(locals())
     folder, lightning = chosen.pop("folder"), chosen.pop("lightning")
     if (task is Task.TEXT) != (text is not None):
-        raise typer.BadParameter("--text names the file of --task text, and of no other task")
+        raise typer.BadParameter("--task text needs --text, and no other task takes it")
     import torch.distributed as dist
 
     from experiments.long_context import training

@@ -1,8 +1,8 @@
-"""Classification of long documents: who wrote this passage, of 512 bytes to 64K; and several
-labels of a document by a pre-trained encoder, whose positions are repeated.
+"""Classification of long documents: the author of a passage of 512 bytes to 64K, or several
+labels of a document, with a pre-trained encoder.
 
 python -m experiments.language_model data classic-books-markdown   # into data/books
-python -m experiments.long_documents floors      # a linear model of counted words, and of bytes
+python -m experiments.long_documents floors      # linear models of word and byte counts
 python -m experiments.long_documents train 4096 --seeds 3 --tokens words
 python -m experiments.long_documents record authors-words runs/authors-words
 python -m experiments.long_documents tune ecthr ECTHR_FOLDER ROBERTA_FOLDER --tokens 4096
@@ -22,8 +22,13 @@ LENGTHS = tuple(2**n for n in range(9, 17))
 FLOORS = SHIPPED / "long-documents-floors.json"
 STEP_BYTES = 2**18  # of a training step, whatever the length is
 CONFIG = Path(__file__).with_name("authors.yaml")
-Data = Annotated[Path, typer.Option(file_okay=False, help="with books/, as `data` built them")]
-Lengths = Annotated[list[int], typer.Option("--length", help="bytes of a passage")]
+Data = Annotated[
+    Path,
+    typer.Option(
+        file_okay=False, help="Folder with books/, written by experiments.language_model data."
+    ),
+]
+Lengths = Annotated[list[int], typer.Option("--length", help="Bytes of a passage; repeatable.")]
 
 
 @app.command()
@@ -31,11 +36,11 @@ def floors(
     data_root: Data = Path("data"),
     lengths: Lengths = list(LENGTHS),  # noqa: B006
     authors: Annotated[int, typer.Option(min=2)] = 50,
-    output: Annotated[Path, typer.Option(dir_okay=False, help="the record")] = RESULTS
+    output: Annotated[Path, typer.Option(dir_okay=False, help="The record.")] = RESULTS
     / FLOORS.name,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measures what counted words and counted bytes say, and goes on where it was stopped."""
+    """Measure linear models of word and byte counts; the same command resumes."""
     from experiments.long_documents.floors import measure
 
     output_folder(output.parent, overwrite)
@@ -47,17 +52,19 @@ def floors(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
     context: typer.Context,
-    length: Annotated[int, typer.Argument(help="bytes of a passage")],
+    length: Annotated[int, typer.Argument(help="Bytes of a passage.")],
     data_root: Data = Path("data"),
-    tokens: Annotated[str, typer.Option(help="bytes, or words as counted ones")] = "bytes",
+    tokens: Annotated[str, typer.Option(help="bytes or words.")] = "bytes",
     output: Annotated[
-        Path | None, typer.Option(file_okay=False, help="runs/authors-TOKENS if none")
+        Path | None, typer.Option(file_okay=False, help="Folder. Default: runs/authors-TOKENS.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
-    seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="End the run after this time.")
+    ] = None,
 ) -> None:
-    """Trains and tests several seeds; the same command goes on. Further options are those of
-    `python -m experiments.lra fit`, as --model.encoder.attention."""
+    """Train and test several seeds; the same command resumes. Other options are those of
+    `python -m experiments.lra fit`, such as --model.encoder.attention."""
     from experiments.files import write_json
     from experiments.language_model.books import Books
     from experiments.long_documents.authors import DATA, Authors
@@ -78,13 +85,13 @@ def train(
 
 @app.command()
 def record(
-    name: Annotated[str, typer.Argument(help="of the record")],
-    runs: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of `train`")],
+    name: Annotated[str, typer.Argument(help="Name of the record.")],
+    runs: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of `train`.")],
     floors: Annotated[Path, typer.Option(exists=True, dir_okay=False)] = FLOORS,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Gathers the seeds of all lengths into a record with a picture, beside the floors."""
+    """Gather the seeds of all lengths and the floors into a record with a picture."""
     from experiments.long_documents.results import gather, table_of
     from experiments.report import wide_console
 
@@ -96,24 +103,29 @@ def record(
 
 @app.command()
 def tune(
-    source: Annotated[str, typer.Argument(help="ecthr or mimic")],
-    data: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="of its files")],
-    encoder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="as transformers saves one")
+    source: Annotated[str, typer.Argument(help="ecthr or mimic.")],
+    data: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="Folder of the data.")
     ],
-    tokens: Annotated[int, typer.Option(min=16, help="read of a document")] = 512,
-    attention: Annotated[str, typer.Option(help="eager, sdpa, ours, or a pattern")] = "ours",
+    encoder: Annotated[
+        Path,
+        typer.Argument(exists=True, file_okay=False, help="Folder of an encoder of transformers."),
+    ],
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of a document that are read.")] = 512,
+    attention: Annotated[str, typer.Option(help="eager, sdpa, ours, or a pattern.")] = "ours",
     steps: Annotated[int, typer.Option(min=1)] = 4000,
-    batch_size: Annotated[int, typer.Option(min=1, help="documents of a step")] = 16,
-    every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 500,
+    batch_size: Annotated[int, typer.Option(min=1, help="Documents of a step.")] = 16,
+    every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 500,
     learning_rate: float = 2e-5,
     warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
-    seconds: Annotated[float | None, typer.Option(min=1, help="after which it ends")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="End the run after this time.")
+    ] = None,
 ) -> None:
-    """Tunes a pre-trained encoder on documents with several labels, into
-    OUTPUT/SOURCE/TOKENS/seedN; the same command goes on."""
+    """Fine-tune a pre-trained encoder on documents with several labels, in the folder
+    OUTPUT/SOURCE/TOKENS/seedN; the same command resumes."""
     from experiments.long_documents.labelled import SOURCES
     from experiments.long_documents.pretrained import Run, Settings
 
@@ -134,18 +146,20 @@ def tune(
         folder = output / source / str(tokens) / f"seed{seed}"
         result = Run(settings, SOURCES[source](data), folder).train(seconds)
     if result is None:
-        print("the time is up: the same command goes on")
+        print("the time is over; the same command resumes")
         raise typer.Exit(1)
     print(f"{tokens:,} tokens, seed {seed}: micro F1 {100 * result['micro_f1']:.1f} %")
 
 
 @app.command()
 def record_tuned(
-    runs: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="of `tune`")],
+    runs: Annotated[
+        list[Path], typer.Argument(exists=True, file_okay=False, help="Folders of `tune`.")
+    ],
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Gathers seeds and lengths of one data set into a record."""
+    """Gather seeds and lengths of one data set into a record."""
     from experiments.files import record_path, write_json
     from experiments.long_documents.pretrained import gather
 

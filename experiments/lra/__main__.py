@@ -4,19 +4,19 @@
     python -m experiments.lra fit --preset nystromformer/listops --ckpt_path runs/.../last.ckpt
     python -m experiments.lra test --preset nystromformer/listops --ckpt_path runs/.../best.ckpt
 
-A preset is a file of presets/, after the common.yaml of its folders; every value of it can be
-given on the command line.
+A preset is a file of presets/, read after the common.yaml of its folders. Every value of it can be
+changed on the command line.
 """
 
 import sys
 from pathlib import Path
 
 OPTIONS = {
-    "--preset NAME": "a configuration, see below; with --print_config its values are shown",
-    "--ckpt_path FILE": "fit: go on from this checkpoint; test: the model",
-    "--seed_everything N": "of weights, order of samples and dropout",
+    "--preset NAME": "a configuration, see below; --print_config shows it",
+    "--ckpt_path FILE": "fit: resume from this checkpoint; test: test this model",
+    "--seed_everything N": "seed of weights, order of samples and dropout",
     "--model.encoder.attention E": "standard, flash, sdpa, linear, nystromformer, performer, "
-    "linformer, reformer, a pattern as `python -m masks` reads it, or a list for layers and heads",
+    "linformer, reformer, a pattern that `python -m masks` reads, or a list for layers and heads",
     "--model.encoder.NAME V": "block_size, layers, dim, heads, feedforward, positions, pool, "
     "dropout, order, tile, mask_black: see EncoderConfig in model.py",
     "--model.optimizer.NAME V": "learning_rate, betas, weight_decay, warmup_steps, schedule: see "
@@ -28,10 +28,10 @@ OPTIONS = {
     "with options --data.task.init_args.NAME V",
     "--data.NAME V": "data_root, batch_size, workers",
     "--trainer.NAME V": "max_steps, val_check_interval, precision, devices, default_root_dir, ...",
-    "--deadline.at T": "stop at a moment, seconds after 1970; the run is tested, and can go on",
-    "--enough.accuracy A": "stop at this validation accuracy; --enough.patience N: when so many "
-    "validations were not better",
-    "--help-all": "every option, those of Lightning among them",
+    "--deadline.at T": "stop at this time (seconds since 1970) and test; the run can be resumed",
+    "--enough.accuracy A": "stop at this validation accuracy; --enough.patience N: stop after N "
+    "validations without a better one",
+    "--help-all": "every option, with those of Lightning",
 }
 
 

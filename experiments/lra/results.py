@@ -27,12 +27,12 @@ CURRICULUM = "curriculum.json"
 
 
 def main(
-    name: Annotated[str, typer.Argument(help="of the record")],
+    name: Annotated[str, typer.Argument(help="Name of the record.")],
     groups: Annotated[list[Path], typer.Argument(exists=True, file_okay=False)],
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Writes the record of trained runs and draws their curves."""
+    """Write the record of trained runs and draw their curves."""
     output_folder(output, overwrite)
     with usage_errors():
         record = record_of(name, {group.name: ended(group) for group in groups})

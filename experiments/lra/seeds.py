@@ -34,17 +34,24 @@ RESTART = 1000
 
 
 def main(
-    arguments: Annotated[list[str], typer.Argument(help="of python -m experiments.lra fit")],
-    seeds: Annotated[int, typer.Option(help="how many, from 0", min=1)] = 3,
-    first: Annotated[int, typer.Option(help="the first of them, if another", min=0)] = 0,
-    restarts: Annotated[int, typer.Option(help="for each seed, at most", min=0)] = 3,
+    arguments: Annotated[
+        list[str], typer.Argument(help="Options of python -m experiments.lra fit.")
+    ],
+    seeds: Annotated[int, typer.Option(help="Number of seeds.", min=1)] = 3,
+    first: Annotated[int, typer.Option(help="The first seed.", min=0)] = 0,
+    restarts: Annotated[
+        int,
+        typer.Option(help="Largest number of restarts of a seed that is stuck at chance.", min=0),
+    ] = 3,
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
-    at_once: Annotated[int, typer.Option(help="runs side by side on one device", min=1)] = 1,
+    at_once: Annotated[
+        int, typer.Option(help="Number of parallel runs on one device.", min=1)
+    ] = 1,
     seconds: Seconds = None,
     export_to: ExportTo = None,
     resume: ImportFrom = None,
 ) -> None:
-    """Trains with several seeds and reports mean, deviation and stuck runs."""
+    """Train with several seeds, and print their mean, deviation and stuck runs."""
     if resume is not None and not any(output.glob("seed*")):
         with usage_errors():
             restore(resume, output)
@@ -65,7 +72,7 @@ def main(
     write_json(output / "runs.json", summary | {"runs": results})
     Console().print(summary)
     if any(not result["ended"] and not result["stuck"] for result in results):
-        Console().print("the time is up: the same command goes on")
+        Console().print("the time is over; the same command resumes")
         raise typer.Exit(1)
 
 

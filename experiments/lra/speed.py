@@ -25,18 +25,24 @@ from experiments.lra import TASKS
 
 
 def main(
-    tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(TASKS),
-    only: Annotated[list[str] | None, typer.Option(help="attentions, all by default")] = None,
-    real: Annotated[
-        Path | None, typer.Option(file_okay=False, help="folder of data: real batches of it")
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = ",".join(TASKS),
+    only: Annotated[
+        list[str] | None, typer.Option(help="An attention; repeatable. Default: all.")
     ] = None,
-    scale: Annotated[int, typer.Option(help="divides batches, for small machines", min=1)] = 1,
-    compiled: Annotated[bool, typer.Option(help="by torch.compile, but for our kernels")] = False,
-    name: Annotated[str, typer.Option(help="of the table, in the name of its file")] = "arena",
+    real: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of data, to measure real batches.")
+    ] = None,
+    scale: Annotated[
+        int, typer.Option(help="Divide batch sizes by this, for small machines.", min=1)
+    ] = 1,
+    compiled: Annotated[
+        bool, typer.Option(help="Use torch.compile, except for our kernels.")
+    ] = False,
+    name: Annotated[str, typer.Option(help="Name of the record.")] = "arena",
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measures training steps of every attention on every task."""
+    """Measure a training step of every attention on every task."""
     import torch
 
     from experiments.environment import environment

@@ -147,7 +147,10 @@ def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, mon
     ("arguments", "message"),
     [
         (["dens"], "'dens' is not one of 'speedup', 'dense'"),
-        (["sparse", "--quick", "--head-dim", "64"], "--quick, --head-dim: options of the suite"),
+        (
+            ["sparse", "--quick", "--head-dim", "64"],
+            "the suite sparse has no option --quick, --head-dim",
+        ),
         (["sparse", "--peers", "fa9"], "unknown baseline 'fa9'; known: none, sdpa"),
     ],
 )

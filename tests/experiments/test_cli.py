@@ -85,7 +85,7 @@ def app_of(program: str) -> typer.Typer:
 def test_no_program_writes_into_the_package(program, arguments, output):
     done = CliRunner().invoke(app_of(program), [*arguments, "--output", str(output)])
     assert done.exit_code == 2
-    assert "lies inside the package" in " ".join(done.output.replace("│", " ").split())
+    assert "is a folder of the package" in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -51,14 +51,14 @@ def test_reviews_are_unpacked_and_checked(tmp_path, reviews):
     done = run("imdb", archive, "--data-root", root)
     assert done.exit_code == 0, done.output
     assert len(Text(validate_on_test=True).splits(root)["train"]) == 4
-    assert "exists: move it away first" in told(run("imdb", archive, "--data-root", root))
+    assert "exists already; move it away first" in told(run("imdb", archive, "--data-root", root))
 
 
 def test_other_reviews_are_refused_and_nothing_is_left(tmp_path, reviews):
     (reviews / "test/pos/1_7.txt").write_text("This app is awesome")
     archive, root = packed(tmp_path / "a.tgz", reviews), tmp_path / "data"
     said = told(run("imdb", archive, "--data-root", root))
-    assert "holds other reviews than the published ones" in said
+    assert "must have the published reviews" in said
     (reviews / "test/pos/1_7.txt").unlink()
     said = told(run("imdb", packed(tmp_path / "b.tgz", reviews), "--data-root", root))
     assert "test/pos must hold 2 reviews, got 1" in said

@@ -81,7 +81,7 @@ def test_a_run_goes_on_elsewhere(runs, tmp_path):
     arguments = ("--seeds", 1, "--export", pieces, "--seconds", 100)
     cut = command(*arguments, "--output", tmp_path, "--", "never")
     assert cut.exit_code == 1, cut.output
-    assert "the time is up: the same command goes on" in cut.output
+    assert "the time is over; the same command resumes" in cut.output
     assert float(runs[0]["deadline.at"]) < time.time() + 100 - exported.EVALUATION_SECONDS + 1
     # What nothing reads stays behind; what the run goes on from does not.
     arguments += ("--import", pieces)
