@@ -50,19 +50,19 @@ def captured(model: nn.Module, handle: Handler) -> Iterator[None]:
     for name, module in model.named_modules():
         if not _is_attention(module):
             continue
-        before, after = _watch(name, running, silent)
+        enter, leave = _hooks(name, running, silent)
         handles += [
-            module.register_forward_pre_hook(before),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
         ]
-    own = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    sparse_modules = [m for m in model.modules() if isinstance(m, SparseAttention)]
     try:
-        for module in own:
-            module.__dict__["_attend"] = _of_module(module, running, silent, handle)
-        with _Calls(running, silent, handle):
+        for module in sparse_modules:
+            module.__dict__["_attend"] = _capture_module(module, running, silent, handle)
+        with _CaptureSdpa(running, silent, handle):
             yield
     finally:
-        for module in own:
+        for module in sparse_modules:
             del module.__dict__["_attend"]
         for hook in handles:
             hook.remove()
@@ -119,12 +119,12 @@ def loss_difference(
             call.query, call.key, call.value, within(pattern, call.base), scale=call.scale
         )
 
-    before = run(model, inputs, loss)
+    own_loss = run(model, inputs, loss)
     with captured(model, sparse):
-        after = run(model, inputs, loss)
-    if before is None or after is None:
+        sparse_loss = run(model, inputs, loss)
+    if own_loss is None or sparse_loss is None:
         raise ValueError("inputs must have labels, or loss be given: the model returns no loss")
-    return float(after) - float(before)
+    return float(sparse_loss) - float(own_loss)
 
 
 def within(pattern: Pattern, base: Pattern) -> Pattern:
@@ -132,7 +132,7 @@ def within(pattern: Pattern, base: Pattern) -> Pattern:
     return pattern & base.with_block_size(pattern.block_size)
 
 
-class _Calls(TorchFunctionMode):
+class _CaptureSdpa(TorchFunctionMode):
     """Takes calls of scaled_dot_product_attention."""
 
     def __init__(self, running: list[str], silent: set[str], handle: Handler):
@@ -143,7 +143,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not scaled_dot_product_attention:
             return func(*args, **kwargs)
-        return self.handle(_of_torch(self._caller(), *args, **kwargs))
+        return self.handle(_call_of_sdpa(self._caller(), *args, **kwargs))
 
     def _caller(self) -> str:
         name = self.running[-1] if self.running else "the model"
@@ -151,7 +151,7 @@ class _Calls(TorchFunctionMode):
         return name
 
 
-def _of_torch(
+def _call_of_sdpa(
     module: str,
     query: Tensor,
     key: Tensor,
@@ -167,14 +167,14 @@ def _of_torch(
             f"{module} attends by an attn_mask, where only all or causal pairs are understood: "
             "inputs must be of one length, without padding or a cache"
         )
-    return _checked(
+    return _check_call(
         AttentionCall(
             module, query, key, value, masks.causal() if is_causal else masks.full(), scale
         )
     )
 
 
-def _of_module(
+def _capture_module(
     module: SparseAttention, running: list[str], silent: set[str], handle: Handler
 ) -> Callable[..., Tensor]:
     def attend(query, key, value, mask, key_lengths, score_tensors) -> Tensor:
@@ -185,13 +185,13 @@ def _of_module(
             raise ValueError(f"{running[-1]} attends with key_lengths or a cache: neither may be")
         base = masks.full() if mask is None else mask
         scale = module.options.get("scale")
-        out = handle(_checked(AttentionCall(running[-1], query, key, value, base, scale)))
+        out = handle(_check_call(AttentionCall(running[-1], query, key, value, base, scale)))
         return module.out_proj(out.transpose(1, 2).flatten(2))
 
     return attend
 
 
-def _checked(call: AttentionCall) -> AttentionCall:
+def _check_call(call: AttentionCall) -> AttentionCall:
     if call.query.shape[2] != call.key.shape[2]:
         raise ValueError(
             f"{call.module} has {call.query.shape[2]} queries and {call.key.shape[2]} keys: "
@@ -203,20 +203,20 @@ def _checked(call: AttentionCall) -> AttentionCall:
 def _is_attention(module: nn.Module) -> bool:
     """Named after attention, without another such module inside."""
     inside = (m for m in module.modules() if m is not module)
-    return _named(module) and not any(map(_named, inside))
+    return _has_attention_name(module) and not any(map(_has_attention_name, inside))
 
 
-def _named(module: nn.Module) -> bool:
+def _has_attention_name(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     return "attention" in name or "attn" in name
 
 
-def _watch(name: str, running: list[str], silent: set[str]):
-    def before(*_) -> None:
+def _hooks(name: str, running: list[str], silent: set[str]):
+    def enter(*_) -> None:
         running.append(name)
         silent.add(name)
 
-    def after(*_) -> None:
+    def leave(*_) -> None:
         running.pop()
 
-    return before, after
+    return enter, leave

@@ -64,12 +64,12 @@ class Profile:
                     "worst_layer_head": list(worst),
                     "error": float(self.error[..., p].mean()),
                     "loss": None if self.loss is None else float(self.loss[..., p].sum()),
-                    "pareto": self._is_on_front(p),
+                    "pareto": self._is_on_pareto_front(p),
                 }
             )
         return sorted(rows, key=lambda row: -row["recall"])
 
-    def _is_on_front(self, p: int) -> bool:
+    def _is_on_pareto_front(self, p: int) -> bool:
         """Whether no pattern that takes less time keeps as much."""
         recall = self.recall.mean((0, 1))
         return not bool(((self.measured_ms < self.measured_ms[p]) & (recall >= recall[p])).any())
@@ -173,46 +173,48 @@ def profile(
         raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
     if not patterns:
         raise ValueError("patterns must be at least 1, got none")
-    study = _Study(patterns, progress)
+    profiler = _Profiler(patterns, progress)
     if isinstance(source, nn.Module):
-        study.expected = len(attention_modules(source))
-        study.keeps = loss is not None or (isinstance(inputs, Mapping) and "labels" in inputs)
-        with torch.set_grad_enabled(study.keeps):
-            with captured(source, study.look_at):
+        profiler.expected = len(attention_modules(source))
+        profiler.with_loss = loss is not None or (
+            isinstance(inputs, Mapping) and "labels" in inputs
+        )
+        with torch.set_grad_enabled(profiler.with_loss):
+            with captured(source, profiler.add_layer):
                 value = run(source, inputs, loss)
-            if not study.layers:
-                raise ValueError(_without_calls(source))
-            study.differentiate(value)
+            if not profiler.layers:
+                raise ValueError(_error_without_calls(source))
+            profiler.differentiate(value)
     else:
-        study.expected = len(source)
+        profiler.expected = len(source)
         own = masks.causal() if causal else masks.full()
         with torch.no_grad():
             for i, tensors in enumerate(source):
-                study.look_at(AttentionCall(f"layer {i}", *tensors, own, None))
-    return study.result()
+                profiler.add_layer(AttentionCall(f"layer {i}", *tensors, own, None))
+    return profiler.result()
 
 
-def _without_calls(model: nn.Module) -> str:
+def _error_without_calls(model: nn.Module) -> str:
     """What is wrong with a model that made no call of attention."""
-    named = ", ".join(attention_modules(model))
+    modules = ", ".join(attention_modules(model))
     return (
         f"{type(model).__name__} cannot be hooked: it calls neither torch's "
         "scaled_dot_product_attention nor sparseflash's attention; "
         + (
-            f"modules that are named after attention but did not run: {named}"
-            if named
+            f"modules that are named after attention but did not run: {modules}"
+            if modules
             else "no module of it is named after attention"
         )
     )
 
 
-class _Study:
+class _Profiler:
     """Looks at one layer after another."""
 
     def __init__(self, patterns: Sequence[Pattern | str], progress: Progress | None):
         self.texts = [p if isinstance(p, str) else p.name for p in patterns]
         self.patterns = [as_pattern(p) for p in patterns]
-        self.progress, self.expected, self.keeps = progress, 0, False
+        self.progress, self.expected, self.with_loss = progress, 0, False
         self.first: AttentionCall | None = None
         self.layers: list[str] = []
         self.rows: list[tuple[Tensor, Tensor]] = []  # recall and error of each layer
@@ -221,10 +223,10 @@ class _Study:
         self.density: list[float] = []
         self.loss: Tensor | None = None
 
-    def look_at(self, call: AttentionCall) -> Tensor:
+    def add_layer(self, call: AttentionCall) -> Tensor:
         """The output of the layer as it is."""
         own = _attend(call, call.base)
-        if not own[0].requires_grad and self.keeps:
+        if not own[0].requires_grad and self.with_loss:
             own[0].requires_grad_()
         if self.first is None:
             self.first = call
@@ -233,7 +235,7 @@ class _Study:
         self.layers.append(call.module)
         with torch.no_grad():
             self.rows.append(self._compare(call, *own))
-        if self.keeps:
+        if self.with_loss:
             self.outputs.append((call, own[0]))
         if self.progress is not None:
             self.progress(len(self.layers), max(self.expected, len(self.layers)))
@@ -250,7 +252,7 @@ class _Study:
                 change = [torch.zeros(out.shape[1], dtype=torch.float64)]
                 for pattern in self.patterns:
                     difference = _attend(call, within(pattern, call.base))[0] - out
-                    change.append(_over_heads(_wide(grad) * _wide(difference)).cpu())
+                    change.append(_head_sums(_upcast(grad) * _upcast(difference)).cpu())
                 losses.append(torch.stack(change, dim=1))
             self.loss = torch.stack(losses)
 
@@ -278,13 +280,13 @@ class _Study:
         heads = out.shape[1]
         recalls = [torch.ones(heads, dtype=torch.float64)]
         errors = [torch.zeros(heads, dtype=torch.float64)]
-        norm = _over_heads(_wide(out).square())
+        norm = _head_sums(_upcast(out).square())
         for pattern in self.patterns:
             sparse, sparse_lse = _attend(call, within(pattern, call.base))
             # Rounding of both LSEs may lead past 1.
             mass = (sparse_lse - lse).exp().nan_to_num(0.0).clamp(max=1)
             recalls.append(mass.double().mean((0, 2)).cpu())
-            difference = _over_heads((_wide(sparse) - _wide(out)).square())
+            difference = _head_sums((_upcast(sparse) - _upcast(out)).square())
             errors.append((difference / norm.clamp(min=1e-300)).sqrt().cpu())
         return torch.stack(recalls, dim=1), torch.stack(errors, dim=1)
 
@@ -295,17 +297,17 @@ class _Study:
             self.density.append(mask.density)
             runs[str(len(runs))] = partial(_attend, call, mask)
         with torch.no_grad():
-            found = median_ms(runs, call.query.device, SECONDS * len(runs))
-        self.times += found.values()
+            times = median_ms(runs, call.query.device, SECONDS * len(runs))
+        self.times += times.values()
 
     def _check(self, call: AttentionCall, first: AttentionCall) -> None:
-        facts, of_first = (
+        sizes, first_sizes = (
             (c.query.shape[1], c.query.shape[2], c.base.name) for c in (call, first)
         )
-        if facts != of_first:
+        if sizes != first_sizes:
             raise ValueError(
-                f"layers must share heads, tokens and mask, got {facts} in {call.module} beside "
-                f"{of_first} in {first.module}"
+                f"layers must share heads, tokens and mask, got {sizes} in {call.module} beside "
+                f"{first_sizes} in {first.module}"
             )
 
 
@@ -313,11 +315,11 @@ def _attend(call: AttentionCall, mask: Pattern | BlockMask) -> tuple[Tensor, Ten
     return attention(call.query, call.key, call.value, mask, scale=call.scale, return_lse=True)
 
 
-def _over_heads(values: Tensor) -> Tensor:
+def _head_sums(values: Tensor) -> Tensor:
     """(batch, heads, tokens, head_dim) summed to float64 (heads,)."""
     return values.sum((0, 2, 3), dtype=torch.float64)
 
 
-def _wide(values: Tensor) -> Tensor:
+def _upcast(values: Tensor) -> Tensor:
     """In float32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -79,16 +79,16 @@ def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestio
     """
     lost = _lost(profile, by)
     times = profile.measured_ms.numpy() / profile.measured_ms.max().item()
-    own = times[0]
+    base = times[0]
     if not 0 < budget <= 1:
         raise ValueError(f"budget must be above 0 and at most 1, got {budget}")
     layers, heads, _ = lost.shape
-    allowed = budget * own * layers * heads
+    max_time = budget * base * layers * heads
     chosen = np.full((layers, heads), int(times.argmin()))
-    spent = float(times.min()) * chosen.size
-    if spent > allowed * (1 + 1e-9):
+    time = float(times.min()) * chosen.size
+    if time > max_time * (1 + 1e-9):
         raise ValueError(
-            f"budget must be at least {times.min() / own:.4g}, which the cheapest pattern takes, "
+            f"budget must be at least {times.min() / base:.4g}, which the cheapest pattern takes, "
             f"got {budget}"
         )
     steps = [
@@ -99,16 +99,16 @@ def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestio
     ]
     for _, layer, head, before, after in sorted(steps, key=lambda step: -step[0]):
         cost = times[after] - times[before]
-        if chosen[layer, head] == before and spent + cost <= allowed * (1 + 1e-9):
+        if chosen[layer, head] == before and time + cost <= max_time * (1 + 1e-9):
             chosen[layer, head] = after
-            spent += cost
+            time += cost
     recall = np.take_along_axis(profile.recall.numpy(), chosen[..., None], 2)
     return Suggestion(
         layers=tuple(tuple(profile.patterns[p] for p in row) for row in chosen),
         seq_len=profile.seq_len,
         by=by,
         budget=budget,
-        time_share=float(spent / (own * chosen.size)),
+        time_share=float(time / (base * chosen.size)),
         recall=float(recall.mean()),
     )
 
