@@ -1,4 +1,4 @@
-"""The calls of attention that a model makes."""
+"""Captures the calls of attention that a model makes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +19,13 @@ from sparseflash.nn import SparseAttention
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call: the module that makes it, its tensors (batch, heads, tokens, head_dim), and the
-    pairs that it attends, full() or causal() or those of a module with a pattern.
+    """One call of attention.
+
+    Attributes:
+        module: Name of the module that makes the call.
+        query, key, value: (batch, heads, tokens, head_dim).
+        base: The pattern of the call: full(), causal() or that of a SparseAttention.
+        scale: Factor of the scores; None for 1 / sqrt(head_dim).
     """
 
     module: str
@@ -36,13 +41,17 @@ Handler = Callable[[AttentionCall], Tensor]
 
 @contextmanager
 def captured(model: nn.Module, handle: Handler) -> Iterator[None]:
-    """Gives the calls of attention within to `handle`, whose results the model goes on with.
+    """A context in which `handle` computes all attention of a model.
 
-    Calls are those of torch's scaled_dot_product_attention and of sparseflash.nn.SparseAttention.
+    It replaces torch's scaled_dot_product_attention and that of sparseflash.nn.SparseAttention.
+
+    Args:
+        model: The model; it is run inside the context.
+        handle: Called with each AttentionCall; returns out (batch, heads, tokens, head_dim).
 
     Raises:
-        ValueError: A module named after attention ran and made none of these calls, or one with a
-            mask, lengths or sizes that are not understood; the message names it.
+        ValueError: A module named after attention ran without such a call, or with a mask, lengths
+            or sizes that are not supported. The message names the module.
     """
     running: list[str] = []
     silent: set[str] = set()
@@ -75,12 +84,12 @@ def captured(model: nn.Module, handle: Handler) -> Iterator[None]:
 
 
 def attention_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that are taken for attention."""
+    """Names of the modules whose class is named after attention."""
     return [name for name, module in model.named_modules() if _is_attention(module)]
 
 
 def run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """Calls the model in evaluation mode; its loss, where there is one."""
+    """Runs the model in evaluation mode. Returns its loss, or None if it has none."""
     training = model.training
     try:
         model.eval()
@@ -98,15 +107,18 @@ def loss_difference(
     *,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> float:
-    """The loss of a model that attends by patterns, less that of the model as it is.
+    """The loss of a model with sparse patterns, minus the loss of the model as it is.
 
     Args:
         model, inputs, loss: As in profile.
-        layers: For each layer, in the order of their calls, a pattern for every head, as
+        layers: For each layer, in the order of the calls, a pattern for every head, as in
             Suggestion.layers.
 
+    Returns:
+        The difference of the losses.
+
     Raises:
-        ValueError: The model has no loss, other layers or heads, or cannot be hooked.
+        ValueError: The model has no loss, other layers or heads, or cannot be captured.
     """
     parsed = [masks.stack([as_pattern(p) for p in heads]) for heads in layers]
     calls = iter(parsed)
@@ -128,12 +140,12 @@ def loss_difference(
 
 
 def within(pattern: Pattern, base: Pattern) -> Pattern:
-    """The pairs of a pattern that a model attends at all."""
+    """The pattern, restricted to the pairs of the model's own pattern."""
     return pattern & base.with_block_size(pattern.block_size)
 
 
 class _CaptureSdpa(TorchFunctionMode):
-    """Takes calls of scaled_dot_product_attention."""
+    """Replaces scaled_dot_product_attention."""
 
     def __init__(self, running: list[str], silent: set[str], handle: Handler):
         super().__init__()
@@ -201,7 +213,7 @@ def _check_call(call: AttentionCall) -> AttentionCall:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Named after attention, without another such module inside."""
+    """Whether a module is named after attention and contains no other such module."""
     inside = (m for m in module.modules() if m is not module)
     return _has_attention_name(module) and not any(map(_has_attention_name, inside))
 

@@ -1,4 +1,4 @@
-"""What candidate patterns keep of the attention of each layer and head, and what they cost."""
+"""Recall, error and time of candidate patterns for every layer and head of a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,20 +21,21 @@ SECONDS = 0.2  # of measurement for each pattern
 
 @dataclass(frozen=True)
 class Profile:
-    """What patterns keep and cost. The first pattern is all pairs that the model attends.
+    """Recall, error and time of each pattern. Pattern 0 is the model's own mask.
 
     Attributes:
-        seq_len: Tokens.
-        layers: The module of each layer, in the order of their calls.
-        patterns: The patterns as they were given, after the model's own.
-        density: float64 (patterns,), of their masks within the model's own.
+        seq_len: Length of the sequence, in tokens.
+        layers: Name of the module of each layer, in the order of the calls.
+        patterns: The model's own pattern, then the candidates as they were given.
+        density: float64 (patterns,), density of each pattern within the model's own mask.
         recall: float64 (layers, heads, patterns), share of the attention mass of a query that is
-            within the pattern, on average.
+            in the pattern, averaged over queries.
         error: float64 (layers, heads, patterns), ||O_pattern - O|| / ||O||.
-        loss: float64 (layers, heads, patterns), the change of the loss to first order if this head
-            alone attends by the pattern, sum of dL/dO (O_pattern - O); None without a loss.
+        loss: float64 (layers, heads, patterns), first-order change of the loss if this head alone
+            attends by the pattern: the sum of dL/dO (O_pattern - O). None without a loss.
         measured_ms: float64 (patterns,), rested time of the forward pass of one layer.
-        predicted_ms: float64 (patterns,), the model's own time in proportion to the densities.
+        predicted_ms: float64 (patterns,), measured time of the model's own mask, times the ratio
+            of the densities.
     """
 
     seq_len: int
@@ -48,7 +49,7 @@ class Profile:
     predicted_ms: Tensor
 
     def ranked(self) -> list[dict[str, Any]]:
-        """A row for each pattern, that of the highest mean recall first."""
+        """One row for each pattern, highest mean recall first."""
         rows = []
         for p, pattern in enumerate(self.patterns):
             recall = self.recall[..., p]
@@ -70,20 +71,20 @@ class Profile:
         return sorted(rows, key=lambda row: -row["recall"])
 
     def _is_on_pareto_front(self, p: int) -> bool:
-        """Whether no pattern that takes less time keeps as much."""
+        """Whether no faster pattern has at least the same mean recall."""
         recall = self.recall.mean((0, 1))
         return not bool(((self.measured_ms < self.measured_ms[p]) & (recall >= recall[p])).any())
 
     def to_dict(self) -> dict[str, Any]:
-        """All values as JSON has them."""
+        """All fields as values that JSON can store."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def plot(self, path: str | Path) -> None:
         """Writes a picture (PNG, SVG or PDF): lost attention mass against time.
 
-        A mark is the mean over heads, and its bar extends from the best to the worst tenth of the
-        heads. The line is the result of `suggest`, with a pattern of its own for each head.
+        A mark is the mean over heads. Its bar extends from the 10 % to the 90 % quantile of the
+        heads. The line is the result of `suggest`, which selects a pattern for each head.
 
         Args:
             path: The file; its suffix selects the format.
@@ -141,33 +142,36 @@ def profile(
     loss: Callable[[Any], Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """What each pattern keeps of the attention of every layer and head, and what it costs.
+    """Measures recall, error and time of patterns for every layer and head of a model.
 
     recall(q) = sum of P[q, k] over k in the pattern = exp(LSE_pattern(q) - LSE(q))
 
-    A layer takes one forward pass of attention for its own pairs and one for each pattern. A model
-    runs once. Without a loss no tensors are held but those of the layer at work; with one, those
-    of all layers, and the passes of the patterns run again after the backward pass.
+    The model runs once. In each layer attention runs once with the model's own mask and once with
+    each pattern. Without a loss only the tensors of the current layer are held. With a loss those
+    of all layers are held, and attention with the patterns runs again after the backward pass.
 
     Args:
         source: A model that calls torch's scaled_dot_product_attention (transformers with "sdpa")
-            or has modules sparseflash.nn.SparseAttention; or (query, key, value) of each layer,
-            (batch, heads, tokens, head_dim) as sparseflash.attention takes them.
-        patterns: Candidates, or their texts. A model's own mask is added to each.
-        inputs: What the model is called with: a mapping of its arguments or its first one. Of one
-            length, without padding.
-        causal: Whether tensors attend causally; a model says so itself.
-        loss: Of the model's output; by default its attribute `loss`, which one of transformers
-            has if inputs have labels.
-        progress: Called with (layers done, layers) after each.
+            or has modules sparseflash.nn.SparseAttention. Or (query, key, value) of each layer,
+            each (batch, heads, tokens, head_dim), as in sparseflash.attention.
+        patterns: Candidates, as Patterns or texts. Each is intersected with the model's own mask.
+        inputs: Arguments of the model: a mapping of keyword arguments, or its first argument. All
+            sequences have one length, without padding.
+        causal: Whether given tensors attend causally. Ignored for a model.
+        loss: A function of the model's output. By default the attribute `loss` of the output,
+            which transformers sets if inputs have labels.
+        progress: Called with (layers done, layers) after each layer.
 
     Returns:
-        A Profile, on the CPU.
+        The profile, on the CPU.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: There is no pattern or no layer, layers differ in heads, tokens or mask, or the
-            model's attention cannot be hooked: the message names the module.
+        TypeError: An argument has the wrong type.
+        ValueError: There is no pattern or no layer; layers differ in heads, tokens or mask; or the
+            model's attention cannot be captured, and the message names the module.
+
+    Reference:
+        Jiang et al., "MInference 1.0", 2024 (attention mass).
     """
     if isinstance(patterns, str):
         raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
@@ -195,7 +199,7 @@ def profile(
 
 
 def _error_without_calls(model: nn.Module) -> str:
-    """What is wrong with a model that made no call of attention."""
+    """The message for a model that made no call of attention."""
     modules = ", ".join(attention_modules(model))
     return (
         f"{type(model).__name__} cannot be hooked: it calls neither torch's "
@@ -209,7 +213,7 @@ def _error_without_calls(model: nn.Module) -> str:
 
 
 class _Profiler:
-    """Looks at one layer after another."""
+    """Collects recall, error and loss of one layer after another."""
 
     def __init__(self, patterns: Sequence[Pattern | str], progress: Progress | None):
         self.texts = [p if isinstance(p, str) else p.name for p in patterns]
@@ -224,7 +228,7 @@ class _Profiler:
         self.loss: Tensor | None = None
 
     def add_layer(self, call: AttentionCall) -> Tensor:
-        """The output of the layer as it is."""
+        """Adds a layer. Returns its output with the model's own mask."""
         own = _attend(call, call.base)
         if not own[0].requires_grad and self.with_loss:
             own[0].requires_grad_()
@@ -242,7 +246,7 @@ class _Profiler:
         return own[0]
 
     def differentiate(self, value: Tensor | None) -> None:
-        """The change of the loss to first order, of every layer, head and pattern."""
+        """Computes the first-order change of the loss for every layer, head and pattern."""
         if value is None or not self.outputs:
             return
         grads = torch.autograd.grad(value, [out for _, out in self.outputs])
@@ -257,7 +261,7 @@ class _Profiler:
             self.loss = torch.stack(losses)
 
     def result(self) -> Profile:
-        """The profile of the layers that were looked at."""
+        """The profile of the layers that were added."""
         if self.first is None:
             raise ValueError("source must have at least 1 layer of attention, got none")
         recall, error = (torch.stack(values) for values in zip(*self.rows, strict=True))
@@ -276,14 +280,14 @@ class _Profiler:
         )
 
     def _compare(self, call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """(recall, error), each (heads, patterns); of the model's own pairs 1 and 0."""
+        """(recall, error), each (heads, patterns); 1 and 0 for the model's own mask."""
         heads = out.shape[1]
         recalls = [torch.ones(heads, dtype=torch.float64)]
         errors = [torch.zeros(heads, dtype=torch.float64)]
         norm = _head_sums(_upcast(out).square())
         for pattern in self.patterns:
             sparse, sparse_lse = _attend(call, within(pattern, call.base))
-            # Rounding of both LSEs may lead past 1.
+            # Rounding of the two LSEs may give more than 1.
             mass = (sparse_lse - lse).exp().nan_to_num(0.0).clamp(max=1)
             recalls.append(mass.double().mean((0, 2)).cpu())
             difference = _head_sums((_upcast(sparse) - _upcast(out)).square())
@@ -316,10 +320,10 @@ def _attend(call: AttentionCall, mask: Pattern | BlockMask) -> tuple[Tensor, Ten
 
 
 def _head_sums(values: Tensor) -> Tensor:
-    """(batch, heads, tokens, head_dim) summed to float64 (heads,)."""
+    """The sum of (batch, heads, tokens, head_dim) over all but heads: float64 (heads,)."""
     return values.sum((0, 2, 3), dtype=torch.float64)
 
 
 def _upcast(values: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The values in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

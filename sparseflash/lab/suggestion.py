@@ -1,4 +1,4 @@
-"""A pattern for every head, within a budget of time."""
+"""Selects a pattern for every head, within a budget of time."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,15 +16,16 @@ CRITERIA = ("recall", "error", "loss")
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Which pattern each head attends by.
+    """The pattern of each head.
 
     Attributes:
         layers: For each layer the pattern of each head, as text.
-        seq_len: Tokens of the profile.
-        by: What was minimised.
-        budget: Share of the time of the model's own attention that was allowed.
-        time_share: Share of it that the suggestion takes, by the measured times.
-        recall: Mean share of the attention mass within the pattern.
+        seq_len: Length of the profile, in tokens.
+        by: The criterion that was minimised.
+        budget: Allowed time as a share of the time of the model's own attention.
+        time_share: Measured time of the suggestion as a share of the time of the model's own
+            attention.
+        recall: Mean recall over all heads.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -54,25 +55,26 @@ class Suggestion:
 
 
 def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestion:
-    """Gives each head the pattern that keeps most, within a budget of time.
+    """Selects a pattern for each head, within a budget of time.
 
-    Minimises the sum over heads of 1 - recall, error or |loss| where the sum of their times is
-    at most the budget. Every head begins with its cheapest pattern; then the steps of the heads'
-    convex hulls of (time, what is lost) are taken in the order of gain per time, as long as they
-    fit. That is the optimum but for the last step, which would need a part of a head.
+    Minimises the sum over heads of 1 - recall, error or |loss|, while the sum of the times is at
+    most the budget. This is a multiple-choice knapsack problem, solved greedily: every head starts
+    with its fastest pattern. Then the steps along the convex hull of (time, cost) of each head are
+    taken in the order of gain per time, as long as they fit. The result is optimal except for the
+    last step, which would need a fraction of a head.
 
     Args:
-        profile: What profile returned.
-        budget: Share of the time of the model's own attention, above 0 and at most 1. Heads of a
-            layer are taken to share its time equally.
-        by: "recall", "error" or "loss".
+        profile: A result of `profile`.
+        budget: Allowed time as a share of the time of the model's own attention, in (0, 1]. The
+            heads of a layer are assumed to share its time equally.
+        by: The criterion: "recall", "error" or "loss".
 
     Returns:
-        A Suggestion whose layers and heads are those of the profile.
+        The patterns, for the layers and heads of the profile.
 
     Raises:
         ValueError: `by` is unknown, the profile has no loss, or the budget is outside (0, 1] or
-            less than the cheapest patterns take.
+            below the time of the fastest patterns.
 
     Reference:
         Sinha and Zoltners 1979, The multiple-choice knapsack problem.
@@ -114,7 +116,7 @@ def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestio
 
 
 def _lost(profile: Profile, by: str) -> np.ndarray:
-    """(layers, heads, patterns), what is to be small."""
+    """The criterion that is minimised: float64 (layers, heads, patterns)."""
     if by not in CRITERIA:
         raise ValueError(f"by must be one of {CRITERIA}, got {by!r}")
     values = {"recall": 1 - profile.recall, "error": profile.error, "loss": profile.loss}[by]
@@ -124,7 +126,7 @@ def _lost(profile: Profile, by: str) -> np.ndarray:
 
 
 def _steps(times: np.ndarray, lost: np.ndarray) -> list[tuple[float, int, int]]:
-    """(gain per time, pattern, next pattern) along the lower convex hull, from the cheapest on."""
+    """(gain per time, pattern, next pattern) along the lower convex hull, from the fastest on."""
     hull = [int(times.argmin())]
     for p in np.lexsort((lost, times)):
         if times[p] <= times[hull[-1]] or lost[p] >= lost[hull[-1]]:
