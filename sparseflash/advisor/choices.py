@@ -185,25 +185,25 @@ def search(
         raise ValueError(f"connected must be above 0 and at most 1, got {connected}")
     texts = families(workload.seq_len, block_size) if patterns is None else patterns
     compiled = [(text, workload.mask(text, block_size)) for text in texts]
-    timed = sorted(
+    ranked = sorted(
         ((_choice(text, mask, workload), mask) for text, mask in compiled),
         key=lambda pair: pair[0].predicted_ms,
     )
-    looked_at: list[Choice] = []
-    found: list[Choice] = []
-    for number, (choice, mask) in enumerate(timed, 1):
-        if len(found) == most or (budget_ms is not None and choice.predicted_ms > budget_ms):
+    evaluated: list[Choice] = []
+    sufficient: list[Choice] = []
+    for number, (choice, mask) in enumerate(ranked, 1):
+        if len(sufficient) == most or (budget_ms is not None and choice.predicted_ms > budget_ms):
             break
         field = receptive_field(mask, layers, samples=_samples(mask))
         share, interval = field.share[-1], field.interval[-1]
-        looked_at.append(replace(choice, connected=share, connected_interval=interval))
+        evaluated.append(replace(choice, connected=share, connected_interval=interval))
         if share >= connected - ROUNDING:
-            found.append(looked_at[-1])
+            sufficient.append(evaluated[-1])
         if progress is not None:
-            progress(number, len(timed))
+            progress(number, len(ranked))
     if progress is not None:
-        progress(len(timed), len(timed))
-    return looked_at if failing else found
+        progress(len(ranked), len(ranked))
+    return evaluated if failing else sufficient
 
 
 def families(seq_len: int, block_size: int) -> list[str]:
@@ -246,13 +246,13 @@ def measure(
     shape = (workload.batch, workload.heads, workload.seq_len, workload.head_dim)
     inputs = [torch.randn(shape, device=device, dtype=workload.dtype) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
-    done = []
+    measured = []
     for number, choice in enumerate(choices, 1):
         mask = workload.mask(choice.pattern, choice.block_size).to(device)
-        done.append(replace(choice, measured_ms=_median_ms(inputs, grad, mask, workload)))
+        measured.append(replace(choice, measured_ms=_median_ms(inputs, grad, mask, workload)))
         if progress is not None:
             progress(number, len(choices))
-    return sorted(done, key=lambda choice: choice.measured_ms or 0.0)
+    return sorted(measured, key=lambda choice: choice.measured_ms or 0.0)
 
 
 def ordered_share(times: Sequence[tuple[float, float]], differ: float = 0.1) -> float:
@@ -290,8 +290,8 @@ def plot(
 
     figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.subplots()
-    sees = all(choice.connected is not None for choice in choices)
-    values = [(c.connected if sees else c.useful) or 0.0 for c in choices]
+    shows_reach = all(choice.connected is not None for choice in choices)
+    values = [(c.connected if shows_reach else c.useful) or 0.0 for c in choices]
     times = [choice.predicted_ms for choice in choices]
     single = len({choice.pattern for choice in choices}) == 1
     axes.plot(times, values, "o", color="#0072b2", label="least time")
@@ -306,13 +306,13 @@ def plot(
     for choice, time, value in zip(choices, times, values, strict=True):
         name = f"blocks of {choice.block_size}" if single else choice.pattern
         names.setdefault((time, value), []).append(name)
-    listed = []
+    lines = []
     for number, point in enumerate(names if single else front, 1):
         text = f"{number}  {', '.join(names[point])}"
-        listed += wrap(text, 32, subsequent_indent="    ", max_lines=2)
+        lines += wrap(text, 32, subsequent_indent="    ", max_lines=2)
         axes.annotate(str(number), point, (-10, 2), textcoords="offset points", fontsize=7)
-    axes.text(1.02, 1, "\n".join(listed), transform=axes.transAxes, va="top", fontsize=7)
-    label = "share of pairs connected" if sees else "attended pairs over computed ones"
+    axes.text(1.02, 1, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=7)
+    label = "share of pairs connected" if shows_reach else "attended pairs over computed ones"
     axes.set(xlabel="time (ms)", ylabel=label)
     # From 0 on: nearly equal ones are not spread over the picture.
     axes.set_xlim(0, 1.1 * max(times + [ms for ms, _ in measured]))
