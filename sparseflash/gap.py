@@ -1,25 +1,27 @@
-"""Why a sparse mask is slower than its density promises: the gap, split into its causes.
+"""Splits the gap of a sparse mask into its causes.
 
-A mask of density s should take s times as long as the full mask. What it takes longer is split by
-masks that leave one cause after the other out, each with as many blocks as the mask itself:
+Ideally a mask of density s takes s times as long as the full mask. The gap is the time beyond this
+ideal. It is split by timing masks that remove one cause after another:
 
     device       the call as it is, on the device
-    whole        its blocks, all full
-    contiguous   as many full blocks in every row, side by side
-    equal        as many in all, side by side, in rows of equal length
+    whole        the same blocks, all full
+    contiguous   the same number of full blocks in every row, side by side
+    equal        the same number of full blocks in total, side by side, in rows of equal length
     twice        rows of twice that length
 
-A row takes the time of its prologue and epilogue, and the time of its blocks. `twice` has as many
-rows of twice as many blocks, so its difference to `equal` is the time of the blocks; the rest of
-`equal` is prologues and epilogues. The last wave of work tiles may leave a part of the device
-idle: that is the tail of the grid, of which only what exceeds the tail of the full mask, times the
-density, counts. Every part but one is the difference of two neighbours. Launch and host is what
-the host takes to enqueue a call beyond the time of the device, for both work at once. So all parts
-and the ideal time add up to the measured one.
+Most parts are the difference of two neighbours in this list. A row takes the time of its prologue
+and epilogue, and the time of its blocks. `twice` has the same rows with twice as many blocks, so
+its difference to `equal` is the time of the blocks. The rest of `equal` is prologues and
+epilogues.
 
-All times are rested ones (see sparseflash.timing), and differences are taken within a round: what
-slows the machine for a while slows both times. A part is the median over rounds, and its noise
-the confidence interval of that median.
+The last wave of work tiles may leave a part of the device idle: the tail of the grid. Only the
+part of it counts that exceeds the tail of the full mask times the density. "Launch and host" is
+the time by which the host takes longer to enqueue a call than the device to run it. All parts and
+the ideal time add up to the measured time.
+
+All times are rested (see sparseflash.timing). Differences are taken within a round, so a change of
+speed between rounds cancels. A part is the median over rounds, and its noise is half of the
+confidence interval of this median.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +34,11 @@ from torch import Tensor
 from masks import BlockMask
 from sparseflash.timing import Turn
 
-ROUNDS = 6  # at least
-SECONDS = 3.0  # of measurement of a pass, after which no further round begins
+ROUNDS = 6  # least number of rounds
+SECONDS = 3.0  # time of a pass after which no further round begins
 CONFIDENCE = 0.95
-# Of normal values: standard over median deviation, and the error of their median over that of
-# their mean.
+# For a normal distribution: standard deviation over median absolute deviation; standard error of
+# the median over that of the mean.
 NORMAL_DEVIATION, MEDIAN_ERROR = 1.4826, 1.2533
 
 CHANGES = {
@@ -54,14 +56,14 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Gap:
-    """Rested milliseconds of one pass.
+    """The gap of one pass and its parts, in rested milliseconds.
 
     Args:
-        measured: The time of a call, of calls one after another.
-        ideal: The density times the full mask, on the device.
-        parts: The gap between both, split by the names of CHANGES; some may be negative.
-        noise: Half the confidence interval of each part at 95 %, two to three standard errors: a
-            part that is no larger may be zero, and is printed so.
+        measured: Time of a call.
+        ideal: Density of the mask times the time of the full mask, on the device.
+        parts: The parts of the gap, by the names of CHANGES. A part may be negative.
+        noise: Half of the 95 % confidence interval of each part. A part that is not larger than
+            its noise may be zero, and is printed as 0.
     """
 
     measured: float
@@ -71,9 +73,7 @@ class Gap:
 
     @property
     def largest(self) -> str | None:
-        """The part that costs most, of those above their noise that a change can lower; None if
-        there is none.
-        """
+        """The largest part above its noise, except the remainder; None if there is none."""
         above = (part for part, cost in self.parts.items() if cost > self.noise[part])
         changed = (part for part in above if part != "remainder")
         return max(changed, key=lambda part: self.parts[part], default=None)
@@ -95,7 +95,7 @@ class Gap:
 
 
 def variants(mask: BlockMask) -> dict[str, BlockMask]:
-    """The masks that leave causes out, by their names above."""
+    """The masks that remove causes, by the names in the docstring of this module."""
     blocks = mask.to_blocks()
     counts, columns = blocks.sum(-1), blocks.shape[-1]
     rows = torch.arange(blocks.shape[-2] + 1, device=blocks.device)
@@ -112,8 +112,10 @@ def variants(mask: BlockMask) -> dict[str, BlockMask]:
 
 
 def _windows(counts: Tensor, columns: int) -> Tensor:
-    """bool (..., rows, columns): in every row so many blocks around the diagonal, wrapped around
-    the ends, so that columns are as even as rows."""
+    """bool (..., rows, columns): in each row `counts` blocks around the diagonal.
+
+    They wrap around the ends, so that columns are as balanced as rows.
+    """
     row = torch.arange(counts.shape[-1], device=counts.device)
     start = row * columns // counts.shape[-1] - counts // 2
     column = torch.arange(columns, device=counts.device)
@@ -128,15 +130,15 @@ def split(
     filled: float,
     filled_by_full: float,
 ) -> Gap:
-    """The gap of a pass.
+    """Splits the gap of a pass.
 
     Args:
-        turns: Of "device", "full" and each of `variants`, as many rounds.
+        turns: Times in each round of "device", "full" and each of `variants`.
         masks: The masks of `variants`.
         tile_density: Density of the mask in the blocks that the backend reads.
         density: Density of the mask in its own blocks.
-        filled: Share of the waves of work tiles that is filled.
-        filled_by_full: The same of the full mask.
+        filled: Work tiles over the capacity of the waves that they occupy, 0 to 1.
+        filled_by_full: The same for the full mask.
     """
     facts = masks, tile_density, density, filled, filled_by_full
     rounds = [
@@ -150,17 +152,17 @@ def split(
     measured = median(of_round["called"] for of_round in rounds)
     ideal = median(of_round["full"] for of_round in rounds) * density
     noise = {name: _noise(costs) for name, costs in found.items()}
-    apart = measured - ideal - sum(parts.values())  # as far as medians do not add up
+    apart = measured - ideal - sum(parts.values())  # because medians do not add up
     parts["remainder"] += apart
     noise["remainder"] += abs(apart)
     return Gap(measured, ideal, parts, noise)
 
 
 def _noise(rounds: Sequence[float]) -> float:
-    """Half the confidence interval of the median: standard errors by Student's distribution.
+    """Half of the confidence interval of the median, by Student's distribution.
 
-    The deviation is that of a normal distribution with the median deviation of the rounds, so that
-    a round in which the machine stood still for a while counts as one round.
+    The standard deviation is estimated from the median absolute deviation, so a single outlier has
+    little influence.
     """
     from scipy.special import stdtrit  # takes long to import
 

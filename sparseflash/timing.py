@@ -1,13 +1,13 @@
 """The time of a call: rested, and under continuous load.
 
-A GPU that works for some tens of milliseconds without a pause draws more power than it may, and
-lowers its clock, the more the busier it is. So the time of a call depends on what ran before it.
-All times but `sustained_ms` are rested: calls follow one another for a few milliseconds, a turn,
-and pauses as long as the longest turn lie between. In them the host gets so far ahead that the
-device never waits for it.
+A GPU that works for some tens of milliseconds without a pause exceeds its power limit and lowers
+its clock. So the time of a call depends on what ran before it. All times except `sustained_ms` are
+rested: calls follow one another for a few milliseconds, which is a turn, and between turns the
+device pauses for as long as the longest turn. During a pause the host enqueues so many calls that
+the device never waits for it.
 
-All take one turn each, in an order that the second half of a round reverses: what drifts in a
-round slows the first and the second turn of each by the same sum.
+In a round each function has two turns. The second half of a round has the reverse order of the
+first, so a drift within a round adds the same time to each function.
 """
 
 import gc
@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 
 WARM_UP_MS, COUNTED_MS = 1.0, 3.0  # of calls in a turn on a GPU
-MOST_PAUSE_MS = 50.0  # for rest; after that no power is left that binds
-HOST_AHEAD = 2.0  # a pause over the time of the host to enqueue a turn
-# The device queues some 1,000 launches, and a call has up to four.
+MOST_PAUSE_MS = 50.0  # after this pause the clock is no longer limited by power
+HOST_AHEAD = 2.0  # least pause, as a multiple of the host's time to enqueue a turn
+# The device queues about 1,000 launches, and a call has up to four.
 MOST_CALLS = 100
-CYCLES = 2e9  # a second, as fast as any clock
+CYCLES = 2e9  # clock cycles per second, at least those of any device
 SETTLE_MS, SUSTAINED_MS = 100.0, 100.0  # of calls under continuous load, not counted and counted
-CPU_MS, CPU_CALLS = 2.0, 20  # of calls in a turn, at most
-ESTIMATES = 3  # calls that set how many a turn has
+CPU_MS, CPU_CALLS = 2.0, 20  # most time and most calls of a turn on a CPU
+ESTIMATES = 3  # calls from which the number of calls of a turn is computed
 MOST_ROUNDS = 50
 
 Run = Callable[[], object]
@@ -36,11 +36,11 @@ Progress = Callable[[int, int], None]
 
 
 class Turn(NamedTuple):
-    """Milliseconds of a call, of calls one after another.
+    """Mean milliseconds of one call in a turn.
 
     Args:
-        device: On the device, the host ahead.
-        host: Of the host, to enqueue it; 0 on a CPU, where it is in the other.
+        device: Time on the device, with the host ahead.
+        host: Time of the host to enqueue the call; 0 on a CPU.
     """
 
     device: float
@@ -48,12 +48,12 @@ class Turn(NamedTuple):
 
     @property
     def called(self) -> float:
-        """The longer of both: device and host work at the same time."""
+        """The longer of both times, since device and host work at the same time."""
         return max(self)
 
 
 class _Calls(NamedTuple):
-    """What a turn does: calls that are not counted, and those that are."""
+    """The calls of a turn: first calls that are not counted, then calls that are."""
 
     run: Run
     warm_up: int
@@ -69,14 +69,17 @@ def rested_turns(
     least_rounds: int,
     progress: Progress | None = None,
 ) -> dict[str, list[Turn]]:
-    """The rested time of a call of each in every round, the mean of its two turns.
+    """Measures functions in rounds.
 
     Args:
-        runs: Functions that call.
-        device: Where they run.
-        seconds: After which no round begins.
-        least_rounds: Rounds that are measured whatever they take.
-        progress: Called with (rounds, least_rounds) after each of these.
+        runs: Functions without arguments, by name.
+        device: Device on which they run.
+        seconds: Time after which no further round begins.
+        least_rounds: Least number of rounds, whatever time they take.
+        progress: Called with (rounds, least_rounds) after each of the least rounds.
+
+    Returns:
+        For each function its time in each round, the mean of its two turns.
     """
     with no_garbage_collection():
         planned = {name: _planned(run, device) for name, run in runs.items()}
@@ -105,15 +108,15 @@ def rested_turns(
 def median_ms(
     runs: Mapping[str, Run], device: torch.device, seconds: float, least_rounds: int = 2
 ) -> dict[str, float]:
-    """Median rested milliseconds of a call of each, as `rested_turns` measures it."""
+    """The median rested time of each function, in milliseconds; arguments as in rested_turns."""
     found = rested_turns(runs, device, seconds, least_rounds)
     return {name: median(turn.called for turn in rounds) for name, rounds in found.items()}
 
 
 def sustained_ms(run: Run, device: torch.device) -> float | None:
-    """Milliseconds of a call under continuous load; None on a CPU.
+    """The time of a call under continuous load, in milliseconds; None on a CPU.
 
-    Calls follow one another without a pause, the first of them until the clock has settled.
+    Calls follow one another without a pause. Those before the clock has settled are not counted.
     """
     if device.type != "cuda":
         return None
@@ -133,7 +136,7 @@ def sustained_ms(run: Run, device: torch.device) -> float | None:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collects no garbage, which takes the host milliseconds, inside the block."""
+    """A context without Python's garbage collection, which takes the host milliseconds."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -144,7 +147,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def _planned(run: Run, device: torch.device) -> _Calls:
-    """As many calls as fit into a turn."""
+    """The number of calls that fit into a turn."""
     each_ms, host_ms = _estimate(run, device)
     if device.type != "cuda":
         return _Calls(run, 0, max(1, min(CPU_CALLS, int(CPU_MS / each_ms))), 0.0, 0.0)
@@ -154,7 +157,7 @@ def _planned(run: Run, device: torch.device) -> _Calls:
 
 
 def _estimate(run: Run, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of a call, and of the host to enqueue it."""
+    """(milliseconds of a call, milliseconds of the host to enqueue it)."""
     run()
     _wait(device)
     begin = time.perf_counter()
@@ -183,7 +186,7 @@ def _turn(calls: _Calls, device: torch.device, pause_ms: float) -> Turn:
 
 
 def _seconds(calls: _Calls) -> float:
-    """Of the host for the counted calls."""
+    """Time of the host for the counted calls, in seconds."""
     begin = time.perf_counter()
     for _ in range(calls.count):
         calls.run()

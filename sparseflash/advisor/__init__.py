@@ -1,12 +1,13 @@
-"""Which block size, and which pattern: ranked by predicted time, verified by measurement.
+"""Selects block sizes and patterns by predicted time; measurements can verify the selection.
 
-`block_sizes` sets a pattern in blocks of 16 to 512 tokens beside one another. `search` ranks
-families of patterns that see far enough over the layers of a model within a budget of time. Times
-are the least ones of sparseflash.io_model: below the measured ones, and in their order for more
-than 9 of 10 pairs that differ by 10 % in the records. `measure` adds measured ones.
+`block_sizes` compares a pattern in blocks of 16 to 512 tokens. `search` finds the fastest patterns
+whose receptive field, over the layers of a model, is large enough. `measure` adds measured times.
 
-Backends read small blocks as parts of larger ones where that takes less time, so several block
-sizes may have the same time.
+Predicted times are the least times of sparseflash.io_model. They are below the measured times. In
+the records more than 9 of 10 pairs that differ by 10 % are in the order of their predicted times.
+
+A backend reads small blocks as parts of larger ones if that is faster. So several block sizes may
+take the same time.
 """
 
 from sparseflash.advisor.choices import (

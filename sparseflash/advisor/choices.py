@@ -1,4 +1,4 @@
-"""Patterns and block sizes with what they cost and see."""
+"""Ranks patterns and block sizes by predicted time and receptive field."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,30 +18,30 @@ from sparseflash import io_model
 from sparseflash._attention import attention
 from sparseflash.timing import Progress, median_ms
 
-EXACT_CLASSES = 1 << 12  # more classes of tokens are sampled
+EXACT_CLASSES = 1 << 12  # with more classes of tokens, keys are sampled
 SAMPLES = 512
 SECONDS = 0.2  # of measurement for each choice
 ROUNDING = 1e-12  # of shares
-# Least, middle and most that measurements of an H200 are over the least time of its data
-# sheet: rested calls of 16,384 tokens and 128 dims, one pass each.
+# Minimum, median and maximum of measured time over predicted time (io_model) on an H200: rested
+# calls of one pass, 16,384 tokens, 128 dims.
 OVER_LEAST = (1.2, 1.5, 2.3)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What attends.
+    """The calls of attention whose time is predicted.
 
     Args:
-        seq_len: Tokens, at least 1.
-        head_dim: Dims of a head.
-        batch, heads: Batch elements, and heads of the queries.
-        causal: Whether every pattern is cut to the past.
+        seq_len: Length of the sequence, in tokens, at least 1.
+        head_dim: Head dim.
+        batch, heads: Number of batch elements; number of query heads.
+        causal: Whether every pattern is intersected with causal().
         backward: Whether times include the backward pass.
-        device: Name of one of io_model.DEVICES, or a Device.
-        dtype: Dtype of the tensors.
+        device: A name in io_model.DEVICES, or a Device.
+        dtype: Dtype of query, key and value.
 
     Raises:
-        TypeError, ValueError: A size is no number of 1 or more, or the device is unknown.
+        TypeError, ValueError: A size is not an integer of at least 1, or the device is unknown.
     """
 
     seq_len: int
@@ -78,7 +78,7 @@ class Workload:
         return mask & as_pattern("causal()")(self.seq_len, block_size) if self.causal else mask
 
     def predicted_ms(self, mask: BlockMask) -> float:
-        """The least time that the device allows, in milliseconds.
+        """The least time that the device allows (its roofline), in milliseconds.
 
         Args:
             mask: A mask of the workload.
@@ -99,14 +99,15 @@ class Choice:
     """A pattern in blocks of one size.
 
     Attributes:
-        pattern: As it was given.
-        block_size: Tokens.
-        density: s.
-        useful: Attended pairs over computed ones; 1 / useful is the overhead of blocks.
-        predicted_ms: The least time that the device allows.
-        measured_ms: None until `measure` has run.
-        connected: Share of pairs that are connected after the layers that were asked for.
-        connected_interval: Its 95 % confidence interval, (low, high); equal where it is exact.
+        pattern: The pattern as it was given.
+        block_size: Side of a block, in tokens.
+        density: Non-zero blocks over all blocks.
+        useful: Attended pairs over computed pairs; 1 / useful is the overhead of blocks.
+        predicted_ms: Least time that the device allows, in milliseconds.
+        measured_ms: Measured time, in milliseconds; None before `measure`.
+        connected: Share of pairs that are connected after the given number of layers; None if not
+            computed.
+        connected_interval: Its 95 % confidence interval (low, high); both equal if it is exact.
     """
 
     pattern: str
@@ -124,8 +125,8 @@ def block_sizes(
 ) -> list[Choice]:
     """Compares a pattern in blocks of several sizes.
 
-    With small blocks fewer pairs are computed that do not attend. With large blocks less memory is
-    read, and the tensor cores are used better.
+    Small blocks compute fewer pairs that do not attend. Large blocks read less memory and use the
+    tensor cores better.
 
     Args:
         pattern: A Pattern, or its text.
@@ -133,7 +134,7 @@ def block_sizes(
         sides: Sides of blocks in tokens, some of 16, 32, 64, 128, 256 and 512.
 
     Returns:
-        A choice for each side, the least predicted time first; equal times in the order of sides.
+        A choice for each side, least predicted time first; equal times in the order of `sides`.
 
     Raises:
         TypeError, ValueError: As Pattern and io_model.attention do.
@@ -154,30 +155,31 @@ def search(
     failing: bool = False,
     progress: Progress | None = None,
 ) -> list[Choice]:
-    """The patterns of least predicted time that see far enough over the layers of a model.
+    """The fastest patterns, by predicted time, whose receptive field is large enough.
 
-    Candidates are looked at in the order of predicted time, and their receptive fields computed
-    until `most` are found.
+    Receptive fields are computed in the order of predicted time, until `most` patterns are found.
 
     Args:
-        workload: What attends.
-        layers: Layers of the model that attend by the pattern.
-        connected: Share of pairs (of causal pairs) that must be connected after them.
-        budget_ms: Most predicted time of one layer; none by default.
-        patterns: Candidates as texts; by default families() at this length.
-        block_size: Tokens.
-        most: Choices to find.
-        failing: Whether to return those too that were looked at and see less, as `plot` shows
-            them.
-        progress: Called with (candidates looked at, candidates).
+        workload: Lengths, heads, dtype and device of the calls.
+        layers: Number of layers of the model that attend by the pattern.
+        connected: Least share of pairs that are connected after these layers, in (0, 1]. If the
+            workload is causal, the share of causal pairs.
+        budget_ms: Most predicted time of one layer, in milliseconds; None for no bound.
+        patterns: Candidates as texts. By default several families of patterns, with parameters
+            that grow by powers of two.
+        block_size: Side of a block, in tokens.
+        most: Most patterns to find.
+        failing: Whether to return also the patterns whose receptive field was computed and is too
+            small, for `plot`.
+        progress: Called with (candidates done, all candidates).
 
     Returns:
-        Choices, the least predicted time first, equal ones in the order of candidates; empty where
-        no candidate will do.
+        The choices, least predicted time first; equal times in the order of candidates. Empty if
+        no candidate satisfies the conditions.
 
     Raises:
-        TypeError: `patterns` is no list.
-        ValueError: `connected` is outside (0, 1], or a pattern cannot be read.
+        TypeError: `patterns` is not a list.
+        ValueError: `connected` is outside (0, 1], or a pattern cannot be parsed.
     """
     if isinstance(patterns, str):
         raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
@@ -207,7 +209,7 @@ def search(
 
 
 def families(seq_len: int, block_size: int) -> list[str]:
-    """Candidates of `search`: families of patterns with parameters that grow twofold."""
+    """The default candidates of `search`: families with parameters that grow by powers of two."""
     blocks = -(-seq_len // block_size)
     steps = [1 << i for i in range(max(blocks - 1, 1).bit_length())]
     windows = [block_size * step for step in steps[:-1]]
@@ -232,16 +234,16 @@ def measure(
     """Measures choices on this machine, in rested time (see sparseflash.timing).
 
     Args:
-        choices: What block_sizes or search returned.
+        choices: Results of block_sizes or search.
         workload: Lengths, heads and dtype of the calls.
         device: Device on which the calls run.
         progress: Called with (measured choices, all choices).
 
     Returns:
-        The choices with measured_ms, the least first.
+        The choices with measured_ms, least time first.
 
     Raises:
-        RuntimeError: There is no such device.
+        RuntimeError: The device does not exist.
     """
     shape = (workload.batch, workload.heads, workload.seq_len, workload.head_dim)
     inputs = [torch.randn(shape, device=device, dtype=workload.dtype) for _ in range(3)]
@@ -256,14 +258,14 @@ def measure(
 
 
 def ordered_share(times: Sequence[tuple[float, float]], differ: float = 0.1) -> float:
-    """Share of pairs whose predicted times are in the order of the measured ones.
+    """The share of pairs of times in which prediction and measurement have the same order.
 
     Args:
-        times: (predicted, measured) of each.
-        differ: Only pairs whose measured times differ by more than this share count.
+        times: (predicted, measured) times.
+        differ: Pairs count if their measured times differ by more than this share.
 
     Returns:
-        1 where no two differ by so much.
+        The share, from 0 to 1; 1 if no pair counts.
     """
     pairs = [
         (a[0] < b[0]) == (a[1] < b[1])
@@ -276,15 +278,16 @@ def ordered_share(times: Sequence[tuple[float, float]], differ: float = 0.1) -> 
 def plot(
     choices: Sequence[Choice], path: str | Path, *, title: str = "", connected: float | None = None
 ) -> None:
-    """Writes a picture (PNG, SVG or PDF): what choices see, or use, against predicted time.
+    """Writes a picture (PNG, SVG or PDF): connected pairs, or useful pairs, against time.
 
-    Those on the Pareto front have numbers, of a single pattern all, and are named at the side.
+    Choices on the Pareto front are numbered and named at the side. If all choices have the same
+    pattern, each is numbered, by block size.
 
     Args:
-        choices: At least 1.
-        path: File to write.
-        title: Above it, such as str(workload).
-        connected: Share of pairs that must be connected, which a line shows.
+        choices: Results of search or block_sizes, at least 1.
+        path: The file; its suffix selects the format.
+        title: Title, such as str(workload).
+        connected: Share of pairs at which a line is drawn.
     """
     from matplotlib.figure import Figure  # it takes long to import
 
@@ -314,7 +317,7 @@ def plot(
     axes.text(1.02, 1, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=7)
     label = "share of pairs connected" if shows_reach else "attended pairs over computed ones"
     axes.set(xlabel="time (ms)", ylabel=label)
-    # From 0 on: nearly equal ones are not spread over the picture.
+    # Axes start at 0, so that small differences look small.
     axes.set_xlim(0, 1.1 * max(times + [ms for ms, _ in measured]))
     axes.set_ylim(0, 1.1 * max(values) or 1.0)
     axes.set_title("\n".join(filter(None, [choices[0].pattern if single else "", title])), size=8)
@@ -323,7 +326,7 @@ def plot(
 
 
 def _pareto_front(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """The (time, value) that no other of as little time surpasses, in the order of time."""
+    """The points (time, value) for which no faster one has at least the value, by time."""
     front: list[tuple[float, float]] = []
     for time, value in sorted(zip(times, values, strict=True), key=lambda p: (p[0], -p[1])):
         if not front or value > front[-1][1]:
@@ -344,7 +347,7 @@ def _choice(pattern: Pattern | str, mask: BlockMask, workload: Workload) -> Choi
 
 
 def _samples(mask: BlockMask) -> int | None:
-    """Keys to follow: all where only few classes of tokens can be."""
+    """The number of keys to sample; None for all keys, if there are few classes of tokens."""
     tokens = mask.seq_len[0]
     return SAMPLES if mask.partial_blocks and tokens > EXACT_CLASSES else None
 

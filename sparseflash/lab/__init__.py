@@ -1,10 +1,11 @@
-"""Does a pattern still attend to what matters, in a model of yours?
+"""Selects patterns for a trained model by the attention mass that they cover.
 
-`profile` measures candidate patterns on each layer and head of a model, or on queries, keys and
-values of your own; `suggest` gives every head its pattern within a budget of time. A suggestion is
+`profile` measures candidate patterns on each layer and head of a model, or on given queries, keys
+and values. `suggest` selects a pattern for every head, within a budget of time. A suggestion is
 {"layers": [{"heads": ["local(256)", ...]}, ...], ...}, which sparsify of
-sparseflash.integrations.huggingface reads. Nothing takes N x N memory: the attention mass that a
-pattern keeps is a difference of LSEs.
+sparseflash.integrations.huggingface reads.
+
+No N x N memory is needed: the attention mass in a pattern follows from the difference of two LSEs.
 """
 
 from sparseflash.lab.capture import loss_difference
