@@ -77,12 +77,12 @@ def sparsify(
         ValueError: No processor is chosen, or one has weights of its own.
     """
     pattern = as_pattern(pattern)
-    found = dict(model.attn_processors)
-    chosen = {name: own for name, own in found.items() if processors(name)}
+    all_processors = dict(model.attn_processors)
+    chosen = {name: processor for name, processor in all_processors.items() if processors(name)}
     if not chosen:
-        raise ValueError(f"processors must choose some of {list(found)}")
-    for name, own in chosen.items():
-        bare = own.processor if isinstance(own, SparseProcessor) else own
-        found[name] = SparseProcessor(bare, pattern, backend=backend)
-    model.set_attn_processor(found)
+        raise ValueError(f"processors must choose some of {list(all_processors)}")
+    for name, processor in chosen.items():
+        wrapped = processor.processor if isinstance(processor, SparseProcessor) else processor
+        all_processors[name] = SparseProcessor(wrapped, pattern, backend=backend)
+    model.set_attn_processor(all_processors)
     return model

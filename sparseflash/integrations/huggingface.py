@@ -68,7 +68,7 @@ def register(
         raise ValueError(f'name must not contain "flash", got {name!r}')
     patterns = None
     if pattern is not None:
-        patterns = tuple(as_pattern(own) for own in _listed(pattern))
+        patterns = tuple(as_pattern(own) for own in _as_list(pattern))
         patterns = patterns if len(set(patterns)) > 1 else patterns[:1]
     AttentionMaskInterface.register(name, partial(_masks_of_batch, patterns))
     AttentionInterface.register(name, partial(_attend, patterns, backend))
@@ -304,7 +304,7 @@ def _recorded(config: Any) -> tuple[Pattern, ...]:
     if record is None:
         raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
     try:
-        return tuple(masks.from_json(text) for text in _listed(record))
+        return tuple(masks.from_json(text) for text in _as_list(record))
     except (TypeError, ValueError) as error:
         raise ValueError(
             "config.sparse_pattern must be what masks.to_json makes, or a list of that, got "
@@ -312,7 +312,7 @@ def _recorded(config: Any) -> tuple[Pattern, ...]:
         ) from error
 
 
-def _listed(one_or_more: Any) -> Sequence:
+def _as_list(one_or_more: Any) -> Sequence:
     return one_or_more if isinstance(one_or_more, list | tuple) else [one_or_more]
 
 

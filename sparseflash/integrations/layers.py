@@ -26,27 +26,27 @@ def layer_patterns(
         TypeError, ValueError: As sparsify does.
     """
     if isinstance(pattern, Path) or (isinstance(pattern, str) and pattern.endswith(".json")):
-        pattern = _read(Path(pattern))
+        pattern = _read_profile(Path(pattern))
     if isinstance(pattern, Mapping):
-        pattern = _listed(pattern)
+        pattern = _patterns_of_profile(pattern)
     allowed = sorted({num_heads, kv_heads})
     if pattern is None or isinstance(pattern, Pattern | str):
-        of_layers = [_of_heads(pattern, allowed)] * num_layers
+        of_layers = [_layer_pattern(pattern, allowed)] * num_layers
     elif isinstance(pattern, Sequence) and len(pattern) == num_layers:
-        of_layers = [_of_heads(own, allowed) for own in pattern]
+        of_layers = [_layer_pattern(own, allowed) for own in pattern]
     else:
         got = len(pattern) if isinstance(pattern, Sequence) else type(pattern).__name__
         raise ValueError(
             f"pattern must be one for all layers or a list of {num_layers}, one each, got {got}"
         )
     if heads is not None:
-        chosen = _chosen("heads", heads, num_heads)
-        of_layers = [_in_heads(own, chosen, num_heads) for own in of_layers]
-    chosen = _chosen("layers", layers, num_layers)
+        chosen = _check_indices("heads", heads, num_heads)
+        of_layers = [_restricted_to_heads(own, chosen, num_heads) for own in of_layers]
+    chosen = _check_indices("layers", layers, num_layers)
     return tuple(own if i in chosen else masks.full() for i, own in enumerate(of_layers))
 
 
-def _read(path: Path) -> Layers:
+def _read_profile(path: Path) -> Layers:
     try:
         read = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -59,7 +59,7 @@ def _read(path: Path) -> Layers:
     return read
 
 
-def _listed(profile: Mapping) -> list:
+def _patterns_of_profile(profile: Mapping) -> list:
     """The patterns of {"layers": [{"heads": [...]}, ...]}, as sparseflash.lab writes them."""
     try:
         return [list(layer["heads"]) for layer in profile["layers"]]
@@ -69,7 +69,7 @@ def _listed(profile: Mapping) -> list:
         ) from error
 
 
-def _of_heads(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Pattern:
+def _layer_pattern(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Pattern:
     """The pattern of a layer, or one of as many for its heads; None is that of all pairs."""
     if pattern is None or isinstance(pattern, Pattern | str):
         return masks.full() if pattern is None else as_pattern(pattern)
@@ -79,20 +79,22 @@ def _of_heads(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Pattern:
         raise ValueError(
             f"pattern of a layer must be one for all heads or a list of {names}, got {got}"
         )
-    sizes = {own.block_size for own in (_of_heads(p, []) for p in pattern if p is not None)}
+    sizes = {own.block_size for own in (_layer_pattern(p, []) for p in pattern if p is not None)}
     everything = masks.full() if len(sizes) != 1 else masks.full().with_block_size(*sizes)
-    of_heads = [everything if own is None else _of_heads(own, []) for own in pattern]
+    of_heads = [everything if own is None else _layer_pattern(own, []) for own in pattern]
     return of_heads[0] if len(set(of_heads)) == 1 else masks.stack(of_heads)
 
 
-def _in_heads(pattern: Pattern, chosen: set[int], num_heads: int) -> Pattern:
+def _restricted_to_heads(pattern: Pattern, chosen: set[int], num_heads: int) -> Pattern:
     """The pattern in the chosen heads, all pairs in the others."""
     if pattern.recipe is not None and pattern.recipe.maker == "stack":
         raise ValueError("heads must be None where the pattern is one for each head")
-    return _of_heads([pattern if h in chosen else None for h in range(num_heads)], [num_heads])
+    return _layer_pattern(
+        [pattern if h in chosen else None for h in range(num_heads)], [num_heads]
+    )
 
 
-def _chosen(name: str, numbers: Sequence[int] | None, count: int) -> set[int]:
+def _check_indices(name: str, numbers: Sequence[int] | None, count: int) -> set[int]:
     """The numbers, counted from the end where they are below 0; all of them for None."""
     if numbers is None:
         return set(range(count))

@@ -61,8 +61,8 @@ class replace_sdpa(TorchFunctionMode):
         own = self.mask.seq_len if isinstance(self.mask, BlockMask) else query.shape[-2:-1] * 2
         if lengths != own or query.dim() != 4:
             options = {"scale": scale, "enable_gqa": enable_gqa}
-            rest = (attn_mask, dropout_p, is_causal)
-            return scaled_dot_product_attention(query, key, value, *rest, **options)
+            torch_arguments = (attn_mask, dropout_p, is_causal)
+            return scaled_dot_product_attention(query, key, value, *torch_arguments, **options)
         if attn_mask is not None:
             raise ValueError(
                 f"attn_mask must be None where attention is replaced, got {tuple(attn_mask.shape)}"

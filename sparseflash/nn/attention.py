@@ -91,7 +91,7 @@ class SparseAttention(nn.Module):
             )
         if not isinstance(dropout, Real) or not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
-        self.pattern = _pattern(pattern, num_heads, kv_heads)
+        self.pattern = _parsed_pattern(pattern, num_heads, kv_heads)
         if "dropout_p" in options:
             raise TypeError("dropout_p must be given as dropout, which counts in training alone")
         AttentionOptions(**options)
@@ -189,15 +189,15 @@ class SparseAttention(nn.Module):
             query, key = self.rotary(query, offset), self.rotary(key, offset)
         if cache is None:
             return self._attend(query, key, value, self.pattern, key_lengths, score_tensors)
-        begin = cache.length
-        if begin:
+        start = cache.length
+        if start:
             self._check_score_of_steps()
         try:
             key, value = cache.append(key, value)
-            rest = (cache, key_lengths, score_tensors)
-            return self._attend_cache(query, key, value, begin, *rest)
+            cache_arguments = (cache, key_lengths, score_tensors)
+            return self._attend_cache(query, key, value, start, *cache_arguments)
         except Exception:
-            cache.length = begin
+            cache.length = start
             raise
 
     def _attend_cache(
@@ -216,7 +216,7 @@ class SparseAttention(nn.Module):
             lengths_in_range(key_lengths, cache.max_len, key_lengths.device)
             key_lengths = key_lengths.clamp(0, cache.length)
         if query.shape[2] <= FEW_QUERIES:
-            key, value = cache.first(_shared_keys(cache))
+            key, value = cache.first(_readable_keys(cache))
             if key_lengths is None:
                 shape = query.shape[:1]
                 key_lengths = torch.full(shape, cache.length, dtype=torch.int32, device="cpu")
@@ -237,8 +237,8 @@ class SparseAttention(nn.Module):
     ) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         options = self.options | {"dropout_p": dropout_p}
-        facts = {"key_lengths": key_lengths, "score_tensors": score_tensors}
-        out = attention(query, key, value, mask, **facts, **options)
+        tensors = {"key_lengths": key_lengths, "score_tensors": score_tensors}
+        out = attention(query, key, value, mask, **tensors, **options)
         return self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
 
     def _check(self, name: str, tokens: Tensor) -> None:
@@ -272,21 +272,21 @@ class SparseAttention(nn.Module):
         """(query, key, value), (batch, heads, seq, head_dim or value_dim)"""
         sizes = self._projections
         if memory is None:
-            found = linear(x, self.in_proj_weight, self.in_proj_bias).split(sizes, 2)
+            qkv = linear(x, self.in_proj_weight, self.in_proj_bias).split(sizes, 2)
         else:
-            both = [sizes[0], sizes[1] + sizes[2]]
-            weights = self.in_proj_weight.split(both)
-            biases = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split(both)
-            of_memory = linear(memory, weights[1], biases[1])
-            found = (linear(x, weights[0], biases[0]), *of_memory.split(sizes[1:], 2))
+            q_kv = [sizes[0], sizes[1] + sizes[2]]
+            weights = self.in_proj_weight.split(q_kv)
+            biases = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split(q_kv)
+            kv = linear(memory, weights[1], biases[1])
+            qkv = (linear(x, weights[0], biases[0]), *kv.split(sizes[1:], 2))
         dims = (self.head_dim, self.head_dim, self.value_dim)
         query, key, value = (
-            rearrange(x, "b n (h d) -> b h n d", d=dim) for x, dim in zip(found, dims, strict=True)
+            rearrange(x, "b n (h d) -> b h n d", d=dim) for x, dim in zip(qkv, dims, strict=True)
         )
         return query, key, value
 
 
-def _pattern(
+def _parsed_pattern(
     pattern: Pattern | str | Sequence[Pattern | str] | None, num_heads: int, kv_heads: int
 ) -> Pattern | None:
     if pattern is None:
@@ -300,6 +300,6 @@ def _pattern(
     return masks.stack([parsed[p] if isinstance(p, str) else as_pattern(p) for p in pattern])
 
 
-def _shared_keys(cache: KeyValueCache) -> int:
+def _readable_keys(cache: KeyValueCache) -> int:
     """How many keys a step of few tokens reads, those to come masked by their lengths."""
     return min(cache.max_len, shared_length(cache.length))

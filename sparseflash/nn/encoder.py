@@ -96,8 +96,8 @@ class SparseEncoderLayer(nn.Module):
     def _attend(
         self, x: Tensor, lengths: Tensor | None, score_tensors: Sequence[Tensor]
     ) -> Tensor:
-        found = self.self_attn(x, key_lengths=lengths, score_tensors=score_tensors)
-        return self.dropout1(found)
+        out = self.self_attn(x, key_lengths=lengths, score_tensors=score_tensors)
+        return self.dropout1(out)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
@@ -133,10 +133,10 @@ def lengths_of(padding: Tensor) -> Tensor:
     tokens = ~padding if padding.dtype == torch.bool else padding == 0
     lengths = tokens.sum(1)
     position = torch.arange(padding.shape[1], device=padding.device)
-    right = (tokens == (position < lengths[:, None])) & (tokens != padded)
+    is_valid = (tokens == (position < lengths[:, None])) & (tokens != padded)
     message = "src_key_padding_mask must have no token after padding, and be 0 or -inf if float"
     if torch.compiler.is_compiling():
-        torch.ops.aten._assert_async.msg(right.all(), message)
-    elif not right.all():
+        torch.ops.aten._assert_async.msg(is_valid.all(), message)
+    elif not is_valid.all():
         raise ValueError(message)
     return lengths.int()
