@@ -1,1 +1,1 @@
-"""Other libraries that attend with sparseflash."""
+"""Attention of other libraries computed by sparseflash."""

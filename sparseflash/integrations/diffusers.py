@@ -1,8 +1,7 @@
 """Hugging Face diffusers: `sparsify(model, pattern)` makes a model attend by a pattern.
 
-A processor computes one attention of a model. What it does beside attention, such as rotary
-embeddings and norms, differs from model to model and stays its own: it runs in a context in which
-torch's attention is replaced.
+A processor computes one attention layer of a model, with rotary embeddings and norms that differ
+from model to model. It is not changed: it runs in a context that replaces torch's attention.
 """
 
 from collections.abc import Callable
@@ -17,17 +16,19 @@ from sparseflash.integrations.sdpa import replace_sdpa
 
 
 class SparseProcessor:
-    """A processor of diffusers whose attention to as many keys as queries is by a pattern.
+    """A processor of diffusers whose self-attention has a sparsity pattern.
+
+    Attention with as many keys as queries counts as self-attention. Other attention is unchanged.
 
     Args:
-        processor: The one that is wrapped, which calls torch's scaled_dot_product_attention.
-        pattern: A Pattern, or its text as masks.parse reads it. Positions are those of the tokens
-            as the processor orders them.
+        processor: The processor to wrap. It calls torch's scaled_dot_product_attention.
+        pattern: A Pattern, or its text as masks.parse reads it. It applies to the tokens in the
+            order of the processor.
         backend: As in sparseflash.attention.
 
     Raises:
-        TypeError: The pattern is none.
-        ValueError: The processor has weights of its own.
+        TypeError: `pattern` is not a Pattern or text.
+        ValueError: `processor` is a module with weights.
     """
 
     def __init__(self, processor: Callable, pattern: Pattern | str, *, backend: str = "auto"):
@@ -37,7 +38,7 @@ class SparseProcessor:
             )
         self.processor, self.pattern, self.backend = processor, as_pattern(pattern), backend
 
-        # diffusers gives a processor those arguments alone that its signature names.
+        # diffusers passes only the arguments that the signature of a processor names.
         @wraps(processor.__call__)
         def call(*arguments: Any, **options: Any):
             return self.__class__.__call__(self, *arguments, **options)
@@ -61,20 +62,22 @@ def sparsify(
     processors: Callable[[str], bool] = lambda name: True,
     backend: str = "auto",
 ):
-    """Makes a model of diffusers attend by a pattern where it attends to as many keys as queries.
+    """Gives the self-attention of a diffusers model a sparsity pattern.
+
+    Attention with as many keys as queries counts as self-attention.
 
     Args:
-        model: One with attn_processors and set_attn_processor, such as pipe.transformer.
+        model: A model with attn_processors and set_attn_processor, such as pipe.transformer.
         pattern: A Pattern, or its text as masks.parse reads it.
-        processors: Which of the processors are changed, by their names in model.attn_processors.
+        processors: A predicate that selects processors by their name in model.attn_processors.
         backend: As in sparseflash.attention.
 
     Returns:
-        The model.
+        The model, changed in place.
 
     Raises:
-        TypeError: The pattern is none.
-        ValueError: No processor is chosen, or one has weights of its own.
+        TypeError: `pattern` is not a Pattern or text.
+        ValueError: No processor is selected, or one is a module with weights.
     """
     pattern = as_pattern(pattern)
     all_processors = dict(model.attn_processors)

@@ -1,8 +1,10 @@
-"""Hugging Face transformers: `register(pattern)` makes models attend by a pattern, and
-`sparsify(model, pattern)` one model by patterns of its layers and heads.
+"""Hugging Face transformers: attention with sparsity patterns.
 
-A model's mask function is called once per forward pass, before its layers: it makes the block
-masks of the batch, which transformers passes to the attention of every layer.
+`register(pattern)` registers an attention implementation for all models. `sparsify(model,
+pattern)` gives the layers and heads of one model their patterns.
+
+transformers calls a mask function once per forward pass, before the layers. Here it returns the
+block masks of the batch, and transformers passes them to the attention of every layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ from sparseflash.nn.decode_masks import decode_mask, shared_length
 
 logger = logging.get_logger(__name__)
 
-# Making a mask reads numbers on the host and fills caches, which a graph must not trace.
+# Compiling a mask reads tensors on the host and fills caches, which a graph must not trace.
 outside_of_graphs = torch.compiler.disable(reason="masks are made outside of graphs")
 
 
@@ -37,30 +39,30 @@ def register(
     *,
     backend: str = "auto",
 ) -> None:
-    """Registers `name` as an attention implementation: model.set_attn_implementation(name).
+    """Registers an attention implementation, for model.set_attn_implementation(name).
 
-    What a model attends by its own mask (causal, sliding, padding) and by the pattern is attended.
+    A pair attends if both the model's own mask (causal, sliding window, padding) and the pattern
+    allow it. Soft caps and attention sinks of a model are applied.
 
-    Padding after all tokens costs nothing; other padding makes masks of each batch element. A mask
-    of the model that is neither causal nor full (a sliding window, packed sequences) is read pair
-    by pair for every batch. Soft caps and attention sinks of a model
-    count.
+    Padding after all tokens costs nothing. Other padding needs a mask for each batch element. If
+    the model's own mask is neither causal nor full (a sliding window, packed sequences), it is
+    evaluated pair by pair for every batch.
+
+    In a step of generation with a cache the pattern is compiled at the next power of two of the
+    length, so that many steps share a mask. This matters only for patterns that depend on the
+    length, such as random ones.
 
     Args:
-        pattern: A Pattern, its text as masks.parse reads it, a list with one for each layer, or
-            None for what the model's configuration records: config.sparse_pattern =
-            masks.to_json(pattern), or a list of such texts. Positions are
-            those of the padded sequence. In a step of generation, whose keys come before its
-            queries, the pattern is that of the next power of two of the length, so that many
-            steps share what is compiled; only a pattern that draws or counts blocks by the length
-            depends on it.
-        name: Must not contain "flash", which transformers takes for its own kernels.
+        pattern: A Pattern, or its text as masks.parse reads it; a list of these with one for each
+            layer; or None for config.sparse_pattern of the model, which is masks.to_json(pattern)
+            or a list of such texts. Positions are those of the padded sequence.
+        name: The name of the implementation. It must not contain "flash", which transformers
+            reserves for its own kernels.
         backend: As in sparseflash.attention.
 
     Raises:
-        TypeError: `name` is no string.
-        ValueError: `name` contains "flash". Calls raise it for a position bias, which is not a
-            function of the distance alone there.
+        TypeError: `name` is not a string.
+        ValueError: `name` contains "flash". A call with a position_bias also raises it.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}")
@@ -82,29 +84,29 @@ def sparsify(
     heads: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> PreTrainedModel:
-    """Makes a transformers model attend by patterns of its layers and heads, within its own mask.
+    """Gives the layers and heads of a transformers model their patterns, within its own mask.
 
-    The configuration records the patterns, so that a saved model keeps them:
-    `sparsify(AutoModel.from_pretrained(path))` attends by them again. See register for what is
-    attended.
+    A pair attends as in `register`. The patterns are recorded in the configuration of the model,
+    so they are saved with it: `sparsify(AutoModel.from_pretrained(path))` restores them.
 
     Args:
-        model: Whose attention is chosen by set_attn_implementation.
-        pattern: One for all layers, or a list with one for each layer: a Pattern, its text, None
-            for all pairs, or a list of those with one for each head of queries or of keys. Or
-            {"layers": [{"heads": [...]}, ...]}, or the path of a JSON file that holds it. None is
-            what the configuration records.
-        layers: The layers that are changed, from 0 or from -1 backwards; the others attend to all
-            pairs. By default every layer.
-        heads: Likewise the heads of queries of these layers.
+        model: A model with set_attn_implementation.
+        pattern: One pattern for all layers, or a list with one for each layer. A pattern of a
+            layer is a Pattern, its text, None for all pairs, or a list of these with one for each
+            query head or key head. Also {"layers": [{"heads": [...]}, ...]}, or the path of a JSON
+            file with it (see sparseflash.lab). None for the patterns that the configuration
+            records.
+        layers: Indices of the layers with a pattern, from 0, or from -1 backwards. The others
+            attend to all pairs. By default all layers.
+        heads: Likewise the query heads of these layers.
         backend: As in sparseflash.attention.
 
     Returns:
-        The model.
+        The model, changed in place.
 
     Raises:
-        TypeError, ValueError: The patterns do not fit the layers and heads of the model, or none
-            is given and none recorded. Nothing is changed.
+        TypeError, ValueError: The patterns do not match the layers and heads of the model, or none
+            is given and none recorded. Nothing is changed then.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise TypeError(f"model must be one of transformers, got {type(model).__name__}")
@@ -123,7 +125,7 @@ def sparsify(
 
 
 def _record_of(patterns: tuple[Pattern, ...]) -> list[str] | None:
-    """What the configuration records of patterns; None where one is of a function."""
+    """The patterns as JSON texts; None if a pattern is made from a function of the user."""
     try:
         return [masks.to_json(own) for own in patterns]
     except ValueError:
@@ -131,7 +133,7 @@ def _record_of(patterns: tuple[Pattern, ...]) -> list[str] | None:
 
 
 class Span(NamedTuple):
-    """The queries and keys of a call within the sequence, in tokens."""
+    """The range of queries and keys of a call within the sequence, in tokens."""
 
     q_offset: int
     q_length: int
@@ -140,7 +142,7 @@ class Span(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of a sequence: one pattern then serves every length."""
+        """Whether it is a whole sequence. Then the mask is the pattern, at any length."""
         return self.q_offset == self.kv_offset == 0 and self.q_length == self.kv_length
 
     @property
@@ -161,12 +163,15 @@ class BatchMask(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerMasks:
-    """The masks of a batch in each layer, one where all layers share it.
+    """The masks of a batch: one for each layer, or one that all layers share.
 
-    `generate` makes them before a step with a cache of a fixed size, and treats them as a tensor
-    of all pairs that is given to the model.
+    Before a step with a static cache, `generate` of transformers calls the mask function and
+    treats the result like a 4-dimensional mask tensor.
 
-    is_whole: whether their queries and keys are whole sequences.
+    Attributes:
+        of_layers: The masks.
+        is_whole: Whether queries and keys are whole sequences.
+        ndim: As of a mask tensor (batch, heads, queries, keys).
     """
 
     of_layers: tuple[BatchMask, ...]
@@ -192,8 +197,9 @@ def _masks_of_batch(
     config: Any = None,
     **_options,
 ) -> LayerMasks:
-    """A mask function as transformers calls it; attention_mask is bool (batch, tokens), False at
-    padding.
+    """The mask function that transformers calls.
+
+    attention_mask is bool (batch, tokens), False at padding.
     """
     if isinstance(attention_mask, LayerMasks):
         return attention_mask
@@ -212,7 +218,7 @@ def _mask_of_batch(
     attention_mask: Tensor | None,
     device: torch.device,
 ) -> BatchMask:
-    """The masks of a batch in the layers of a pattern."""
+    """The mask of a batch in the layers that have this pattern."""
     lengths, allowed = _padding(attention_mask, span)
     simple = mask_function in (causal_mask_function, bidirectional_mask_function)
     if simple and allowed is None and span.is_whole:
@@ -278,7 +284,7 @@ def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, bat
 
 
 def _of_layer(each: tuple, module: nn.Module):
-    """What is that of a module's layer."""
+    """The element for the layer of a module; the only element if there is one."""
     if len(each) == 1:
         return each[0]
     layer = getattr(module, "layer_idx", None)
@@ -294,7 +300,7 @@ def _of_layer(each: tuple, module: nn.Module):
 def _patterns_of(
     patterns: tuple[Pattern, ...] | None, config: Any, causal: bool
 ) -> tuple[Pattern, ...]:
-    """The patterns of all layers, one where they share it."""
+    """The patterns of all layers; one if they share it."""
     patterns = _recorded(config) if patterns is None else patterns
     return tuple(_causal(own) for own in patterns) if causal else patterns
 
@@ -323,7 +329,7 @@ def _causal(pattern: Pattern) -> Pattern:
 
 @stores_masks(maxsize=256)
 def _mask_of_span(pattern: Pattern, span: Span, device: torch.device) -> BlockMask:
-    """The mask of a call, cut out of that of the whole sequence."""
+    """The mask of a span, a part of the mask of the whole sequence."""
     length = max(span.q_end, span.k_end)
     if span.q_offset == 0 and span.kv_offset == 0:
         return pattern(length, device=device).crop(span.q_end, span.k_end)
@@ -335,9 +341,9 @@ def _mask_of_span(pattern: Pattern, span: Span, device: torch.device) -> BlockMa
 def _of_pairs(
     like: BlockMask, span: Span, attends_pair: Callable, device: torch.device
 ) -> BlockMask:
-    """The pairs of a call for which transformers' function of (head, query, key) holds.
+    """The mask of a function (head, query, key) -> bool of transformers.
 
-    It is called on `device`, where its own tensors are.
+    The function is called on `device`, where its own tensors are.
     """
     by_key = torch.vmap(attends_pair, in_dims=(None, None, 0))
     by_query = torch.vmap(by_key, in_dims=(None, 0, None))
@@ -351,9 +357,10 @@ def _of_pairs(
 
 
 def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor | None]:
-    """Where padding comes after all tokens, their number in each batch element, on the CPU;
-    otherwise bool (batch, kv_length), False at padding. Keys that attention_mask does not know of
-    are none yet.
+    """(key lengths (batch,) on the CPU, None) if padding comes after all tokens.
+
+    Otherwise (None, bool (batch, kv_length), False at padding). Keys past the end of
+    attention_mask are not computed yet and count as padding.
     """
     if attention_mask is None:
         return None, None

@@ -1,4 +1,4 @@
-"""One pattern for each layer of a model, of which each head may have its own."""
+"""Parses the patterns of the layers and heads of a model."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,15 @@ def layer_patterns(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> tuple[Pattern, ...]:
-    """The pattern of each layer; see sparsify.
+    """The pattern of each layer.
+
+    Args:
+        pattern, layers, heads: As in huggingface.sparsify.
+        num_layers: Number of layers of the model.
+        num_heads, kv_heads: Number of query heads, and of key heads.
 
     Raises:
-        TypeError, ValueError: As sparsify does.
+        TypeError, ValueError: As in huggingface.sparsify.
     """
     if isinstance(pattern, Path) or (isinstance(pattern, str) and pattern.endswith(".json")):
         pattern = _read_profile(Path(pattern))
@@ -70,7 +75,7 @@ def _patterns_of_profile(profile: Mapping) -> list:
 
 
 def _layer_pattern(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Pattern:
-    """The pattern of a layer, or one of as many for its heads; None is that of all pairs."""
+    """The pattern of a layer from one pattern, or from a list with one for each head."""
     if pattern is None or isinstance(pattern, Pattern | str):
         return masks.full() if pattern is None else as_pattern(pattern)
     if not isinstance(pattern, Sequence) or len(pattern) not in allowed:
@@ -86,7 +91,7 @@ def _layer_pattern(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Patt
 
 
 def _restricted_to_heads(pattern: Pattern, chosen: set[int], num_heads: int) -> Pattern:
-    """The pattern in the chosen heads, all pairs in the others."""
+    """The pattern in the chosen heads, and all pairs in the others."""
     if pattern.recipe is not None and pattern.recipe.maker == "stack":
         raise ValueError("heads must be None where the pattern is one for each head")
     return _layer_pattern(
@@ -95,7 +100,7 @@ def _restricted_to_heads(pattern: Pattern, chosen: set[int], num_heads: int) -> 
 
 
 def _check_indices(name: str, numbers: Sequence[int] | None, count: int) -> set[int]:
-    """The numbers, counted from the end where they are below 0; all of them for None."""
+    """Indices from 0; negative ones count from the end, and None stands for all."""
     if numbers is None:
         return set(range(count))
     if not isinstance(numbers, Sequence) or not all(

@@ -1,4 +1,4 @@
-"""torch's own attention replaced: what calls scaled_dot_product_attention attends sparsely."""
+"""Replaces torch's scaled_dot_product_attention by attention with a mask."""
 
 from typing import Any
 
@@ -15,11 +15,10 @@ from sparseflash._attention import attention
 class replace_sdpa(TorchFunctionMode):
     """A context in which torch's scaled_dot_product_attention attends by a mask.
 
-    Calls of the lengths of a BlockMask attend by it, and by a Pattern those with as many keys as
-    queries. Other calls, such as those of cross-attention, run as they are. Calls within torch's
-    own functions are not seen, such as those of torch.nn.MultiheadAttention; see
-    nn.SparseAttention.from_torch. A call may not have an attn_mask, a dropout_p of 1 or a scale
-    that is not above 0.
+    A BlockMask replaces the attention of calls with its lengths. A Pattern replaces that of calls
+    with as many keys as queries. Other calls, such as cross-attention, are unchanged. Calls inside
+    torch's own functions, such as torch.nn.MultiheadAttention, cannot be replaced; see
+    nn.SparseAttention.from_torch.
 
         with sparseflash.replace_sdpa("local(256)"):
             out = model(x)
@@ -29,7 +28,9 @@ class replace_sdpa(TorchFunctionMode):
         backend: As in sparseflash.attention.
 
     Raises:
-        TypeError, ValueError: The mask is none. Calls raise them for what they may not have.
+        TypeError, ValueError: `mask` has the wrong type or cannot be parsed. A replaced call also
+            raises ValueError if it has an attn_mask, a dropout_p of 1 or a scale that is not
+            above 0.
     """
 
     def __init__(self, mask: Pattern | BlockMask | str, *, backend: str = "auto"):
@@ -56,7 +57,7 @@ class replace_sdpa(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The arguments are those of torch's function."""
+        """scaled_dot_product_attention; its arguments are torch's."""
         lengths = (*query.shape[-2:-1], *key.shape[-2:-1])
         own = self.mask.seq_len if isinstance(self.mask, BlockMask) else query.shape[-2:-1] * 2
         if lengths != own or query.dim() != 4:
@@ -82,10 +83,10 @@ class replace_sdpa(TorchFunctionMode):
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors with the batch, and unless heads are grouped the heads, that torch gives them.
+    """Broadcasts batch dims as torch does, and without enable_gqa also heads.
 
     Raises:
-        ValueError: They do not broadcast.
+        ValueError: The tensors do not broadcast.
     """
     if key.dim() != 4 or value.dim() != 4:
         return query, key, value  # attention refuses them

@@ -1,4 +1,4 @@
-"""Modules: attention with a sparsity pattern as a layer of a model."""
+"""Modules of torch.nn: attention with a sparsity pattern as a layer of a model."""
 
 from sparseflash.nn.attention import SparseAttention
 from sparseflash.nn.encoder import SparseEncoderLayer

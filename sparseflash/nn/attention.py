@@ -28,28 +28,28 @@ class SparseAttention(nn.Module):
 
     q, k, v = x W_q, m W_k, m W_v (m is x in self-attention);  y = attention(q, k, v, pattern) W_o
 
-    Parameters have the names and the layout of torch.nn.MultiheadAttention, whose state dict loads
-    when kv_heads is num_heads and value_dim is not given. Tensors are (batch, seq, embed_dim).
+    Tensors are (batch, seq, embed_dim). Parameters have the names and the layout of those of
+    torch.nn.MultiheadAttention. Its state dict loads if kv_heads is num_heads and value_dim is the
+    default. The pattern is not part of the state dict: save masks.to_json(module.pattern) with it.
 
     Args:
         embed_dim: Features of a token.
-        num_heads: Heads of queries, which must divide embed_dim.
-        pattern: A Pattern, its text as masks.parse reads it, a sequence of those with one for
-            each head of queries or of keys, or None for all pairs. Compiled once per length and
-            device, in blocks of its own size. A checkpoint records it as
-            masks.to_json(module.pattern): the state dict is torch's.
-        kv_heads: Heads of keys and values, num_heads by default, which they must divide.
-        value_dim: Features of a head of values, embed_dim / num_heads by default, as those of
-            queries and keys are.
-        dropout: Probability with which an entry of P is dropped, in training alone.
-        bias: Whether the projections have one.
-        rotary: Position embedding of queries and keys; in self-attention only.
-        **options: Those of AttentionOptions but dropout_p, for every call. What a score function
-            reads is passed to each call.
+        num_heads: Number of query heads; it divides embed_dim.
+        pattern: A Pattern, or its text as masks.parse reads it; a sequence of these with one for
+            each query head or each key head; or None for all pairs. It is compiled once per length
+            and device, in blocks of its own size.
+        kv_heads: Number of key heads; it divides num_heads, which is the default.
+        value_dim: Value dim. By default the head dim, embed_dim / num_heads.
+        dropout: Probability of dropping an entry of P, in training only.
+        bias: Whether the projections have a bias.
+        rotary: Position embedding of queries and keys, for self-attention only.
+        device, dtype: Device and dtype of the parameters.
+        **options: Options of every call, as in AttentionOptions, except dropout_p. Score tensors
+            are passed to each call.
 
     Raises:
-        TypeError, ValueError: Dimensions do not divide, the pattern does not fit the heads, or an
-            option is wrong.
+        TypeError, ValueError: Dimensions do not divide, the pattern does not match the heads, or
+            an option is wrong.
     """
 
     batch_first = True
@@ -114,14 +114,19 @@ class SparseAttention(nn.Module):
         module: nn.MultiheadAttention,
         pattern: Pattern | str | Sequence[Pattern | str] | None = None,
     ) -> "SparseAttention":
-        """The same attention with a pattern: weights, dropout, device, dtype and mode (training or
-        evaluation) of `module`. Tensors are (batch, seq, embed_dim) whatever batch_first says
-        there.
+        """Converts a torch.nn.MultiheadAttention.
+
+        The result has its weights, dropout, device, dtype and mode (training or evaluation).
+        Tensors of the result are (batch, seq, embed_dim), also if batch_first of `module` is
+        False.
+
+        Args:
+            module: The module to convert.
+            pattern: As in SparseAttention.
 
         Raises:
-            TypeError: `module` is no MultiheadAttention.
-            ValueError: The module has keys or values of other dimensions, bias_kv or zero
-                attention.
+            TypeError: `module` is not a MultiheadAttention.
+            ValueError: `module` has kdim, vdim, add_bias_kv or add_zero_attn.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(
@@ -142,7 +147,7 @@ class SparseAttention(nn.Module):
         return sparse.train(module.training)
 
     def reset_parameters(self) -> None:
-        """Fresh weights, as torch.nn.MultiheadAttention draws them."""
+        """Initialises the parameters as torch.nn.MultiheadAttention does."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -158,25 +163,25 @@ class SparseAttention(nn.Module):
         cache: KeyValueCache | None = None,
         score_tensors: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Attention of x to itself, or to memory.
+        """Attention of x to itself (self-attention) or to memory (cross-attention).
 
         Args:
-            x: (batch, seq, embed_dim).
-            memory: (batch, seq, embed_dim), whose keys and values are attended instead.
-            key_lengths: As in sparseflash.attention; with a cache up to its max_len.
-            cache: x holds the tokens after those in the cache, and attends both. Their mask is
-                that of the pattern at the cache's max_len. The cache gets the tokens of x, unless
-                the call fails.
+            x: (batch, seq, embed_dim), the tokens of the queries.
+            memory: (batch, k_len, embed_dim), the tokens of keys and values; x by default.
+            key_lengths: As in sparseflash.attention. With a cache, up to its max_len.
+            cache: Keys and values of earlier tokens. x has the tokens that follow them; it attends
+                the earlier tokens and itself. The pattern is compiled at the max_len of the cache.
+                The keys and values of x are appended, unless the call fails.
             score_tensors: As in sparseflash.attention.
 
         Returns:
-            Like x.
+            (batch, seq, embed_dim), in the dtype of x.
 
         Raises:
-            ValueError: A shape is wrong, memory comes with a cache or a rotary embedding, or there
-                are tokens in the cache and a score function that depends on the position of the
-                query, which it would count from the first token of x.
-            TypeError, ValueError, BackendError: As sparseflash.attention does.
+            ValueError: A shape is wrong; memory is given with a cache or a rotary embedding; or
+                the cache has tokens and the score function depends on the position of the query,
+                which would be counted from the first token of x.
+            TypeError, ValueError, BackendError: As in sparseflash.attention.
         """
         for name, tokens in (("x", x), ("memory", memory)):
             if tokens is not None:
@@ -210,7 +215,7 @@ class SparseAttention(nn.Module):
         key_lengths: Tensor | None,
         score_tensors: Sequence[Tensor],
     ) -> Tensor:
-        """Attention of the tokens from `begin` on, which are in the cache, to all of it."""
+        """Attention of the tokens from `begin` on, which the cache contains, to all of it."""
         if key_lengths is not None:
             check_key_lengths(key_lengths, query)
             lengths_in_range(key_lengths, cache.max_len, key_lengths.device)
@@ -259,7 +264,7 @@ class SparseAttention(nn.Module):
 
     @property
     def _projections(self) -> list[int]:
-        """Features of all heads of queries, keys and values."""
+        """Features of all heads of queries, of keys, and of values."""
         keys, values = self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
         return [self.num_heads * self.head_dim, keys, values]
 
@@ -269,7 +274,7 @@ class SparseAttention(nn.Module):
         return f"{self.embed_dim}, {self.num_heads}, {self.pattern}, {heads}"
 
     def _projected(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(query, key, value), (batch, heads, seq, head_dim or value_dim)"""
+        """(query, key, value), each (batch, heads, seq, head_dim or value_dim)."""
         sizes = self._projections
         if memory is None:
             qkv = linear(x, self.in_proj_weight, self.in_proj_bias).split(sizes, 2)
@@ -301,5 +306,5 @@ def _parsed_pattern(
 
 
 def _readable_keys(cache: KeyValueCache) -> int:
-    """How many keys a step of few tokens reads, those to come masked by their lengths."""
+    """The number of keys that a step of few tokens reads. Key lengths mask those to come."""
     return min(cache.max_len, shared_length(cache.length))

@@ -1,4 +1,4 @@
-"""A layer of a Transformer encoder."""
+"""A layer of a Transformer encoder with a sparsity pattern."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,17 +13,23 @@ ACTIVATIONS = {"relu": relu, "gelu": gelu}
 
 
 class SparseEncoderLayer(nn.Module):
-    """torch.nn.TransformerEncoderLayer with a sparsity pattern, batch first.
+    """torch.nn.TransformerEncoderLayer with a sparsity pattern.
 
     x = norm1(x + attention(x)),  x = norm2(x + feedforward(x)); with norm_first the norms come
     before attention and feedforward.
 
-    The names of the parameters are torch's: its state dict loads, and
-    torch.nn.TransformerEncoder(layer, n, enable_nested_tensor=False) stacks it.
+    Tensors are (batch, seq, d_model). Parameters have torch's names, so a state dict of torch's
+    layer loads. torch.nn.TransformerEncoder(layer, n, enable_nested_tensor=False) stacks layers.
 
     Args:
-        pattern: As in SparseAttention. All arguments before it are torch's.
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias: As
+            in torch.nn.TransformerEncoderLayer.
+        pattern: As in SparseAttention.
+        device, dtype: Device and dtype of the parameters.
         **attention_options: Further arguments of SparseAttention.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message names it.
     """
 
     def __init__(
@@ -65,14 +71,17 @@ class SparseEncoderLayer(nn.Module):
         *,
         score_tensors: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The layer's output, like src.
+        """The output of the layer.
 
         Args:
             src: (batch, seq, d_model).
-            src_mask, is_causal: torch's; must be None and False, for the pattern is the mask.
-            src_key_padding_mask: bool (batch, seq), True at padding, which must come after all
-                other tokens.
+            src_mask, is_causal: Must be None and False, since the pattern is the mask.
+            src_key_padding_mask: bool (batch, seq), True at padding. Padding comes after all
+                tokens.
             score_tensors: As in sparseflash.attention.
+
+        Returns:
+            (batch, seq, d_model).
 
         Raises:
             TypeError, ValueError: An argument is wrong; the message names it.
@@ -104,7 +113,7 @@ class SparseEncoderLayer(nn.Module):
 
 
 def _activation(activation: Callable[[Tensor], Tensor] | str) -> Callable[[Tensor], Tensor]:
-    """A function, or the one that torch.nn.TransformerEncoderLayer knows by this name."""
+    """The function itself, or the one with this name in torch.nn.TransformerEncoderLayer."""
     if callable(activation):
         return activation
     if activation not in ACTIVATIONS:
@@ -115,14 +124,14 @@ def _activation(activation: Callable[[Tensor], Tensor] | str) -> Callable[[Tenso
 
 
 def lengths_of(padding: Tensor) -> Tensor:
-    """int32 (batch,): how many tokens come before the padding.
+    """The number of tokens before the padding: int32 (batch,).
 
     Args:
-        padding: bool (batch, seq), True at padding, or what TransformerEncoder makes of that:
-            float, 0 at tokens and -inf at padding.
+        padding: bool (batch, seq), True at padding. Or float, 0 at tokens and -inf at padding, as
+            TransformerEncoder converts it.
 
     Raises:
-        TypeError: It is of another dtype.
+        TypeError: `padding` has another dtype.
         ValueError: A token comes after padding, or a float mask has other values.
     """
     if padding.dtype != torch.bool and not padding.is_floating_point():

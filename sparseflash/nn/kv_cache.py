@@ -1,4 +1,4 @@
-"""The keys and values of earlier tokens, for decoding."""
+"""A cache of keys and values, for decoding."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ from masks.arguments import check_floating, check_floating_dtype, check_integer
 
 
 class KeyValueCache:
-    """The keys and values of up to max_len tokens, (batch, kv_heads, max_len, head_dim) and
-    (batch, kv_heads, max_len, value_dim).
+    """The keys and values of up to max_len tokens of one layer.
 
-    One for each layer and batch of sequences; for inference, without gradients.
+    They are tensors (batch, kv_heads, max_len, head_dim) and (batch, kv_heads, max_len,
+    value_dim), without gradients. `length` is the number of tokens that are stored.
 
     Args:
-        batch, kv_heads, max_len, head_dim: Sizes of the tensors, max_len in tokens.
+        batch, kv_heads, max_len, head_dim: Sizes of the tensors; max_len in tokens.
         dtype: Floating-point dtype of both tensors.
         device: Device of both tensors.
-        value_dim: head_dim by default.
+        value_dim: Value dim; head_dim by default.
 
     Raises:
         TypeError, ValueError: A size is below 1, or the dtype is not floating-point.
@@ -49,19 +49,19 @@ class KeyValueCache:
         return self._keys.shape[2]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens.
+        """Appends the keys and values of new tokens.
 
         Args:
             key: (batch, kv_heads, tokens, head_dim).
             value: (batch, kv_heads, tokens, value_dim).
 
         Returns:
-            The keys and the values of all tokens so far.
+            The keys and the values of all stored tokens.
 
         Raises:
-            TypeError: One is no floating-point tensor.
-            ValueError: A tensor is of another shape, dtype or device, or there are more than
-                max_len tokens. Nothing was added then.
+            TypeError: A tensor is not floating-point.
+            ValueError: A tensor has another shape, dtype or device, or there would be more than
+                max_len tokens. Nothing is appended then.
         """
         check_floating("key", key)
         check_floating("value", value)
@@ -86,7 +86,7 @@ class KeyValueCache:
         return self.first(end)
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of the first positions, zeros at positions without a token.
+        """The keys and values of the first positions; zeros at positions without a token.
 
         Args:
             tokens: Number of positions.
@@ -94,5 +94,5 @@ class KeyValueCache:
         return self._keys[:, :, :tokens], self._values[:, :, :tokens]
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Removes all tokens."""
         self.length = 0

@@ -10,22 +10,22 @@ from masks.arguments import check_floating, check_integer
 
 
 class Rotary(nn.Module):
-    """Rotates features i and i + head_dim / 2 by an angle that grows with the token's position.
+    """Rotary position embedding (RoPE): rotates pairs of features by angles of the position.
 
-    angle i at position t = t base^(-2 i / head_dim)
+    angle(i, t) = t base^(-2 i / head_dim) for features i and i + head_dim / 2 at position t
 
-    Scores of rotated queries and keys depend on their distance alone. Angles are float32, whatever
-    dtype the module is cast to.
+    The scores of rotated queries and keys depend only on their distance. Angles are float32, also
+    if the module is cast to another dtype.
 
     Args:
-        head_dim: Features of a head, even.
-        base: Of the angles, positive.
+        head_dim: Head dim, even.
+        base: Base of the angles, positive.
 
     Raises:
-        TypeError, ValueError: An argument is out of range, or no number.
+        TypeError, ValueError: An argument is not a number or out of range.
 
     Reference:
-        Su et al., "RoFormer", 2021; the order of features of GPT-NeoX and Llama.
+        Su et al., "RoFormer", 2021, with the order of features of GPT-NeoX and Llama.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
@@ -37,14 +37,17 @@ class Rotary(nn.Module):
         self.head_dim, self.base = head_dim, base
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Rotates features i and i + d / 2 of a head by the angle position * base^(-2 i / d).
+        """Rotates queries or keys.
 
         Args:
             x: (batch, heads, seq, head_dim).
             offset: Position of the first token.
 
+        Returns:
+            The rotated tensor, with the shape and dtype of x.
+
         Raises:
-            TypeError: `x` is no floating-point tensor.
+            TypeError: `x` is not a floating-point tensor.
             ValueError: `x` has another shape.
         """
         check_floating("x", x)
@@ -53,7 +56,7 @@ class Rotary(nn.Module):
                 f"x must be (batch, heads, seq, {self.head_dim}), got {tuple(x.shape)}"
             )
         position = torch.arange(offset, offset + x.shape[2], device=x.device)
-        # No buffer: it would be cast with the module, and far tokens need angles in float32.
+        # Not a buffer: that would be cast with the module, and far tokens need float32 angles.
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=x.device)
         return rotate(x, position[:, None] * self.base ** (-exponent / self.head_dim))
 
@@ -62,9 +65,11 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """x (..., seq, head_dim) with features i and i + head_dim / 2 rotated by angle i.
+    """Rotates features i and i + head_dim / 2 by angle i.
 
-    angle: float32 (..., seq, head_dim / 2).
+    Args:
+        x: (..., seq, head_dim).
+        angle: float32 (..., seq, head_dim / 2).
     """
     cosine, sine = angle.cos(), angle.sin()
     first, second = rearrange(x.float(), "... (half d) -> half ... d", half=2)
