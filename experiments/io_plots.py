@@ -32,14 +32,14 @@ def draw(rows: Sequence["Row"], environment: dict, model: str, stem: Path) -> li
     where = f"model of {model}; {origin(environment)}"
     paths = []
     for name, figure in figures.items():
-        figure.text(0.995, 0.008, where, va="bottom", **ORIGIN)
+        figure.supxlabel(where, x=0.995, **ORIGIN)
         paths += save(figure, stem.with_name(f"{stem.stem}-{name}.png"), (".png", ".svg"))
     return paths
 
 
 def _figure_2(parts: dict[str, list["Row"]]) -> Figure:
     """Forward and backward pass together: bars, then against block size and density."""
-    figure, axes = panels(2, 3, size=(11, 6.2), grid=False, layout=None)
+    figure, axes = panels(2, 3, size=(11, 6.2), grid=False)
     for row, (heading, fields) in enumerate(FIGURES.items()):
         _bars(axes[row, 0], parts["left"], heading, fields)
         _line(axes[row, 1], parts["middle"], "block_size", fields)
@@ -63,7 +63,6 @@ def _figure_2(parts: dict[str, list["Row"]]) -> Figure:
     measured = any(row.measured_ms is not None for rows in parts.values() for row in rows)
     what = "predicted and measured" if measured else "predicted"
     figure.suptitle(f"Forward and backward pass: time and bytes, {what}")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
     return figure
 
 
@@ -109,7 +108,7 @@ def _line(ax: Axes, rows: Sequence["Row"], x: str, fields: tuple[str, str]) -> N
 
 def _scaling(rows: Sequence["Row"]) -> Figure:
     """Time and bytes through L2 of both passes against length."""
-    figure, axes = panels(1, 2, size=(10, 4.4), layout=None)
+    figure, axes = panels(1, 2, size=(10, 4.4))
     lengths = sorted({row.seq_len for row in rows})
     for i, name in enumerate(dict.fromkeys(row.name for row in rows)):
         own = [[r for r in rows if (r.name, r.seq_len) == (name, length)] for length in lengths]
@@ -134,7 +133,6 @@ def _scaling(rows: Sequence["Row"]) -> Figure:
         "Forward and backward pass against length: strided s ~ N^(-1/2), butterfly s ~ log N / N"
     )
     figure.suptitle(f"{title}\nbatch {rows[0].batch}, {rows[0].heads} heads of {rows[0].head_dim}")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
     return figure
 
 

@@ -22,7 +22,6 @@ def panels(
     *,
     size: tuple[float, float],
     grid: bool = True,
-    layout: Any = "constrained",
     **options: Any,
 ) -> tuple[Figure, Any]:
     """A figure, and its axes without upper and right frame: one, or an array of them.
@@ -31,10 +30,9 @@ def panels(
         rows, columns: Of axes.
         size: Inches.
         grid: Whether there are lines behind the data.
-        layout: As Figure takes it.
         **options: Those of Figure.subplots.
     """
-    figure = Figure(figsize=size, layout=layout)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, **options)
     for ax in np.ravel(axes):
         ax.spines[["top", "right"]].set_visible(False)

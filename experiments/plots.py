@@ -69,7 +69,7 @@ def draw(record: Record, stem: Path) -> list[Path]:
         figures[suite] = _bars([r for r in record.rows if r.suite == suite], record)
     paths = []
     for name, figure in figures.items():
-        figure.text(0.995, 0.008, origin(record.environment), va="bottom", **ORIGIN)
+        figure.supxlabel(origin(record.environment), x=0.995, **ORIGIN)
         suffixes = (".png", ".svg") if name in OWN_PICTURES else (".png",)
         paths += save(figure, stem.with_name(f"{stem.name}-{name}.png"), suffixes)
     return paths
@@ -117,9 +117,7 @@ def _bars(rows: list[Measurement], record: Record) -> Figure:
     cases = list(dict.fromkeys((r.pattern, _sizes(r)) for r in rows))
     width = max(7.0, 0.14 * len(cases) * len(implementations) + 2)
     size = (width, 2.6 * len(directions) + 2.6)
-    figure, axes = panels(
-        len(directions), size=size, grid=False, layout=None, sharex=True, squeeze=False
-    )
+    figure, axes = panels(len(directions), size=size, grid=False, sharex=True, squeeze=False)
     unit, bar = rows[0].useful[1], 0.8 / len(implementations)
     limit, label = ROOFLINE[unit]
     for direction, ax in zip(directions, axes[:, 0], strict=True):
@@ -135,8 +133,8 @@ def _bars(rows: list[Measurement], record: Record) -> Figure:
     ticks = [i + 0.4 - bar / 2 for i in range(len(cases))]
     axes[-1, 0].set_xticks(ticks, map(", ".join, cases), rotation=60, ha="right")
     axes[0, 0].set_xlim(-0.4, len(cases))
-    axes[0, 0].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout(rect=(0, 0.04, 1, 1))  # above where the record came from
+    labelled = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*labelled, loc="outside right upper", fontsize=7, frameon=False)
     return figure
 
 
@@ -167,7 +165,7 @@ def _against_length(
 
 def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
     """Time and memory over lengths: ours solid, exact ones dashed, approximations dotted."""
-    figure, axes = panels(1, 2, size=(13, 5.6), layout=None)
+    figure, axes = panels(1, 2, size=(13, 5.6))
     for i, ((implementation, family), line) in enumerate(found.items()):
         approximate = implementation in {b.value for b in Baseline if b.approximate}
         known = NAMES.get(implementation, implementation)
@@ -191,10 +189,8 @@ def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
     passes = dict.fromkeys(r.direction for r in record.rows if r.suite == "landscape")
     title = f"{' and '.join(passes)} over lengths\n{_size(first)}{extras}"
     figure.suptitle(title, fontsize=10)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="center right", fontsize=8, frameon=False
-    )
-    figure.tight_layout(rect=(0, 0.03, 0.8, 1))
+    labelled = axes[0].get_legend_handles_labels()
+    figure.legend(*labelled, loc="outside right center", fontsize=8, frameon=False)
     return figure
 
 
@@ -202,7 +198,7 @@ def _parts(rows: list[Measurement]) -> Figure:
     """Forward times: parts of standard attention on one another, beside ours."""
     problems = list(dict.fromkeys((r.batch, r.heads, r.seq_len) for r in rows))
     size = (3.6 * len(problems), 4.6)
-    figure, axes = panels(1, len(problems), size=size, grid=False, layout=None, sharey=True)
+    figure, axes = panels(1, len(problems), size=size, grid=False, sharey=True)
     for ax, problem in zip(np.atleast_1d(axes), problems, strict=True):
         here = {
             r.implementation: r.median_ms for r in rows if (r.batch, r.heads, r.seq_len) == problem
@@ -222,20 +218,14 @@ def _parts(rows: list[Measurement]) -> Figure:
         ax.set_title("batch {}, {} heads, N {:,}".format(*problem) + ratio, fontsize=9)
         ax.tick_params(axis="x", labelsize=7)
     np.atleast_1d(axes)[0].set_ylabel("milliseconds, forward")
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
     return figure
 
 
 def _panels(rows: list[Measurement]) -> tuple[Figure, dict[str, Axes]]:
     """A figure with one panel for each pass."""
     directions = sorted({r.direction for r in rows}, reverse=True)
-    width = 5.2 * len(directions) + 2.5
-    figure, axes = panels(
-        1, len(directions), size=(width, 4.6), layout=None, sharey=True, squeeze=False
-    )
-    figure.subplots_adjust(
-        left=0.8 / width, right=1 - 1.8 / width, bottom=0.15, top=0.82, wspace=0.08
-    )
+    size = (5.2 * len(directions) + 2.5, 4.6)
+    figure, axes = panels(1, len(directions), size=size, sharey=True, squeeze=False)
     for ax, direction in zip(axes[0], directions, strict=True):
         ax.set_title(direction, fontsize=10)
     return figure, dict(zip(directions, axes[0], strict=True))
@@ -307,10 +297,8 @@ def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -
         Line2D([], [], color="#444444", ls=STYLES.get(name, "-"), label=NAMES.get(name, name))
         for name in dict.fromkeys(r.implementation for r in rows)
     ]
-    left = 1 - 1.7 / figure.get_figwidth()
-    for handles, top in ((patterns, 0.83), (implementations, 0.8 - 0.046 * len(patterns))):
-        place = {"loc": "upper left", "bbox_to_anchor": (left, top)}
-        figure.legend(handles=handles, frameon=False, fontsize=8, **place)
+    handles = [*patterns, Line2D([], [], linestyle="none"), *implementations]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
 
 
 def _size(row: Measurement) -> str:
