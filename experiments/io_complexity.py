@@ -383,10 +383,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 def show(title: str, rows: Sequence[Row]) -> None:
     """Prints a table of the rows."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from experiments.report import wide_console
+    from experiments.report import plain_table, wide_console
 
     columns: dict[str, Callable[[Row], str]] = {
         "N": lambda row: f"{row.seq_len:,}",
@@ -401,16 +398,11 @@ def show(title: str, rows: Sequence[Row]) -> None:
     }
     if all(row.measured_ms is None for row in rows):
         columns = {name: text for name, text in columns.items() if name.strip() != "measured"}
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("panel", "implementation", "mask", "pass"):
-        table.add_column(name, no_wrap=True)
-    for name in columns:
-        table.add_column(name.strip(), justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+    table = plain_table(title, ("panel", "implementation", "mask", "pass", "bound by"), columns)
     for row in rows:
         figures = (text(row) for text in columns.values())
-        words = (row.panel, row.implementation, row.name, row.direction)
-        table.add_row(*words, *figures, row.bound_by)
+        words = (row.panel, row.implementation, row.name, row.direction, row.bound_by)
+        table.add_row(*words, *figures)
     wide_console().print(table)
 
 
