@@ -250,7 +250,8 @@ def _cost_of(
     # Query heads that read each of the masks.
     mask_of_head = table.head_to_mask[0].cpu().expand(spec.heads)
     readers = torch.bincount(mask_of_head, minlength=len(rows.row_ptr)) * spec.batch
-    listed, tokens = _listed(rows), _listed_tokens(columns, column_len, column_side)
+    listed = rows.row_ptr[..., [1, 3]].sum((1, 2)).cpu()  # blocks of all rows of each mask
+    tokens = _listed_tokens(columns, column_len, column_side)
 
     resident = (
         spec.batch
@@ -283,22 +284,11 @@ def _cost_of(
     )
 
 
-def _listed(rows: BlockLists) -> Tensor:
-    """(masks,): blocks that all rows list."""
-    return rows.row_ptr[..., [1, 3]].sum((1, 2)).cpu()
-
-
 def _listed_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:
     """(masks,): tokens of all blocks that rows list, without those past the end."""
-    listings = columns.row_ptr[..., [1, 3]].sum(-1).cpu()
-    return (listings * _column_tokens(columns, column_len, side)).sum(1)
-
-
-def _column_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:
-    """(columns,): tokens of each column inside the sequence."""
     tokens = torch.full((columns.num_rows,), side)
     tokens[-1] = column_len - (columns.num_rows - 1) * side
-    return tokens
+    return (columns.row_ptr[..., [1, 3]].sum(-1).cpu() * tokens).sum(1)
 
 
 def _memory_reads(
