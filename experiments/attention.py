@@ -109,13 +109,13 @@ def standard(query, key, value, keys, dropout_p):
     """Attention with materialised scores, O(N^2) memory."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     if keys is not None:
-        scores = scores.masked_fill(~attended(keys, key), -torch.inf)
+        scores = scores.masked_fill(~attended(keys, key.shape[2])[:, None, None], -torch.inf)
     return dropout(scores.softmax(-1), dropout_p) @ value
 
 
 def sdpa(query, key, value, keys, dropout_p):
     """torch's own dense attention: FlashAttention-2 or cuDNN where they can."""
-    mask = None if keys is None else attended(keys, key)
+    mask = None if keys is None else attended(keys, key.shape[2])[:, None, None]
     return scaled_dot_product_attention(query, key, value, mask, dropout_p)
 
 
@@ -127,7 +127,7 @@ def linear(query, key, value, keys, dropout_p):
     """
     query, key = elu(query) + 1, elu(key) + 1
     if keys is not None:
-        key = key * attended(keys, key).mT
+        key = key * attended(keys, key.shape[2])[:, None, :, None]
     with torch.autocast(query.device.type, enabled=False):
         query_, key_, value_ = query.float(), key.float(), value.float()
         weighted = query_ @ (key_.mT @ value_)
@@ -135,11 +135,11 @@ def linear(query, key, value, keys, dropout_p):
         return dropout((weighted / total).to(value.dtype), dropout_p)
 
 
-def attended(keys: Tensor, key: Tensor) -> Tensor:
-    """Which keys are attended, bool (batch, 1, 1, k_len), from lengths or from a mask."""
-    if keys.dtype != torch.bool:
-        keys = torch.arange(key.shape[2], device=key.device) < keys[:, None]
-    return keys[:, None, None]
+def attended(keys: Tensor, k_len: int) -> Tensor:
+    """Which keys are attended, bool (batch, k_len), from lengths or from a mask."""
+    if keys.dtype == torch.bool:
+        return keys
+    return torch.arange(k_len, device=keys.device) < keys[:, None]
 
 
 NAMED: dict[str, AttentionFunction] = {

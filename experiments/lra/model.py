@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, pad, relu
 
-from experiments.attention import AttentionFunction, parse_attention
+from experiments.attention import AttentionFunction, attended, parse_attention
 from experiments.lra.tasks import Shape
 from experiments.packaged import PACKAGED
 from masks.analysis.reach import pixels_in_order
@@ -238,7 +238,7 @@ class PackagedAttention(nn.Module):
         self.layer = PACKAGED[name](config.dim, config.heads, tokens)
 
     def forward(self, x: Tensor, rotary_angles: Tensor | None, keys: Tensor | None) -> Tensor:
-        return self.layer(x, None if keys is None else mask_of(keys, x))
+        return self.layer(x, None if keys is None else attended(keys, x.shape[1]))
 
 
 def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int) -> nn.Module:
@@ -282,15 +282,8 @@ def pooled_by(pool: str, x: Tensor, keys: Tensor | None) -> Tensor:
         return x[:, 0]
     if keys is None:
         return x.amax(1) if pool == "max" else x.mean(1)
-    mask = mask_of(keys, x)
+    mask = attended(keys, x.shape[1])
     if pool == "max":
         return x.masked_fill(~mask[..., None], -torch.inf).amax(1)
     divisor = mask.sum(1, keepdim=True) if pool == "mean" else x.shape[1]
     return x.masked_fill(~mask[..., None], 0).sum(1) / divisor
-
-
-def mask_of(keys: Tensor, x: Tensor) -> Tensor:
-    """bool (batch, tokens) of lengths (batch,), or of such a mask itself."""
-    if keys.dtype == torch.bool:
-        return keys
-    return torch.arange(x.shape[1], device=x.device) < keys[:, None]
