@@ -59,7 +59,9 @@ def main(
         cases = {task: steps.case_of(task, real, scale) for task in tasks.split(",")}
     found, failed = [], []
     for task, case in cases.items():
-        for implementation in steps.chosen(case.implementations, only):
+        for implementation in case.implementations:
+            if only and implementation.attention not in only:
+                continue
             try:
                 found.extend(steps.measure(task, case, implementation, compiled, device))
             except (torch.OutOfMemoryError, ImportError, steps.NotCaptured) as error:

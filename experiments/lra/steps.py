@@ -123,16 +123,6 @@ class Step:
         return Implementation(self.attention, self.block_size).label
 
 
-def chosen(
-    implementations: tuple[Implementation, ...], only: list[str] | None
-) -> list[Implementation]:
-    return [
-        implementation
-        for implementation in implementations
-        if not only or implementation.attention in only
-    ]
-
-
 class NotCaptured(Exception):
     """A step that waits for the device, and so cannot be part of a CUDA graph."""
 
