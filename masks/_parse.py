@@ -146,7 +146,7 @@ def run_file(path: Path) -> dict[str, Any]:
     try:
         return runpy.run_path(str(path))
     except SyntaxError as error:
-        raise ValueError(f"file {path} is no Python: {error}") from error
+        raise ValueError(f"file {path} is not valid Python: {error}") from error
 
 
 def defined_in(path: Path, name: str) -> Any:

@@ -262,7 +262,8 @@ def stack(masks):
         return block_mask.stack(masks)
     if not all(isinstance(m, Pattern) for m in masks):
         raise TypeError(
-            f"stack takes all patterns or all block masks, got {[type(m).__name__ for m in masks]}"
+            "stack takes patterns only or block masks only, got "
+            f"{[type(m).__name__ for m in masks]}"
         )
     distinct = list(dict.fromkeys(masks))
 

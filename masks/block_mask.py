@@ -191,7 +191,8 @@ class BlockMask(OnGrid, Caching, Handled):
         """
         index = check_integer("index", index)
         if not -self.num_heads <= index < self.num_heads:
-            raise IndexError(f"index must be that of one of {self.num_heads} heads, got {index}")
+            n = self.num_heads
+            raise IndexError(f"index must be from {-n} to {n - 1} for {n} heads, got {index}")
         return BlockMask(self.block_set.select_masks([self.head_to_mask[index]]))
 
     def to(self, device: torch.device | str) -> "BlockMask":
@@ -434,7 +435,8 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask:
     for mask in masks:
         if mask.num_heads != 1 or mask.grid != masks[0].grid:
             raise ValueError(
-                f"stacked masks must have one head and agree, got {masks[0]} and {mask}"
+                f"stacked masks must have one head and equal lengths, block size and device, got "
+                f"{masks[0]} and {mask}"
             )
     index: dict[BlockMask, int] = {}
     head_to_mask = tuple(index.setdefault(mask, len(index)) for mask in masks)
@@ -619,8 +621,9 @@ class DynamicMask(OnGrid, Caching):
         """
         batch_index = check_integer("batch_index", batch_index)
         if not -self.num_batches <= batch_index < self.num_batches:
+            n = self.num_batches
             raise IndexError(
-                f"batch_index must be that of one of {self.num_batches} batch elements, got "
+                f"batch_index must be from {-n} to {n - 1} for {n} batch elements, got "
                 f"{batch_index}"
             )
         return BlockMask(convert.from_blocks(self.grid, self.blocks[batch_index])) & self.support
@@ -652,7 +655,7 @@ def _batch_of_blocks(name: str, blocks: Tensor, support: BlockMask) -> Tensor:
             f"{tuple(blocks.shape)}"
         )
     if heads > 1 and shape[1] not in (1, heads):
-        raise ValueError(f"{name} must be of 1 or {heads} heads, got {shape[1]}")
+        raise ValueError(f"{name} must have 1 or {heads} heads, got {shape[1]}")
     if blocks.device != support.device:
         raise ValueError(f"{name} must be on {support.device} like the mask, got {blocks.device}")
     return blocks.view(shape).expand(-1, max(heads, shape[1]), -1, -1)

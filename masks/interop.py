@@ -103,7 +103,9 @@ def from_flex(mask: flex_attention.BlockMask, batch: int | None = None) -> Block
         raise TypeError(f"mask must be a BlockMask of FlexAttention, got {type(mask)}")
     batches = mask.kv_num_blocks.shape[0]
     if batch is None and batches != 1:
-        raise ValueError(f"batch must be 0 to {batches - 1}, for mask has {batches}, got None")
+        raise ValueError(
+            f"batch must be from 0 to {batches - 1}, because mask has {batches}, got None"
+        )
     b = check_integer("batch", 0 if batch is None else batch, least=0, most=batches - 1)
     full_count, full_index = mask.full_kv_num_blocks, mask.full_kv_indices
     if full_count is None or full_index is None:

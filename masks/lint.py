@@ -79,7 +79,7 @@ def lint(
     if isinstance(ignore, str) or not isinstance(ignore, Sequence):
         raise TypeError(f"ignore must be a list of rules, got {ignore!r}")
     if unknown := [rule for rule in ignore if rule not in [*RULES]]:
-        raise ValueError(f"ignore must be of {[*RULES]}, got {unknown}")
+        raise ValueError(f"ignore must be a list of rules in {[*RULES]}, got {unknown}")
     single = isinstance(masks, BlockMask)
     given = as_list(masks)
     context = _Context(given, within, layers if single else layers or len(given))

@@ -131,7 +131,10 @@ class MaskBatch(OnGrid, Caching, Handled):
         """
         batch_index = check_integer("batch_index", batch_index)
         if not -self.num_batches <= batch_index < self.num_batches:
-            raise IndexError(f"index must be one of {self.num_batches} masks, got {batch_index}")
+            n = self.num_batches
+            raise IndexError(
+                f"index must be from {-n} to {n - 1} for {n} masks, got {batch_index}"
+            )
         first = batch_index % self.num_batches * self.num_heads
         return stack([self.stacked.head(first + h) for h in range(self.num_heads)])
 

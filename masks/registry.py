@@ -50,7 +50,7 @@ class Handled:
     def __bool__(self) -> bool:
         # Otherwise `a and b` would be b, without a word.
         raise TypeError(
-            f"a {type(self).__name__} is neither true nor false: join them by & | - ^ ~, not by "
+            f"a {type(self).__name__} has no truth value: combine masks with & | - ^ ~, not with "
             "and, or, not"
         )
 
@@ -76,5 +76,7 @@ def find(handle: str) -> Any:
     """
     found = _objects.get(handle)
     if found is None:
-        raise LookupError(f"no mask has the handle {handle!r}: it is gone, or of another process")
+        raise LookupError(
+            f"no mask has the handle {handle!r}: it was deleted, or is from another process"
+        )
     return found

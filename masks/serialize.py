@@ -89,7 +89,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | Bloc
     except ValueError:
         raise
     except (SafetensorError, *UNREADABLE) as error:
-        raise ValueError(f"{name} holds no mask: {error}") from error
+        raise ValueError(f"{name} has no mask that can be read: {error}") from error
     if "pattern" in header:
         return _read_pattern(header["pattern"], name)
     return mask.to(device)
@@ -130,7 +130,7 @@ def from_json(text: str) -> Pattern:
         raise TypeError(f"text must be what to_json wrote, got {type(text).__name__}")
     header = _read_header(text, "text")
     if "pattern" not in header:
-        raise ValueError(f"text holds no pattern, got {shortened(text)}")
+        raise ValueError(f"text must have a pattern, got {shortened(text)}")
     return _read_pattern(header["pattern"], "text")
 
 
@@ -138,7 +138,7 @@ def _written(value: Any) -> Any:
     """A recipe as {maker: arguments}; other values as JSON has them."""
     if isinstance(value, Pattern):
         if value.recipe is None:
-            raise ValueError(f"pattern {value} is made of a function, which is not saved")
+            raise ValueError(f"pattern {value} has a Python function, which cannot be saved")
         maker, arguments = value.recipe
         return {maker: {name: _written(argument) for name, argument in arguments.items()}}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -152,7 +152,7 @@ def _read_pattern(written: Any, name: str) -> Pattern:
     except UNREADABLE as error:
         raise ValueError(f"pattern of {name} cannot be read: {error or _DEEP}") from error
     if not isinstance(pattern, Pattern):
-        raise ValueError(f"{name} holds no pattern, got {shortened(written)}")
+        raise ValueError(f"{name} must have a pattern, got {shortened(written)}")
     return pattern
 
 
@@ -171,12 +171,12 @@ def _read(value: Any) -> Any:
 
 def _read_header(text: str | None, name: str) -> dict[str, Any]:
     if text is None:
-        raise ValueError(f"{name} holds no mask")
+        raise ValueError(f"{name} must have a mask, got none")
     try:
         header = json.loads(text)
     except (ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{name} must be what masks wrote, got {shortened(text)}: {error}"
+            f"{name} must be written by masks, got {shortened(text)}: {error}"
         ) from error
     version = header.get("version") if isinstance(header, dict) else None
     if version != VERSION:
@@ -212,7 +212,7 @@ def _block_set(header: dict[str, Any], tensors: dict[str, Tensor]) -> BlockSet:
         raise ValueError(f"{error.args[0]} of the saved mask is missing") from None
     for name, is_sound in _checks(grid, head_to_mask, full, partial, tile, bit_tiles):
         if not is_sound:
-            raise ValueError(f"{name} of the saved mask makes no sense")
+            raise ValueError(f"{name} of the saved mask is not valid")
     return assemble(grid, head_to_mask, full, partial, bit_tiles, tile)
 
 

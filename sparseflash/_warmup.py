@@ -72,7 +72,7 @@ def warmup(
         check_integer(name, number, least=1)
     given = None if seq_len is None else checked_seq_len(seq_len)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r} needs CUDA, which torch does not find here")
+        raise ValueError(f"device {str(device)!r} needs CUDA, and torch finds no CUDA device")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     calls = []

@@ -97,7 +97,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
     if query.dtype not in DTYPES:
         names = ", ".join(map(str, DTYPES))
-        raise TypeError(f"query must be of one of {names}, got {query.dtype}")
+        raise TypeError(f"query must have one of the dtypes {names}, got {query.dtype}")
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"value must share batch, heads and tokens with key {tuple(key.shape)}, got "

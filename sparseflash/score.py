@@ -444,9 +444,9 @@ def _trace(
         raise TypeError(f"score function {name!r} cannot be traced: {error}") from error
     except RuntimeError as error:
         raise ValueError(
-            f"score function {name!r} cannot be traced. It may neither branch on its arguments "
-            "(torch.where chooses) nor index tensors with them but those that it gets as "
-            f"arguments (see tensors of ScoreFunction.from_torch): {error}"
+            f"score function {name!r} cannot be traced. It must not branch on its arguments (use "
+            "torch.where), and with them it may index only tensors that it gets as arguments "
+            f"(see tensors of ScoreFunction.from_torch): {error}"
         ) from error
     for node in module.graph.nodes:
         operation, _, overload = str(node.target).removeprefix("aten.").partition(".")

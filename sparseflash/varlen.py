@@ -100,7 +100,7 @@ def attention_varlen(
     k_lengths = _lengths("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     if len(q_lengths) != len(k_lengths):
         raise ValueError(
-            f"cu_seqlens_k must be of {len(q_lengths)} documents like cu_seqlens_q, got "
+            f"cu_seqlens_k must have {len(q_lengths)} documents like cu_seqlens_q, got "
             f"{len(k_lengths)}"
         )
     query, key, value = (

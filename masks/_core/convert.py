@@ -131,7 +131,7 @@ def grid_of_blocks(
         return replace(grid, q_len=nq * grid.bq, k_len=nk * grid.bk)
     if (grid.nq, grid.nk) != (nq, nk):
         raise ValueError(
-            f"{name} must be ({grid.nq}, {grid.nk}) in their last two dimensions for seq_len "
+            f"{name} must be ({grid.nq}, {grid.nk}) in the last two dimensions for seq_len "
             f"{grid.seq_len} in blocks of {grid.block_size}, got {tuple(blocks.shape)}"
         )
     return grid

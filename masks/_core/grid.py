@@ -195,7 +195,7 @@ def checked_block_size(block_size) -> tuple[int, int]:
     """(bq, bk) of an int or a (q, k) pair; see Grid.of for what it raises."""
     bq, bk = _pair("block_size", block_size)
     if bq not in BLOCK_SIDES or bk not in BLOCK_SIDES:
-        raise ValueError(f"block_size must be made of {BLOCK_SIDES}, got {block_size}")
+        raise ValueError(f"block_size must have sides in {BLOCK_SIDES}, got {block_size}")
     return bq, bk
 
 

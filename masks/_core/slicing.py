@@ -87,7 +87,7 @@ def _checked(name: str, numbers: Tensor, limit: int, grid: Grid) -> Tensor:
     inside = len(numbers) > 0 and int(numbers[0]) >= 0 and int(numbers[-1]) < limit
     if not inside or not bool((numbers.diff() > 0).all()):
         raise ValueError(
-            f"{name} must ascend within 0 to {limit - 1}, at least one of them, got {numbers}"
+            f"{name} must be ascending from 0 to {limit - 1}, at least one, got {numbers}"
         )
     return numbers
 

@@ -182,7 +182,7 @@ def _check(masks: Sequence[BlockMask]) -> None:
     lengths = sorted({length for mask in masks for length in mask.seq_len})
     if len(lengths) > 1:
         raise ValueError(
-            f"masks of layers must have as many keys as queries, and all the same, got {lengths}"
+            f"masks must have as many keys as queries, and all the same length, got {lengths}"
         )
 
 

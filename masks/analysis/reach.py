@@ -163,7 +163,7 @@ def hops(
         stack = [transposed[mask] for mask in reversed(stack)]
     tokens = check_integers("tokens", tokens, least=0)
     if not tokens or max(tokens) >= stack[0].seq_len[0]:
-        raise ValueError(f"tokens must be some of {stack[0].seq_len[0]}, got {tokens}")
+        raise ValueError(f"tokens must be from 0 to {stack[0].seq_len[0] - 1}, got {tokens}")
     graph = token_graph(stack)
     hops_of_class = np.full((len(tokens), graph.classes), -1, dtype=np.int32)
     for layer, bits in enumerate(_states(graph, graph.class_of_token[tokens]), 1):

@@ -31,7 +31,7 @@ def butterfly(max_stride: int | None = None) -> Pattern:
     if max_stride is not None:
         max_stride = check_integer("max_stride", max_stride, least=1)
         if max_stride & (max_stride - 1):
-            raise ValueError(f"max_stride must be a power of two of blocks, got {max_stride}")
+            raise ValueError(f"max_stride must be a power of two (blocks), got {max_stride}")
 
     def blocks(grid: Grid) -> BlockMask:
         factors = (grid.nk - 1).bit_length()

@@ -39,8 +39,8 @@ def documents(
     k_lengths = q_lengths if k_lengths is None else check_integers("k_lengths", k_lengths, least=0)
     if not q_lengths or len(q_lengths) != len(k_lengths):
         raise ValueError(
-            f"lengths must be at least one and as many as k_lengths, got {q_lengths} and "
-            f"{k_lengths}"
+            "lengths must have at least one document, and as many as k_lengths, got "
+            f"{q_lengths} and {k_lengths}"
         )
 
     def build(grid: Grid) -> BlockMask:

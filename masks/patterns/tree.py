@@ -31,7 +31,7 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
         check_integer("prefix_len", prefix_len, least=0),
     )
     if not parents or not all(-1 <= parent < node for node, parent in enumerate(parents)):
-        raise ValueError(f"parents must name an earlier node each, or -1, got {parents}")
+        raise ValueError(f"parents must have an earlier node or -1 for each node, got {parents}")
     nodes = len(parents)
 
     def build(grid: Grid) -> BlockMask:

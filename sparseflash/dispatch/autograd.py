@@ -110,15 +110,15 @@ class _Gradients(torch.autograd.Function):
 def refuse_second_derivative(ctx, *grads):
     """The backward of a backward."""
     raise NotImplementedError(
-        "sparseflash.attention has no second derivative; "
-        "sparseflash.reference.standard_attention has"
+        "sparseflash.attention has no second derivative; use "
+        "sparseflash.reference.standard_attention"
     )
 
 
 def refuse_tangents(ctx, *tangents):
     """The forward-mode derivative (jvp) of either pass."""
     raise NotImplementedError(
-        "sparseflash.attention has no forward-mode derivative, of which torch.func.jvp, jacfwd, "
-        "linearize and hessian are made; torch.func.grad, vjp and jacrev work, and "
-        "sparseflash.reference.standard_attention has all of them"
+        "sparseflash.attention has no forward-mode derivative, which torch.func.jvp, jacfwd, "
+        "linearize and hessian need; use torch.func.grad, vjp and jacrev, or "
+        "sparseflash.reference.standard_attention"
     )

@@ -102,7 +102,7 @@ def traced_attention(
 
         if want_gradients(tensors):
             raise NotImplementedError(
-                "torch.func differentiates no score_tensors; torch.autograd does"
+                "torch.func cannot differentiate by score_tensors; use torch.autograd"
             )
         return transforms.attention(query, key, value, *rest)
     return attention(query, key, value, *rest)
@@ -253,7 +253,7 @@ def _folded(operator, info, in_dims, arguments):
     if bound["blocks"] is not None:
         raise NotImplementedError("mask must not be a DynamicMask under vmap")
     if bound["score_tensors"]:
-        raise NotImplementedError("score_tensors must be none under vmap")
+        raise NotImplementedError("score_tensors must be None under vmap")
     folded = (
         _into_batch(x, dims[name], info.batch_size)
         if isinstance(x, Tensor) and name != "bias"

@@ -517,6 +517,6 @@ def _ranks(ranks: int | ProcessGroup | DeviceMesh, units: int) -> int:
 def _check_owner(owner: Sequence[int], units: int, ranks: int) -> None:
     if len(owner) != units or set(owner) != set(range(ranks)):
         raise ValueError(
-            f"strategy must give each of {units} units one of {ranks} ranks, and each rank a "
-            f"unit, got {len(owner)} of {sorted(set(owner))}"
+            f"strategy must assign each of {units} units to one of {ranks} ranks, and a unit to "
+            f"every rank, got {len(owner)} of {sorted(set(owner))}"
         )

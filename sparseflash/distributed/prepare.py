@@ -168,7 +168,9 @@ def prepare(
     allowed = sorted({1, key.shape[1], query.shape[1]})
     if plan.mask.num_heads not in allowed:
         names = " or ".join(map(str, allowed))
-        raise ValueError(f"plan must be of a mask of {names} heads, got {plan.mask.num_heads}")
+        raise ValueError(
+            f"plan must be made for a mask of {names} heads, got {plan.mask.num_heads}"
+        )
     # A group of heads is numbered from 0, which dropout and score functions would notice.
     alone = checked.dropout_p > 0 or checked.score is not None
     groups = 1 if alone else plan.head_groups(key.shape[1])
@@ -188,7 +190,8 @@ def prepare(
 def _check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
     if not isinstance(mask, DynamicMask):
         raise TypeError(
-            f"mask must be a DynamicMask out of plan.mask_of({rank}), got {type(mask).__name__}"
+            f"mask must be a DynamicMask selected from plan.mask_of({rank}), got "
+            f"{type(mask).__name__}"
         )
     if len(plan.shared):
         raise ValueError(
@@ -196,4 +199,4 @@ def _check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
             "row knows what it selects: make_plan(..., shared_rows=()) makes a plan without"
         )
     if not plan.is_support(mask.support, rank):
-        raise ValueError(f"mask must be selected out of plan.mask_of({rank}), got {mask}")
+        raise ValueError(f"mask must be selected from plan.mask_of({rank}), got {mask}")

@@ -74,8 +74,8 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"context_parallel_attention could not exchange {what}: another rank died, came too "
-            "late or made another call; with check=True every rank says which"
+            f"context_parallel_attention could not exchange {what}: another rank failed, was too "
+            "late or made another call; check=True reports which on every rank"
         ) from error
 
 

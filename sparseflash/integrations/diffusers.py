@@ -83,7 +83,7 @@ def sparsify(
     all_processors = dict(model.attn_processors)
     chosen = {name: processor for name, processor in all_processors.items() if processors(name)}
     if not chosen:
-        raise ValueError(f"processors must choose some of {list(all_processors)}")
+        raise ValueError(f"processors must select at least one of {list(all_processors)}")
     for name, processor in chosen.items():
         wrapped = processor.processor if isinstance(processor, SparseProcessor) else processor
         all_processors[name] = SparseProcessor(wrapped, pattern, backend=backend)

@@ -109,7 +109,7 @@ def sparsify(
             is given and none recorded. Nothing is changed then.
     """
     if not hasattr(model, "set_attn_implementation"):
-        raise TypeError(f"model must be one of transformers, got {type(model).__name__}")
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     config = model.config.get_text_config()
     if pattern is None:
         patterns = _recorded(config)
@@ -250,7 +250,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: (out (batch, seq, heads, head_dim), no weights)."""
     if options.get("position_bias") is not None:
-        raise ValueError("blocksparse attention takes no position_bias")
+        raise ValueError("blocksparse attention does not support position_bias")
     if options.get("output_attentions"):
         logger.warning_once(
             "block-sparse attention has no output_attentions: it never holds all probabilities. "
@@ -290,8 +290,8 @@ def _of_layer(each: tuple, module: nn.Module):
     layer = getattr(module, "layer_idx", None)
     if layer is None or layer >= len(each):
         raise ValueError(
-            f"{type(module).__name__} must have a layer_idx below {len(each)}, as there are "
-            f"patterns of so many layers, got {layer}"
+            f"{type(module).__name__} must have a layer_idx below {len(each)}, the number "
+            f"of layers that have patterns, got {layer}"
         )
     return each[layer]
 
@@ -308,7 +308,7 @@ def _patterns_of(
 def _recorded(config: Any) -> tuple[Pattern, ...]:
     record = getattr(config, "sparse_pattern", None)
     if record is None:
-        raise ValueError("config.sparse_pattern must be set, for no pattern was registered")
+        raise ValueError("config.sparse_pattern must be set, because no pattern was registered")
     try:
         return tuple(masks.from_json(text) for text in _as_list(record))
     except (TypeError, ValueError) as error:

@@ -140,7 +140,7 @@ def attention(
         raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
     if mask.num_heads not in (1, heads, kv_heads):
         raise ValueError(
-            f"mask must be of 1 head, heads or kv_heads ({heads}, {kv_heads}), got {mask}"
+            f"mask must have 1, heads ({heads}) or kv_heads ({kv_heads}) heads, got {mask}"
         )
     chosen = device_named(device)
     q_len, k_len = mask.seq_len

@@ -176,8 +176,8 @@ def _call_of_sdpa(
 ) -> AttentionCall:
     if attn_mask is not None:
         raise ValueError(
-            f"{module} attends by an attn_mask, where only all or causal pairs are understood: "
-            "inputs must be of one length, without padding or a cache"
+            f"{module} has an attn_mask, and only full and causal attention are supported: "
+            "inputs must have one length, without padding or a cache"
         )
     return _check_call(
         AttentionCall(
@@ -192,9 +192,9 @@ def _capture_module(
     def attend(query, key, value, mask, key_lengths, score_tensors) -> Tensor:
         silent.discard(running[-1])
         if score_tensors:
-            raise ValueError(f"{running[-1]} attends with score_tensors: none may be")
+            raise ValueError(f"{running[-1]} has score_tensors, which are not supported")
         if key_lengths is not None or not (mask is None or isinstance(mask, Pattern)):
-            raise ValueError(f"{running[-1]} attends with key_lengths or a cache: neither may be")
+            raise ValueError(f"{running[-1]} has key_lengths or a cache, which are not supported")
         base = masks.full() if mask is None else mask
         scale = module.options.get("scale")
         out = handle(_check_call(AttentionCall(running[-1], query, key, value, base, scale)))
@@ -207,7 +207,7 @@ def _check_call(call: AttentionCall) -> AttentionCall:
     if call.query.shape[2] != call.key.shape[2]:
         raise ValueError(
             f"{call.module} has {call.query.shape[2]} queries and {call.key.shape[2]} keys: "
-            "only self-attention of whole sequences is understood"
+            "only self-attention of whole sequences is supported"
         )
     return call
 

@@ -86,14 +86,14 @@ class SparseAttention(nn.Module):
             self.value_dim = check_integer("value_dim", value_dim, least=1)
         if rotary is not None and rotary.head_dim != self.head_dim:
             raise ValueError(
-                f"rotary must be of head_dim {self.head_dim} (embed_dim / num_heads), got "
+                f"rotary must have head_dim {self.head_dim} (embed_dim / num_heads), got "
                 f"{rotary.head_dim}"
             )
         if not isinstance(dropout, Real) or not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
         self.pattern = _parsed_pattern(pattern, num_heads, kv_heads)
         if "dropout_p" in options:
-            raise TypeError("dropout_p must be given as dropout, which counts in training alone")
+            raise TypeError("dropout_p must be given as dropout, which applies in training only")
         AttentionOptions(**options)
         self.dropout, self.rotary, self.options = dropout, rotary, options
         rows = sum(self._projections)
@@ -300,7 +300,7 @@ def _parsed_pattern(
         return as_pattern(pattern)
     if len(pattern) not in (kv_heads, num_heads):
         allowed = " or ".join(map(str, sorted({kv_heads, num_heads})))
-        raise ValueError(f"pattern must be one, or {allowed} of them, got {len(pattern)}")
+        raise ValueError(f"pattern must be one pattern or a list of {allowed}, got {len(pattern)}")
     parsed = {text: parse(text) for text in pattern if isinstance(text, str)}
     return masks.stack([parsed[p] if isinstance(p, str) else as_pattern(p) for p in pattern])
 

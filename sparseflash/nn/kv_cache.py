@@ -79,7 +79,7 @@ class KeyValueCache:
                 )
         end = self.length + key.shape[2]
         if end > self.max_len:
-            raise ValueError(f"cache holds {self.max_len} tokens, got {end}")
+            raise ValueError(f"cache can hold at most {self.max_len} tokens, got {end}")
         for _, new, stored in named:
             stored[:, :, self.length : end] = new.detach()
         self.length = end

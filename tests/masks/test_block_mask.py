@@ -135,7 +135,7 @@ def test_stack_shares_equal_heads():
 
 
 def test_heads_that_there_are_not():
-    with pytest.raises(IndexError, match="index must be that of one of 1 heads, got 1"):
+    with pytest.raises(IndexError, match="index must be from -1 to 0 for 1 heads, got 1"):
         masks.full()(64).head(1)
     with pytest.raises(TypeError, match=r"index must be an integer, got \(0, 0\)"):
         masks.full()(64).head((0, 0))
@@ -162,9 +162,9 @@ def heads(number):
     ("call", "message"),
     [
         (lambda: masks.full()(0), "seq_len must be at least 1"),
-        (lambda: masks.full()(64, 48), "block_size must be made of"),
+        (lambda: masks.full()(64, 48), "block_size must have sides in"),
         (lambda: masks.full()(64.0), "seq_len must be an int"),
-        (lambda: masks.full()(64).table(block_size=(64, 48)), "block_size must be made of"),
+        (lambda: masks.full()(64).table(block_size=(64, 48)), "block_size must have sides in"),
         (lambda: masks.full()(64).coverage("64"), "block_size must be an integer, got '64'"),
         (lambda: BlockMask.from_dense(torch.ones(4, 4)), "dense must be a bool tensor"),
         (lambda: BlockMask.from_dense(torch.ones(4, dtype=torch.bool)), "dense must be"),
@@ -191,13 +191,16 @@ def heads(number):
         (lambda: masks.stack([heads(2), heads(2)]), "stacked masks must have one head"),
         (
             lambda: masks.stack([masks.full()(64, 16), masks.full()(64, 32)]),
-            "stacked masks must have one head and agree",
+            "stacked masks must have one head and equal lengths",
         ),
         (lambda: BlockMask.from_dense(torch.ones(0, 4, dtype=torch.bool)), "not empty"),
         (lambda: BlockMask.from_scipy([[1]]), "scipy.sparse"),
         (lambda: BlockMask.from_scipy(scipy.sparse.coo_array(np.ones(3))), "2 dimensions, got 1"),
         (lambda: masks.stack([]), "at least one mask"),
-        (lambda: masks.stack([masks.full(), masks.full()(64)]), "all patterns or all block masks"),
+        (
+            lambda: masks.stack([masks.full(), masks.full()(64)]),
+            "patterns only or block masks only",
+        ),
     ],
 )
 def test_bad_input_names_the_argument(call, message):

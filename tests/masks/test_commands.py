@@ -133,7 +133,7 @@ def test_a_file_that_is_no_python_is_one_sentence(arguments, tmp_path):
     result = invoke(*(argument.format(broken) for argument in arguments))
     assert result.exit_code == 2
     output = "".join(result.output.replace("│", " ").split())
-    assert "broken.pyisnoPython:'('wasneverclosed(broken.py,line1)" in output
+    assert "broken.pyisnotvalidPython:'('wasneverclosed(broken.py,line1)" in output
 
 
 def test_diff_prints_pairs_and_draws(tmp_path):

@@ -133,7 +133,7 @@ def test_entries_of_a_sparse_tensor_may_be_stored_twice():
             lambda: interop.from_flex(
                 flex_attention.create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 32, 32, "cpu")
             ),
-            "batch must be 0 to 1, for mask has 2, got None",
+            "batch must be from 0 to 1, because mask has 2, got None",
         ),
         (lambda: interop.from_flex(interop.to_flex(masks.full()(64, 16)), 1), "at most 0, got 1"),
         (

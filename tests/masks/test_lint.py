@@ -99,7 +99,7 @@ def test_layers_after_full_connectivity_are_no_finding():
 def test_rules_can_be_left_out_and_unknown_ones_are_refused():
     mask = masks.local(8)(1024, 128)
     assert lint(mask, ignore=["useless-pairs"]) == []
-    with pytest.raises(ValueError, match="ignore must be of"):
+    with pytest.raises(ValueError, match="ignore must be a list of rules in"):
         lint(mask, ignore=["nothing"])
     with pytest.raises(TypeError, match="ignore must be a list of rules, got 3"):
         lint(mask, ignore=3)

@@ -233,7 +233,7 @@ def test_a_pattern_has_a_block_size_of_its_own():
     assert both(200).block_size == masks.stack([fine, both])(200).block_size == (32, 64)
     with pytest.raises(ValueError, match="must share their block size"):
         operator.and_(fine, masks.causal())
-    with pytest.raises(ValueError, match="block_size must be made of"):
+    with pytest.raises(ValueError, match="block_size must have sides in"):
         fine.with_block_size(48)
 
 
@@ -294,7 +294,7 @@ def test_parse_says_what_a_file_lacks(name, message, tmp_path):
         (lambda: masks.global_tokens([]), "tokens must be at least 1"),
         (lambda: masks.longformer(3, 0), "num_global must be at least 1"),
         (lambda: masks.documents([10.5, 1.9]), "lengths.0. must be an integer, got 10.5"),
-        (lambda: masks.documents([]), "lengths must be at least one"),
+        (lambda: masks.documents([]), "lengths must have at least one document"),
         (lambda: masks.documents(300), "lengths must be a sequence of integers, got 300"),
         (lambda: masks.full()("300"), "seq_len must be an integer, got '300'"),
         (lambda: masks.pattern(masks.full()), r"attends must be a function .*, got full\(\)"),
@@ -302,8 +302,8 @@ def test_parse_says_what_a_file_lacks(name, message, tmp_path):
         (lambda: masks.parse(3), "text must be a string, got int"),
         (lambda: masks.causal(align="middle"), "align must be one of"),
         (lambda: masks.documents([5, 6])(12), "lengths must sum to"),
-        (lambda: masks.tree([-1, 1]), "parents must name an earlier node"),
-        (lambda: masks.tree([]), "parents must name an earlier node"),
+        (lambda: masks.tree([-1, 1]), "parents must have an earlier node"),
+        (lambda: masks.tree([]), "parents must have an earlier node"),
         (lambda: masks.tree([-1], -2), "prefix_len must be at least 0"),
         (lambda: masks.tree([-1, 0], 5)(7), r"needs seq_len \(2, 7\), got \(7, 7\)"),
         (lambda: masks.bigbird(window=2), "window must be odd"),

@@ -18,7 +18,7 @@ def test_a_handle_finds_its_mask_and_copies_are_the_mask(mask):
 
 @pytest.mark.parametrize("mask", [masks.causal(), masks.causal()(64, 16)], ids=repr)
 def test_and_does_not_join_masks(mask):
-    with pytest.raises(TypeError, match="join them by &"):
+    with pytest.raises(TypeError, match="combine masks with &"):
         assert not (mask and mask)
 
 

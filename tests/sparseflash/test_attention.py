@@ -277,7 +277,7 @@ def test_without_a_pair_results_are_those_of_torch(sizes, traced):
             dict.fromkeys(
                 ("query", "key", "value"), torch.zeros(1, 2, 16, 8).to(torch.float8_e4m3fn)
             ),
-            "query must be of one of torch.float16, .*, got torch.float8_e4m3fn",
+            "query must have one of the dtypes torch.float16, .*, got torch.float8_e4m3fn",
         ),
         ({"query": torch.zeros(1, 0, 16, 8)}, "query must be .* with a head and a dim"),
         ({"value": torch.zeros(1, 2, 16, 8, device="meta")}, "value must be torch.float32 on cpu"),

@@ -87,7 +87,7 @@ def test_block_mass_and_modules_take_them():
     each.load_state_dict(module.state_dict())
     x = torch.randn(1, 40, 32)
     torch.testing.assert_close(module(x), each(x))
-    with pytest.raises(ValueError, match="pattern must be one, or 2 or 4 of them, got 3"):
+    with pytest.raises(ValueError, match="pattern must be one pattern or a list of 2 or 4, got 3"):
         SparseAttention(32, HEADS, ["causal()"] * 3, kv_heads=KV_HEADS)
 
 

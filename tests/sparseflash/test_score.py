@@ -337,9 +337,7 @@ TABLE = torch.ones(3)
 REFUSED = {
     "the operation erfinv is not translated": lambda s, *pair: torch.erfinv(s),
     "cannot be traced": lambda s, *pair: s if s > 0 else -s,
-    "nor index tensors with them but those that it gets": lambda s, batch, head, *pair: (
-        s + TABLE[head]
-    ),
+    "it may index only tensors that it gets": lambda s, batch, head, *pair: s + TABLE[head],
     "f must be of a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,
     "more than one number is translated only as a score tensor": lambda s, *pair: s + TABLE.sum(),
     r"f must be one number for each pair, got \(3,\)": lambda s, *pair: s + TABLE,

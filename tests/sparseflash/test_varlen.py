@@ -145,7 +145,7 @@ def test_a_document_without_keys_and_one_without_queries():
         ({"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_q": torch.tensor([1, 3, 8])}, "cu_seqlens_q must ascend from 0 to 8"),
         ({"cu_seqlens_k": torch.tensor([0, 6, 3, 8])}, "cu_seqlens_k must ascend"),
-        ({"cu_seqlens_k": torch.tensor([0, 8])}, "cu_seqlens_k must be of 2 documents"),
+        ({"cu_seqlens_k": torch.tensor([0, 8])}, "cu_seqlens_k must have 2 documents"),
         ({"cu_seqlens_k": torch.tensor([0.0, 8.0])}, "cu_seqlens_k must be an int32"),
         ({"key_lengths": torch.tensor([4])}, "key_lengths must not be given"),
         ({"bias": torch.zeros(2, 8)}, r"bias must be of shape \(1, 15\) or \(2, 15\)"),

@@ -56,9 +56,9 @@ def test_rows_kept(dense, block_size, data):
 @pytest.mark.parametrize("rows", [[], [1, 0], [0, 0], [-1, 0], [0, 4]])
 def test_blocks_that_are_not_there_or_out_of_order_are_refused(rows):
     mask = BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool), 16)
-    with pytest.raises(ValueError, match="rows must ascend within 0 to 3"):
+    with pytest.raises(ValueError, match="rows must be ascending from 0 to 3"):
         mask.take_blocks(torch.tensor(rows, dtype=torch.int64), torch.arange(4))
-    with pytest.raises(ValueError, match="rows must ascend within 0 to 3"):
+    with pytest.raises(ValueError, match="rows must be ascending from 0 to 3"):
         mask.keep_rows(torch.tensor(rows, dtype=torch.int64))
     with pytest.raises(TypeError, match="columns must be a one-dimensional int64 tensor"):
         mask.take_blocks(torch.arange(4), torch.arange(4.0))

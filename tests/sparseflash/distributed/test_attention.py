@@ -183,7 +183,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="dim must be at most 4, got 9"):
         gather(tensors, plan, 9)
     three = make_plan(masks.stack([masks.causal()] * 3)(100, 16), 1)
-    with pytest.raises(ValueError, match="plan must be of a mask of 1 or 2 heads, got 3"):
+    with pytest.raises(ValueError, match="plan must be made for a mask of 1 or 2 heads, got 3"):
         context_parallel_attention(*tensors, three)
     with pytest.raises(TypeError, match="key must be an ordinary tensor, got a Subclass"):
         context_parallel_attention(tensors[0], tensors[1].as_subclass(Subclass), tensors[2], plan)
@@ -193,13 +193,15 @@ def test_wrong_arguments_are_named():
         context_parallel_attention(*tensors[:, :, :, 1:], plan)
     with pytest.raises(ValueError, match="key_lengths must be 0 to 100, got"):
         context_parallel_attention(*tensors, plan, key_lengths=torch.tensor([101]))
-    with pytest.raises(TypeError, match=r"mask must be a DynamicMask out of plan.mask_of\(0\)"):
+    with pytest.raises(
+        TypeError, match=r"mask must be a DynamicMask selected from plan.mask_of\(0\)"
+    ):
         context_parallel_attention(*tensors, plan, mask=plan.mask)
     mask = masks.full()(100, 16).select_topk(torch.randn(7, 7), 2)
     shared = make_plan(masks.full()(100, 16), 1, shared_rows=[0])
     with pytest.raises(ValueError, match="mask must be None with a plan of rows that ranks share"):
         context_parallel_attention(*tensors, shared, mask=mask)
-    with pytest.raises(ValueError, match=r"mask must be selected out of plan.mask_of\(0\)"):
+    with pytest.raises(ValueError, match=r"mask must be selected from plan.mask_of\(0\)"):
         context_parallel_attention(*tensors, plan, mask=mask)
     with pytest.raises(ValueError, match="shard must not require a gradient"):
         gather(tensors.requires_grad_(), plan, 3)

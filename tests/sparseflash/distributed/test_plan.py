@@ -287,8 +287,8 @@ def test_a_plan_says_what_it_moves():
         ((CAUSAL, 0), ValueError, "ranks must be at least 1"),
         ((CAUSAL, 65), ValueError, "ranks must be at most the 64 units of the mask, got 65"),
         ((CAUSAL, 2, "ring"), ValueError, "strategy must be auto or one of"),
-        ((CAUSAL, 2, [0, 1]), ValueError, "strategy must give each of 64 units"),
-        ((CAUSAL, 2, [0] * 64), ValueError, "and each rank a unit"),
+        ((CAUSAL, 2, [0, 1]), ValueError, "strategy must assign each of 64 units"),
+        ((CAUSAL, 2, [0] * 64), ValueError, "and a unit to every rank"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, message):

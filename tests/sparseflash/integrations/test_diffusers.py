@@ -98,7 +98,7 @@ def test_a_second_pattern_takes_the_place_of_the_first():
 
 
 def test_what_cannot_be_sparse_is_refused():
-    with pytest.raises(ValueError, match=r"must choose some of \['attn1.processor', "):
+    with pytest.raises(ValueError, match=r"must select at least one of \['attn1.processor', "):
         diffusers.sparsify(Model(), PATTERN, processors=lambda name: name == "attn1")
     with pytest.raises(TypeError, match="pattern must be a Pattern or its text, got int"):
         diffusers.sparsify(Model(), 3)

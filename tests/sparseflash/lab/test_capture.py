@@ -120,7 +120,7 @@ class OwnAttention(nn.Module):
         (lambda x: (x @ x.mT).softmax(-1) @ x, "attention of block cannot be hooked"),
         (
             lambda x: scaled_dot_product_attention(x, x, x, torch.zeros(TOKENS, TOKENS)),
-            "block attends by an attn_mask",
+            "block has an attn_mask",
         ),
         (lambda x: scaled_dot_product_attention(x[:, :, :9], x, x), "block has 9 queries and 64"),
     ],

@@ -97,7 +97,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives(pattern, rotary):
     steps = [x[:, :30], x[:, 30:31], x[:, 31:49], x[:, 49:]]
     result = torch.cat([module(step, cache=cache) for step in steps], dim=1)
     torch.testing.assert_close(result[:, -expected.shape[1] :], expected)
-    with pytest.raises(ValueError, match="cache holds 50 tokens, got 51"):
+    with pytest.raises(ValueError, match="cache can hold at most 50 tokens, got 51"):
         module(x[:, :1], cache=cache)
     cache.reset()
     torch.testing.assert_close(module(steps[0], cache=cache), result[:, :30])
@@ -333,7 +333,7 @@ def test_copies_share_their_pattern():
     [
         (lambda: SparseAttention(30, 4), "num_heads must divide"),
         (lambda: SparseAttention(32, 4, kv_heads=3), "multiple of kv_heads 3"),
-        (lambda: SparseAttention(32, 4, [PATTERN]), "pattern must be one, or 4"),
+        (lambda: SparseAttention(32, 4, [PATTERN]), "pattern must be one pattern or a list of 4"),
         (lambda: SparseAttention(32, 4)(torch.zeros(2, 32)), r"x must be \(batch, seq, 32\)"),
         (
             lambda: SparseAttention(32, 4)(torch.zeros(1, 2, 32), torch.zeros(1, 2, 16)),
@@ -348,7 +348,7 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention(32, 4, dropout="x"), r"dropout must be in \[0, 1\), got 'x'"),
         (lambda: SparseAttention.from_torch(None), "module must be a torch.nn.*, got NoneType"),
         (lambda: KeyValueCache(1, 4, 5, 8, dtype="bf16"), "dtype must be .*, got 'bf16'"),
-        (lambda: SparseAttention(32, 4, rotary=Rotary(16)), "rotary must be of head_dim 8"),
+        (lambda: SparseAttention(32, 4, rotary=Rotary(16)), "rotary must have head_dim 8"),
         (lambda: SparseAttention.from_torch(torch_attention(add_bias_kv=True)), "add_bias_kv"),
         (lambda: SparseAttention.from_torch(torch_attention(add_zero_attn=True)), "add_zero_attn"),
         (lambda: Rotary(7), "head_dim must be even"),
@@ -427,7 +427,11 @@ def test_a_mask_is_no_pattern():
         (torch.zeros(2, 2, 3, 8), torch.zeros(1, 1, 1, 8), r"value must be \(2, 2, 3, 8\), got"),
         (torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8).double(), "value must be torch.float32"),
         (torch.zeros(2, 2, 3), torch.zeros(2, 2, 3), r"key must be \(2, 2, tokens, 8\), got"),
-        (torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 8), "cache holds 8 tokens, got 9"),
+        (
+            torch.zeros(2, 2, 9, 8),
+            torch.zeros(2, 2, 9, 8),
+            "cache can hold at most 8 tokens, got 9",
+        ),
     ],
 )
 def test_a_cache_takes_what_fits_or_nothing(key, value, message):
