@@ -10,14 +10,14 @@ from masks._core import block_set, slicing
 from masks._core.bit_tiles import deduplicate, pack, unique_codes, unpack
 from masks._core.grid import Grid
 from masks._core.intervals import (
-    PART,
+    CHUNK,
     Runs,
     combine,
     concatenate,
     empty,
     from_bool_matrix,
     from_points,
-    in_parts,
+    in_chunks,
     union,
 )
 from masks.block_mask import BlockMask
@@ -96,7 +96,7 @@ def from_offsets(
         return (column * grid.bk - row * grid.bq + farthest) // side
 
     used, tile = unique_codes(
-        in_parts(code, candidates), farthest // side + grid.nk * grid.bk // side
+        in_chunks(code, candidates), farthest // side + grid.nk * grid.bk // side
     )
     keys = torch.arange(grid.bk, device=grid.device)
     inner = keys - torch.arange(grid.bq, device=grid.device)[:, None]
@@ -123,7 +123,7 @@ def _blocks_at(grid: Grid, distance: Tensor) -> Tensor:
         return grid.runs(0, *(t.flatten() for t in edges)).expand()
 
     rows = torch.arange(grid.nq, device=grid.device)[:, None]
-    return torch.cat([blocks(part) for part in rows.split(max(1, PART // len(distance)))])
+    return torch.cat([blocks(part) for part in rows.split(max(1, CHUNK // len(distance)))])
 
 
 def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
@@ -156,7 +156,7 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
             tile[slot] = row_kind[own] * len(column_bits) + column_kind[column]
         return flat, tile
 
-    parts = (~row_all).nonzero().flatten().split(max(1, PART // grid.nk))
+    parts = (~row_all).nonzero().flatten().split(max(1, CHUNK // grid.nk))
     flat, tile = (torch.cat(t) for t in zip(*map(candidates, parts), strict=True))
     full_rows = grid.all_blocks().select(row_all)
     columns = from_points(column_all.nonzero().flatten())

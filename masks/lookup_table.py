@@ -32,7 +32,7 @@ from masks._core.block_set import (
     list_clipped_as_partial,
 )
 from masks._core.grid import Grid, is_captured
-from masks._core.intervals import PART, Runs
+from masks._core.intervals import CHUNK, Runs
 from masks._core.transpose import transpose_lists
 from masks.registry import Caching
 
@@ -230,9 +230,9 @@ def _block_lists(lists: DirectionLists, g: Grid, masks: int) -> BlockLists:
 
 
 def _row_parts(lists: DirectionLists, g: Grid, rows: int) -> Iterator[tuple[Runs, Tensor, range]]:
-    """(full, partial, block rows) of consecutive block rows: all, or fewer on a CPU; see PART."""
+    """(full, partial, block rows) of consecutive block rows: all, or fewer on a CPU; see CHUNK."""
     full, partial = lists.full, lists.partial
-    parts = 1 if partial.is_cuda else 1 + (len(full.begin) + len(partial)) // PART
+    parts = 1 if partial.is_cuda else 1 + (len(full.begin) + len(partial)) // CHUNK
     step = -(-rows // parts)
     first = [*range(0, rows, step), rows]
     flat = torch.tensor(first, device=g.device) * g.row_stride

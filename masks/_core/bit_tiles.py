@@ -76,10 +76,10 @@ def deduplicate(rows: Tensor) -> tuple[Tensor, Tensor]:
     flat = rows.flatten(1)
     _, inverse = torch.unique(_hash(flat), return_inverse=True)
     count = int(inverse.max()) + 1
-    representative = torch.full((count,), len(flat), dtype=torch.int64, device=rows.device)
+    first_row = torch.full((count,), len(flat), dtype=torch.int64, device=rows.device)
     positions = torch.arange(len(flat), device=rows.device)
-    representative.scatter_reduce_(0, inverse, positions, "amin")
-    unique = flat[representative]
+    first_row.scatter_reduce_(0, inverse, positions, "amin")
+    unique = flat[first_row]
     for start in range(0, len(flat), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         if not torch.equal(unique[inverse[chunk]], flat[chunk]):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from masks._core.bit_tiles import deduplicate, unique_codes, unpack, words_per_row
 from masks._core.grid import Grid, canonical_device
-from masks._core.intervals import Runs, combine, concatenate, from_points, in_parts
+from masks._core.intervals import Runs, combine, concatenate, from_points, in_chunks
 
 # Tile codes past the bit tiles: blocks whose keys, queries or both are clipped, full blocks that
 # are not, and empty ones. See BlockSet.tiles_by_code.
@@ -91,10 +91,10 @@ class BlockSet:
         Returns:
             bool (distinct, rows * bq, columns * bk), and for each of the n which of them it is.
         """
-        used, which = deduplicate(self.tile_codes(flat).flatten(1).int())
-        blocks = unpack(self.tiles_by_code()[used.long()], self.grid.bk)
+        distinct_codes, number = deduplicate(self.tile_codes(flat).flatten(1).int())
+        blocks = unpack(self.tiles_by_code()[distinct_codes.long()], self.grid.bk)
         pairs = blocks.unflatten(1, flat.shape[1:]).transpose(2, 3)
-        return pairs.flatten(3, 4).flatten(1, 2), which
+        return pairs.flatten(3, 4).flatten(1, 2), number
 
     def count_per_row(self) -> Tensor:
         """int64 (num_heads, nq): non-zero blocks in each block row."""
@@ -120,19 +120,19 @@ class BlockSet:
         if list(masks) == list(range(self.num_masks)):
             return replace(self, head_to_mask=heads)
         stride = self.grid.mask_stride
-        runs, points, tiles = [], [], []
+        runs, partial, tiles = [], [], []
         for new, old in enumerate(masks):
             runs.append(
                 self.full.between(old * stride, (old + 1) * stride).shift((new - old) * stride)
             )
-            part = self.partial_between(old * stride, (old + 1) * stride)
-            points.append(self.partial[part] + (new - old) * stride)
-            tiles.append(self.partial_bit_tile[part])
+            selected = self.partial_between(old * stride, (old + 1) * stride)
+            partial.append(self.partial[selected] + (new - old) * stride)
+            tiles.append(self.partial_bit_tile[selected])
         return replace(
             self,
             head_to_mask=heads,
             full=concatenate(runs),
-            partial=torch.cat(points),
+            partial=torch.cat(partial),
             partial_bit_tile=torch.cat(tiles),
         )
 
@@ -186,21 +186,21 @@ def assemble(
         tile: int64 (p,) the bit tile of each candidate.
     """
     # What a candidate is depends on its tile and on how the sequence clips it: four kinds.
-    codes = in_parts(lambda part, flat: part * 4 + grid.clip_kind(flat), tile, candidates)
-    used, which = unique_codes(codes, 4 * len(bit_tiles))
-    inbounds = grid.inbounds_tiles[used % 4]
-    pairs = bit_tiles[used // 4] & inbounds
+    codes = in_chunks(lambda part, flat: part * 4 + grid.clip_kind(flat), tile, candidates)
+    distinct_codes, code_number = unique_codes(codes, 4 * len(bit_tiles))
+    inbounds = grid.inbounds_tiles[distinct_codes % 4]
+    pairs = bit_tiles[distinct_codes // 4] & inbounds
     is_full = (pairs == inbounds).flatten(1).all(1)
     is_partial = (pairs != 0).flatten(1).any(1) & ~is_full
-    distinct, position = deduplicate(pairs[is_partial])
-    if len(position) < len(used):
-        new_tile = torch.full_like(used, -1)
-        new_tile[is_partial] = position
-        promoted = from_points(candidates[is_full[which]])
+    distinct_tiles, tile_number = deduplicate(pairs[is_partial])
+    if len(tile_number) < len(distinct_codes):
+        new_tile = torch.full_like(distinct_codes, -1)
+        new_tile[is_partial] = tile_number
+        promoted = from_points(candidates[is_full[code_number]])
         full = combine(torch.bitwise_or, full, promoted) if len(promoted.begin) else full
-        partial = is_partial[which]
-        candidates, which, position = candidates[partial], which[partial], new_tile
-    return BlockSet(grid, head_to_mask, full, candidates, position[which], distinct)
+        partial = is_partial[code_number]
+        candidates, code_number, tile_number = candidates[partial], code_number[partial], new_tile
+    return BlockSet(grid, head_to_mask, full, candidates, tile_number[code_number], distinct_tiles)
 
 
 def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tensor]) -> BlockSet:
@@ -216,9 +216,9 @@ def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tenso
     full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(candidates))
     tiles_a, tiles_b = a.tiles_by_code(), b.tiles_by_code()
     codes = a.tile_codes(candidates) * len(tiles_b) + b.tile_codes(candidates)
-    used, tile = unique_codes(codes, len(tiles_a) * len(tiles_b))
-    mixed = rule(tiles_a[used // len(tiles_b)], tiles_b[used % len(tiles_b)])
-    return assemble(a.grid, tuple(index[pair] for pair in pairs), full, candidates, mixed, tile)
+    distinct_codes, tile = unique_codes(codes, len(tiles_a) * len(tiles_b))
+    tiles = rule(tiles_a[distinct_codes // len(tiles_b)], tiles_b[distinct_codes % len(tiles_b)])
+    return assemble(a.grid, tuple(index[pair] for pair in pairs), full, candidates, tiles, tile)
 
 
 def stack(parts: Sequence[BlockSet], head_to_mask: tuple[int, ...]) -> BlockSet:
@@ -246,18 +246,18 @@ class DirectionLists(NamedTuple):
 
 def list_clipped_as_partial(blocks: BlockSet, *, keys: bool, queries: bool) -> DirectionLists:
     """The blocks, the full ones with clipped keys, queries or both listed as partial."""
-    g, full, demoted = blocks.grid, blocks.full, []
+    g, full, clipped = blocks.grid, blocks.full, []
     if queries and g.q_len % g.bq:
-        last = g.stacked_row(full.begin) % g.nq == g.nq - 1
-        demoted.append(full.select(last).expand())
-        full = full.select(~last)
+        in_last_row = g.stacked_row(full.begin) % g.nq == g.nq - 1
+        clipped.append(full.select(in_last_row).expand())
+        full = full.select(~in_last_row)
     if keys and g.k_len % g.bk:
-        at_end = full.end % g.row_stride == g.nk
-        demoted.append(full.end[at_end] - 1)
-        full = Runs(full.begin, full.end - at_end.long()).nonempty()
-    if not demoted:
+        in_last_column = full.end % g.row_stride == g.nk
+        clipped.append(full.end[in_last_column] - 1)
+        full = Runs(full.begin, full.end - in_last_column.long()).nonempty()
+    if not clipped:
         return DirectionLists(full, blocks.partial, blocks.partial_bit_tile)
-    edge = torch.cat(demoted)
-    partial, order = torch.cat([blocks.partial, edge]).sort()
-    code = len(blocks.bit_tiles) + full_code(g.clip_kind(edge))
+    clipped_blocks = torch.cat(clipped)
+    partial, order = torch.cat([blocks.partial, clipped_blocks]).sort()
+    code = len(blocks.bit_tiles) + full_code(g.clip_kind(clipped_blocks))
     return DirectionLists(full, partial, torch.cat([blocks.partial_bit_tile, code])[order])

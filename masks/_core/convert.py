@@ -82,7 +82,7 @@ def checked_blocks(blocks) -> Tensor:
     if _is_scipy(blocks):
         blocks = blocks.toarray()
     if not isinstance(blocks, Tensor):
-        blocks = _tensor_of(blocks)
+        blocks = _as_tensor(blocks)
     if blocks.is_floating_point() or blocks.is_complex():
         raise TypeError(f"blocks must be of bool or of the integers 0 and 1, got {blocks.dtype}")
     if blocks.ndim == 4:
@@ -99,7 +99,7 @@ def checked_blocks(blocks) -> Tensor:
     return (blocks if blocks.ndim == 3 else blocks[None]).bool()
 
 
-def _tensor_of(blocks) -> Tensor:
+def _as_tensor(blocks) -> Tensor:
     """An array or nested lists as a tensor on the CPU."""
     try:
         array = np.asarray(blocks)
@@ -160,9 +160,9 @@ def from_strips(
         at_once = rows * grid.bq
 
     def packed(mask: int, begin: int, end: int) -> Tensor:
-        return pack_bytes(_padded(pairs(mask, slice(begin, end)), 1, grid.bk))
+        return pack_bytes(_pad_to_multiple(pairs(mask, slice(begin, end)), 1, grid.bk))
 
-    def read(strip: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def read_strip(strip: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mask, row = strip
         begin, end = row * grid.bq, min((row + rows) * grid.bq, grid.q_len)
         parts = [
@@ -170,14 +170,14 @@ def from_strips(
         ]
         return _strip_blocks(grid, torch.cat(parts), mask * grid.nq + row)
 
-    full, partial, tile, tiles = zip(*run(read, strips), strict=True)
+    full, partial, tile, tiles = zip(*run(read_strip, strips), strict=True)
     first_tile = accumulate((len(part) for part in tiles), initial=0)
     tile = torch.cat([part + n for part, n in zip(tile, first_tile, strict=False)])
     full, partial, tiles = (torch.cat(parts) for parts in (full, partial, tiles))
     return assemble(grid, head_to_mask, from_points(full), partial, tiles, tile)
 
 
-def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+def _pad_to_multiple(x: Tensor, dim: int, multiple: int) -> Tensor:
     """x, or a copy of which a dimension ends with zeros that make it a multiple."""
     missing = -x.shape[dim] % multiple
     sizes = (0, missing) if dim == 1 else (0, 0, 0, missing)
@@ -188,12 +188,12 @@ def _strip_blocks(
     grid: Grid, strip: Tensor, first_row: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(full, partial, tile, bit tiles) of a strip of whole block rows: uint8 (queries, bytes)."""
-    strip = _padded(strip, 0, grid.bq)
+    strip = _pad_to_multiple(strip, 0, grid.bq)
     # Most blocks are all false or all true: many pairs are compared at a time.
     words = strip.view(_WORDS.get(grid.bk, torch.int64))
     words = words.view(-1, grid.bq, grid.nk, words.shape[1] // grid.nk)
-    full = _fold(torch.bitwise_and, words) == -1
-    row, column = ((_fold(torch.bitwise_or, words) != 0) & ~full).nonzero(as_tuple=True)
+    full = _reduce_blocks(torch.bitwise_and, words) == -1
+    row, column = ((_reduce_blocks(torch.bitwise_or, words) != 0) & ~full).nonzero(as_tuple=True)
     bit_tiles, tile = deduplicate(to_words(words[row, :, column]))
     full_row, full_column = full.nonzero(as_tuple=True)
     return (
@@ -204,7 +204,7 @@ def _strip_blocks(
     )
 
 
-def _fold(rule: Callable[[Tensor, Tensor], Tensor], words: Tensor) -> Tensor:
+def _reduce_blocks(rule: Callable[[Tensor, Tensor], Tensor], words: Tensor) -> Tensor:
     """(rows, bq, nk, words) -> (rows, nk), by halves: sides of blocks are powers of two."""
     for dim in (1, 3):
         while words.shape[dim] > 1:

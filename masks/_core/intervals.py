@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Elements of a chunk. Smaller chunks would stay in the caches of a CPU, but threads wait for one
 # another after every operation, which takes long where the cores are busy.
-PART = 1 << 21
+CHUNK = 1 << 21
 
 
 class Runs(NamedTuple):
@@ -66,23 +66,23 @@ class Runs(NamedTuple):
         return self.select(self.end > self.begin)
 
 
-def in_parts(rule: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def in_chunks(rule: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """rule(*tensors) of an elementwise rule, chunk by chunk on a CPU.
 
     Chunks reuse the memory of intermediate results. For all elements at once the system would
     first zero fresh pages, which takes several times as long as the arithmetic.
     """
-    if tensors[0].is_cuda or len(tensors[0]) <= PART:
+    if tensors[0].is_cuda or len(tensors[0]) <= CHUNK:
         return rule(*tensors)
-    parts = zip(*(t.split(PART) for t in tensors), strict=True)
-    return torch.cat([rule(*part) for part in parts])
+    chunks = zip(*(t.split(CHUNK) for t in tensors), strict=True)
+    return torch.cat([rule(*chunk) for chunk in chunks])
 
 
 def from_points(points: Tensor) -> Runs:
     """The set of the given integers, which must be ascending and distinct."""
-    gap = torch.diff(points) != 1
+    is_break = torch.diff(points) != 1
     edge = torch.ones(min(len(points), 1), dtype=torch.bool, device=points.device)
-    return Runs(points[torch.cat([edge, gap])], points[torch.cat([gap, edge])] + 1)
+    return Runs(points[torch.cat([edge, is_break])], points[torch.cat([is_break, edge])] + 1)
 
 
 def from_bool_matrix(blocks: Tensor) -> Runs:

@@ -79,9 +79,9 @@ def _merge(blocks: BlockSet, coarse: Grid) -> BlockSet:
         own = row % rq == part
         filled = coarse.runs(mask[own], row[own] // rq, inner_begin[own], inner_end[own])
         # The last coarse row may have fewer than rq parts, too.
-        every = coarse.all_blocks(blocks.num_masks)
-        absent = coarse.locate(every.begin)[1] * rq + part >= g.nq
-        full_or_missing += [filled, every.select(absent)]
+        all_blocks = coarse.all_blocks(blocks.num_masks)
+        is_missing = coarse.locate(all_blocks.begin)[1] * rq + part >= g.nq
+        full_or_missing += [filled, all_blocks.select(is_missing)]
     full = combine(
         lambda *sets: torch.stack([a | b for a, b in zip(sets[::2], sets[1::2], strict=True)]).all(
             0

@@ -25,7 +25,7 @@ def crop(blocks: BlockSet, q_len: int, k_len: int) -> BlockSet:
     q_len, k_len = check_integer("q_len", q_len), check_integer("k_len", k_len)
     if not (1 <= q_len <= g.q_len and 1 <= k_len <= g.k_len):
         raise ValueError(f"crop must lie within seq_len {g.seq_len}, got ({q_len}, {k_len})")
-    return _assembled_rows(blocks, replace(g, q_len=q_len, k_len=k_len), 0)
+    return _assemble_rows(blocks, replace(g, q_len=q_len, k_len=k_len), 0)
 
 
 def slice_queries(blocks: BlockSet, begin: int, end: int) -> BlockSet:
@@ -34,28 +34,28 @@ def slice_queries(blocks: BlockSet, begin: int, end: int) -> BlockSet:
     begin, end = check_integer("begin", begin), check_integer("end", end)
     if not 0 <= begin < end <= g.q_len:
         raise ValueError(f"slice_queries must lie within {g.q_len} queries, got {begin} to {end}")
-    first, above = divmod(begin, g.bq)
+    first, skipped = divmod(begin, g.bq)
     target = replace(g, q_len=end - begin)
-    if above == 0:
-        return _assembled_rows(blocks, target, first)
-    if above + target.q_len <= g.bq:
-        full, partial, tile = _rows(blocks, target, first)
+    if skipped == 0:
+        return _assemble_rows(blocks, target, first)
+    if skipped + target.q_len <= g.bq:
+        full, partial, tile = _cut_rows(blocks, target, first)
         used, tile = torch.unique(tile, return_inverse=True)
-        bit_tiles = blocks.bit_tiles[used].roll(-above, dims=1)
+        bit_tiles = blocks.bit_tiles[used].roll(-skipped, dims=1)
         return assemble(target, blocks.head_to_mask, full, partial, bit_tiles, tile)
-    rows = _assembled_rows(blocks, replace(g, q_len=above + target.q_len), first)
-    moved = _move(rows, g.bq - above, 0)
-    return _assembled(target, rows.head_to_mask, [_paste(moved, target, [(-1, 0)])])
+    rows = _assemble_rows(blocks, replace(g, q_len=skipped + target.q_len), first)
+    moved = _move(rows, g.bq - skipped, 0)
+    return _assemble_pasted(target, rows.head_to_mask, [_paste(moved, target, [(-1, 0)])])
 
 
 def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
     """See BlockMask.take_blocks."""
     g = blocks.grid
-    rows, columns = _checked("rows", rows, g.nq, g), _checked("columns", columns, g.nk, g)
+    rows, columns = _check("rows", rows, g.nq, g), _check("columns", columns, g.nk, g)
     target = replace(
         g, q_len=_tokens(rows, g.nq, g.bq, g.q_len), k_len=_tokens(columns, g.nk, g.bk, g.k_len)
     )
-    new_row, new_column = _new_numbers(rows, g.nq), _new_numbers(columns, g.nk)
+    new_row, new_column = _index_in(rows, g.nq), _index_in(columns, g.nk)
     mask, row, begin, end = g.locate_runs(blocks.full)
     begin, end = torch.searchsorted(columns, begin), torch.searchsorted(columns, end)
     taken = new_row[row] >= 0
@@ -71,14 +71,14 @@ def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
 def keep_rows(blocks: BlockSet, rows: Tensor) -> BlockSet:
     """See BlockMask.keep_rows."""
     g = blocks.grid
-    is_selected = _new_numbers(_checked("rows", rows, g.nq, g), g.nq) >= 0
+    is_selected = _index_in(_check("rows", rows, g.nq, g), g.nq) >= 0
     full = blocks.full.select(is_selected[g.stacked_row(blocks.full.begin) % g.nq])
     chosen = is_selected[g.stacked_row(blocks.partial) % g.nq]
     partial, tile = blocks.partial[chosen], blocks.partial_bit_tile[chosen]
     return assemble(g, blocks.head_to_mask, full, partial, blocks.bit_tiles, tile)
 
 
-def _checked(name: str, numbers: Tensor, limit: int, grid: Grid) -> Tensor:
+def _check(name: str, numbers: Tensor, limit: int, grid: Grid) -> Tensor:
     """Distinct numbers of block rows or columns, ascending."""
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
         raise TypeError(f"{name} must be a one-dimensional int64 tensor, got {numbers!r}")
@@ -98,11 +98,11 @@ def _tokens(numbers: Tensor, count: int, side: int, length: int) -> int:
     return len(numbers) * side - missing
 
 
-def _new_numbers(numbers: Tensor, count: int) -> Tensor:
+def _index_in(numbers: Tensor, count: int) -> Tensor:
     """Where each of `count` blocks stands in `numbers`; -1 for those that do not."""
-    new = numbers.new_full((count,), -1)
-    new[numbers] = torch.arange(len(numbers), device=numbers.device)
-    return new
+    index = numbers.new_full((count,), -1)
+    index[numbers] = torch.arange(len(numbers), device=numbers.device)
+    return index
 
 
 def paste(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
@@ -111,23 +111,23 @@ def paste(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
     The parts have one head and blocks of the grid's size, and share no pair. Parts that are the
     same object and lie alike between the edges of blocks are computed once.
     """
-    alike: dict[tuple[int, int, int], tuple[BlockSet, list[tuple[int, int]]]] = {}
+    by_offset: dict[tuple[int, int, int], tuple[BlockSet, list[tuple[int, int]]]] = {}
     for blocks, query, key in parts:
         (down, dq), (right, dk) = divmod(query, grid.bq), divmod(key, grid.bk)
-        alike.setdefault((id(blocks), dq, dk), (blocks, []))[1].append((down, right))
+        by_offset.setdefault((id(blocks), dq, dk), (blocks, []))[1].append((down, right))
     pasted = [
         _paste(_move(blocks, dq, dk), grid, corners)
-        for (_, dq, dk), (blocks, corners) in alike.items()
+        for (_, dq, dk), (blocks, corners) in by_offset.items()
     ]
-    return _assembled(grid, (0,), pasted)
+    return _assemble_pasted(grid, (0,), pasted)
 
 
-def _assembled_rows(blocks: BlockSet, target: Grid, first: int) -> BlockSet:
-    full, partial, tile = _rows(blocks, target, first)
+def _assemble_rows(blocks: BlockSet, target: Grid, first: int) -> BlockSet:
+    full, partial, tile = _cut_rows(blocks, target, first)
     return assemble(target, blocks.head_to_mask, full, partial, blocks.bit_tiles, tile)
 
 
-def _rows(blocks: BlockSet, target: Grid, first: int) -> tuple[Runs, Tensor, Tensor]:
+def _cut_rows(blocks: BlockSet, target: Grid, first: int) -> tuple[Runs, Tensor, Tensor]:
     """(full, partial, tile) from block row `first` on, cut to the target's rows and columns."""
     g = blocks.grid
     mask, row, begin, end = g.locate_runs(blocks.full)
@@ -168,15 +168,15 @@ def _move(blocks: BlockSet, dq: int, dk: int) -> _MovedBlocks:
     full = combine(lambda *inside: torch.stack(inside).all(0), *moved)
     overlapped = from_points(torch.unique(torch.cat([points + distance for distance in shifts])))
     parts = union(*moved), overlapped, full
-    some = combine(lambda runs, points, f: (runs | points) & ~f, *parts).expand()
+    candidates = combine(lambda runs, points, f: (runs | points) & ~f, *parts).expand()
 
-    mask, row, column = (t[:, None, None] for t in larger.locate(some))
-    two = torch.arange(-1, 1, device=g.device)
-    row, column = row + two[:, None], column + two
+    mask, row, column = (t[:, None, None] for t in larger.locate(candidates))
+    both = torch.arange(-1, 1, device=g.device)
+    row, column = row + both[:, None], column + both
     outside = (row < 0) | (row >= g.nq) | (column < 0) | (column >= g.nk)
     pairs, tile = blocks.gather(torch.where(outside, -1, g.flat_index(mask, row, column)))
     pairs = pairs[:, g.bq - dq : 2 * g.bq - dq, g.bk - dk : 2 * g.bk - dk]
-    return _MovedBlocks(larger, blocks.num_masks, full, some, tile, pack(pairs))
+    return _MovedBlocks(larger, blocks.num_masks, full, candidates, tile, pack(pairs))
 
 
 def _paste(
@@ -196,7 +196,7 @@ def _paste(
     return full, flat, moved.tile.expand_as(row)[inside], moved.bit_tiles
 
 
-def _assembled(
+def _assemble_pasted(
     grid: Grid, head_to_mask: tuple[int, ...], pasted: list[tuple[Runs, Tensor, Tensor, Tensor]]
 ) -> BlockSet:
     """The canonical set of pasted parts; candidates of several parts at one block become one.
@@ -211,10 +211,10 @@ def _assembled(
     tile = tile[order]
     flat, group, count = torch.unique_consecutive(flat, return_inverse=True, return_counts=True)
     shared = count > 1
-    several = shared[group]
+    is_shared = shared[group]
     slot = torch.cumsum(shared, 0) - 1
     sums = bit_tiles.new_zeros(int(shared.sum()), *bit_tiles.shape[1:])
-    sums.index_add_(0, slot[group[several]], bit_tiles[tile[several]])
+    sums.index_add_(0, slot[group[is_shared]], bit_tiles[tile[is_shared]])
     joined = tile[torch.cumsum(count, 0) - count]
     joined[shared] = len(bit_tiles) + slot[shared]
     return assemble(grid, head_to_mask, union(*fulls), flat, torch.cat([bit_tiles, sums]), joined)

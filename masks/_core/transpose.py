@@ -5,7 +5,7 @@ from torch import Tensor
 from masks._core.bit_tiles import pack, unpack
 from masks._core.block_set import BlockSet, DirectionLists
 from masks._core.grid import Grid
-from masks._core.intervals import PART, Runs, combine, concatenate, from_bool_matrix
+from masks._core.intervals import CHUNK, Runs, combine, concatenate, from_bool_matrix
 
 # More runs than this share of the blocks: the matrix of blocks is the smaller thing to transpose.
 DENSE_SHARE = 1 / 128
@@ -39,7 +39,7 @@ def _transpose_runs(full: Runs, grid: Grid, num_masks: int) -> Runs:
     if len(full.begin) > DENSE_SHARE * num_masks * grid.nq * grid.nk:
         matrix = full.to_bool(num_masks * grid.mask_stride).view(num_masks, grid.nq, -1)
         transposed = matrix[..., :-1].mT.flatten(0, 1)
-        step = len(transposed) if full.begin.is_cuda else max(1, PART // grid.nq)
+        step = len(transposed) if full.begin.is_cuda else max(1, CHUNK // grid.nq)
         parts = [from_bool_matrix(part[None]) for part in transposed.split(step)]
         moved = [p.shift(i * step * grid.T.row_stride) for i, p in enumerate(parts)]
         return concatenate(moved)

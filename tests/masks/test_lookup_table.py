@@ -48,10 +48,10 @@ def test_parts_make_the_same_mask_and_table(name, seq_len, monkeypatch):
     whole = pattern(seq_len, 16)
     table = whole.table()
     ours = [module for name, module in sys.modules.items() if name.startswith("masks.")]
-    modules = [module for module in ours if hasattr(module, "PART")]
+    modules = [module for module in ours if hasattr(module, "CHUNK")]
     assert len(modules) > 3
     for module in modules:
-        monkeypatch.setattr(module, "PART", 5)
+        monkeypatch.setattr(module, "CHUNK", 5)
     parts = pattern(seq_len, 16)
     assert parts == whole
     for rows in ("by_query", "by_key"):
