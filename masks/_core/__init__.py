@@ -1,5 +1,7 @@
-"""The stored form of masks and the operations on it: functions from BlockSet to BlockSet.
+"""The stored form of masks (BlockSet) and the operations on it. Nothing here is public.
 
-Nothing here is public. grid and intervals are the arithmetic, bit_tiles the element masks,
-block_set the stored form; the other modules are its operations.
+grid.py, intervals.py   block numbering; sets of integers as runs
+bit_tiles.py            element masks of partial blocks
+block_set.py            BlockSet and the algebra on it
+others                  functions from BlockSet to BlockSet, and conversions
 """

@@ -15,7 +15,7 @@ _CHUNK = 8192  # rows that are hashed or compared at a time
 
 
 def words_per_row(block_k: int) -> int:
-    """Words in one row of a tile of `block_k` keys."""
+    """The number of words in a row of a tile of `block_k` keys."""
     return -(-block_k // WORD_BITS)
 
 
@@ -26,14 +26,14 @@ def pack(pairs: Tensor) -> Tensor:
 
 def pack_bytes(pairs: Tensor) -> Tensor:
     """bool (..., bk) -> uint8 (..., bk / 8); bk is a multiple of 8."""
-    # Eight bools are eight bytes of an int64. One product gathers their low bits in its top byte,
-    # byte i at bit i.
+    # Eight bools are the bytes of an int64. One product gathers their low bits in its top byte:
+    # that of byte i becomes bit i.
     octets = _viewable(pairs).view(torch.int64)
     return (octets * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def to_words(packed: Tensor) -> Tensor:
-    """Integers of any width (..., n), rows of packed pairs, -> int32 (..., words)."""
+    """Rows of packed pairs in integers of any width, (..., n) -> int32 (..., words)."""
     packed = _viewable(packed).view(torch.uint8)
     missing = -packed.shape[-1] % (WORD_BITS // 8)
     return torch.nn.functional.pad(packed, (0, missing)).view(torch.int32)
@@ -41,17 +41,15 @@ def to_words(packed: Tensor) -> Tensor:
 
 def unpack(tiles: Tensor, block_k: int) -> Tensor:
     """int32 (..., words) -> bool (..., bk): the inverse of pack."""
-    # A byte is copied to all eight of an int64. Of copy i only bit i is left, and where it is set,
-    # a carry brings it to the top of its byte.
+    # Each byte is copied to all eight bytes of an int64. A mask leaves only bit i of copy i. If
+    # that bit is set, an addition carries into the top bit of its byte.
     octets = _viewable(tiles).view(torch.uint8).long() * 0x0101010101010101
     carried = (octets & (0x8040201008040201 - 2**64)) + 0x7F7F7F7F7F7F7F7F
     return ((carried >> 7) & 0x0101010101010101).view(torch.bool)[..., :block_k]
 
 
 def _viewable(tensor: Tensor) -> Tensor:
-    """The tensor or a copy, contiguous from a multiple of eight numbers on, in dimensions of one,
-    too.
-    """
+    """The tensor, or a copy, that `view` accepts with wider dtypes: contiguous and aligned."""
     flat = tensor.contiguous().flatten()
     return (flat.clone() if flat.storage_offset() % 8 else flat).view(tensor.shape)
 
@@ -59,17 +57,17 @@ def _viewable(tensor: Tensor) -> Tensor:
 def inbounds_tile(
     block_size: tuple[int, int], inside: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """The tile whose first `inside` = (queries, keys) rows and columns are set."""
+    """The tile in which the first `inside` = (rows, columns) pairs are set."""
     pairs = torch.zeros(block_size, dtype=torch.bool, device=device)
     pairs[: inside[0], : inside[1]] = True
     return pack(pairs)
 
 
 def deduplicate(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 (n, ...) -> (unique, inverse) with unique[inverse] equal to `rows`.
+    """(unique, inverse) of the rows of int32 (n, ...), with unique[inverse] equal to `rows`.
 
-    Rows are grouped by a 64-bit hash and then compared, so that a collision costs time and never a
-    wrong tile.
+    Rows are grouped by a 64-bit hash and then compared. So a collision costs time, but never gives
+    a wrong result.
     """
     if len(rows) == 0:
         return rows, torch.zeros(0, dtype=torch.int64, device=rows.device)
@@ -89,9 +87,9 @@ def deduplicate(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unique_codes(codes: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """torch.unique with the inverse, of integers from 0 to before `limit`.
+    """torch.unique with the inverse, for integers in [0, limit).
 
-    Without a sort where there are about as many codes as possible values.
+    It does not sort if `limit` is not much larger than the number of codes.
     """
     if limit > 4 * len(codes) + _CHUNK:
         return torch.unique(codes, return_inverse=True)
@@ -101,12 +99,12 @@ def unique_codes(codes: Tensor, limit: int) -> tuple[Tensor, Tensor]:
 
 
 def _hash(flat: Tensor) -> Tensor:
-    """A 64-bit code for each row: a sum of odd multiples of its words, modulo 2^64."""
+    """A 64-bit hash of each row: the sum of its words times odd numbers, modulo 2^64."""
     weights = torch.from_numpy(_odd_numbers(flat.shape[1])).to(flat.device)
     return torch.cat([(part.long() * weights).sum(1) for part in flat.split(_CHUNK)])
 
 
 @cache
 def _odd_numbers(count: int) -> np.ndarray:
-    """Numbers of numpy, because torch refuses to draw any under torch.func.vmap."""
+    """Random odd numbers, by numpy: torch draws none under torch.func.vmap."""
     return np.random.default_rng(0).integers(-(2**62), 2**62, count) * 2 + 1

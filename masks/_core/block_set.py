@@ -7,9 +7,9 @@ A mask of 3 x 4 blocks, F full, P partial, . empty:
     1 P  F  .  P                5  6  7  8            partial  0  5  8  12  13
     2 F  F  P  P               10 11 12 13            partial_bit_tile  0  1  2  0  2
 
-The form is canonical. A block is full when all of its pairs inside the sequence attend, whether or
-not the sequence clips it. An empty block is not stored. Bits outside the sequence are 0, and bit
-tiles are distinct. `assemble` alone establishes this.
+The form is canonical, so equal masks have equal sets. A block is full if all of its pairs inside
+the sequence attend, also if the end of the sequence clips it. Empty blocks are not stored. Bits
+outside the sequence are 0, and bit tiles are distinct. Only `assemble` establishes this form.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,9 @@ from masks._core.bit_tiles import deduplicate, unique_codes, unpack, words_per_r
 from masks._core.grid import Grid, canonical_device
 from masks._core.intervals import Runs, combine, concatenate, from_points, in_chunks
 
-# Tile codes past the bit tiles: blocks whose keys, queries or both are clipped, full blocks that
-# are not, and empty ones. See BlockSet.tiles_by_code.
+# A tile code is the index of a bit tile, or the number of bit tiles plus one of these: a full
+# block whose keys, queries or both are clipped; a full block that is not clipped; an empty block.
+# See BlockSet.tiles_by_code.
 CLIPPED_KEYS, CLIPPED_QUERIES, CLIPPED_BOTH, FULL, EMPTY = range(5)
 
 
@@ -33,12 +34,13 @@ CLIPPED_KEYS, CLIPPED_QUERIES, CLIPPED_BOTH, FULL, EMPTY = range(5)
 class BlockSet:
     """The non-zero blocks of one or several masks of one grid, in canonical form.
 
-    grid:             lengths, block size and device
-    head_to_mask:     the mask that each head reads; heads with equal masks share one
-    full:             flat indices of the full blocks, as runs
-    partial:          int64 (p,) flat indices of the partial blocks, ascending
-    partial_bit_tile: int64 (p,) which of the bit tiles each one has
-    bit_tiles:        int32 (tiles, bq, words)
+    Attributes:
+        grid: Lengths, block size and device.
+        head_to_mask: Index of the mask of each head. Heads with equal masks share one.
+        full: Flat indices of the full blocks, as runs.
+        partial: int64 (p,), flat indices of the partial blocks, ascending.
+        partial_bit_tile: int64 (p,), index of the bit tile of each partial block.
+        bit_tiles: int32 (tiles, bq, words), the distinct element masks.
     """
 
     grid: Grid
@@ -50,11 +52,11 @@ class BlockSet:
 
     @property
     def num_masks(self) -> int:
-        """Distinct masks stored."""
+        """The number of stored masks."""
         return max(self.head_to_mask) + 1
 
     def tile_codes(self, flat: Tensor) -> Tensor:
-        """For each block the index of its pairs in tiles_by_code; -1 stands for an empty block."""
+        """The tile code of each block, an index of tiles_by_code; -1 stands for an empty block."""
         full = len(self.bit_tiles) + full_code(self.grid.clip_kind(flat))
         code = torch.where(self.full.contains(flat), full, len(self.bit_tiles) + EMPTY)
         if len(self.partial):
@@ -63,7 +65,7 @@ class BlockSet:
         return code
 
     def tile_code_grid(self) -> Tensor:
-        """int64 (num_masks * nq, nk): tile_codes of every block. Never waits for the device."""
+        """The tile codes of all blocks, int64 (num_masks * nq, nk). Never waits for the device."""
         g = self.grid
         row = torch.arange(self.num_masks * g.nq, device=g.device).unsqueeze(1)
         flat = g.flat_index(0, row, torch.arange(g.nk, device=g.device))
@@ -73,9 +75,9 @@ class BlockSet:
         return code
 
     def tiles_by_code(self) -> Tensor:
-        """int32 (tiles + 5, bq, words): the bit tiles, then those of the codes past them.
+        """The bits of each tile code: int32 (tiles + 5, bq, words).
 
-        In this order the first tiles + 3 are what a lookup table of a clipped sequence holds.
+        The first tiles + 3 are the bit tiles of the lookup table of a clipped sequence.
         """
         inbounds = self.grid.inbounds_tiles
         return torch.cat(
@@ -83,13 +85,14 @@ class BlockSet:
         )
 
     def gather(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs of rectangles of rows x columns blocks, each distinct rectangle once.
+        """The pairs of rectangles of rows x columns blocks.
 
         Args:
-            flat: int64 (n, rows, columns), -1 for an empty block.
+            flat: int64 (n, rows, columns), flat indices; -1 for an empty block.
 
         Returns:
-            bool (distinct, rows * bq, columns * bk), and for each of the n which of them it is.
+            The distinct rectangles, bool (distinct, rows * bq, columns * bk), and the index of
+            each of the n rectangles among them, int64 (n,).
         """
         distinct_codes, number = deduplicate(self.tile_codes(flat).flatten(1).int())
         blocks = unpack(self.tiles_by_code()[distinct_codes.long()], self.grid.bk)
@@ -97,7 +100,7 @@ class BlockSet:
         return pairs.flatten(3, 4).flatten(1, 2), number
 
     def count_per_row(self) -> Tensor:
-        """int64 (num_heads, nq): non-zero blocks in each block row."""
+        """The number of non-zero blocks in each block row: int64 (num_heads, nq)."""
         zeros = torch.zeros(
             self.num_masks * self.grid.nq, dtype=torch.int64, device=self.grid.device
         )
@@ -106,7 +109,7 @@ class BlockSet:
         return (full + self._partial_per_row()).view(self.num_masks, -1)[list(self.head_to_mask)]
 
     def count_partial(self) -> int:
-        """Partial blocks, summed over heads."""
+        """The number of partial blocks, summed over heads."""
         per_mask = self._partial_per_row().view(self.num_masks, -1)
         return int(per_mask[list(self.head_to_mask)].sum())
 
@@ -115,7 +118,7 @@ class BlockSet:
         return torch.bincount(row, minlength=self.num_masks * self.grid.nq)
 
     def select_masks(self, masks: Sequence[int]) -> "BlockSet":
-        """A set with one head for each of `masks`, each stored on its own."""
+        """A set with one head for each of `masks`. A mask that occurs twice is stored twice."""
         heads = tuple(range(len(masks)))
         if list(masks) == list(range(self.num_masks)):
             return replace(self, head_to_mask=heads)
@@ -137,7 +140,7 @@ class BlockSet:
         )
 
     def partial_between(self, low: int, high: int) -> slice:
-        """Where the partial blocks with flat indices in [low, high) stand in the list."""
+        """The slice of `partial` with flat indices in [low, high)."""
         edges = torch.tensor([low, high], device=self.grid.device)
         return slice(*torch.searchsorted(self.partial, edges).tolist())
 
@@ -154,12 +157,12 @@ class BlockSet:
 
 
 def full_code(clip_kind: Tensor) -> Tensor:
-    """The code of a full block, past the bit tiles."""
+    """The tile code of a full block, minus the number of bit tiles."""
     return torch.where(clip_kind == 0, FULL, clip_kind - 1)
 
 
 def from_full_runs(grid: Grid, full: Runs, head_to_mask: tuple[int, ...] = (0,)) -> BlockSet:
-    """The set whose blocks are all full."""
+    """A set of full blocks."""
     nothing = torch.empty(0, dtype=torch.int64, device=grid.device)
     words = (0, grid.bq, words_per_row(grid.bk))
     bit_tiles = torch.empty(words, dtype=torch.int32, device=grid.device)
@@ -174,18 +177,18 @@ def assemble(
     bit_tiles: Tensor,
     tile: Tensor,
 ) -> BlockSet:
-    """The canonical set of full blocks and of candidates that may turn out full, partial or empty.
+    """The canonical set of full blocks and of candidates, which may be full, partial or empty.
 
     Args:
         grid: Lengths, block size and device.
-        head_to_mask: The mask of each head.
-        full: Flat indices of blocks that are full.
-        candidates: int64 (p,) ascending flat indices, none of them in `full`.
+        head_to_mask: Index of the mask of each head.
+        full: Flat indices of full blocks.
+        candidates: int64 (p,), flat indices of the candidates, ascending and not in `full`.
         bit_tiles: int32 (n, bq, words), not necessarily distinct, with any bits outside the
             sequence.
-        tile: int64 (p,) the bit tile of each candidate.
+        tile: int64 (p,), index of the bit tile of each candidate.
     """
-    # What a candidate is depends on its tile and on how the sequence clips it: four kinds.
+    # Whether a candidate is full depends on its tile and on which of four ways it is clipped.
     codes = in_chunks(lambda part, flat: part * 4 + grid.clip_kind(flat), tile, candidates)
     distinct_codes, code_number = unique_codes(codes, 4 * len(bit_tiles))
     inbounds = grid.inbounds_tiles[distinct_codes % 4]
@@ -204,7 +207,12 @@ def assemble(
 
 
 def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tensor]) -> BlockSet:
-    """rule(a, b), elementwise on bits and false of two zeros. Heads broadcast."""
+    """rule(a, b) for each pair. Heads broadcast.
+
+    Args:
+        a, b: Sets of one grid, with one head or equally many.
+        rule: A bitwise operation on integers and bools, with rule(0, 0) = 0.
+    """
     heads = max(len(a.head_to_mask), len(b.head_to_mask))
     pairs = [
         (a.head_to_mask[h % len(a.head_to_mask)], b.head_to_mask[h % len(b.head_to_mask)])
@@ -222,7 +230,7 @@ def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tenso
 
 
 def stack(parts: Sequence[BlockSet], head_to_mask: tuple[int, ...]) -> BlockSet:
-    """The set whose mask i is that of parts[i], which has one head."""
+    """The set whose mask i is parts[i], a set with one head."""
     grid = parts[0].grid
     parts = [part.select_masks([part.head_to_mask[0]]) for part in parts]
     first_tile = accumulate((len(part.bit_tiles) for part in parts), initial=0)
@@ -237,7 +245,7 @@ def stack(parts: Sequence[BlockSet], head_to_mask: tuple[int, ...]) -> BlockSet:
 
 
 class DirectionLists(NamedTuple):
-    """Full blocks as runs, and the other non-zero blocks, ascending, with their tile codes."""
+    """Full blocks as runs; partial blocks, ascending, with their tile codes."""
 
     full: Runs
     partial: Tensor
@@ -245,7 +253,7 @@ class DirectionLists(NamedTuple):
 
 
 def list_clipped_as_partial(blocks: BlockSet, *, keys: bool, queries: bool) -> DirectionLists:
-    """The blocks, the full ones with clipped keys, queries or both listed as partial."""
+    """The blocks of a set, with full blocks of clipped keys, queries or both listed as partial."""
     g, full, clipped = blocks.grid, blocks.full, []
     if queries and g.q_len % g.bq:
         in_last_row = g.stacked_row(full.begin) % g.nq == g.nq - 1

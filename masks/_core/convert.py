@@ -1,4 +1,4 @@
-"""Masks from matrices of pairs or blocks, dense and scipy's, and back."""
+"""Conversion of masks from and to matrices of pairs or of blocks, dense or scipy.sparse."""
 
 import sys
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from masks.arguments import check_dtype
 if TYPE_CHECKING:
     import scipy.sparse
 
-STRIP = 1 << 22  # pairs that are read at a time
-# Values of pairs that stay in the cache of a CPU: they are computed and packed several times
-# faster than those of a whole strip.
+STRIP = 1 << 22  # pairs of a strip of block rows, which is converted at a time
+# Bytes of pairs that stay in the cache of a CPU. Computing and packing so few at a time is several
+# times as fast as whole strips.
 CACHED_BYTES = 1 << 20
-_WORDS = {16: torch.int16, 32: torch.int32}  # by keys of a block, of whose pairs they are the bits
+_WORDS = {16: torch.int16, 32: torch.int32}  # the dtype with one bit per key of a block
 
 
 def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockSet:
@@ -41,7 +41,7 @@ def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockS
 
 
 def distinct_heads(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
-    """(mask of each head, the first head of each mask): heads that are equal share a mask."""
+    """(index of the mask of each head, first head of each mask). Equal heads share a mask."""
     first: list[int] = []
     head_to_mask = []
     for h in range(len(heads)):
@@ -54,7 +54,7 @@ def distinct_heads(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
 
 
 def to_dense(blocks: BlockSet) -> Tensor:
-    """bool (num_masks, q_len, k_len): every pair."""
+    """The pairs of each mask: bool (num_masks, q_len, k_len)."""
     g = blocks.grid
     nonzero = to_blocks(blocks).repeat_interleave(g.bq, 1).repeat_interleave(g.bk, 2)
     view = nonzero.view(-1, g.bq, g.nk, g.bk)
@@ -64,13 +64,13 @@ def to_dense(blocks: BlockSet) -> Tensor:
 
 
 def from_blocks(grid: Grid, blocks: Tensor) -> BlockSet:
-    """The set whose blocks are full where `blocks`, bool (heads, nq, nk), is true."""
+    """The set in which a block is full if `blocks`, bool (heads, nq, nk), is true."""
     head_to_mask, distinct = distinct_heads(blocks)
     return from_full_runs(grid, from_bool_matrix(blocks[distinct]), head_to_mask)
 
 
 def to_blocks(blocks: BlockSet) -> Tensor:
-    """bool (num_masks, nq, nk): the non-zero blocks."""
+    """The non-zero blocks of each mask: bool (num_masks, nq, nk)."""
     g = blocks.grid
     nonzero = blocks.full.to_bool(blocks.num_masks * g.mask_stride)
     nonzero[blocks.partial] = True
@@ -78,7 +78,7 @@ def to_blocks(blocks: BlockSet) -> Tensor:
 
 
 def checked_blocks(blocks) -> Tensor:
-    """Blocks of any accepted form as bool (heads, nq, nk). Raises TypeError or ValueError."""
+    """Blocks in any accepted form as bool (heads, nq, nk). Raises TypeError or ValueError."""
     if _is_scipy(blocks):
         blocks = blocks.toarray()
     if not isinstance(blocks, Tensor):
@@ -122,8 +122,9 @@ def grid_of_blocks(
     block_size: int | tuple[int, int],
     seq_len: int | tuple[int, int] | None,
 ) -> Grid:
-    """The grid of as many blocks as the last two dimensions of `blocks` say; of whole blocks where
-    seq_len is None.
+    """The grid with the number of blocks of the last two dims of `blocks`.
+
+    If seq_len is None, the sequence has whole blocks.
     """
     nq, nk = blocks.shape[-2:]
     grid = Grid.of((1, 1) if seq_len is None else seq_len, block_size, blocks.device)
@@ -144,14 +145,14 @@ def from_strips(
     pair_bytes: int = 1,
     run: Callable = map,
 ) -> BlockSet:
-    """The set read strip by strip.
+    """The set of a function of pairs, evaluated strip by strip.
 
     Args:
         grid: Lengths, block size and device.
-        pairs: pairs(mask, slice of queries) is bool (queries, k_len).
-        head_to_mask: The mask of each head.
-        pair_bytes: Of the largest value of a pair that `pairs` computes.
-        run: `map`, or what does the same for a list.
+        pairs: pairs(mask, slice of queries) returns bool (queries, k_len).
+        head_to_mask: Index of the mask of each head.
+        pair_bytes: Most bytes per pair of a value that `pairs` computes.
+        run: `map`, or a function like it.
     """
     rows = max(1, STRIP // (grid.bq * grid.k_len))
     strips = [(m, row) for m in range(max(head_to_mask) + 1) for row in range(0, grid.nq, rows)]
@@ -178,7 +179,7 @@ def from_strips(
 
 
 def _pad_to_multiple(x: Tensor, dim: int, multiple: int) -> Tensor:
-    """x, or a copy of which a dimension ends with zeros that make it a multiple."""
+    """x, with zeros at the end of a dim so that its size is a multiple."""
     missing = -x.shape[dim] % multiple
     sizes = (0, missing) if dim == 1 else (0, 0, 0, missing)
     return torch.nn.functional.pad(x, sizes) if missing else x
@@ -189,7 +190,7 @@ def _strip_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(full, partial, tile, bit tiles) of a strip of whole block rows: uint8 (queries, bytes)."""
     strip = _pad_to_multiple(strip, 0, grid.bq)
-    # Most blocks are all false or all true: many pairs are compared at a time.
+    # Most blocks are all false or all true, so pairs are compared as words.
     words = strip.view(_WORDS.get(grid.bk, torch.int64))
     words = words.view(-1, grid.bq, grid.nk, words.shape[1] // grid.nk)
     full = _reduce_blocks(torch.bitwise_and, words) == -1
@@ -205,7 +206,7 @@ def _strip_blocks(
 
 
 def _reduce_blocks(rule: Callable[[Tensor, Tensor], Tensor], words: Tensor) -> Tensor:
-    """(rows, bq, nk, words) -> (rows, nk), by halves: sides of blocks are powers of two."""
+    """Reduces the words of each block, (rows, bq, nk, words) -> (rows, nk), by halving dims."""
     for dim in (1, 3):
         while words.shape[dim] > 1:
             words = rule(*words.split(words.shape[dim] // 2, dim))
@@ -229,13 +230,13 @@ def from_scipy(matrix, block_size: int | tuple[int, int] = 128) -> BlockSet:
 
 
 def _is_scipy(matrix: object) -> bool:
-    """Whether it is a scipy.sparse matrix; where there is one, scipy.sparse has been imported."""
+    """Whether an object is a scipy.sparse matrix. Does not import scipy.sparse."""
     sparse = sys.modules.get("scipy.sparse")
     return sparse is not None and sparse.issparse(matrix)
 
 
 def _padded_bsr(matrix, grid: Grid) -> "scipy.sparse.bsr_array":
-    """The matrix as bsr_array of whole blocks, duplicates summed and indices ascending."""
+    """The matrix as a bsr_array of whole blocks, without duplicates, with ascending indices."""
     import scipy.sparse
 
     if matrix.format == "bsr" and matrix.blocksize == grid.block_size:

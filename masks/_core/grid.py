@@ -14,7 +14,7 @@ MAX_TOKENS = 2**31 - 1  # kernels number tokens in 32 bits
 
 
 def canonical_device(device: torch.device | str) -> torch.device:
-    """The device with its index, as tensors name theirs: "cuda" is the current one."""
+    """The device with its index, as in tensor.device: "cuda" is the current CUDA device."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -22,16 +22,16 @@ def canonical_device(device: torch.device | str) -> torch.device:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured of what runs on the device."""
+    """Whether a CUDA graph is being captured on the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of a (q_len, k_len) score matrix cut into (bq, bk) rectangles, all in tokens.
+    """The blocks of (bq, bk) tokens of a (q_len, k_len) score matrix.
 
-    Block (row, column) of mask m has the flat index (m * nq + row) * (nk + 1) + column. Rows
-    follow one another with one unused index between them, so that no run of blocks crosses a row:
+    Block (row, column) of mask m has the flat index (m * nq + row) * (nk + 1) + column. One index
+    between two rows is unused, so that no run of blocks continues in the next row:
 
         nq = 3, nk = 4         columns          unused
                            0   1   2   3  |   4
@@ -47,11 +47,16 @@ class Grid:
 
     @classmethod
     def of(cls, seq_len, block_size, device=None) -> "Grid":
-        """The grid of arguments as users give them: an int or a (q, k) pair for each.
+        """The grid of arguments of the user.
+
+        Args:
+            seq_len: Length in tokens, or (q_len, k_len).
+            block_size: Side of a block in tokens, or (bq, bk).
+            device: Device of the tensors; the CPU by default.
 
         Raises:
-            TypeError: A length or a side is no integer.
-            ValueError: A length is below 1 or above MAX_TOKENS, or a side not in BLOCK_SIDES.
+            TypeError: A length or a side is not an integer.
+            ValueError: A length is below 1 or above MAX_TOKENS, or a side is not in BLOCK_SIDES.
         """
         lengths, sides = checked_seq_len(seq_len), checked_block_size(block_size)
         return cls(*lengths, *sides, canonical_device("cpu" if device is None else device))
@@ -68,22 +73,22 @@ class Grid:
 
     @property
     def nq(self) -> int:
-        """Block rows."""
+        """The number of block rows."""
         return -(-self.q_len // self.bq)
 
     @property
     def nk(self) -> int:
-        """Block columns."""
+        """The number of block columns."""
         return -(-self.k_len // self.bk)
 
     @property
     def row_stride(self) -> int:
-        """Flat indices that one block row takes."""
+        """The number of flat indices of a block row."""
         return self.nk + 1
 
     @property
     def mask_stride(self) -> int:
-        """Flat indices that one mask takes."""
+        """The number of flat indices of a mask."""
         return self.nq * self.row_stride
 
     def flat_index(self, mask: Tensor | int, row: Tensor, column: Tensor) -> Tensor:
@@ -97,16 +102,16 @@ class Grid:
         return mask, stacked - mask * self.nq, flat - stacked * self.row_stride
 
     def stacked_row(self, flat: Tensor) -> Tensor:
-        """mask * nq + row: rows counted over all masks."""
+        """mask * nq + row: the block row, counted over all masks."""
         return flat // self.row_stride
 
     def locate_runs(self, runs: Runs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(mask, row, first column, column after the last) of runs of blocks."""
+        """(mask, row, first column, column past the last) of runs of blocks."""
         mask, row, first = self.locate(runs.begin)
         return mask, row, first, first + (runs.end - runs.begin)
 
     def runs(self, mask: Tensor | int, row: Tensor, first: Tensor, last: Tensor) -> Runs:
-        """The runs of the columns from `first` to before `last`, without the empty ones."""
+        """The runs of the columns [first, last) of block rows, without empty runs."""
         start = self.flat_index(mask, row, torch.zeros_like(row))
         return Runs(start + first, start + last).nonempty()
 
@@ -115,12 +120,12 @@ class Grid:
         return other.flat_index(*self.locate(flat))
 
     def all_blocks(self, num_masks: int = 1) -> Runs:
-        """All blocks, one run a row."""
+        """All blocks, one run per block row."""
         begin = torch.arange(num_masks * self.nq, device=self.device) * self.row_stride
         return Runs(begin, begin + self.nk)
 
     def clip_kind(self, flat: Tensor) -> Tensor:
-        """How the end of the sequence clips each block: 0 not, +1 its keys, +2 its queries."""
+        """How the end of the sequence clips each block: 0 if not, +1 in keys, +2 in queries."""
         if not (self.k_len % self.bk or self.q_len % self.bq):
             return torch.zeros_like(flat)
         _, row, column = self.locate(flat)
@@ -130,9 +135,9 @@ class Grid:
 
     @property
     def inbounds_tiles(self) -> Tensor:
-        """int32 (4, bq, words): for each clip_kind every pair that lies in the sequence.
+        """For each clip_kind the bit tile of all pairs inside the sequence: int32 (4, bq, words).
 
-        Computed once, but again while a CUDA graph is captured: the graph owns what it computes.
+        Cached, except while a CUDA graph is captured: the graph owns the memory of its results.
         """
         stored = self.__dict__.get("_inbounds_tiles")
         if stored is not None:
@@ -158,11 +163,11 @@ class Grid:
 
 
 class OnGrid:
-    """What has a grid: its lengths and block sizes, in tokens, and its device."""
+    """Base class of masks: lengths and block size, in tokens, and device of their grid."""
 
     @property
     def grid(self) -> Grid:
-        """Lengths, block size and device, with the numbers nq and nk of block rows and columns."""
+        """Lengths, block size, device, and the numbers nq and nk of block rows and columns."""
         raise NotImplementedError
 
     @property
@@ -177,7 +182,7 @@ class OnGrid:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of the mask are."""
+        """The device of the tensors of the mask."""
         return self.grid.device
 
 

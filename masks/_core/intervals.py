@@ -1,8 +1,7 @@
-"""Sets of integers as sorted runs [begin, end): the arithmetic behind the algebra of masks.
+"""Sets of integers as sorted runs [begin, end).
 
-The blocks of a mask have flat indices, row after row, with one unused index between rows so that
-no run crosses a row. The full blocks are then a set of runs, and every operation on masks is an
-operation on few runs, however many blocks they hold: full and causal masks have one run per row.
+The full blocks of a mask are a set of flat indices. Operations on masks take time in proportion to
+the number of runs, not to the number of blocks. Full and causal masks have one run per block row.
 """
 
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements of a chunk. Smaller chunks would stay in the caches of a CPU, but threads wait for one
-# another after every operation, which takes long where the cores are busy.
+# Elements of a chunk. Smaller chunks would stay in the caches of a CPU, but threads synchronise
+# after every operation, which takes long if the cores are busy.
 CHUNK = 1 << 21
 
 
@@ -37,14 +36,14 @@ class Runs(NamedTuple):
         return torch.arange(len(shift), device=shift.device) + shift
 
     def to_bool(self, length: int) -> Tensor:
-        """bool (length,): which of the integers below `length` are in the set."""
+        """bool (length,): whether each integer below `length` is in the set."""
         change = torch.zeros(length + 1, dtype=torch.int8, device=self.begin.device)
         change[self.begin] = 1
         change[self.end] -= 1
         return change[:-1].cumsum(0, dtype=torch.int8) != 0
 
     def size(self) -> int:
-        """How many integers the set holds."""
+        """The number of integers in the set."""
         return int((self.end - self.begin).sum())
 
     def shift(self, distance: int) -> "Runs":
@@ -52,7 +51,7 @@ class Runs(NamedTuple):
         return Runs(self.begin + distance, self.end + distance)
 
     def between(self, low: int, high: int) -> "Runs":
-        """The runs that lie inside [low, high); none may cross its ends."""
+        """The runs inside [low, high). No run may cross `low` or `high`."""
         edges = torch.tensor([low, high], device=self.begin.device)
         first, last = torch.searchsorted(self.begin, edges).tolist()
         return Runs(self.begin[first:last], self.end[first:last])
@@ -62,15 +61,15 @@ class Runs(NamedTuple):
         return Runs(self.begin[chosen], self.end[chosen])
 
     def nonempty(self) -> "Runs":
-        """Without the runs whose end does not pass their begin."""
+        """The runs that are not empty."""
         return self.select(self.end > self.begin)
 
 
 def in_chunks(rule: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """rule(*tensors) of an elementwise rule, chunk by chunk on a CPU.
+    """rule(*tensors) for an elementwise rule, chunk by chunk on a CPU.
 
-    Chunks reuse the memory of intermediate results. For all elements at once the system would
-    first zero fresh pages, which takes several times as long as the arithmetic.
+    Chunks reuse the memory of intermediate results. Without chunks the operating system would
+    first zero new pages, which takes several times as long as the arithmetic.
     """
     if tensors[0].is_cuda or len(tensors[0]) <= CHUNK:
         return rule(*tensors)
@@ -79,7 +78,7 @@ def in_chunks(rule: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def from_points(points: Tensor) -> Runs:
-    """The set of the given integers, which must be ascending and distinct."""
+    """The set of `points`, which must be ascending and distinct."""
     is_break = torch.diff(points) != 1
     edge = torch.ones(min(len(points), 1), dtype=torch.bool, device=points.device)
     return Runs(points[torch.cat([edge, is_break])], points[torch.cat([is_break, edge])] + 1)
@@ -99,12 +98,12 @@ def empty(device: torch.device) -> Runs:
 
 
 def concatenate(sets: list[Runs]) -> Runs:
-    """The union of sets that already follow one another."""
+    """The union of sets, each of which lies before the next one."""
     return Runs(torch.cat([s.begin for s in sets]), torch.cat([s.end for s in sets]))
 
 
 def union(*sets: Runs) -> Runs:
-    """The union of sets whose runs need not be sorted and may overlap or touch."""
+    """The union of sets whose runs may be unsorted, overlap or touch."""
     begin, order = torch.cat([s.begin for s in sets]).sort()
     end = torch.cummax(torch.cat([s.end for s in sets])[order], 0).values
     first = torch.ones_like(begin, dtype=torch.bool)
@@ -113,9 +112,11 @@ def union(*sets: Runs) -> Runs:
 
 
 def combine(rule: Callable[..., Tensor], *sets: Runs) -> Runs:
-    """The integers p for which rule(p in sets[0], p in sets[1], ...) holds.
+    """The set of integers p for which rule(p in sets[0], p in sets[1], ...) is true.
 
-    rule works elementwise on bool tensors and must be false where p is in none of the sets.
+    Args:
+        rule: An elementwise function of bool tensors, false if all arguments are false.
+        *sets: Sets, at least one.
     """
     points = torch.unique(torch.cat([edge for s in sets for edge in s]))
     if len(points) == 0:

@@ -1,4 +1,4 @@
-"""Re-blocking: the same pairs in blocks of another size, finer first and then coarser."""
+"""Re-blocking: the same pairs in blocks of another size, first finer, then coarser."""
 
 import torch
 from torch import Tensor
@@ -25,13 +25,13 @@ def coverage(blocks: BlockSet, block_size: tuple[int, int]) -> float:
 
 
 def _refine(blocks: BlockSet, target: Grid) -> BlockSet:
-    """The mask in blocks of which those of the target are made."""
+    """The mask in blocks that divide both its own blocks and those of the target."""
     g = blocks.grid
     return _split(blocks, g.with_blocks(min(g.bq, target.bq), min(g.bk, target.bk)))
 
 
 def _split(blocks: BlockSet, fine: Grid) -> BlockSet:
-    """Every block cut into the blocks of a finer grid."""
+    """The mask in a finer grid: every block is split."""
     g = blocks.grid
     rq, rk = g.bq // fine.bq, g.bk // fine.bk
     if rq == rk == 1:
@@ -65,13 +65,13 @@ def _arange(count: int, grid: Grid) -> Tensor:
 
 
 def _merge(blocks: BlockSet, coarse: Grid) -> BlockSet:
-    """Blocks of a coarser grid: full where all of their parts are, else with the bits of them."""
+    """The mask in a coarser grid: a block is full if all of its parts are."""
     g = blocks.grid
     rq, rk = coarse.bq // g.bq, coarse.bk // g.bk
     if rq == rk == 1:
         return blocks
     mask, row, begin, end = g.locate_runs(blocks.full)
-    # The last coarse column may have fewer than rk parts: a run that reaches the end fills it.
+    # The last coarse column may have fewer than rk parts. A run that reaches the end fills it.
     inner_end = torch.where(end == g.nk, coarse.nk, end // rk)
     inner_begin = -(-begin // rk)
     full_or_missing = []
@@ -98,14 +98,14 @@ def _merge(blocks: BlockSet, coarse: Grid) -> BlockSet:
 
 
 def _touched_runs(blocks: BlockSet, coarse: Grid) -> Runs:
-    """The coarse blocks that full blocks touch."""
+    """The coarse blocks that contain a full block."""
     rq, rk = coarse.bq // blocks.grid.bq, coarse.bk // blocks.grid.bk
     mask, row, begin, end = blocks.grid.locate_runs(blocks.full)
     return union(coarse.runs(mask, row // rq, begin // rk, -(-end // rk)))
 
 
 def _touched_points(blocks: BlockSet, coarse: Grid) -> Tensor:
-    """The coarse blocks that partial blocks touch, ascending."""
+    """The coarse blocks that contain a partial block, ascending."""
     rq, rk = coarse.bq // blocks.grid.bq, coarse.bk // blocks.grid.bk
     mask, row, column = blocks.grid.locate(blocks.partial)
     return torch.unique(coarse.flat_index(mask, row // rq, column // rk))

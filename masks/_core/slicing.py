@@ -1,7 +1,7 @@
-"""Parts of a mask, and masks as parts of a longer one: crops, slices of queries, documents.
+"""Parts of a mask (crops, slices of queries), and masks as parts of a longer mask (documents).
 
-Moving a mask by whole blocks renumbers it. Moved by (dq, dk) tokens that are no whole blocks, a
-block of the result overlaps up to 2 x 2 blocks of the mask, of which it takes its pairs.
+A mask that moves by whole blocks is renumbered. If it moves by (dq, dk) tokens that are not whole
+blocks, a block of the result takes its pairs from up to 2 x 2 blocks of the mask.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def take_blocks(blocks: BlockSet, rows: Tensor, columns: Tensor) -> BlockSet:
     mask, row, begin, end = g.locate_runs(blocks.full)
     begin, end = torch.searchsorted(columns, begin), torch.searchsorted(columns, end)
     taken = new_row[row] >= 0
-    # Runs that only columns left out separated now touch: the union makes them one.
+    # Runs may touch after columns between them are removed. `union` joins them.
     full = target.runs(*(t[taken] for t in (mask, new_row[row], begin, end)))
     mask, row, column = g.locate(blocks.partial)
     taken = (new_row[row] >= 0) & (new_column[column] >= 0)
@@ -79,7 +79,7 @@ def keep_rows(blocks: BlockSet, rows: Tensor) -> BlockSet:
 
 
 def _check(name: str, numbers: Tensor, limit: int, grid: Grid) -> Tensor:
-    """Distinct numbers of block rows or columns, ascending."""
+    """Checks indices of block rows or columns: distinct and ascending."""
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
         raise TypeError(f"{name} must be a one-dimensional int64 tensor, got {numbers!r}")
     if numbers.device != grid.device:
@@ -93,23 +93,27 @@ def _check(name: str, numbers: Tensor, limit: int, grid: Grid) -> Tensor:
 
 
 def _tokens(numbers: Tensor, count: int, side: int, length: int) -> int:
-    """Tokens of the blocks of these numbers; the last one of the sequence may be clipped."""
+    """The number of tokens of some blocks. The last block of the sequence may be clipped."""
     missing = count * side - length if int(numbers[-1]) == count - 1 else 0
     return len(numbers) * side - missing
 
 
 def _index_in(numbers: Tensor, count: int) -> Tensor:
-    """Where each of `count` blocks stands in `numbers`; -1 for those that do not."""
+    """For each of `count` blocks its index in `numbers`, or -1."""
     index = numbers.new_full((count,), -1)
     index[numbers] = torch.arange(len(numbers), device=numbers.device)
     return index
 
 
 def paste(grid: Grid, parts: Sequence[tuple[BlockSet, int, int]]) -> BlockSet:
-    """The mask of the pairs of every part, (blocks, query, key), from that query and key on.
+    """A mask that contains each part at an offset.
 
-    The parts have one head and blocks of the grid's size, and share no pair. Parts that are the
-    same object and lie alike between the edges of blocks are computed once.
+    Parts that are the same object, with equal offsets modulo the block size, are computed once.
+
+    Args:
+        grid: Grid of the result.
+        parts: (mask, first query, first key) of each part, in tokens. Parts have one head and the
+            block size of the grid, and have no pair in common.
     """
     by_offset: dict[tuple[int, int, int], tuple[BlockSet, list[tuple[int, int]]]] = {}
     for blocks, query, key in parts:
@@ -128,7 +132,7 @@ def _assemble_rows(blocks: BlockSet, target: Grid, first: int) -> BlockSet:
 
 
 def _cut_rows(blocks: BlockSet, target: Grid, first: int) -> tuple[Runs, Tensor, Tensor]:
-    """(full, partial, tile) from block row `first` on, cut to the target's rows and columns."""
+    """(full, partial, tile) of the block rows from `first` on, cut to the size of the target."""
     g = blocks.grid
     mask, row, begin, end = g.locate_runs(blocks.full)
     inside = (row >= first) & (row < first + target.nq) & (begin < target.nk)
@@ -140,7 +144,7 @@ def _cut_rows(blocks: BlockSet, target: Grid, first: int) -> tuple[Runs, Tensor,
 
 
 class _MovedBlocks(NamedTuple):
-    """Blocks that are known to be full, and other candidates with their tiles."""
+    """Full blocks, and candidates (see assemble) with flat indices and bit tiles."""
 
     grid: Grid
     num_masks: int
@@ -151,10 +155,10 @@ class _MovedBlocks(NamedTuple):
 
 
 def _move(blocks: BlockSet, dq: int, dk: int) -> _MovedBlocks:
-    """The mask moved down by dq and right by dk tokens, less than a block each, in a larger grid.
+    """The mask moved down by dq < bq and right by dk < bk tokens, in a larger grid.
 
-    Block (row, column) of the result overlaps the blocks (row - 1 | row, column - 1 | column). Its
-    pairs begin bq - dq rows and bk - dk columns after the first pair of these.
+    Block (row, column) of the result overlaps the 2 x 2 blocks (row - 1, column - 1) to (row,
+    column) of the mask. Its pairs begin bq - dq rows and bk - dk columns after their first pair.
     """
     g = blocks.grid
     larger = replace(g, q_len=(g.nq + 1) * g.bq, k_len=(g.nk + 1) * g.bk)
@@ -162,7 +166,7 @@ def _move(blocks: BlockSet, dq: int, dk: int) -> _MovedBlocks:
     unclipped, partial, _ = list_clipped_as_partial(blocks, keys=True, queries=True)
     mask, row, begin, end = g.locate_runs(unclipped)
     runs, points = larger.runs(mask, row, begin, end), g.renumber(partial, larger)
-    # Along a side that moves by whole blocks only one block is overlapped.
+    # If dq or dk is 0, a block overlaps only one block along that side.
     shifts = [i * larger.row_stride + j for i in range(1 + (dq > 0)) for j in range(1 + (dk > 0))]
     moved = [runs.shift(distance) for distance in shifts]
     full = combine(lambda *inside: torch.stack(inside).all(0), *moved)
@@ -182,7 +186,7 @@ def _move(blocks: BlockSet, dq: int, dk: int) -> _MovedBlocks:
 def _paste(
     moved: _MovedBlocks, grid: Grid, corners: Sequence[tuple[int, int]]
 ) -> tuple[Runs, Tensor, Tensor, Tensor]:
-    """(full, candidates, tile, bit tiles) with block (0, 0) at each of `corners`, unsorted."""
+    """(full, candidates, tile, bit tiles), unsorted, with block (0, 0) at each of `corners`."""
     down, right = torch.tensor(corners, device=grid.device).T[:, :, None]
     mask, row, begin, end = moved.grid.locate_runs(moved.full)
     row, begin, end = row + down, begin + right, end + right
@@ -199,9 +203,9 @@ def _paste(
 def _assemble_pasted(
     grid: Grid, head_to_mask: tuple[int, ...], pasted: list[tuple[Runs, Tensor, Tensor, Tensor]]
 ) -> BlockSet:
-    """The canonical set of pasted parts; candidates of several parts at one block become one.
+    """The canonical set of pasted parts. Candidates of several parts in one block are united.
 
-    No two parts have a pair in common, so the words of their tiles add up to those of the union.
+    Parts have no pair in common, so the sum of the words of their tiles is the union of the tiles.
     """
     fulls, flats, tiles, parts = zip(*pasted, strict=True)
     first_tile = accumulate((len(part) for part in parts), initial=0)

@@ -1,4 +1,4 @@
-"""Blocks renumbered in the transposed grid."""
+"""Transposed masks: blocks renumbered in the transposed grid."""
 
 from torch import Tensor
 
@@ -7,12 +7,12 @@ from masks._core.block_set import BlockSet, DirectionLists
 from masks._core.grid import Grid
 from masks._core.intervals import CHUNK, Runs, combine, concatenate, from_bool_matrix
 
-# More runs than this share of the blocks: the matrix of blocks is the smaller thing to transpose.
+# With more runs per block than this, a bool matrix of blocks is transposed instead of runs.
 DENSE_SHARE = 1 / 128
 
 
 def transpose(blocks: BlockSet) -> BlockSet:
-    """The transposed mask: keys as queries."""
+    """The transposed mask, with keys as queries."""
     lists = transpose_lists(
         DirectionLists(blocks.full, blocks.partial, blocks.partial_bit_tile),
         blocks.grid,
@@ -30,11 +30,12 @@ def transpose_lists(lists: DirectionLists, grid: Grid, num_masks: int) -> Direct
 
 
 def _transpose_runs(full: Runs, grid: Grid, num_masks: int) -> Runs:
-    """The same blocks as runs along the columns.
+    """Runs along rows as runs along columns.
 
-    A run down a column begins where a block is in the set and the one above it is not, and ends
-    where the one above is in and it is not. Those blocks are differences of two sets of runs, so
-    nothing else is expanded, unless there are so many runs that a matrix of bools is smaller.
+    A run down a column begins at a block in the set whose upper neighbour is not in the set. It
+    ends before a block that is not in the set and whose upper neighbour is. Both are differences
+    of the set and the set shifted by one row, so only these blocks are expanded. With very many
+    runs a bool matrix of blocks is smaller and is transposed instead.
     """
     if len(full.begin) > DENSE_SHARE * num_masks * grid.nq * grid.nk:
         matrix = full.to_bool(num_masks * grid.mask_stride).view(num_masks, grid.nq, -1)
@@ -43,7 +44,7 @@ def _transpose_runs(full: Runs, grid: Grid, num_masks: int) -> Runs:
         parts = [from_bool_matrix(part[None]) for part in transposed.split(step)]
         moved = [p.shift(i * step * grid.T.row_stride) for i, p in enumerate(parts)]
         return concatenate(moved)
-    # One more row in each mask lets runs end below the last row.
+    # Each mask gets one more row, so that runs can end below its last row.
     taller = Runs(*(t + t // grid.mask_stride * grid.row_stride for t in full))
     above = taller.shift(grid.row_stride)
 
