@@ -142,8 +142,11 @@ def attention(
         facts = (*has, *wanted, False, return_max_logits, want_gradients(score_tensors))
         plan = find_plan(query, key, value, mask, options, facts)
         checked = plan.spec
+    lengths = None
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
+        if plan is not None:
+            lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     if bias is not None:
         bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     if sinks is not None:
@@ -153,7 +156,6 @@ def attention(
         score_inputs = checked_score_tensors(checked.score, score_tensors, query)
     seed_tensor = checked_seed(seed, checked.dropout_p)
     if plan is not None:
-        lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)
         call.score_tensors = score_inputs
         if return_max_logits:

@@ -75,10 +75,10 @@ def find_plan(
         BackendError: No backend can serve the call.
     """
     of_tensors = (
-        *(query.shape, key.shape, value.shape),
-        *(query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device),
-    )
+        query.shape, key.shape, value.shape,
+        query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device,
+    )  # fmt: skip
     if isinstance(mask, Pattern):
         if of_tensors not in _checked:  # whose check takes as long as the rest
             check_tensors(query, key, value)

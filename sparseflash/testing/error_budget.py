@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from sparseflash.testing.reference import standard_attention
 
@@ -97,6 +98,8 @@ def poisoned_empty() -> Iterator[None]:
         (torch, "empty_strided"),
         (Tensor, "new_empty"),
         (Tensor, "new_empty_strided"),
+        (guards, "_empty_strided_cpu"),
+        (guards, "_empty_strided_cuda"),
     ]
     with ExitStack() as stack:
         for owner, name in functions:

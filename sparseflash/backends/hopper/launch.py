@@ -1,6 +1,8 @@
 """The host side of all kernels: descriptors of tensors, arguments, grids."""
 
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,8 +29,9 @@ from sparseflash.backends.triton_common.arguments import (
     table_arguments,
 )
 from sparseflash.backends.triton_common.constants import ALIGNMENT
-from sparseflash.backends.triton_common.launcher import Launch, launch_cached, multiprocessors
-from sparseflash.dispatch.call import Call
+from sparseflash.backends.triton_common.launcher import Launch, launch_and_store, multiprocessors
+from sparseflash.backends.triton_common.relaunch import try_relaunch
+from sparseflash.dispatch.call import Call, Layout
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import named
 
@@ -62,53 +65,69 @@ class TmaBox2D(NamedTuple):
 
 
 WARPGROUP_TILE = TmaTile(WARPGROUP_M.value)
-INPUTS = 5  # the inputs of a pass are among this many first tensors of its kernel
 Access = TmaTile | TmaBox2D | None  # how a kernel reads a tensor: by TMA, or by its address
 
 
-def launch_pass(
-    kernel: Any,
-    tensors: tuple[Tensor | None, ...],
-    access: tuple[Access, ...],
-    call: Call,
-    config: KernelConfig,
-    by_key: bool = False,
-) -> None:
-    """Launches a persistent kernel over the rows of queries of a table, or over those of keys.
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedKernel:
+    """A persistent kernel over the block rows of queries, or those of keys, and what is
+    the same in all its launches of one plan with equal strides of inputs.
 
-    Its parameters are `tensors`, each by its `access`; params.Table; key_lengths; the work
-    counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams; SCORE,
+    Its parameters are its inputs and outputs, each by its `access`; params.Table; key_lengths; the
+    work counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams; SCORE,
     QHEADS_PER_KVHEAD, MASKED, BLOCK; the constants of `config`.
 
     Args:
         kernel: One of sparseflash.backends.hopper.kernels.
-        tensors: Its inputs and outputs in its order, None for what it does not read or write.
-        access: How it reads or writes each of them.
-        call: What the call has beside them.
+        access: How it reads or writes each of its inputs and outputs.
         config: Pipeline stages and occupancy.
+        outputs: Layouts of what it writes, None for what is not wanted.
         by_key: Whether its work tiles are rows of keys.
     """
-    plan, key_lengths, bias = call.plan, call.key_lengths, call.bias
-    score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
-    spec, table = plan.spec, plan.table
-    rows = table.by_key if by_key else table.by_query
-    work_counter = make_work_counter(rows, spec.device)
-    seeds = (None, None) if spec.dropout_p == 0 else _seed_words(call.seed)
-    bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
-    # Equal signatures share a packed launch; what differs between them is written into it. From
-    # the strides of the inputs those of the other tensors follow.
-    strides = [x.stride() for x in tensors[:INPUTS] if x is not None]
-    signature = (kernel.__name__, bias_stride, *strides, *[x is None for x in tensors[INPUTS:]])
-    changing = (*tensors, key_lengths, work_counter, bias, *score_tensors)
-    values = (*[None if x is None else x.data_ptr() for x in changing], *seeds)
 
-    def prepare_launch() -> Launch:
-        heads = spec.kv_heads if by_key else spec.heads
+    kernel: Any
+    access: tuple[Access, ...]
+    config: KernelConfig
+    outputs: tuple[Layout | None, ...] = ()
+    by_key: bool = False
+
+    def launch(self, call: Call, *tensors: Tensor | None) -> None:
+        """Launches the kernel.
+
+        Args:
+            call: What the call has beside its tensors.
+            tensors: Its inputs and outputs in its order, None for what it does not read or write.
+        """
+        plan = call.plan
+        score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
+        rows = plan.table.by_key if self.by_key else plan.table.by_query
+        work_counter = make_work_counter(rows, plan.spec.device)
+        bias = call.bias
+        bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
+        seeds = (None, None) if plan.spec.dropout_p == 0 else _seed_words(call.seed)
+        changing = (*tensors, call.key_lengths, work_counter, bias, *score_tensors)
+        addresses = [None if x is None else x.data_ptr() for x in changing]
+        if not try_relaunch(plan.cache, self, (*addresses, bias_stride, *seeds)):
+            prepared = self._launch_of(call, changing, bias_stride, seeds)
+            launch_and_store(plan.cache, self, self.kernel, prepared)
+
+    def _launch_of(
+        self,
+        call: Call,
+        changing: tuple[Tensor | None, ...],
+        bias_stride: int | None,
+        seeds: tuple[int | None, ...],
+    ) -> Launch:
+        config, spec, table = self.config, call.spec, call.table
+        rows = table.by_key if self.by_key else table.by_query
+        tensors, others = changing[: len(self.access)], changing[len(self.access) :]
+        key_lengths, work_counter, bias, *score_tensors = others
+        heads = spec.kv_heads if self.by_key else spec.heads
         sizes, grid = sizes_and_grid(spec, rows, heads, config)
         mask_batch_stride = spec.mask_heads if spec.mask_batch > 1 else None
-        bit_tiles = table.bit_tiles_by_key if by_key else table.bit_tiles
+        bit_tiles = table.bit_tiles_by_key if self.by_key else table.bit_tiles
         arguments = (
-            *(_argument(*x) for x in zip(tensors, access, strict=True)),
+            *(_argument(*x) for x in zip(tensors, self.access, strict=True)),
             *table_arguments(rows, bit_tiles, table),
             *(key_lengths, work_counter, *sizes, mask_batch_stride, spec.scale * LOG2E.value),
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
@@ -126,11 +145,52 @@ def launch_pass(
         )
         constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
         constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
-        names = kernel.arg_names[: len(tensors)]
-        names = (*names, "key_lengths", "work_counter", *OF_SCORES, "seed_low", "seed_high")
+        names = self.kernel.arg_names[: len(tensors)]
+        names = (*names, "key_lengths", "work_counter", *OF_SCORES)
+        names = (*names, "bias_stride", "seed_low", "seed_high")
         return Launch(grid, arguments, variant, constants, names)
 
-    launch_cached(plan.cache, signature, values, kernel, prepare_launch)
+
+Prepare = Callable[..., PreparedKernel]
+
+
+def prepared_kernel(
+    prepare: Prepare, call: Call, inputs: tuple[Tensor, ...], *facts: bool
+) -> PreparedKernel:
+    """prepare(spec, block size, *inputs, *facts), stored for inputs of equal layouts.
+
+    Launches of one prepared kernel with one plan repeat one another. So all arguments of the
+    kernel but addresses, the stride of the bias and seeds must follow from the plan, the strides
+    of `inputs` and `facts`.
+
+    Args:
+        prepare: Of its inputs, which have no data, it knows shapes, strides and dtypes.
+        call: The call.
+        inputs: Addressable tensors.
+        facts: Which of the other tensors of the kernel are None.
+    """
+    plan, strides = call.plan, tuple([x.stride() for x in inputs])
+    prepared = plan.cache.get((prepare, facts, strides))
+    if prepared is None:
+        shapes = tuple([x.shape for x in inputs])
+        block_size = plan.table.block_size[0]
+        prepared = _prepared_kernel(prepare, plan.spec, block_size, facts, shapes, strides)
+        plan.cache[prepare, facts, strides] = prepared
+    return prepared
+
+
+@lru_cache(maxsize=4096)  # a DynamicMask is often new, and its plan with it
+def _prepared_kernel(
+    prepare: Prepare,
+    spec: AttentionSpec,
+    block_size: int,
+    facts: tuple[bool, ...],
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+) -> PreparedKernel:
+    layouts = zip(shapes, strides, strict=True)
+    inputs = [torch.empty_strided(*x, dtype=spec.dtype, device="meta") for x in layouts]
+    return prepare(spec, block_size, *inputs, *facts)
 
 
 def _argument(tensor: Tensor | None, access: Access) -> Tensor | TensorDescriptor | None:

@@ -32,10 +32,18 @@ from sparseflash.backends.hopper.kernels.backward_fused import backward_fused_ke
 from sparseflash.backends.hopper.kernels.dq_accumulator import convert_dq_kernel
 from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
-from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, TmaBox2D
+from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, PreparedKernel, TmaBox2D
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
-from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out
+from sparseflash.dispatch.call import (
+    Call,
+    Gradients,
+    Layout,
+    Needs,
+    Saved,
+    empty_out,
+    empty_tensors,
+)
 from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
@@ -44,18 +52,30 @@ DQ_COLUMNS = 256  # columns of the accumulator of dQ as a matrix: the most of a 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    spec, key_lengths = call.spec, call.key_lengths
-    query = launch.addressable(query)
-    key, value = [launch.addressable(launch.zero_padding(x, key_lengths)) for x in (key, value)]
-    out = empty_out(query, value)
-    lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
-    block = call.table.block_size[0]
-    kv_tile = launch.kv_tile(block, spec.widest_dim)
-    config = FORWARD_CONFIGS[block][tile_width(spec.widest_dim)]
-    tensors = (query, key, value, out, lse, call.max_logits)
-    access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
-    launch.launch_pass(forward_kernel, tensors, access, call, config)
+    query, (key, value) = launch.addressable(query), _keys_and_values(call, key, value)
+    inputs = (query, key, value)
+    prepared = launch.prepared_kernel(_prepare_forward, call, inputs, call.max_logits is None)
+    out, lse = empty_tensors(prepared.outputs, call.spec.device)
+    prepared.launch(call, *inputs, out, lse, call.max_logits)
     return out, lse
+
+
+def _prepare_forward(
+    spec: AttentionSpec, block: int, query: Tensor, key: Tensor, value: Tensor, *_: bool
+) -> PreparedKernel:
+    kv_tile = launch.kv_tile(block, spec.widest_dim)
+    access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
+    lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
+    outputs = (Layout.of(empty_out(query, value)), Layout.of(lse))
+    config = FORWARD_CONFIGS[block][tile_width(spec.widest_dim)]
+    return PreparedKernel(forward_kernel, access, config, outputs)
+
+
+def _keys_and_values(call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels read them: zero past the key lengths, and addressable."""
+    if call.key_lengths is not None:
+        key, value = [launch.zero_padding(x, call.key_lengths) for x in (key, value)]
+    return launch.addressable(key), launch.addressable(value)
 
 
 def backward(
@@ -64,21 +84,20 @@ def backward(
     """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, *_ = needs
-    spec, table, key_lengths = call.spec, call.table, call.key_lengths
+    spec, table = call.spec, call.table
     query, grad_out, out = [launch.addressable(x) for x in (query, grad_out, out)]
-    key, value = [launch.addressable(launch.zero_padding(x, key_lengths)) for x in (key, value)]
+    key, value = _keys_and_values(call, key, value)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_query = grad_key = grad_value = None
-    lse_delta = empty_lse_delta(query, table.block_size[0])
-    tensors = (query, grad_out, key, value, lse_delta)
     if all(needs[:3]) and uses_fused_backward(table, spec):
-        _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
-        return *_fused(call, *tensors), None, None, None
+        lse_delta = _lse_delta(call, grad_out, out, lse, grad_lse)
+        return *_fused(call, query, grad_out, key, value, lse_delta), None, None, None
     # dQ first: its kernel writes LSE and delta, which the kernel of dK and dV reads.
     if needs_query:
-        grad_query = _dq(call, out, lse, grad_lse, *tensors)
+        grad_query, lse_delta = _dq(call, query, grad_out, out, key, value, lse, grad_lse)
     else:
-        _compute_lse_delta(grad_out, out, lse, grad_lse, lse_delta)
+        lse_delta = _lse_delta(call, grad_out, out, lse, grad_lse)
+    tensors = (query, grad_out, key, value, lse_delta)
     if tile_width(spec.widest_dim) <= MAX_DKDV_DIMS:
         if needs_key or needs_value:
             grad_key, grad_value = _dkdv(call, *tensors)
@@ -98,30 +117,41 @@ def empty_lse_delta(query: Tensor, block: int) -> Tensor:
     return query.new_empty(2 * batch * heads, padded_len, dtype=torch.float32)
 
 
-def _compute_lse_delta(
-    grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, lse_delta: Tensor
-) -> None:
-    """Launches the kernel that writes LSE and delta of all queries, zeros past the sequence."""
+def _lse_delta(
+    call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """LSE and delta of all queries; zeros past the sequence."""
+    lse_delta = empty_lse_delta(out, call.table.block_size[0])
     _, heads, q_len, head_dim = out.shape
     tiles = (WARPGROUP_TILE.descriptor(x) for x in (grad_out, out))
     arguments = (*tiles, lse, grad_lse, lse_delta, heads, q_len, lse_delta.shape[1])
     grid = (lse_delta.numel() // (2 * WARPGROUP_M.value), 1, 1)
     variant = (out.device, out.dtype, head_dim, grad_lse is None)
     launch_kernel(lse_delta_kernel, grid, arguments, variant, OPTIONS)
+    return lse_delta
 
 
 def _fused(
     call: Call, query: Tensor, grad_out: Tensor, key: Tensor, value: Tensor, lse_delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    spec, tile = call.spec, WARPGROUP_TILE
     dq_accumulator = _zero_dq_accumulator(query, call.table)
-    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-    tensors = (query, grad_out, lse_delta, key, value, dq_accumulator, grad_key, grad_value)
-    access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
-    config = FUSED_CONFIGS[tile_width(spec.head_dim)]
-    launch.launch_pass(backward_fused_kernel, tensors, access, call, config, by_key=True)
-    _convert_dq(dq_accumulator, spec.scale, grad_query)
+    inputs = (query, grad_out, key, value)
+    prepared = launch.prepared_kernel(_prepare_fused, call, inputs)
+    grad_query, grad_key, grad_value = empty_tensors(prepared.outputs, call.spec.device)
+    inputs = (query, grad_out, lse_delta, key, value)
+    prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value)
+    _convert_dq(dq_accumulator, call.spec.scale, grad_query)
     return grad_query, grad_key, grad_value
+
+
+def _prepare_fused(
+    spec: AttentionSpec, _: int, query: Tensor, _grad_out: Tensor, key: Tensor, value: Tensor
+) -> PreparedKernel:
+    tile = WARPGROUP_TILE
+    access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
+    outputs = tuple([Layout.of(torch.empty_like(x)) for x in (query, key, value)])
+    config = FUSED_CONFIGS[tile_width(spec.head_dim)]
+    return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
 
 
 def _dq_box(spec: AttentionSpec) -> TmaBox2D:
@@ -153,24 +183,31 @@ def _convert_dq(dq_accumulator: Tensor, scale: float, grad_query: Tensor) -> Non
 
 def _dq(
     call: Call,
-    out: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
     query: Tensor,
     grad_out: Tensor,
+    out: Tensor,
     key: Tensor,
     value: Tensor,
-    lse_delta: Tensor,
-) -> Tensor:
-    """The gradient of query. Also writes lse_delta."""
-    tile, block, widest_dim = WARPGROUP_TILE, call.table.block_size[0], call.spec.widest_dim
-    grad_query = torch.empty_like(query)
-    kv_tile = launch.kv_tile(block, widest_dim)
-    tensors = (query, grad_out, out, key, value, grad_query, lse, grad_lse, lse_delta)
+    lse: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of query, and LSE and delta of all queries."""
+    inputs = (query, grad_out, out, key, value)
+    prepared = launch.prepared_kernel(_prepare_dq, call, inputs, grad_lse is None)
+    grad_query, lse_delta = empty_tensors(prepared.outputs, call.spec.device)
+    prepared.launch(call, *inputs, grad_query, lse, grad_lse, lse_delta)
+    return grad_query, lse_delta
+
+
+def _prepare_dq(
+    spec: AttentionSpec, block: int, query: Tensor, *_: Tensor | bool
+) -> PreparedKernel:
+    tile, kv_tile = WARPGROUP_TILE, launch.kv_tile(block, spec.widest_dim)
     access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
-    config = DQ_CONFIGS[block][tile_width(widest_dim)]
-    launch.launch_pass(backward_dq_kernel, tensors, access, call, config)
-    return grad_query
+    written = (torch.empty_like(query), empty_lse_delta(query, block))
+    outputs = tuple([Layout.of(x) for x in written])
+    config = DQ_CONFIGS[block][tile_width(spec.widest_dim)]
+    return PreparedKernel(backward_dq_kernel, access, config, outputs)
 
 
 def _dkdv(
@@ -182,12 +219,29 @@ def _dkdv(
     lse_delta: Tensor,
     with_key: bool = True,
     with_value: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> list[Tensor | None]:
+    inputs = (query, grad_out, key, value)
+    prepared = launch.prepared_kernel(_prepare_dkdv, call, inputs, with_key, with_value)
+    gradients = empty_tensors(prepared.outputs, call.spec.device)
+    prepared.launch(call, query, grad_out, lse_delta, key, value, *gradients)
+    return gradients
+
+
+def _prepare_dkdv(
+    spec: AttentionSpec,
+    block: int,
+    _query: Tensor,
+    _grad_out: Tensor,
+    key: Tensor,
+    value: Tensor,
+    with_key: bool,
+    with_value: bool,
+) -> PreparedKernel:
     tile = WARPGROUP_TILE
-    grad_key = torch.empty_like(key) if with_key else None
-    grad_value = torch.empty_like(value) if with_value else None
-    tensors = (query, grad_out, lse_delta, key, value, grad_key, grad_value)
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
-    config = DKDV_CONFIGS[call.table.block_size[0]][tile_width(call.spec.widest_dim)]
-    launch.launch_pass(backward_dkdv_kernel, tensors, access, call, config, by_key=True)
-    return grad_key, grad_value
+    outputs = (
+        Layout.of(torch.empty_like(key)) if with_key else None,
+        Layout.of(torch.empty_like(value)) if with_value else None,
+    )
+    config = DKDV_CONFIGS[block][tile_width(spec.widest_dim)]
+    return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)

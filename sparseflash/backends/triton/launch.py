@@ -19,7 +19,8 @@ from sparseflash.backends.triton_common.arguments import (
     table_arguments,
 )
 from sparseflash.backends.triton_common.constants import ALIGNMENT, LOG2E, LONGEST_FIRST_IMBALANCE
-from sparseflash.backends.triton_common.launcher import Launch, launch, launch_cached
+from sparseflash.backends.triton_common.launcher import Launch, launch, launch_and_store
+from sparseflash.backends.triton_common.relaunch import try_relaunch
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -209,13 +210,9 @@ def launch_pass(
         for x in (*tensors.values(), *streamed, *others, key_lengths, bias, *score_tensors)
     ]
     facts = [Tensor if isinstance(x, Tensor) else x for x in others]
-    launch_cached(
-        call.plan.cache,
-        (kernel.__name__, prepared, grid, bias_stride, *facts),
-        (*values, call.seed),
-        kernel,
-        launch_of_call,
-    )
+    signature = (kernel.__name__, prepared, grid, bias_stride, *facts)
+    if not try_relaunch(call.plan.cache, signature, (*values, call.seed)):
+        launch_and_store(call.plan.cache, signature, kernel, launch_of_call())
 
 
 def launch_with_layout(

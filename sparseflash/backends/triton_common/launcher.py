@@ -1,11 +1,12 @@
 """Launches of Triton kernels that do not ask Triton each time which of its kernels to launch.
 
 A kernel is launched in one of three ways. The first time Triton compiles it. After that `launch`
-finds it by its variant and starts it. `launch_cached` starts it, from the third time with an equal
-signature on, by rewriting the parameters of the launch before: see relaunch.py.
+finds it by its variant and starts it. From the third time with an equal signature on, what
+`launch_and_store` stored starts it, by rewriting the parameters of the launch before: see
+relaunch.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -23,7 +24,6 @@ from sparseflash.backends.triton_common.relaunch import (
     Launched,
     current_context,
     store,
-    try_relaunch,
 )
 
 
@@ -119,26 +119,18 @@ def compile_only(run: Callable[[], object]) -> None:
     copy_context().run(compile_in_threads)  # whose variables end with it, also after an error
 
 
-def launch_cached(
-    cache: dict,
-    signature: tuple,
-    values: tuple[int | None, ...],
-    kernel: Any,
-    prepare: Callable[[], Launch],
-) -> None:
-    """Launches a kernel by what is stored of launches with an equal signature.
+def launch_and_store(cache: dict, signature: Hashable, kernel: Any, prepared: Launch) -> None:
+    """Launches a kernel, and stores the launch for `try_relaunch`.
 
     Args:
         cache: Where launches are stored: that of a plan.
-        values: Values of the arguments Launch.changing: addresses of tensors, None for a missing
-            one.
-        prepare: Returns the launch; not called where one is repeated.
+        signature: Launches of equal signatures differ in the arguments Launch.changing alone.
+        kernel: As in `launch`.
+        prepared: The launch.
     """
-    if not try_relaunch(cache, signature, values):
-        prepared = prepare()
-        launched = launch(kernel, *prepared[:4])
-        if launched is not None:
-            store(cache, signature, launched, prepared.changing)
+    launched = launch(kernel, *prepared[:4])
+    if launched is not None:
+        store(cache, signature, launched, prepared.changing)
 
 
 def _start(compiled, grid: tuple[int, int, int], arguments: tuple) -> None:

@@ -13,7 +13,7 @@ of every parameter, and Triton launches whatever differs.
 
 import ctypes
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Launched(NamedTuple):
     grid: tuple[int, int, int]
 
 
-def try_relaunch(cache: dict, signature: tuple, values: Values) -> bool:
+def try_relaunch(cache: dict, signature: Hashable, values: Values) -> bool:
     """Repeats the launch that is stored under a signature.
 
     Args:
@@ -63,7 +63,7 @@ def try_relaunch(cache: dict, signature: tuple, values: Values) -> bool:
     return bool(packed) and packed(values)
 
 
-def store(cache: dict, signature: tuple, launched: Launched, names: Sequence[str]) -> None:
+def store(cache: dict, signature: Hashable, launched: Launched, names: Sequence[str]) -> None:
     """Stores a launch from its second time on: tables of masks that change see it once.
 
     Args:

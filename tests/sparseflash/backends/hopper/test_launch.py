@@ -11,7 +11,7 @@ from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs, launch
 from sparseflash.backends.hopper.configs import KernelConfig
 from sparseflash.backends.triton_common import launcher
-from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.call import Call, Layout, Plan, empty_tensors
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers.calls import spec_of
 
@@ -156,7 +156,7 @@ def test_a_pass_starts_as_many_ctas_as_run_at_a_time(monkeypatch):
     kernel = SimpleNamespace(__name__="kernel", arg_names=[])
     config = KernelConfig(3, {"STAGES": 2})
     call = Call(Plan(SPEC, hopper, table))
-    launch.launch_pass(kernel, (), (), call, config)
+    launch.PreparedKernel(kernel, (), config).launch(call)
     ((_, grid, _, _, constants),) = launched
     assert grid == (30, 1, 1)
     assert constants.items() >= {"STAGES": 2, "maxnreg": 80}.items()
@@ -170,3 +170,27 @@ def test_padded_keys_become_zero():
     assert zeroed[0, :, 2:].count_nonzero() == 0
     assert zeroed[0, :, :2].isnan().all()
     assert zeroed[1].isnan().all()
+
+
+def test_a_kernel_is_prepared_once_for_inputs_of_equal_strides():
+    def prepare(spec, block_size, query, key, may_be_none):
+        layouts = (Layout.of(torch.empty_like(query)), None if may_be_none else Layout.of(key))
+        return launch.PreparedKernel(None, (), KernelConfig(1, {}), layouts)
+
+    def prepared(call, query, key, may_be_none=False):
+        return launch.prepared_kernel(prepare, call, (query, key), may_be_none)
+
+    query, key = (torch.empty(3, heads, 1024, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    turned = torch.empty(3, 1024, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    call, another = (Call(Plan(SPEC, hopper, masks.full()(1024).table())) for _ in range(2))
+    first = prepared(call, query, key)
+    assert prepared(call, query.clone(), key.clone()) is first
+    assert prepared(another, query, key) is first
+    assert prepared(call, turned, key) is not first
+    assert prepared(call, query, key, may_be_none=True).outputs[1] is None
+    for example in (query, turned):
+        layouts = prepared(call, example, key).outputs
+        new, _ = empty_tensors(layouts, example.device)
+        assert (new.shape, new.dtype) == (example.shape, example.dtype)
+        assert new.stride() == torch.empty_like(example).stride()
+    assert len(call.plan.cache) == 3

@@ -274,8 +274,7 @@ def test_the_kernel_of_dq_writes_the_lse_and_delta_that_their_own_kernel_writes(
         saved = (query, key, value, out, lse)
         padded_len = -(-300 // block_size) * block_size
         written, by_their_own = (
-            written_lse_delta(padded_len, x, call, grad_out, grad_lse, saved)
-            for x in (True, False)
+            written_lse_delta(x, call, grad_out, grad_lse, saved) for x in (True, False)
         )
     lse_log2 = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
     delta = (grad_out.float() * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
@@ -286,12 +285,15 @@ def test_the_kernel_of_dq_writes_the_lse_and_delta_that_their_own_kernel_writes(
     assert torch.equal(by_their_own, written)
 
 
-def written_lse_delta(padded_len, needs_query, *call_and_gradients):
-    """LSE and delta of a backward pass that is to make dQ, or nothing."""
-    lse_delta = torch.full((2 * 2 * 2, padded_len), torch.nan)
-    with patch(f"{hopper.__name__}.passes.empty_lse_delta", return_value=lse_delta):
-        hopper.backward(*call_and_gradients, (needs_query, False, False, False, False, False))
-    return lse_delta
+def written_lse_delta(needs_query, *call_and_gradients):
+    """LSE and delta as the kernel of dK and dV reads them, of a pass with or without dQ."""
+    needs = (needs_query, True, False, False, False, False)
+    with (
+        poisoned_empty(),
+        patch(f"{hopper.__name__}.passes._dkdv", return_value=(None, None)) as dkdv,
+    ):
+        hopper.backward(*call_and_gradients, needs)
+    return dkdv.call_args.args[-1]
 
 
 @pytest.mark.parametrize(
