@@ -207,14 +207,19 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         "Speed-up against density",
         "The same kernels compute each mask and the full mask. The ideal speed-up over the full "
         'mask is 1 / s. FlexAttention computes the same masks in the same run. A mask "of 256" '
-        "has blocks of 256 x 256 tokens.",
+        "has blocks of 256 x 256 tokens. `fading_memory(w)` is a causal pattern of user code: a "
+        "query attends the last w tokens, and fewer groups of tokens the further back they are. "
+        "The [gallery](gallery.md) shows the other patterns.",
         speedup,
     ),
     (
         "bench-sparse",
         "Block-sparse masks",
-        f"{TFLOPS} A cell has the rested and the sustained rate: rested / sustained. Every block "
-        "of these masks is full or empty, so that every implementation can skip all zeros. "
+        f"{TFLOPS} A cell has the rested and the sustained rate: rested / sustained.\n\n"
+        "Every block of these masks is full or empty, so that every implementation can skip all "
+        "zeros. *random 1/n* has one of n blocks and the diagonal. *band* is a window of 512 "
+        "tokens to each side of a query; *band and edges* adds the first keys and the first "
+        "queries. *butterfly* and *strided* are built-in patterns ([gallery](gallery.md)).\n\n"
         "FlashAttention-4, cuDNN and sparseflash with `deterministic=False` accumulate dQ in "
         "varying order, so the last bits of their gradients vary from run to run. sparseflash by "
         "default and FlexAttention give the same bits in every run.\n\n"
