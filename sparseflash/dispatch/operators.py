@@ -143,8 +143,14 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
 
 def _bind(operator, arguments: tuple) -> dict[str, Any]:
     """The arguments of an operator by name."""
-    names = [argument.name for argument in operator._opoverload._schema.arguments]
-    return dict(zip(names, arguments, strict=True))
+    return dict(zip(_ARGUMENTS[operator], arguments, strict=True))
+
+
+# The names of an operator's arguments; torch's compiler does not trace how a schema is read.
+_ARGUMENTS = {
+    operator: [argument.name for argument in operator._opoverload._schema.arguments]
+    for operator in (attention, attention_backward)
+}
 
 
 def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) -> Call:
@@ -212,14 +218,11 @@ def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_bac
     found: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in needs]
     if grad_out is None and grad_lse is None:
         return tuple(found)
-    index = [argument.name for argument in attention._opoverload._schema.arguments].index(
-        "score_tensors"
-    )
+    index = _ARGUMENTS[attention].index("score_tensors")
     needs_tensors = isinstance(needs[index], list) and any(needs[index])
     bound = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
     bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": [*needs[:5], needs_tensors]}
-    names = [argument.name for argument in attention_backward._opoverload._schema.arguments]
-    grads = iter(backward(*(bound[name] for name in names)))
+    grads = iter(backward(*(bound[name] for name in _ARGUMENTS[attention_backward])))
     found[:5] = [next(grads) if needed else None for needed in needs[:5]]
     if needs_tensors:
         found[index] = ScoreTensors(bound["score_tensors"]).parts_of(next(grads))
