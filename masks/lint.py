@@ -133,8 +133,8 @@ def _empty_queries(context: _Context) -> Iterator[_Fields]:
                 heads,
                 f"{int(empty.sum()):,} of {len(empty):,} queries have no key: "
                 f"{_token_list(empty)}",
-                "their output is 0 and nothing flows back through them",
-                "unite it with a pattern that has the diagonal, as in `... | local(0)`",
+                "their output is 0, and they have no gradient",
+                "add a pattern with the diagonal, as in `... | local(0)`",
             )
 
 
@@ -150,9 +150,9 @@ def _causal_leaks(context: _Context) -> Iterator[_Fields]:
             yield (
                 layers,
                 heads,
-                f"{int(keys.sum()):,} pairs are outside of {context.within}, the first of query "
+                f"{int(keys.sum()):,} pairs are outside of {context.within}, the first at query "
                 f"{query} and key {int(row.nonzero()[0])}",
-                "the model sees what it is declared not to: a language model its own targets",
+                "the model attends forbidden pairs; a language model would see its own targets",
                 f"`... & {context.within}`",
             )
 
@@ -164,10 +164,10 @@ def _unreachable_keys(context: _Context) -> Iterator[_Fields]:
             yield (
                 layers,
                 (),
-                f"{int(unseen.sum()):,} of {len(unseen):,} keys are attended by no query of any "
-                f"head: {_token_list(unseen)}",
+                f"no query of any head attends {int(unseen.sum()):,} of {len(unseen):,} keys: "
+                f"{_token_list(unseen)}",
                 "no query reads these tokens in this layer: their K and V are not needed",
-                "unite it with global_tokens or a window, or drop these tokens from the keys",
+                "add global_tokens or a window, or remove these tokens from the keys",
             )
 
 
@@ -188,9 +188,9 @@ def _heavy_rows(context: _Context) -> Iterator[_Fields]:
                 heads,
                 f"{int(heavy.sum()):,} of {len(rows):,} rows of {side} blocks have more than "
                 f"{MAX_IMBALANCE:g} times the mean of {mean:.1f} blocks, the longest {most:,}",
-                f"in {passes} the longest row takes as long as everything else when fewer than "
+                f"in {passes} the longest row takes as long as all others together if fewer than "
                 f"{bound:.1f} (batch, head) pairs share {MULTIPROCESSORS} multiprocessors",
-                "fewer global tokens, or attend with them in a call of their own and merge both",
+                "use fewer global tokens, or compute them in a separate call and merge both",
             )
 
 
@@ -228,9 +228,9 @@ def _many_bit_tiles(context: _Context) -> Iterator[_Fields]:
                 (),
                 f"{mask.num_bit_tiles:,} distinct bit tiles of {mask.partial_blocks:,} partial "
                 f"blocks take {nbytes / 2**20:.1f} MiB",
-                "every pass reads them beside K and V, from memory where L2 does not hold them",
-                "a rule that repeats from block to block shares its tiles; or round it to blocks "
-                "with block_pattern",
+                "every pass reads them, from device memory if they do not fit into L2",
+                "use a rule that repeats from block to block, whose blocks share bit tiles, or "
+                "round it to blocks with block_pattern",
             )
 
 
@@ -242,8 +242,8 @@ def _equal_heads(context: _Context) -> Iterator[_Fields]:
                     layers,
                     heads,
                     f"{len(heads)} of {mask.num_heads} heads have equal masks",
-                    "no time or memory, but together they see no more than one of them",
-                    "other seeds, strides or windows for some of them",
+                    "no time or memory, but together they have the receptive field of one of them",
+                    "use other seeds, strides or windows for some of them",
                 )
 
 
@@ -260,9 +260,9 @@ def _dead_layers(context: _Context) -> Iterator[_Fields]:
             dead,
             (),
             f"{len(dead)} of {context.layers} layers connect no pair that was not connected "
-            f"before; {field.share[-1]:.2%} of the pairs are at the end",
-            "the time of these layers widens no receptive field",
-            "another pattern there: one that mixes far tokens after one that mixes near ones",
+            f"before; {field.share[-1]:.2%} of the pairs are connected at the end",
+            "the time of these layers; the receptive field does not grow",
+            "use another pattern in these layers, such as far tokens after near tokens",
         )
 
 

@@ -111,22 +111,22 @@ class Explanation:
         if self.better_blocks is not None:
             side, share = self.better_blocks
             lines.append(
-                f"blocks of {side} may be faster, see with_block_size: the least time in them is "
-                f"{share:.0%} of that in blocks of {self.spec.block_size}"
+                f"blocks of {side} may be faster (see with_block_size): their predicted time is "
+                f"{share:.0%} of that of blocks of {self.spec.block_size}"
             )
         times = {
-            "measured (rested: in short turns with pauses)": self.measured,
+            "measured (rested, in short turns with pauses)": self.measured,
             "predicted (density x full mask)": self.predicted,
             "full mask": self.full,
-            "torch's dense attention": self.dense,
+            "dense attention of torch": self.dense,
         }
         lines += [f"{name}: {time}" for name, time in times.items() if time is not None]
         if self.measured is not None and self.sustained is not None:
             forward = self.sustained.forward / self.measured.forward - 1
             backward = self.sustained.backward / self.measured.backward - 1
             lines.append(
-                f"under continuous load, where power may lower the clock: {self.sustained}; "
-                f"{forward:+.0%} and {backward:+.0%}"
+                f"sustained (under continuous load): {self.sustained}; {forward:+.0%} and "
+                f"{backward:+.0%}"
             )
         gaps = {"forward": self.forward_gap, "backward": self.backward_gap}
         lines += [f"{name}: {gap}" for name, gap in gaps.items() if gap is not None]

@@ -43,13 +43,12 @@ NORMAL_DEVIATION, MEDIAN_ERROR = 1.4826, 1.2533
 
 CHANGES = {
     "launch and host": "capture the calls in a CUDA graph, or put more work into one",
-    "partial blocks": "move the edges of the pattern to those of blocks, or choose another block "
-    "size",
-    "gather": "list neighbouring blocks: an order of tokens in which they are, or larger blocks",
-    "load imbalance": "give all rows about as many blocks, and long rows to fewer heads",
+    "partial blocks": "align the edges of the pattern with blocks, or choose another block size",
+    "gather": "make the blocks of a row neighbours: reorder the tokens, or use larger blocks",
+    "load imbalance": "give all rows about the same number of blocks",
     "tail of the grid": "choose batch x heads so that work tiles fill whole waves",
     "prologue and epilogue": "put more blocks into a row: fewer, larger blocks of queries",
-    "tiles of another size": "use blocks of the size of a tile, or scatter small ones less",
+    "tiles of another size": "use blocks of the size of a tile, or cluster small blocks",
     "remainder": "no change is known",
 }
 
@@ -88,9 +87,9 @@ class Gap:
             if cost or self.noise[name]
         ]
         if self.largest is None:
-            return "\n  ".join([*lines, "no part that a change lowers is above its noise"])
+            return "\n  ".join([*lines, "no part with a known change exceeds its noise"])
         share = self.parts[self.largest] / self.measured
-        lines.append(f"most by {self.largest} ({share:.0%}): {CHANGES[self.largest]}")
+        lines.append(f"largest part: {self.largest} ({share:.0%}); {CHANGES[self.largest]}")
         return "\n  ".join(lines)
 
 

@@ -29,6 +29,6 @@ def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
 
 def reasons_against(backend: Backend, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """The reasons for which a backend does not serve a call; empty when it does."""
-    unknown = [f"takes no {extra}" for extra in sorted(spec.extras - backend.extras)]
+    unknown = [f"does not support {extra}" for extra in sorted(spec.extras - backend.extras)]
     against = unknown + backend.why_not(spec, mask)
     return against or (backend.auto_skip(spec, mask) if spec.backend == "auto" else [])

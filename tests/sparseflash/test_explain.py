@@ -129,9 +129,9 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
     assert (found.measured.forward, found.full.forward, found.dense.forward) == (1, 2, 3)
     assert found.predicted == _explain.Times(2 * mask.density, 20 * mask.density)
     assert "full mask: forward 2.000 ms, backward 20.000 ms" in str(found)
-    assert "(rested: in short turns with pauses): forward 1.000 ms, backward 10.000" in str(found)
+    assert "(rested, in short turns with pauses): forward 1.000 ms, backward 10.000" in str(found)
     assert found.sustained == _explain.Times(1.125, 11.0)
-    under_load = "under continuous load, where power may lower the clock: forward 1.125 ms"
+    under_load = "sustained (under continuous load): forward 1.125 ms"
     assert f"{under_load}, backward 11.000 ms; +12% and +10%" in str(found)
     assert "continuous load" not in str(replace(found, sustained=None))
     for dense, faster in (((3, 30), False), ((2, 8), True), ((0.5, 12), False)):

@@ -113,13 +113,13 @@ def test_report_says_which_change_gains_most():
     text = str(Gap(2.0, 1.25, parts, quiet))
     assert "2.000 ms, ideal 1.250, gap +0.750" in text
     assert "remainder" not in text
-    assert f"most by gather (25%): {CHANGES['gather']}" in text
-    none = "no part that a change lowers is above its noise"
+    assert f"largest part: gather (25%); {CHANGES['gather']}" in text
+    none = "no part with a known change exceeds its noise"
     assert str(Gap(1.0, 1.0, quiet, quiet)).endswith(none)
     noisy = Gap(2.0, 1.25, parts, quiet | {"gather": 0.5})
     assert "gather      0 ± 0.500" in str(noisy)
     assert "load imbalance +0.250 ± 0.000" in str(noisy)
-    assert "most by load imbalance" in str(noisy)
+    assert "largest part: load imbalance" in str(noisy)
     negative = Gap(2.0, 2.1, quiet | {"gather": -0.1}, quiet | {"gather": 0.2})
     assert "gather      0 ± 0.200" in str(negative)
     unknown = Gap(2.0, 1.0, quiet | {"remainder": 1.0}, quiet)

@@ -47,9 +47,8 @@ def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     reasons += _why_not_score(spec.score)
     if mask.coverage(TILE) is None and block_size_for(spec, mask) != spec.block_size:
         reasons.append(
-            f"block_size is {spec.block_size}, needs {TILE}, or {SMALL_TILE} up to a head_dim of "
-            f"{max(configs.MIN_COVERAGE_RATIO_FOR_128)} and such a value_dim, where the device "
-            "chooses the blocks"
+            f"block_size of a dynamic mask is {spec.block_size}, needs {TILE}, or {SMALL_TILE} if "
+            f"head_dim and value_dim are at most {max(configs.MIN_COVERAGE_RATIO_FOR_128)}"
         )
     return reasons
 
@@ -64,7 +63,7 @@ def _why_not_score(score: str | None) -> list[str]:
     if constructor is None:
         return []
     called = constructor[1]
-    return [f"score is {score!r}, which calls {called}: tiles that it makes have no layout here"]
+    return [f"score is {score!r}, which calls {called}: its tiles have no layout in Gluon"]
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
@@ -122,16 +121,16 @@ def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
         min_coverage = configs.MIN_COVERAGE_OF_64[configs.tile_width(spec.widest_dim)]
     if coverage is not None and coverage < min_coverage.get(side, 0.0):
         reasons.append(
-            f"blocks of {spec.block_size} cover {coverage:.0%} of the {tile} tiles that they "
-            f"touch, which pays from {min_coverage[side]:.0%} on"
+            f"blocks of {spec.block_size} cover {coverage:.0%} of the {tile} tiles with a block; "
+            f"it is faster from {min_coverage[side]:.0%} on"
         )
     if spec.head_dim <= configs.MAX_NARROW_HEAD_DIM:
         reasons.append(
-            f"head_dim is {spec.head_dim}, which leaves half or more of tiles of "
-            f"{configs.MIN_TILE_WIDTH} empty"
+            f"head_dim is {spec.head_dim}, which leaves at least half of the smallest tile width, "
+            f"{configs.MIN_TILE_WIDTH}, unused"
         )
     if spec.few_queries:
-        reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile empty")
+        reasons.append(f"q_len is {spec.q_len}, which leaves most of a tile unused")
     return reasons
 
 

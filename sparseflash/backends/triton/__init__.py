@@ -48,12 +48,14 @@ def _why_not_call(spec: AttentionSpec) -> list[str]:
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype is {spec.dtype}, needs one of {DTYPES}")
     elif spec.dtype == torch.bfloat16 and interpreted:
-        reasons.append("dtype is torch.bfloat16, which Triton's interpreter multiplies wrongly")
+        reasons.append(
+            "dtype is torch.bfloat16, in which the Triton interpreter computes wrong products"
+        )
     for name in ("head_dim", "value_dim"):
         if (dim := getattr(spec, name)) not in HEAD_DIMS:
             reasons.append(f"{name} is {dim}, needs {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
     if not set(spec.block_size) <= set(BLOCK_SIDES):
-        reasons.append(f"block_size is {spec.block_size}, needs sides out of {BLOCK_SIDES}")
+        reasons.append(f"block_size is {spec.block_size}, needs sides in {BLOCK_SIDES}")
     if spec.score is not None and named(spec.score).triton is None:
         reasons.append(f"score is {spec.score!r}, which has no function for Triton")
     for name in ("batch", "heads"):

@@ -19,7 +19,7 @@ def test_a_call_is_explained_and_its_gap_drawn(tmp_path, monkeypatch):
     result = invoke("local(20)", *SIZE, "--block-size", 32, "--measure", "--plot", picture)
     assert result.exit_code == 0, result.output
     assert "torch.float32 on cpu, block size (32, 32)" in result.stdout
-    assert "measured (rested: in short turns with pauses): forward" in result.stdout
+    assert "measured (rested, in short turns with pauses): forward" in result.stdout
     assert f"wrote {picture}" in result.stdout
     drawn = picture.read_text()
     for text in (*CHANGES, "forward:", "backward:", "part of the gap (ms)", "2 heads of 16, cpu"):

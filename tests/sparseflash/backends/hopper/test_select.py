@@ -95,8 +95,8 @@ def test_says_what_came_and_what_is_allowed(change, words):
     ("change", "words"),
     [
         ({"block_size": (256, 128)}, ["(256, 128)", "(128, 128)"]),
-        ({"block_size": (64, 128)}, ["(64, 128)", "(64, 64)", "head_dim of 128"]),
-        ({"block_size": (64, 64), "head_dim": 136}, ["(64, 64)", "head_dim of 128"]),
+        ({"block_size": (64, 128)}, ["(64, 128)", "(64, 64)", "at most 128"]),
+        ({"block_size": (64, 64), "head_dim": 136}, ["(64, 64)", "at most 128"]),
     ],
 )
 def test_says_which_blocks_a_device_may_select(change, words):
