@@ -160,8 +160,8 @@ def defined_in(path: Path, name: str) -> Any:
 
 
 def _from_file(path: Path, name: str) -> Pattern:
-    found = defined_in(path, name)
-    if not isinstance(found, Pattern):
-        hint = ", which has to be called first" if callable(found) else ""
-        raise ValueError(f"{path}:{name} must be a Pattern, got a {type(found).__name__}{hint}")
-    return found
+    value = defined_in(path, name)
+    if not isinstance(value, Pattern):
+        hint = ", which has to be called first" if callable(value) else ""
+        raise ValueError(f"{path}:{name} must be a Pattern, got a {type(value).__name__}{hint}")
+    return value

@@ -280,11 +280,11 @@ def _layer_table(field: "ReceptiveField", pixels: "PixelReach | None") -> Table:
 
 def _summary(field: "ReceptiveField", gaps: list[float | None]) -> Table:
     table = Table(show_header=False, box=None)
-    how = "all tokens" if field.exact else f"{field.followed} keys drawn at random, 95 % interval"
+    keys = "all tokens" if field.exact else f"{field.followed} keys drawn at random, 95 % interval"
     connected = "not within these layers" if field.full_after is None else str(field.full_after)
     mean = "-" if field.mean_path is None else f"{field.mean_path:.2f} mean"
     rows = {
-        "followed": how,
+        "followed": keys,
         "layers until all are connected": connected,
         "hops": f"{mean}, {field.longest_path} most",
         "tokens that no other attends": f"{field.unreached:,}",

@@ -143,12 +143,12 @@ def of_module(path: Path, seq_len: Any = 4096, block_size: Any = 128) -> list[En
     Raises:
         ValueError: There is no such file, or no pattern in it.
     """
-    found = {name: v for name, v in run_file(path).items() if isinstance(v, Pattern)}
-    if not found:
+    patterns = {name: v for name, v in run_file(path).items() if isinstance(v, Pattern)}
+    if not patterns:
         raise ValueError(f"module {path} defines no Pattern")
     return [
         Entry(name, pattern, f"{path}:{name}", seq_len, block_size)
-        for name, pattern in found.items()
+        for name, pattern in patterns.items()
     ]
 
 

@@ -324,8 +324,8 @@ def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
     if int(indptr[0]) or bool((indptr.diff() < 0).any()):
         raise ValueError(f"indptr must ascend from 0, got {indptr}")
     if pairs is not None and pairs.shape != (len(indices), *grid.block_size):
-        wanted = (len(indices), *grid.block_size)
-        raise ValueError(f"mask must be {wanted}, got {tuple(pairs.shape)}")
+        expected = (len(indices), *grid.block_size)
+        raise ValueError(f"mask must be {expected}, got {tuple(pairs.shape)}")
     row = torch.arange(grid.nq, device=grid.device).repeat_interleave(indptr.diff())
     flat, order = _sorted_blocks(grid, row, indices)
     if pairs is None:

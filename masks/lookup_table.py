@@ -145,13 +145,13 @@ class LookupTable(Caching):
         """
         if group == 1:
             return self
-        found = self.cache.get(("group", group))
-        if found is None:
+        table = self.cache.get(("group", group))
+        if table is None:
             heads = self.head_to_mask.unsqueeze(2).expand(-1, -1, group)
-            found = replace(self, head_to_mask=heads.flatten(1))
+            table = replace(self, head_to_mask=heads.flatten(1))
             if not is_captured(self.device):
-                self.cache["group", group] = found
-        return found
+                self.cache["group", group] = table
+        return table
 
     @property
     def nbytes(self) -> int:

@@ -74,9 +74,9 @@ def find(handle: str) -> Any:
     Raises:
         LookupError: It is gone, or of another process.
     """
-    found = _objects.get(handle)
-    if found is None:
+    mask = _objects.get(handle)
+    if mask is None:
         raise LookupError(
             f"no mask has the handle {handle!r}: it was deleted, or is from another process"
         )
-    return found
+    return mask

@@ -54,8 +54,8 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
     module, attribute = _ON_DEMAND.get(name, ("sparseflash._api", name))
     with import_module("masks.block_mask").untraced():  # modules have tensors
-        found = import_module(module)
-    globals()[name] = found if attribute is None else getattr(found, attribute)
+        imported = import_module(module)
+    globals()[name] = imported if attribute is None else getattr(imported, attribute)
     return globals()[name]
 
 

@@ -313,5 +313,5 @@ def _model(spec: AttentionSpec, backend: Backend) -> Callable[..., io_model.Cost
     modelled = backend.name in io_model.BACKENDS and not spec.few_queries
     device = device_like(spec.device) if modelled else None
     sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
-    facts = {"head_dim": spec.head_dim, "dtype": spec.dtype, "device": device}
-    return partial(io_model.attention, **sizes, **facts) if device else None
+    properties = {"head_dim": spec.head_dim, "dtype": spec.dtype, "device": device}
+    return partial(io_model.attention, **sizes, **properties) if device else None

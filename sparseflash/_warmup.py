@@ -81,10 +81,10 @@ def warmup(
         if lengths is None:
             raise ValueError("seq_len must be given with a Pattern or with no mask, got None")
         q_len, k_len = lengths
-        of_tensors = {"dtype": dtype, "device": device}
-        query = torch.empty(batch, heads, q_len, head_dim, **of_tensors)
-        key = torch.empty(batch, kv_heads, k_len, head_dim, **of_tensors)
-        value = torch.empty(*key.shape[:3], value_dim, **of_tensors)
+        dtype_and_device = {"dtype": dtype, "device": device}
+        query = torch.empty(batch, heads, q_len, head_dim, **dtype_and_device)
+        key = torch.empty(batch, kv_heads, k_len, head_dim, **dtype_and_device)
+        value = torch.empty(*key.shape[:3], value_dim, **dtype_and_device)
         facts = CallFacts.of(mask, key_lengths, bias, max_logits, score_tensors)
         plan = find_plan(query, key, value, mask, options, facts)
         call = Call(plan)

@@ -46,10 +46,10 @@ def check_sinks(sinks: Tensor, query: Tensor) -> None:
     _check_of_heads("sinks", sinks, query, ())
 
 
-def _check_of_heads(name: str, tensor: Tensor, query: Tensor, rest: tuple[int, ...]) -> None:
+def _check_of_heads(name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, ...]) -> None:
     """Raises where the tensor is not floating-point (1 or heads, *rest) on the query's device."""
     check_floating(name, tensor)
-    shapes = [(heads, *rest) for heads in (1, query.shape[1])]
+    shapes = [(heads, *sizes) for heads in (1, query.shape[1])]
     if tuple(tensor.shape) not in shapes or tensor.device != query.device:
         raise ValueError(
             f"{name} must be of shape {shapes[0]} or {shapes[1]} on {query.device}, got "

@@ -100,14 +100,14 @@ def variants(mask: BlockMask) -> dict[str, BlockMask]:
     rows = torch.arange(blocks.shape[-2] + 1, device=blocks.device)
     ends = rows * counts.sum(-1, keepdim=True) // (len(rows) - 1)
     equal = ends.diff(dim=-1)
-    found = {
+    matrices = {
         "whole": blocks,
         "contiguous": _windows(counts, columns),
         "equal": _windows(equal, columns),
         "twice": _windows((2 * equal).clamp(max=columns), columns),
     }
     sizes = {"block_size": mask.block_size, "seq_len": mask.seq_len}
-    return {name: BlockMask.from_blocks(each, **sizes) for name, each in found.items()}
+    return {name: BlockMask.from_blocks(matrix, **sizes) for name, matrix in matrices.items()}
 
 
 def _windows(counts: Tensor, columns: int) -> Tensor:
@@ -146,11 +146,11 @@ def split(
         for of_round in zip(*turns.values(), strict=True)
     ]
     in_rounds = [_parts(of_round, *facts) for of_round in rounds]
-    found = {name: [of[name] for of in in_rounds] for name in CHANGES}
-    parts = {name: median(costs) for name, costs in found.items()}
+    costs_by_part = {name: [of[name] for of in in_rounds] for name in CHANGES}
+    parts = {name: median(costs) for name, costs in costs_by_part.items()}
     measured = median(of_round["called"] for of_round in rounds)
     ideal = median(of_round["full"] for of_round in rounds) * density
-    noise = {name: _noise(costs) for name, costs in found.items()}
+    noise = {name: _noise(costs) for name, costs in costs_by_part.items()}
     apart = measured - ideal - sum(parts.values())  # because medians do not add up
     parts["remainder"] += apart
     noise["remainder"] += abs(apart)

@@ -109,8 +109,8 @@ def median_ms(
     runs: Mapping[str, Run], device: torch.device, seconds: float, least_rounds: int = 2
 ) -> dict[str, float]:
     """The median rested time of each function, in milliseconds; arguments as in rested_turns."""
-    found = rested_turns(runs, device, seconds, least_rounds)
-    return {name: median(turn.called for turn in rounds) for name, rounds in found.items()}
+    times = rested_turns(runs, device, seconds, least_rounds)
+    return {name: median(turn.called for turn in rounds) for name, rounds in times.items()}
 
 
 def sustained_ms(run: Run, device: torch.device) -> float | None:

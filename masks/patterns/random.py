@@ -47,15 +47,15 @@ def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
     few = min(count, grid.nk - count)  # of a row that is mostly chosen the others are drawn
     rows = torch.empty(grid.nq, 0, dtype=torch.int32, device="cpu")
     draws = list(rows.split(max(1, BLOCKS_AT_ONCE // max(grid.nk, few + 8))))
-    found: list[Runs] = []
-    while len(found) < len(draws):
+    complete: list[Runs] = []
+    while len(complete) < len(draws):
         for i, part in enumerate(draws):
             more = part.new_empty(len(part), few + 8).random_(grid.nk, generator=generator)
             draws[i] = torch.cat([part, more], dim=1)
         tried = (_first_distinct(part, few, grid.nk, few < count) for part in draws)
-        found = [runs for runs in takewhile(lambda runs: runs is not None, tried) if runs]
+        complete = [runs for runs in takewhile(lambda runs: runs is not None, tried) if runs]
     starts = accumulate((len(part) for part in draws), initial=0)
-    runs = [runs.shift(row * grid.row_stride) for runs, row in zip(found, starts, strict=False)]
+    runs = [runs.shift(row * grid.row_stride) for runs, row in zip(complete, starts, strict=False)]
     full = concatenate(runs)
     return from_runs(grid, Runs(*(edge.to(grid.device) for edge in full)))
 
@@ -71,8 +71,8 @@ def _first_distinct(draws: Tensor, count: int, nk: int, complement: bool) -> Run
         distinct = (first.gather(1, block) == number).cumsum(1, dtype=torch.int32)
         if int(distinct[:, -1].min()) < count:
             return None
-        wanted = distinct.new_full((len(draws), 1), count)
-        last = torch.searchsorted(distinct, wanted, out_int32=True)
+        target = distinct.new_full((len(draws), 1), count)
+        last = torch.searchsorted(distinct, target, out_int32=True)
         return from_bool_matrix(((first <= last) ^ complement)[None])
     value, order = draws.sort(dim=1, stable=True)
     new = torch.ones_like(draws, dtype=torch.bool)

@@ -69,8 +69,8 @@ def advise(pattern: PatternText, **shared: Any) -> None:
     with usage_errors():
         workload = options.workload()
         with progress_bar("building masks"):
-            found = block_sizes(pattern, workload)
-        _finish(found, workload, options)
+            choices = block_sizes(pattern, workload)
+        _finish(choices, workload, options)
 
 
 @with_shared_options
@@ -94,13 +94,13 @@ def search(
     **shared: Any,
 ) -> None:
     """Find the fastest patterns that connect enough pairs; exit with status 1 if none does."""
-    from sparseflash.advisor import choices as of
+    from sparseflash.advisor import choices as advisor
 
     options = Shared(**shared)
     with usage_errors():
         workload = options.workload(causal)
         with progress_bar("following tokens") as progress:
-            looked_at = of.search(
+            evaluated = advisor.search(
                 workload,
                 layers=layers,
                 connected=connected,
@@ -111,9 +111,9 @@ def search(
                 failing=options.plot is not None,
                 progress=progress,
             )
-        found = [c for c in looked_at if (c.connected or 0) >= connected - of.ROUNDING]
-        _finish(found, workload, options, looked_at, connected)
-    raise typer.Exit(not found)
+        sufficient = [c for c in evaluated if (c.connected or 0) >= connected - advisor.ROUNDING]
+        _finish(sufficient, workload, options, evaluated, connected)
+    raise typer.Exit(not sufficient)
 
 
 def _of_this_machine() -> "str | Device":
@@ -121,8 +121,8 @@ def _of_this_machine() -> "str | Device":
 
     from sparseflash.io_model import device_like
 
-    found = device_like(torch.device("cuda")) if torch.cuda.is_available() else None
-    return found or "H200"
+    device = device_like(torch.device("cuda")) if torch.cuda.is_available() else None
+    return device or "H200"
 
 
 def _check_measure(measure: bool) -> None:
@@ -137,39 +137,39 @@ def _check_measure(measure: bool) -> None:
 
 
 def _finish(
-    found: "Sequence[Choice]",
+    choices: "Sequence[Choice]",
     workload: "Workload",
     options: Shared,
-    looked_at: "Sequence[Choice]" = (),
+    evaluated: "Sequence[Choice]" = (),
     connected: float | None = None,
 ) -> None:
-    from sparseflash.advisor import choices as of
+    from sparseflash.advisor import choices as advisor
     from sparseflash.io_model import device_named
 
     device = device_named(workload.device).name
     if options.measure:
         with progress_bar("measuring") as progress:
-            found = of.measure(found, workload, progress=progress)
-    if options.plot is not None and (found or looked_at):
-        shown = {(choice.pattern, choice.block_size): choice for choice in (*looked_at, *found)}
-        of.plot([*shown.values()], options.plot, title=str(workload), connected=connected)
+            choices = advisor.measure(choices, workload, progress=progress)
+    if options.plot is not None and (choices or evaluated):
+        shown = {(choice.pattern, choice.block_size): choice for choice in (*evaluated, *choices)}
+        advisor.plot([*shown.values()], options.plot, title=str(workload), connected=connected)
         if not options.as_json:
             print(f"wrote {options.plot}")
     if options.as_json:
         dtype = str(workload.dtype).removeprefix("torch.")
-        facts = asdict(workload) | {"device": device, "dtype": dtype}
-        print(json.dumps({"workload": facts, "choices": [asdict(choice) for choice in found]}))
+        fields = asdict(workload) | {"device": device, "dtype": dtype}
+        print(json.dumps({"workload": fields, "choices": [asdict(choice) for choice in choices]}))
         return
-    if not found:
+    if not choices:
         print("no pattern connects enough pairs within the budget")
         return
     print(workload)
     table = Table(box=None)
-    sees = any(choice.connected is not None for choice in found)
+    sees = any(choice.connected is not None for choice in choices)
     names = ("pattern", "block", "density", "useful", "predicted ms", "measured ms", "connected")
     for name in names[: 7 if sees else 6]:
         table.add_column(name, no_wrap=name != "pattern", overflow="fold")
-    for choice in found:
+    for choice in choices:
         measured = "-" if choice.measured_ms is None else f"{choice.measured_ms:.3f}"
         row = [choice.pattern, str(choice.block_size), f"{choice.density:.4g}"]
         row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}", measured]
@@ -182,7 +182,7 @@ def _finish(
     order = "measured time" if options.measure else f"predicted time on {device}"
     print(f"sorted by {order}")
     if not options.measure:
-        low, middle, high = of.OVER_LEAST
+        low, middle, high = advisor.OVER_LEAST
         print(
             f"The predicted time is a lower bound. On an H200, measured calls took {low:g} to "
             f"{high:g} times as long; the median is {middle:g}."

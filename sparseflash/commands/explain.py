@@ -73,12 +73,12 @@ def explain_command(
         print(f"wrote {plot}")
 
 
-def to_dict(found: "Explanation") -> dict[str, Any]:
+def to_dict(explanation: "Explanation") -> dict[str, Any]:
     """All values as JSON has them, with what is computed of them."""
-    facts = {"spec": str(found.spec), "dense_is_faster": found.dense_is_faster}
-    values: dict[str, Any] = asdict(found) | facts
+    derived = {"spec": str(explanation.spec), "dense_is_faster": explanation.dense_is_faster}
+    values: dict[str, Any] = asdict(explanation) | derived
     for name in ("forward_gap", "backward_gap"):
-        gap = getattr(found, name)
+        gap = getattr(explanation, name)
         if gap is not None:
             values[name] |= {"largest": gap.largest}
     return values

@@ -107,19 +107,19 @@ def context_parallel_attention(
         shared = (mask, key_lengths, bias, sinks, check, options)
         out, lse = _with_shared_heads(query, key, value, plan, group, *shared)
         return (out, lse) if return_lse else out
-    found = resolved(group, plan.ranks)
+    process_group = resolved(group, plan.ranks)
     arguments = (mask, key_lengths, bias, sinks, seed, options)
     if check is None:
-        check = ("agreed", found) not in plan.cache
+        check = ("agreed", process_group) not in plan.cache
     try:
-        prepared = prepare(query, key, value, plan, found, *arguments)
+        prepared = prepare(query, key, value, plan, process_group, *arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        if found is not None and check:
-            check_agreement(found, {}, f"{type(error).__name__}: {error}")
+        if process_group is not None and check:
+            check_agreement(process_group, {}, f"{type(error).__name__}: {error}")
         raise
-    if found is not None and check:
-        check_agreement(found, prepared.facts(query, key), None)
-        plan.cache["agreed", found] = True
+    if process_group is not None and check:
+        check_agreement(process_group, prepared.facts(query, key), None)
+        plan.cache["agreed", process_group] = True
     tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
     out, lse = cast(
         tuple[Tensor, Tensor],

@@ -71,9 +71,9 @@ def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
     of_row.index_add_(1, mask * len(owner_of_row) + row, torch.stack([end - begin, fetched]))
     every, fetched = of_row.view(2, len(heads), -1)
     waits = fetched > 0
-    facts = torch.stack([every - fetched, fetched, every * ~waits, every * waits, waits])
-    of_heads = (facts * heads.unsqueeze(1)).sum(1).double()
-    sums = torch.zeros(len(facts), ranks, dtype=torch.float64)
+    counts = torch.stack([every - fetched, fetched, every * ~waits, every * waits, waits])
+    of_heads = (counts * heads.unsqueeze(1)).sum(1).double()
+    sums = torch.zeros(len(counts), ranks, dtype=torch.float64)
     sums.index_add_(1, owner_of_row, of_heads)
     own, fetched, ready, waiting, rows = sums
     shared = workload.shared_work(owner, ranks)  # of own keys, and ready

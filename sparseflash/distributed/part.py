@@ -282,16 +282,16 @@ def part_of(
     grid, rounds, order = fetches[0].workload.mask.grid, [], []
     for number, each in enumerate(fetches):
         alike = range(groups) if len(fetches) == 1 else (number,)
-        found = range(len(rounds), len(rounds) + each.num_rounds)
-        order += [(index, Heads(group, groups)) for group in alike for index in found]
+        own_rounds = range(len(rounds), len(rounds) + each.num_rounds)
+        order += [(index, Heads(group, groups)) for group in alike for index in own_rounds]
         rounds += [each.round(rank, n, by_rows) for n in range(each.num_rounds)]
     rows, columns = fetches[0].rows_of(rank), fetches[0].columns_of(rank)
     mask = _own_mask(fetches, rank, by_rows)
     tokens = int(fetches[0].workload.column_tokens[columns].sum())
     summands = torch.full((groups, tokens), int(mask is not None) + int(shared is not None))
     for index, heads in order:
-        for some in (*rounds[index].send, rounds[index].own):
-            summands[heads.number, some] += 1
+        for keys in (*rounds[index].send, rounds[index].own):
+            summands[heads.number, keys] += 1
     return Part(
         rows=rows,
         columns=columns,

@@ -65,10 +65,10 @@ def _forward_by_rows(
     calls, saved = [], []
     for step, fetch in zip(prepared.part.steps, fetches, strict=True):
         saved.append(fetch.wait())
-        call, found = _fetched_part(prepared, step, saved[-1], query)
+        call, result = _fetched_part(prepared, step, saved[-1], query)
         calls.append(call)
-        if found is not None:
-            for whole, waiting in zip((out, lse), found, strict=True):
+        if result is not None:
+            for whole, waiting in zip((out, lse), result, strict=True):
                 whole[:, step.heads.of(whole.shape[1])][:, :, step.round.queries] = waiting
     return out, lse, calls, saved
 
@@ -88,12 +88,12 @@ def _forward_by_keys(
         packed = fetch.wait()
         following = steps[number + 1 : number + 2]
         fetch = _Fetch(prepared, key, value, following[0]) if following else None
-        call, found = _fetched_part(prepared, step, packed, query)
+        call, result = _fetched_part(prepared, step, packed, query)
         calls.append(call)
-        if found is not None:
+        if result is not None:
             queries = step.round.queries
             merged = (out[:, :, queries], lse[:, :, queries])
-            merge_in_place(*merged, *found)
+            merge_in_place(*merged, *result)
             if not isinstance(queries, slice):  # which gave views
                 out[:, :, queries], lse[:, :, queries] = merged
     saved = [packed] if packed is not None and len(steps) == 1 else []
@@ -156,12 +156,12 @@ class _Backward:
         returning: list[_Return] = []
         if len(self._saved) == len(self._steps):
             # What was saved first, so that its gradients travel while the own part is computed.
-            found = []
+            grads_of_steps = []
             for number, packed in enumerate(self._saved):
-                found.append(self._grads_of_step(number, packed))
-                returning += self._returned(number, found[-1])
+                grads_of_steps.append(self._grads_of_step(number, packed))
+                returning += self._returned(number, grads_of_steps[-1])
             self._add_own()
-            for number, grads in enumerate(found):
+            for number, grads in enumerate(grads_of_steps):
                 self._add_step(number, grads)
         else:
             fetch = self._fetch(0)
@@ -216,9 +216,9 @@ class _Backward:
 
     def _add_shared(self, shared: SharedBackward) -> None:
         tensors = (self._shared_query, self._key, self._value)
-        found, own_query = shared.run(self._shared_call, *tensors, self._needs)
+        grads, own_query = shared.run(self._shared_call, *tensors, self._needs)
         for number in (1, 2, 3):
-            total, grad = self._grads[number], found[number]
+            total, grad = self._grads[number], grads[number]
             if total is not None and grad is not None:
                 total += grad.to(total.dtype)
         query, total = own_query(), self._grads[0]

@@ -233,16 +233,16 @@ class ContextPlan(Caching):
     @cached_property
     def digest(self) -> str:
         """64 hexadecimal digits that two plans share only if they are equal."""
-        blocks, facts = self.mask.block_set, hashlib.sha256()
+        blocks, digest = self.mask.block_set, hashlib.sha256()
         shape = (self.mask.seq_len, self.mask.block_size, self.mask.head_to_mask)
-        facts.update(
+        digest.update(
             repr((*shape, self.ranks, self.round_tokens, self.split, self.groups)).encode()
         )
         tensors = (*blocks.full, blocks.partial, blocks.partial_bit_tile, blocks.bit_tiles)
         for tensor in (*tensors, self.owner, self.shared):
-            facts.update(repr(tuple(tensor.shape)).encode())
-            facts.update(tensor.contiguous().numpy().tobytes())
-        return facts.hexdigest()
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def report(
         self,
@@ -279,10 +279,10 @@ class ContextPlan(Caching):
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata())
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        facts = {"ranks": self.ranks, "strategy": self.strategy, "rounds": self.round_tokens}
-        facts |= {"split": self.split, "groups": self.groups}
+        header = {"ranks": self.ranks, "strategy": self.strategy, "rounds": self.round_tokens}
+        header |= {"split": self.split, "groups": self.groups}
         tensors |= {"owner": self.owner, "shared": self.shared}
-        save_file(tensors, path, metadata | {HEADER: json.dumps(facts)})
+        save_file(tensors, path, metadata | {HEADER: json.dumps(header)})
 
     @staticmethod
     def load(path: str | Path) -> "ContextPlan":
@@ -299,8 +299,8 @@ class ContextPlan(Caching):
         try:
             with safe_open(path, framework="pt") as file:
                 owner, shared = file.get_tensor("owner"), file.get_tensor("shared")
-                facts = json.loads((file.metadata() or {})[HEADER])
-            return _saved_plan(mask, facts, owner, shared)
+                header = json.loads((file.metadata() or {})[HEADER])
+            return _saved_plan(mask, header, owner, shared)
         except (SafetensorError, *UNREADABLE) as error:
             raise ValueError(f"file {path} holds no context plan: {error!r}") from error
 
@@ -434,18 +434,18 @@ def _strategies(
     return {name: each for name, each in STRATEGIES.items() if strategy in (name, "auto")}
 
 
-def _saved_plan(mask: Any, facts: Mapping[str, Any], owner: Tensor, shared: Tensor) -> ContextPlan:
+def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tensor) -> ContextPlan:
     """The plan of what a file holds. Raises where a part of it is missing or makes no sense."""
     _check_mask(mask)
-    chosen = facts["split"], check_integer("groups", facts["groups"])
+    chosen = saved["split"], check_integer("groups", saved["groups"])
     if chosen not in CHOICES:
         raise ValueError(f"split and groups must be one of {CHOICES}, got {chosen}")
-    rounds = _checked_rounds(facts["rounds"], chosen[0], mask)
+    rounds = _checked_rounds(saved["rounds"], chosen[0], mask)
     units, numbers = Workload(mask).units, check_integers("owner", owner)
-    ranks = _ranks(facts["ranks"], units)
+    ranks = _ranks(saved["ranks"], units)
     _check_owner(numbers, units, ranks)
     rows = torch.tensor(_checked_rows(shared, mask.grid.nq), dtype=torch.int64)
-    name = str(facts["strategy"])
+    name = str(saved["strategy"])
     return ContextPlan(mask, ranks, name, torch.tensor(numbers), rounds, *chosen, rows)
 
 
@@ -481,16 +481,16 @@ def _fastest(
     fetch_cost: float,
 ) -> tuple[str, Tensor, Workload]:
     """The choice that moves least, of those whose modelled time is about the least."""
-    found = []
+    candidates = []
     for workload in workloads:
         for name, assign in strategies.items():
             owner = assign(workload, ranks)
             cost = costs(workload, owner, ranks)
             time = cost.time(workload.mask.num_heads, workload.mask.grid.bk, fetch_cost)
-            found.append((time, float(cost.moved[0].sum()), (name, owner, workload)))
-    least = min(time for time, *_ in found)
-    within = [choice for choice in found if choice[0] <= ABOUT * least]
-    return min(within, key=lambda choice: choice[1])[2]
+            candidates.append((time, float(cost.moved[0].sum()), (name, owner, workload)))
+    least = min(time for time, *_ in candidates)
+    fast_enough = [choice for choice in candidates if choice[0] <= ABOUT * least]
+    return min(fast_enough, key=lambda choice: choice[1])[2]
 
 
 def _checked_rows(rows: Sequence[int] | Tensor, count: int) -> tuple[int, ...]:

@@ -32,16 +32,16 @@ class SharedForward:
         self.query = _of_all(self._rows, self._sent)
         self.call = self._prepared.call_of_shared(self.query, key, value)
         out, lse = self.call.forward(self.query, key, value)
-        found = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
-        self._answer = _to_owners(self._prepared, self._rows, found)
+        results = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
+        self._answer = _to_owners(self._prepared, self._rows, results)
 
     def merge_into(self, out: Tensor, lse: Tensor) -> None:
         """Writes the own ones of the rows."""
         assert self._answer is not None, "attend comes first"
         parts = _of_every_rank(self._rows, self._answer)
-        found = merge_attention(parts[..., :-1].unbind(), parts[..., -1].unbind())
+        results = merge_attention(parts[..., :-1].unbind(), parts[..., -1].unbind())
         out[:, :, self._rows.own], lse[:, :, self._rows.own] = (
-            x.to(like.dtype) for x, like in zip(found, (out, lse), strict=True)
+            x.to(like.dtype) for x, like in zip(results, (out, lse), strict=True)
         )
 
 
@@ -63,9 +63,9 @@ class SharedBackward:
             chosen = chosen[:, :, rows.own].to(lse.dtype)
             return chosen if chosen.dim() == 4 else chosen.unsqueeze(-1)
 
-        facts = [own(out, out), own(grad_out, out), own(lse, lse), own(grad_lse, lse)]
+        packed = [own(out, out), own(grad_out, out), own(lse, lse), own(grad_lse, lse)]
         self._dtype = out.dtype
-        self._sent = _to_all(prepared, rows, torch.cat(facts, -1))
+        self._sent = _to_all(prepared, rows, torch.cat(packed, -1))
 
     def run(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, needs: tuple[bool, ...]
@@ -73,9 +73,9 @@ class SharedBackward:
         """The gradients of query, key, value, bias and block scores of this rank's keys; and a
         function that gives the sum over ranks of the first, of the own ones of the rows.
         """
-        facts = _of_all(self._rows, self._sent)
+        packed = _of_all(self._rows, self._sent)
         dims = value.shape[3]
-        out, grad_out, lse, grad_lse = facts.split([dims, dims, 1, 1], -1)
+        out, grad_out, lse, grad_lse = packed.split([dims, dims, 1, 1], -1)
         saved = (query, key, value, out.to(self._dtype).contiguous(), _column(lse))
         grad = grad_out.to(self._dtype).contiguous()
         grads = call.backward(grad, _column(grad_lse), saved, needs)
@@ -101,15 +101,15 @@ def _of_all(rows: SharedRows, exchange: Exchange) -> Tensor:
     return exchange.wait()[rows.order].permute(1, 2, 0, 3).contiguous()
 
 
-def _to_owners(prepared: Prepared, rows: SharedRows, found: Tensor) -> Exchange:
+def _to_owners(prepared: Prepared, rows: SharedRows, results: Tensor) -> Exchange:
     """Sends what was found of (batch, heads, tokens of all rows, dims) to the owners."""
-    packed = torch.empty_like(found.permute(2, 0, 1, 3), memory_format=torch.contiguous_format)
-    packed[rows.order] = found.permute(2, 0, 1, 3)
+    packed = torch.empty_like(results.permute(2, 0, 1, 3), memory_format=torch.contiguous_format)
+    packed[rows.order] = results.permute(2, 0, 1, 3)
     splits = [rows.own_tokens] * len(rows.tokens)
     return Exchange(prepared.group, packed, rows.tokens, splits, WHAT)
 
 
 def _of_every_rank(rows: SharedRows, exchange: Exchange) -> Tensor:
     """(ranks, batch, heads, own ones of the rows, dims): what every rank found."""
-    found = exchange.wait().unflatten(0, (len(rows.tokens), rows.own_tokens))
-    return found.permute(0, 2, 3, 1, 4)
+    results = exchange.wait().unflatten(0, (len(rows.tokens), rows.own_tokens))
+    return results.permute(0, 2, 3, 1, 4)

@@ -69,17 +69,17 @@ class Exchange:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(data: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"context_parallel_attention could not exchange {what}: another rank failed, was too "
+            f"context_parallel_attention could not exchange {data}: another rank failed, was too "
             "late or made another call; check=True reports which on every rank"
         ) from error
 
 
-def disagreement(group: ProcessGroup, facts: dict[str, Any], problem: str | None) -> str | None:
+def disagreement(group: ProcessGroup, values: dict[str, Any], problem: str | None) -> str | None:
     """What is wrong on a rank of the group or differs between two; the same text on every rank.
 
     Raises:
@@ -87,8 +87,8 @@ def disagreement(group: ProcessGroup, facts: dict[str, Any], problem: str | None
     """
     answers: list[Any] = [None] * group.size()
     with _explained("what they were called with"):
-        dist.all_gather_object(answers, (facts, problem), group=group)
-    problems = [f"rank {r}: {found}" for r, (_, found) in enumerate(answers) if found is not None]
+        dist.all_gather_object(answers, (values, problem), group=group)
+    problems = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text is not None]
     if problems:
         return "\n".join(["context_parallel_attention was refused on", *problems])
     for name, first in answers[0][0].items():
@@ -101,11 +101,11 @@ def disagreement(group: ProcessGroup, facts: dict[str, Any], problem: str | None
     return None
 
 
-def check_agreement(group: ProcessGroup, facts: dict[str, Any], problem: str | None) -> None:
+def check_agreement(group: ProcessGroup, values: dict[str, Any], problem: str | None) -> None:
     """Raises ValueError on every rank where there is a disagreement."""
-    found = disagreement(group, facts, problem)
-    if found is not None:
-        raise ValueError(found)
+    message = disagreement(group, values, problem)
+    if message is not None:
+        raise ValueError(message)
 
 
 def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> Tensor:
@@ -128,16 +128,16 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
         raise TypeError(f"shard must be a tensor, got {type(shard).__name__}")
     if shard.requires_grad and torch.is_grad_enabled():
         raise ValueError("shard must not require a gradient: detach it, or gather under no_grad")
-    found = resolved(group, plan.ranks)
-    rank = 0 if found is None else found.rank()
+    process_group = resolved(group, plan.ranks)
+    rank = 0 if process_group is None else process_group.rank()
     plan.check_length("shard", shard, rank, dim)
-    if found is None:
+    if process_group is None:
         return plan.unshard([shard], dim)
     lengths = [len(plan.positions(each)) for each in range(plan.ranks)]
     padded = shard.movedim(dim, 0).new_empty(max(lengths), *shard.movedim(dim, 0).shape[1:])
     padded[: lengths[rank]] = shard.movedim(dim, 0)
     shards = [torch.empty_like(padded) for _ in lengths]
     with _explained("shards"):
-        dist.all_gather(shards, padded, group=found)
+        dist.all_gather(shards, padded, group=process_group)
     parts = [part[:n].movedim(0, dim) for part, n in zip(shards, lengths, strict=True)]
     return plan.unshard(parts, dim)

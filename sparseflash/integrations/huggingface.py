@@ -205,8 +205,8 @@ def _masks_of_batch(
         return attention_mask
     span = Span(int(q_offset), q_length, kv_offset, kv_length)
     patterns = _patterns_of(patterns, config, mask_function is causal_mask_function)
-    facts = (batch_size, span, mask_function, attention_mask, torch.device(device))
-    batch_masks = {own: _mask_of_batch(own, *facts) for own in dict.fromkeys(patterns)}
+    batch_arguments = (batch_size, span, mask_function, attention_mask, torch.device(device))
+    batch_masks = {own: _mask_of_batch(own, *batch_arguments) for own in dict.fromkeys(patterns)}
     return LayerMasks(tuple(batch_masks[own] for own in patterns), span.is_whole)
 
 

@@ -67,12 +67,12 @@ def reads(tiles: Sequence[np.ndarray], ctas: int, capacity: int, resident: float
     order = np.argsort(_load_times(tiles, ctas), kind="stable")
     shares = np.concatenate([*(np.full(len(t), resident / len(t)) for t in tiles if len(t)), [0]])
     besides = np.diff(np.cumsum(shares[order]).astype(int), prepend=0)
-    cache, found, others = RandomReplacement(capacity), 0, count()
+    cache, misses, others = RandomReplacement(capacity), 0, count()
     for load, number in zip(loads[order].tolist(), besides.tolist(), strict=True):
-        found += cache.load(load)
+        misses += cache.load(load)
         for _ in range(number):
             cache.load((next(others),))
-    return found
+    return misses
 
 
 def _load_times(tiles: Sequence[np.ndarray], ctas: int) -> np.ndarray:
@@ -135,8 +135,8 @@ def tiles_of(
 def _spread(order: list[tuple[int, int]], steps: float, part: int) -> list[tuple[int, int]]:
     """All of them, or evenly spaced parts of about MOST_LOADS steps, one at least."""
     parts = [order[begin : begin + part] for begin in range(0, len(order), part)]
-    wanted = max(int(MOST_LOADS / max(part * steps, 1)), 1)
-    if wanted >= len(parts):
+    num_parts = max(int(MOST_LOADS / max(part * steps, 1)), 1)
+    if num_parts >= len(parts):
         return order
-    chosen = ((2 * i + 1) * len(parts) // (2 * wanted) for i in range(wanted))
+    chosen = ((2 * i + 1) * len(parts) // (2 * num_parts) for i in range(num_parts))
     return [tile for number in chosen for tile in parts[number]]

@@ -49,9 +49,9 @@ class SlowMemory:
 
     def read(self, name: str, rows: slice = ALL) -> Tensor:
         """A copy of some rows in fast memory."""
-        found = self.tensors[name][rows].clone()
-        self.reads += found.numel()
-        return found
+        rows_read = self.tensors[name][rows].clone()
+        self.reads += rows_read.numel()
+        return rows_read
 
     def write(self, name: str, value: Tensor, rows: slice = ALL) -> None:
         """Stores some rows; all of them make a new tensor."""

@@ -35,5 +35,5 @@ def auto_skip(spec: AttentionSpec, mask) -> list[str]:
 def describe(call: Call, mask, query, key, value) -> dict[str, str]:
     """The blocks in which those of the mask are read; see sparseflash.backends.base."""
     tile, own = call.table.block_size, call.spec.block_size
-    how = "merged" if tile > own else "split"
-    return {} if tile == own else {"tiles": f"{tile}, {how} from blocks of {own}"}
+    verb = "merged" if tile > own else "split"
+    return {} if tile == own else {"tiles": f"{tile}, {verb} from blocks of {own}"}

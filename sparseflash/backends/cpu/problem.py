@@ -107,8 +107,8 @@ class Problem:
 
     def max_of_rows(self, x: Tensor) -> Tensor:
         """(problems * segments, part, width) -> (problems, part, 1)"""
-        found = x.amax(-1, keepdim=True)
-        return found if self._keys == self._width else self.by_problem(found).amax(1)
+        row_max = x.amax(-1, keepdim=True)
+        return row_max if self._keys == self._width else self.by_problem(row_max).amax(1)
 
     def sum_of_segments(self, x: Tensor) -> Tensor:
         """(problems * segments, part, n) -> (problems, part, n)"""

@@ -44,12 +44,12 @@ def backward(
     reached, touched = _queries_that_attend(call, ~finite)
     # Queries that attend such a key take no part in the second run: their weights are 0.
     zeroed = (torch.where(finite, x, 0) for x in (key, value))
-    rest = (out.masked_fill(reached, 0), lse.masked_fill(reached.squeeze(-1), torch.inf))
+    results = (out.masked_fill(reached, 0), lse.masked_fill(reached.squeeze(-1), torch.inf))
     clean = passes.backward(
         call,
         grad_out.masked_fill(reached, 0),
         None if grad_lse is None else grad_lse.masked_fill(reached.squeeze(-1), 0),
-        (query, *zeroed, *rest),
+        (query, *zeroed, *results),
         needs,
     )
     # Each entry of the other gradients is a sum over many queries.

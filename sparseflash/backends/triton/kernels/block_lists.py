@@ -171,6 +171,6 @@ def count_below(index, start, count, limit):
     below = 0
     for first in range(0, count, SCAN_WIDTH):
         entry = first + tl.arange(0, SCAN_WIDTH)
-        found = tl.load(index + start + entry, mask=entry < count, other=limit)
-        below += tl.sum((found < limit).to(tl.int32), 0)
+        listed = tl.load(index + start + entry, mask=entry < count, other=limit)
+        below += tl.sum((listed < limit).to(tl.int32), 0)
     return below

@@ -51,8 +51,8 @@ def compute_lse_delta(
     tokens = start + tl.arange(0, shape.BM)
     in_sequence = tokens < q_len
     bh = (batch * heads + head).to(tl.int64)
-    found = tl.load(lse + bh * q_len + tokens, mask=in_sequence, other=float("-inf"))
-    lse_log2 = found * LOG2E
+    natural_lse = tl.load(lse + bh * q_len + tokens, mask=in_sequence, other=float("-inf"))
+    lse_log2 = natural_lse * LOG2E
     lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
     o = tensors.load_rows(outs, start, q_len, shape, shape.BM, True)  # (BM, VALUE_DIMS)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
