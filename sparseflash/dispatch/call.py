@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -81,17 +82,29 @@ def empty_max_logits(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=wide)
 
 
-class Positions(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Positions:
     """The positions of a call's tokens in a longer sequence, of which it attends some blocks.
 
-    query:   int64 (nq,), the position of the first token of each block of queries
-    key:     int64 (nk,), likewise of keys
-    seq_len: tokens of the longer sequence
+    Args:
+        query: int64 (nq,), the position of the first token of each block of queries.
+        key: int64 (nk,), likewise of keys.
+        seq_len: Tokens of the longer sequence.
     """
 
     query: Tensor
     key: Tensor
     seq_len: int
+
+    @cached_property
+    def of_blocks(self) -> Tensor:
+        """int32 (1 + nq + nk,) as kernels read them: seq_len, then those of queries and keys."""
+        first = self.query.new_full((1,), self.seq_len)
+        return torch.cat([first, self.query, self.key]).int()
+
+    def to(self, device: torch.device) -> "Positions":
+        """The same on a device."""
+        return Positions(self.query.to(device), self.key.to(device), self.seq_len)
 
 
 @dataclass(slots=True)
@@ -104,7 +117,7 @@ class Call:
         seed: Seed of dropout.
         bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs.
         positions: Positions of its tokens in a longer sequence, to which its bias then belongs;
-            None where the call is of a whole sequence.
+            None where the call is of a whole sequence, or does not depend on them.
         max_logits: Where its forward pass writes the maximum logits, like lse; None if nowhere.
         score_tensors: What its score function reads; None if that is nothing.
     """

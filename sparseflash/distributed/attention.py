@@ -55,8 +55,9 @@ def context_parallel_attention(
     """sparseflash.attention over a sequence of which each rank has the shard that a plan gives it.
 
     What every rank gets is what one process would get for these queries, up to rounding: pairs,
-    lengths, dropout, scores and biases are those of the whole sequence. All ranks of the group
-    must call it, in the same order, and run the backward pass if one does.
+    lengths, dropout, scores and biases are those of the whole sequence. On GPUs the backend triton
+    serves calls with dropout, a score function or a bias; hopper refuses them. All ranks of the
+    group must call it, in the same order, and run the backward pass if one does.
 
     In one round the fetched keys and values are saved for the backward pass; in several they are
     fetched again, and no more than round_tokens of two rounds are in memory at a time. The same

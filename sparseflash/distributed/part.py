@@ -16,7 +16,9 @@ from torch import Tensor
 
 import masks
 from masks import BlockMask
+from masks._core.grid import Grid
 from masks.lookup_table import moved
+from sparseflash.dispatch.call import Positions
 from sparseflash.distributed.assign import Workload
 
 Tokens = Tensor | slice  # some tokens: int64, or a slice where they follow one another
@@ -48,8 +50,7 @@ class Round:
         own: The own tokens among these.
         own_at: Where they stand.
         rows: int64, which of the own block rows attend them, ascending.
-        first_queries, first_keys: int64, the position in the sequence of the first token of each
-            row and column.
+        positions: Where these rows and columns stand in the sequence.
         queries: The own tokens of these rows.
         mask: These queries against these keys; None where no query attends any.
     """
@@ -62,8 +63,7 @@ class Round:
     own: Tokens
     own_at: Tokens
     rows: Tensor
-    first_queries: Tensor
-    first_keys: Tensor
+    positions: Positions
     queries: Tokens
     mask: BlockMask | None
 
@@ -99,7 +99,7 @@ class SharedRows:
         tokens: How many each rank owns.
         order: int64, of the tokens of all rows in the order of the sequence where each stands
             among those of one rank after another.
-        first_queries: int64, the position in the sequence of the first token of each row.
+        positions: Where these rows and the own columns stand in the sequence.
         mask: All of these rows against the own keys.
     """
 
@@ -107,7 +107,7 @@ class SharedRows:
     own_tokens: int
     tokens: list[int]
     order: Tensor
-    first_queries: Tensor
+    positions: Positions
     mask: BlockMask
 
     def to(self, device: torch.device) -> "SharedRows":
@@ -120,7 +120,7 @@ class Part:
 
     Attributes:
         rows, columns: int64, numbers of its block rows and block columns in the sequence.
-        first_queries, first_keys: int64, the position in the sequence of the first token of each.
+        positions: Where they stand in the sequence.
         mask: Its queries against its own keys; by rows that of the ready rows, the others empty.
             None where there is no pair.
         rounds: What is exchanged.
@@ -131,8 +131,7 @@ class Part:
 
     rows: Tensor
     columns: Tensor
-    first_queries: Tensor
-    first_keys: Tensor
+    positions: Positions
     mask: BlockMask | None
     rounds: tuple[Round, ...]
     order: tuple[tuple[int, Heads], ...]
@@ -198,8 +197,7 @@ class Fetches:
             own=_as_slice(_tokens_of(own_first[joining], tokens[joining])),
             own_at=_as_slice(positions[1]),
             rows=rows,
-            first_queries=numbers * grid.bq,
-            first_keys=columns * grid.bk,
+            positions=_positions(grid, numbers, columns),
             queries=self._queries_of(rank, rows),
             mask=self.workload.mask.take_blocks(numbers, columns) if len(rows) else None,
         )
@@ -262,7 +260,7 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
     first = torch.empty_like(sizes)
     first[by_owner] = torch.cumsum(sizes[by_owner], 0) - sizes[by_owner]
     rows = torch.searchsorted(fetches.rows_of(rank), shared[owner == rank])
-    own = _tokens_of(rows * grid.bq, sizes[owner == rank])
+    own, columns = _tokens_of(rows * grid.bq, sizes[owner == rank]), fetches.columns_of(rank)
     ranks = len(fetches.fetched)
     tokens = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner, sizes)
     return SharedRows(
@@ -270,8 +268,8 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
         own_tokens=len(own),
         tokens=tokens.tolist(),
         order=_tokens_of(first, sizes),
-        first_queries=shared * grid.bq,
-        mask=mask.take_blocks(shared, fetches.columns_of(rank)),
+        positions=_positions(grid, shared, columns),
+        mask=mask.take_blocks(shared, columns),
     )
 
 
@@ -295,8 +293,7 @@ def part_of(
     return Part(
         rows=rows,
         columns=columns,
-        first_queries=rows * grid.bq,
-        first_keys=columns * grid.bk,
+        positions=_positions(grid, rows, columns),
         mask=mask,
         rounds=tuple(rounds),
         order=tuple(order),
@@ -318,6 +315,10 @@ def _own_mask(fetches: Sequence[Fetches], rank: int, by_rows: bool) -> BlockMask
         of_heads += map(mask.head, range(mask.num_heads))
     stacked = masks.stack(of_heads)
     return stacked if stacked.nnz_blocks else None
+
+
+def _positions(grid: Grid, rows: Tensor, columns: Tensor) -> Positions:
+    return Positions(rows * grid.bq, columns * grid.bk, grid.q_len)
 
 
 def _as_slice(tokens: Tensor) -> Tokens:

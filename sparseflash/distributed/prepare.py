@@ -80,22 +80,21 @@ class Prepared:
         if part.mask is None:
             return None
         tensors = (self.query, self.key, self.value)
-        positions = (part.first_queries, part.first_keys)
-        return self._call(*tensors, part.mask, *positions, None, part.columns, Heads())
+        return self._call(*tensors, part.mask, part.positions, None, part.columns, Heads())
 
     def call_of(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """The call of the queries of a step and of its keys."""
         each, heads = step
         assert each.mask is not None, "a round that brings nothing has no call"
-        positions = (each.first_queries, each.first_keys, each.rows, each.columns)
-        return self._call(query, key, value, each.mask, *positions, heads)
+        blocks = (each.positions, each.rows, each.columns)
+        return self._call(query, key, value, each.mask, *blocks, heads)
 
     def call_of_shared(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """The call of the rows that all ranks share, and of the own keys."""
         shared, part = self.part.shared, self.part
         assert shared is not None, "no rows are shared"
-        positions = (shared.first_queries, part.first_keys, None, part.columns)
-        return self._call(query, key, value, shared.mask, *positions, Heads())
+        blocks = (shared.positions, None, part.columns)
+        return self._call(query, key, value, shared.mask, *blocks, Heads())
 
     def _call(
         self,
@@ -103,8 +102,7 @@ class Prepared:
         key: Tensor,
         value: Tensor,
         mask: BlockMask,
-        first_queries: Tensor,
-        first_keys: Tensor,
+        positions: Positions,
         rows: Tensor | None,
         columns: Tensor,
         heads: Heads,
@@ -116,7 +114,7 @@ class Prepared:
             chosen = mask.select(blocks[..., columns])
         lengths, bias = self.lengths, self.bias
         if lengths is not None:
-            inside = (lengths.unsqueeze(1) - first_keys).clamp(0, mask.grid.bk).sum(1)
+            inside = (lengths.unsqueeze(1) - positions.key).clamp(0, mask.grid.bk).sum(1)
             lengths = inside.to(key.device, torch.int32)
         if bias is not None:
             bias = bias[heads.of(len(bias))]
@@ -124,8 +122,7 @@ class Prepared:
         wanted = (self.differentiates_bias, self.block_scores is not None)
         facts = CallFacts(*has, *wanted, positions=True)
         plan = find_plan(query, key, value, chosen, self.options, facts)
-        positions = Positions(first_queries, first_keys, self.plan.seq_len)
-        return Call(plan, lengths, self.seed, bias, positions)
+        return Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
 
 
 def prepare(

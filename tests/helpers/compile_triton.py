@@ -27,6 +27,7 @@ from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton_common import launcher, relaunch
+from sparseflash.dispatch.call import Positions
 from sparseflash.dispatch.compile import _compiled
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
@@ -80,6 +81,9 @@ def call(
     if facts.get("score") == READING.name:
         given["score_tensors"] = [torch.zeros(2, 9), torch.zeros(2, 9).long()]
     call = call_on(triton_backend, query, key, mask, value=value, **given, **facts)
+    if call.spec.positions:
+        blocks = [torch.arange(n) for n in (mask.grid.nq, mask.grid.nk)]
+        call.positions = Positions(*blocks, 2 * seq_len)
     if which in ("forward", "decode"):
         triton_backend.forward(call, query, key, value)
     else:
@@ -127,6 +131,7 @@ def first_choices(architecture: int, every: bool = False):
         (torch.bfloat16, 64, {"softcap": 20.0, "bias": True}),
         (torch.bfloat16, 64, {"score": BENT.name}),
         (torch.bfloat16, 128, {"score": READING.name}),
+        (torch.bfloat16, 128, {"dropout_p": 0.1, "bias": True, "positions": True}),
     )
     for row, which in enumerate((*configs.PASSES, "decode")):
         for column, (dtype, head_dim, options) in enumerate(choices):
@@ -134,6 +139,7 @@ def first_choices(architecture: int, every: bool = False):
                 yield which, dtype, head_dim, best(which, dtype, head_dim), options
     sums = ("ds_sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64))
     yield *sums, {"bias": True}
+    yield *sums, {"bias": True, "positions": True}
     reads = {"score": READING.name, "differentiates_score_tensors": True}
     yield *sums, {**reads, "deterministic": False}
     yield *sums, {**reads, "softcap": 20.0}

@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from sparseflash.distributed import (
     gather,
     make_plan,
 )
+from sparseflash.score import ScoreFunction
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 2, 4, 2, 210, 8, 16
 STRATEGIES = ("contiguous", "zigzag", "shuffled")
@@ -75,14 +77,46 @@ def errors(
     return _errors(rank, plan, (mask, None), tensors, extras)
 
 
+@cache
+def _score_in_interpreter() -> ScoreFunction:
+    from tests.helpers import interpreter  # imports Triton, which other cases do not need
+
+    interpreter.patch_once_a_launch()
+    interpreter.keep_types()
+
+    def far(score, batch, head, query, key):
+        return torch.where((query - 3 * key + head) % 4 == 0, 0.5 * score, score)
+
+    return ScoreFunction.from_torch("far by positions", far)
+
+
+def errors_of_kernels(rank: int, extras: dict[str, Any]) -> dict[str, float]:
+    """The largest difference of interpreted Triton kernels in float32 to the backend of CPUs in
+    float64 in one process. Ranks share a row, and exchange keys in rounds.
+    """
+    score = _score_in_interpreter()
+    length, heads, kv_heads, dims, block = 120, 2, 1, 8, 32
+    mask = masks.local((40, 0))(length, block)
+    plan = make_plan(mask, dist.get_world_size(), [0, 1, 1, 0], round_tokens=64, shared_rows=(3,))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, n, length, dims) for n in (heads, kv_heads, kv_heads, heads)]
+    shapes.append((1, heads, length))
+    given = tuple(torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+    return _errors(rank, plan, (mask, None), given, {**extras, "score": score}, kernels=True)
+
+
 def _errors(
     rank: int,
     plan: ContextPlan,
     used: tuple[BlockMask | DynamicMask, DynamicMask | None],
     given: tuple[Tensor, ...],
     extras: dict[str, Any],
+    kernels: bool = False,
 ) -> dict[str, float]:
-    """See `errors`; `used` are the mask of the whole sequence and what this rank selects of it."""
+    """See `errors`; `used` are the mask of the whole sequence and what this rank selects of it.
+
+    kernels: whether ranks use the Triton kernels, in float32
+    """
     *tensors, grad_out, grad_lse = given
     extras = dict(extras)
     shared = {name: extras.pop(name) for name in ("bias", "sinks") if name in extras}
@@ -93,11 +127,15 @@ def _errors(
     grad_lse = grad_lse * lse.isfinite()
     torch.autograd.backward([out, lse], [grad_out, grad_lse.to(lse.dtype)])
 
-    own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
+    dtype = torch.float32 if kernels else tensors[0].dtype
+    own = [plan.shard(x, rank, 2).to(dtype).requires_grad_() for x in tensors]
     own_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
     call = {**own_shared, **extras, "mask": used[1]}
+    if kernels:
+        call["backend"] = "triton"
     own_out, own_lse = context_parallel_attention(*own, plan, return_lse=True, **call)
-    own_grads = (plan.shard(grad_out, rank, 2), plan.shard(grad_lse.to(lse.dtype), rank, 2))
+    own_grads = (plan.shard(grad_out, rank, 2), plan.shard(grad_lse, rank, 2))
+    own_grads = [x.to(y.dtype) for x, y in zip(own_grads, (own_out, own_lse), strict=True)]
     torch.autograd.backward([own_out, own_lse], own_grads)
 
     found = {"out": (gather(own_out.detach(), plan, 2), out)}

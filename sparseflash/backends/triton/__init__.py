@@ -13,11 +13,11 @@ from torch import Tensor
 from masks._core.grid import BLOCK_SIDES
 from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
-from sparseflash.dispatch.spec import EVERY_EXTRA, POSITIONS, AttentionSpec
+from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 from sparseflash.score import named
 
 name = "triton"
-extras = EVERY_EXTRA - {POSITIONS}
+extras = EVERY_EXTRA
 compiles = True
 TILE = (128, 128)  # tokens
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,7 +90,8 @@ def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     """Larger blocks where small ones cover enough of the tiles that they touch, else their own."""
     least = MIN_COVERAGE.get(min(spec.block_size))
-    if least is None or spec.few_queries or spec.device.type != "cuda":
+    own = spec.few_queries or spec.positions  # positions are those of blocks of the mask
+    if least is None or own or spec.device.type != "cuda":
         return spec.block_size
     coverage = mask.coverage(TILE)
     if coverage is None or coverage < least:

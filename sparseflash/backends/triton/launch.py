@@ -169,8 +169,8 @@ def launch_pass(
     """Launches the kernel of a pass.
 
     Its parameters are `tensors`, each with its strides; descriptors of those that its loop reads;
-    `others`; the table; key_lengths; bias and its stride; score tensors; sizes; scalars;
-    constants.
+    `others`; the table; key_lengths; bias and its stride; score tensors; positions of blocks;
+    sizes; scalars; constants.
 
     Args:
         tensors: As in prepare_pass.
@@ -178,8 +178,10 @@ def launch_pass(
     """
     key_lengths, bias = call.key_lengths, call.bias
     score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
+    positions = None if call.positions is None else call.positions.of_blocks
     streamed = [tensors[name] for name in prepared.streamed]
     bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
+    changed_by_call = (key_lengths, bias, *score_tensors, positions)
 
     def launch_of_call() -> Launch:
         table = call.table
@@ -194,20 +196,20 @@ def launch_pass(
             ],
             *others,
             *table_arguments(rows, table.bit_tiles, table),
-            *(key_lengths, bias, bias_stride, *score_tensors),
+            *(key_lengths, bias, bias_stride, *score_tensors, positions),
             *sizes,
             *(scale_log2, softcap, call.seed, threshold, keep_scale),
         )
-        missing = tuple([x is None for x in (*others, key_lengths, *score_tensors)])
+        missing = tuple([x is None for x in (*others, key_lengths, *score_tensors, positions)])
         variant = (prepared.variant, missing)
         strided = len(tensors) * (1 + RANK)
         names = kernel.arg_names[strided : strided + len(streamed) + len(others)]
-        changing = (*tensors, *names, "key_lengths", *OF_SCORES, "seed")
+        changing = (*tensors, *names, "key_lengths", *OF_SCORES, "block_positions", "seed")
         return Launch(grid or every_tile, arguments, variant, prepared.constants, changing)
 
     values = [
         x.data_ptr() if isinstance(x, Tensor) else None
-        for x in (*tensors.values(), *streamed, *others, key_lengths, bias, *score_tensors)
+        for x in (*tensors.values(), *streamed, *others, *changed_by_call)
     ]
     facts = [Tensor if isinstance(x, Tensor) else x for x in others]
     signature = (kernel.__name__, prepared, grid, bias_stride, *facts)

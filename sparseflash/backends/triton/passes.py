@@ -105,9 +105,9 @@ def _ds_sums(
     row_tiles, key_tiles = table.by_query.num_rows * tiles["p"], table.by_key.num_rows * tiles["r"]
     programs = spec.batch * row_tiles
     by_distance = by_tile = None
-    if needs_bias:
+    if needs_bias and call.bias is not None:
         programs = min(programs, -(-DS_SUMS_PROGRAMS // spec.heads))
-        by_distance = lse_delta.new_zeros(spec.heads, programs, spec.q_len + spec.k_len - 1)
+        by_distance = lse_delta.new_zeros(spec.heads, programs, call.bias.shape[1])
     if needs_blocks:
         by_tile = lse_delta.new_zeros(spec.batch, spec.heads, row_tiles, key_tiles)
 

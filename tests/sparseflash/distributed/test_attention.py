@@ -69,6 +69,15 @@ def test_single_precision_is_merged_within_rounding(two_ranks):
         check_exact(two_ranks.run(cases.errors, "random", "zigzag", split, extra), within=2e-5)
 
 
+@pytest.mark.slow(10)
+@pytest.mark.interpret
+def test_kernels_of_parts_read_positions_in_the_whole_sequence(two_ranks):
+    """Dropout drops the pairs that one process drops; scores and biases are those of the pairs."""
+    bias = torch.linspace(-1, 1, 239).double().expand(2, -1).clone()
+    extra = {"dropout_p": 0.3, "seed": 2**40 + 5, "bias": bias}
+    check_exact(two_ranks.run(cases.errors_of_kernels, extra), within=2e-5)
+
+
 def test_blocks_that_each_rank_selects(two_ranks):
     check_exact(two_ranks.run(cases.selected))
 
@@ -154,7 +163,7 @@ class Subclass(torch.Tensor):
     """A tensor of which kernels cannot know where its memory is."""
 
 
-def test_dropout_of_a_part_is_refused_where_kernels_do_not_know_positions():
+def test_which_kernels_know_the_positions_of_a_part():
     spec = AttentionSpec.from_call(
         *torch.zeros(3, 1, 1, 64, 8).unbind(),
         masks.full()(64, 64),
@@ -162,7 +171,7 @@ def test_dropout_of_a_part_is_refused_where_kernels_do_not_know_positions():
         CallFacts(positions=True),
     )
     knowing = [b.name for b in backends.BACKENDS if not spec.extras - b.extras]
-    assert knowing == ["cpu"]
+    assert knowing == ["cpu", "triton"]
 
 
 def test_wrong_arguments_are_named():

@@ -46,7 +46,7 @@ def test_parts_hold_every_pair_of_the_mask_once(drawn):
         if part.mask is not None:
             found[:, own.unsqueeze(1), own] += part.mask.to_dense().view(-1, len(own), len(own))
         if part.shared is not None:
-            first = part.shared.first_queries.unsqueeze(1)
+            first = part.shared.positions.query.unsqueeze(1)
             queries = (first + torch.arange(plan.mask.grid.bq)).flatten()
             queries = queries[queries < plan.seq_len]
             pairs = part.shared.mask.to_dense().view(-1, len(queries), len(own))

@@ -13,7 +13,7 @@ Reference: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels import block_lists, scores, tensors
+from sparseflash.backends.triton.kernels import block_lists, positions, scores, tensors
 from sparseflash.backends.triton.kernels.forward import attend, finalize_softmax
 from sparseflash.backends.triton.kernels.signature import unspecialized
 from sparseflash.backends.triton_common import score_mods
@@ -28,7 +28,7 @@ def decode_kernel(
     out, out_batch, out_head, out_token, out_dim,
     key_descriptor, value_descriptor, lse, max_logits, split_sums,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
-    key_lengths, bias, bias_head, score_floats, score_integers, score_layout,
+    key_lengths, bias, bias_head, score_floats, score_integers, score_layout, block_positions,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
@@ -48,6 +48,10 @@ def decode_kernel(
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
+    whole_q_len = positions.whole_length(block_positions, q_len)
+    whole_k_len = positions.whole_length(block_positions, k_len)
+    of_query_blocks = positions.of_query_blocks(block_positions)
+    of_key_blocks = positions.of_key_blocks(block_positions, q_len, BLOCK_Q)
     LENGTHS: tl.constexpr = key_lengths is not None
     tiles_of_heads = tl.cdiv(q_len * HEADS_PER_TILE, BM)
     split = tl.program_id(0) // tiles_of_heads
@@ -77,6 +81,7 @@ def decode_kernel(
     strides = (value_batch, value_head, value_token, value_dim)
     values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
+    offset = positions.offset_of(of_query_blocks, 0, BLOCK_Q)
     head = row_heads[:, None]
     biases = score_mods.bias_of_head(bias, bias_head, head)
     row_sum = tl.zeros([BM], tl.float32)
@@ -84,10 +89,12 @@ def decode_kernel(
     acc = tl.zeros([BM, VALUE_DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         row_sum, row_max, acc = attend(
-            row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
+            row_sum, row_max, acc, q, tokens + offset, of_key_blocks, table, lists[LIST],
+            length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+                                 whole_q_len, whole_k_len,
                                  score_mods.ScorePointers(score_floats, score_integers,
                                                           score_layout),
                                  SOFTCAP, SCORE),

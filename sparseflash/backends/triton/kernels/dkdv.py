@@ -16,7 +16,7 @@ do not mix, so the loops need no mask for them. No program adds to memory that a
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels import block_lists, scores, tensors
+from sparseflash.backends.triton.kernels import block_lists, positions, scores, tensors
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
 from sparseflash.backends.triton.kernels.signature import unspecialized
 from sparseflash.backends.triton_common import score_mods
@@ -33,7 +33,7 @@ def key_value_gradient_kernel(
     grad_value, grad_value_batch, grad_value_head, grad_value_token, grad_value_dim,
     query_descriptor, grad_out_descriptor, lse_delta,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
-    key_lengths, bias, bias_head, score_floats, score_integers, score_layout,
+    key_lengths, bias, bias_head, score_floats, score_integers, score_layout, block_positions,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
@@ -53,10 +53,15 @@ def key_value_gradient_kernel(
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
+    whole_q_len = positions.whole_length(block_positions, q_len)
+    whole_k_len = positions.whole_length(block_positions, k_len)
+    of_query_blocks = positions.of_query_blocks(block_positions)
+    of_key_blocks = positions.of_key_blocks(block_positions, q_len, BLOCK_Q)
     position, tile, batch, kv_head = block_lists.work_tile(sizes, BLOCK_K // BN)
     mask_index = block_lists.mask_of_head(table, sizes, batch, kv_head * GROUP)
     row = block_lists.scheduled_row(table, sizes, mask_index, position)
     start = row * BLOCK_K + tile * BN
+    key_position = start + positions.offset_of(of_key_blocks, row, BLOCK_K)
     length = block_lists.key_length(key_lengths, batch, k_len)
     strides = (key_batch, key_head, key_token, key_dim)
     keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
@@ -90,10 +95,12 @@ def key_value_gradient_kernel(
         lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         for LIST in tl.static_range(2):
             dk, dv = add_key_value_gradients(
-                dk, dv, k, v, lse_log2_row, delta_row, start, table, lists[LIST],
+                dk, dv, k, v, lse_log2_row, delta_row, key_position, of_query_blocks, table,
+                lists[LIST], q_len,
                 tensors.Stream(queries, query_descriptor, batch, head),
                 tensors.Stream(grad_outs, grad_out_descriptor, batch, head),
-                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+                                     whole_q_len, whole_k_len,
                                      score_mods.ScorePointers(score_floats, score_integers,
                                                               score_layout),
                                      SOFTCAP, SCORE),
@@ -114,39 +121,44 @@ def key_value_gradient_kernel(
 
 @triton.jit
 def add_key_value_gradients(
-    dk, dv, k, v, lse_log2_row, delta_row, key_start, table, block_list,
+    dk, dv, k, v, lse_log2_row, delta_row, key_position, of_query_blocks, table, block_list, limit,
     queries, grad_outs, mods, dropout, shape, of_values,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """(dk + dS^T Q, dv + dropout(P)^T dO) over the blocks of a list.
 
-    Only PARTIAL blocks may reach past the queries.
+    Only PARTIAL blocks may reach past the queries, of which there are `limit`.
     """
     index = table.partial_index if PARTIAL else table.full_index
     start, count, block = block_list
+    offset = positions.offset_of(of_query_blocks, block, shape.BLOCK_Q)
     bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
-    key_tokens = key_start + tl.arange(0, shape.BN)
+    key_tokens = key_position + tl.arange(0, shape.BN)
     steps = count * (shape.BLOCK_Q // shape.BM)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         query_start = block_lists.tile_start(block, step, shape.BLOCK_Q, shape.BM)
         tokens = query_start + tl.arange(0, shape.BM)
+        query_position = query_start + offset
+        query_tokens = query_position + tl.arange(0, shape.BM)
         q = tensors.stream_rows(
-            queries, query_start, mods.q_len, shape, shape.BM, PARTIAL, False
+            queries, query_start, limit, shape, shape.BM, PARTIAL, False
         )  # (BM, DIMS)
         lse_log2 = tl.load(lse_log2_row + tokens)  # (BM)
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BN, BM)
-        s, derivative = score_mods.apply_score_mod(products, tokens, key_tokens, mods, True)
+        s, derivative = score_mods.apply_score_mod(products, query_tokens, key_tokens, mods, True)
         s -= lse_log2[None, :]
         if PARTIAL:
-            mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, True)
+            mask = scores.element_mask(
+                table.bit_tiles, bit_tile, tokens, key_position, shape, True
+            )
             s = tl.where(mask, s, float("-inf"))
         p = tl.exp2(s)
         do = tensors.stream_rows(
-            grad_outs, query_start, mods.q_len, of_values, shape.BM, PARTIAL, False
+            grad_outs, query_start, limit, of_values, shape.BM, PARTIAL, False
         )  # (BM, VALUE_DIMS)
         dropped = p
         if dropout.DROPOUT:
-            keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, True)
+            keep = scores.dropout_keep_mask(dropout, query_tokens, key_position, shape, True)
             dropped = tl.where(keep, p, 0.0)
         dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # (BN, VALUE_DIMS)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # (BN, BM)
@@ -159,6 +171,8 @@ def add_key_value_gradients(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # (BN, DIMS)
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_Q, shape.BM)
         block = tl.load(index + entry)
+        if of_query_blocks is not None:
+            offset = positions.offset_of(of_query_blocks, block, shape.BLOCK_Q)
         if PARTIAL:
             bit_tile = tl.load(table.partial_bit_tile + entry)
     return dk, dv

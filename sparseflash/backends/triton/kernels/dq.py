@@ -11,7 +11,7 @@ pass does. A step, of one (BM, BN) tile:
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels import block_lists, scores, tensors
+from sparseflash.backends.triton.kernels import block_lists, positions, scores, tensors
 from sparseflash.backends.triton.kernels.lse_delta import compute_lse_delta
 from sparseflash.backends.triton.kernels.signature import unspecialized
 from sparseflash.backends.triton_common import score_mods
@@ -29,7 +29,7 @@ def query_gradient_kernel(
     key_descriptor, value_descriptor,
     grad_lse, grad_lse_batch, grad_lse_head, grad_lse_token, lse, lse_delta,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
-    key_lengths, bias, bias_head, score_floats, score_integers, score_layout,
+    key_lengths, bias, bias_head, score_floats, score_integers, score_layout, block_positions,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
@@ -49,6 +49,10 @@ def query_gradient_kernel(
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
+    whole_q_len = positions.whole_length(block_positions, q_len)
+    whole_k_len = positions.whole_length(block_positions, k_len)
+    of_query_blocks = positions.of_query_blocks(block_positions)
+    of_key_blocks = positions.of_key_blocks(block_positions, q_len, BLOCK_Q)
     LENGTHS: tl.constexpr = key_lengths is not None
     position, tile, batch, head = block_lists.work_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
@@ -79,14 +83,15 @@ def query_gradient_kernel(
     values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
     biases = score_mods.bias_of_head(bias, bias_head, head)
-    tokens = start + tl.arange(0, BM)
+    tokens = start + positions.offset_of(of_query_blocks, row, BLOCK_Q) + tl.arange(0, BM)
     dq = tl.zeros([BM, DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         dq = add_query_gradient(
-            dq, q, do, lse_log2, delta, tokens, table, lists[LIST], length,
+            dq, q, do, lse_log2, delta, tokens, of_key_blocks, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+                                 whole_q_len, whole_k_len,
                                  score_mods.ScorePointers(score_floats, score_integers,
                                                           score_layout),
                                  SOFTCAP, SCORE),
@@ -102,19 +107,21 @@ def query_gradient_kernel(
 
 @triton.jit
 def add_query_gradient(
-    dq, q, do, lse_log2, delta, tokens, table, block_list, limit, keys, values, mods, dropout,
-    shape, of_values, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
-    MASK_STAGES: tl.constexpr,
+    dq, q, do, lse_log2, delta, tokens, of_key_blocks, table, block_list, limit, keys, values,
+    mods, dropout, shape, of_values, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq + dS K over the blocks of a list; PARTIAL and CLIPPED as in forward.attend."""
     index = table.partial_index if PARTIAL else table.full_index
     start, count, block = block_list
+    offset = positions.offset_of(of_key_blocks, block, shape.BLOCK_K)
     bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
+        key_position = key_start + offset
         ds, derivative, k, _ = score_gradients(
-            q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
+            q, do, lse_log2, delta, tokens, table, bit_tile, key_start, key_position, limit,
             keys, values, mods, dropout, shape, of_values, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
         if mods.SOFTCAP or mods.SCORE is not None:
@@ -122,6 +129,8 @@ def add_query_gradient(
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # (BM, DIMS)
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
+        if of_key_blocks is not None:
+            offset = positions.offset_of(of_key_blocks, block, shape.BLOCK_K)
         if PARTIAL:
             bit_tile = tl.load(table.partial_bit_tile + entry)
     return dq
@@ -129,16 +138,22 @@ def add_query_gradient(
 
 @triton.jit
 def score_gradients(
-    q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
+    q, do, lse_log2, delta, tokens, table, bit_tile, key_start, key_position, limit,
     keys, values, mods, dropout, shape, of_values,
     PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dS before soft cap and score function, their derivative, K, Q K^T) of one tile."""
+    """(dS before soft cap and score function, their derivative, K, Q K^T) of one tile.
+
+    The queries are those at the positions `tokens`; the keys begin at key_start in `keys`, which
+    is key_position in the whole sequence.
+    """
     MASKED: tl.constexpr = PARTIAL or CLIPPED
     k = tensors.stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
     key_tokens = key_start + tl.arange(0, shape.BN)
-    s, derivative = score_mods.apply_score_mod(products, tokens, key_tokens, mods, False)
+    s, derivative = score_mods.apply_score_mod(
+        products, tokens, key_position + tl.arange(0, shape.BN), mods, False
+    )
     s -= lse_log2[:, None]
     if PARTIAL:
         mask = scores.element_mask(table.bit_tiles, bit_tile, tokens, key_start, shape, False)
@@ -151,6 +166,6 @@ def score_gradients(
     )  # (BN, VALUE_DIMS)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BM, BN)
     if dropout.DROPOUT:
-        keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, False)
+        keep = scores.dropout_keep_mask(dropout, tokens, key_position, shape, False)
         dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
     return p * (dp - delta[:, None]), derivative, k, products

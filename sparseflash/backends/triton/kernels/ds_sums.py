@@ -17,7 +17,7 @@ see triton_common.read_sums.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels import block_lists, scores, tensors
+from sparseflash.backends.triton.kernels import block_lists, positions, scores, tensors
 from sparseflash.backends.triton.kernels.dq import score_gradients
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_pointers
 from sparseflash.backends.triton.kernels.signature import unspecialized
@@ -35,7 +35,7 @@ def ds_sums_kernel(
     key_descriptor, value_descriptor,
     lse_delta, by_distance, by_tile, read_any_order, read_largest, read_fixed, read_steps, batches,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
-    key_lengths, bias, bias_head, score_floats, score_integers, score_layout,
+    key_lengths, bias, bias_head, score_floats, score_integers, score_layout, block_positions,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
@@ -55,6 +55,10 @@ def ds_sums_kernel(
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
+    whole_q_len = positions.whole_length(block_positions, q_len)
+    whole_k_len = positions.whole_length(block_positions, k_len)
+    of_query_blocks = positions.of_query_blocks(block_positions)
+    of_key_blocks = positions.of_key_blocks(block_positions, q_len, BLOCK_Q)
     LENGTHS: tl.constexpr = key_lengths is not None
     TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // BM
     head = tl.program_id(1)
@@ -63,7 +67,7 @@ def ds_sums_kernel(
     distances = by_distance
     if by_distance is not None:
         program = head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        distances = by_distance + program * (q_len + k_len - 1)
+        distances = by_distance + program * (whole_q_len + whole_k_len - 1)
     num_tiles = num_rows * TILES_PER_BLOCK
     for work in tl.range(tl.program_id(0), batches * num_tiles, tl.num_programs(0)):
         batch = work // num_tiles
@@ -85,6 +89,7 @@ def ds_sums_kernel(
         bh = batch * heads + head
         lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         tokens = start + tl.arange(0, BM)
+        query_position = start + positions.offset_of(of_query_blocks, row, BLOCK_Q)
         lse_log2, delta = tl.load(lse_log2_row + tokens), tl.load(delta_row + tokens)  # (BM)
         strides = (key_batch, key_head, key_token, key_dim)
         keys = tensors.one_head(key, strides, batch, kv_head, ALIGN, INDEX)
@@ -96,10 +101,12 @@ def ds_sums_kernel(
             tile_sums = by_tile + (bh.to(tl.int64) * num_rows * TILES_PER_BLOCK + tile) * columns
         for LIST in tl.static_range(3 if LENGTHS else 2):
             add_ds_sums(
-                distances, tile_sums, q, do, lse_log2, delta, start, table, lists[LIST], length,
+                distances, tile_sums, q, do, lse_log2, delta, query_position, of_key_blocks, table,
+                lists[LIST], length,
                 tensors.Stream(keys, key_descriptor, batch, kv_head),
                 tensors.Stream(values, value_descriptor, batch, kv_head),
-                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+                                     whole_q_len, whole_k_len,
                                      score_mods.ScorePointers(score_floats, score_integers,
                                                               score_layout),
                                      SOFTCAP, SCORE),
@@ -112,33 +119,35 @@ def ds_sums_kernel(
 
 @triton.jit
 def add_ds_sums(
-    distances, tile_sums, q, do, lse_log2, delta, query_start, table, block_list, limit,
-    keys, values, mods, read_sums, dropout, shape, of_values,
+    distances, tile_sums, q, do, lse_log2, delta, query_position, of_key_blocks, table, block_list,
+    limit, keys, values, mods, read_sums, dropout, shape, of_values,
     PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, ADD_READS: tl.constexpr,
     PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds dS of the blocks of a list; PARTIAL and CLIPPED as in forward.attend."""
-    tokens = query_start + tl.arange(0, shape.BM)
+    tokens = query_position + tl.arange(0, shape.BM)
     index = table.partial_index if PARTIAL else table.full_index
     start, count, block = block_list
+    offset = positions.offset_of(of_key_blocks, block, shape.BLOCK_K)
     bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
+        key_position = key_start + offset
         ds, _, _, products = score_gradients(
-            q, do, lse_log2, delta, tokens, table, bit_tile, key_start, limit,
+            q, do, lse_log2, delta, tokens, table, bit_tile, key_start, key_position, limit,
             keys, values, mods, dropout, shape, of_values, PARTIAL, CLIPPED, PRECISION,
         )  # fmt: skip
         if tile_sums is not None:
             tl.store(tile_sums + key_start // shape.BN, tl.sum(ds))
         if distances is not None:
-            add_by_distance(distances, ds, query_start, key_start, mods, shape)
+            add_by_distance(distances, ds, query_position, key_position, mods, shape)
         if ADD_READS is not None:
             s = products * (mods.scale_log2 * LN2)
             if mods.SOFTCAP:
                 capped, _ = score_mods.tanh(s / mods.softcap)
                 s = capped * mods.softcap
-            key_tokens = key_start + tl.arange(0, shape.BN)
+            key_tokens = key_position + tl.arange(0, shape.BN)
             pointers = mods.pointers
             ADD_READS(
                 s, mods.batch, mods.head, tokens[:, None], key_tokens[None, :],
@@ -146,12 +155,14 @@ def add_ds_sums(
             )  # fmt: skip
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
+        if of_key_blocks is not None:
+            offset = positions.offset_of(of_key_blocks, block, shape.BLOCK_K)
         if PARTIAL:
             bit_tile = tl.load(table.partial_bit_tile + entry)
 
 
 @triton.jit
-def add_by_distance(distances, ds, query_start, key_start, mods, shape):
+def add_by_distance(distances, ds, query_position, key_position, mods, shape):
     """Adds the diagonals of dS (BM, BN) to `distances`, which this program alone uses."""
     SIDE: tl.constexpr = 2 * shape.BM if shape.BM > shape.BN else 2 * shape.BN
     distance = tl.arange(0, SIDE) - (shape.BM - 1)  # key - query, from the corner of the tile
@@ -159,7 +170,7 @@ def add_by_distance(distances, ds, query_start, key_start, mods, shape):
     inside = (column >= 0) & (column < shape.BN)
     diagonals = tl.gather(ds, tl.where(inside, column, 0), 1)
     sums = tl.sum(tl.where(inside, diagonals, 0.0), 0)  # (SIDE)
-    index = key_start - query_start + mods.q_len - 1 + distance
+    index = key_position - query_position + mods.q_len - 1 + distance
     valid = (index >= 0) & (index < mods.q_len + mods.k_len - 1)
     # Other threads wrote some of these sums for the tile before.
     tl.debug_barrier()

@@ -18,7 +18,7 @@ Reference: Dao, "FlashAttention-2", 2023, Algorithm 1.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.kernels import block_lists, scores, tensors
+from sparseflash.backends.triton.kernels import block_lists, positions, scores, tensors
 from sparseflash.backends.triton.kernels.signature import unspecialized
 from sparseflash.backends.triton_common import score_mods
 from sparseflash.backends.triton_common.constants import LN2
@@ -32,7 +32,7 @@ def forward_kernel(
     out, out_batch, out_head, out_token, out_dim,
     key_descriptor, value_descriptor, lse, max_logits,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
-    key_lengths, bias, bias_head, score_floats, score_integers, score_layout,
+    key_lengths, bias, bias_head, score_floats, score_integers, score_layout, block_positions,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
     scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
@@ -52,6 +52,10 @@ def forward_kernel(
     )  # fmt: skip
     shape: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, HEAD_DIM, DIMS)
     of_values: tl.constexpr = block_lists.Shape(BM, BN, BLOCK_Q, BLOCK_K, VALUE_DIM, VALUE_DIMS)
+    whole_q_len = positions.whole_length(block_positions, q_len)
+    whole_k_len = positions.whole_length(block_positions, k_len)
+    of_query_blocks = positions.of_query_blocks(block_positions)
+    of_key_blocks = positions.of_key_blocks(block_positions, q_len, BLOCK_Q)
     LENGTHS: tl.constexpr = key_lengths is not None
     position, tile, batch, head = block_lists.work_tile(sizes, BLOCK_Q // BM)
     kv_head = head // GROUP
@@ -75,15 +79,18 @@ def forward_kernel(
 
     biases = score_mods.bias_of_head(bias, bias_head, head)
     tokens = start + tl.arange(0, BM)
+    query_position = start + positions.offset_of(of_query_blocks, row, BLOCK_Q)
     row_sum = tl.zeros([BM], tl.float32)
     row_max = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, VALUE_DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
         row_sum, row_max, acc = attend(
-            row_sum, row_max, acc, q, tokens, table, lists[LIST], length,
+            row_sum, row_max, acc, q, query_position + tl.arange(0, BM), of_key_blocks, table,
+            lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head, q_len, k_len,
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+                                 whole_q_len, whole_k_len,
                                  score_mods.ScorePointers(score_floats, score_integers,
                                                           score_layout),
                                  SOFTCAP, SCORE),
@@ -104,11 +111,11 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    row_sum, row_max, acc, q, tokens, table, block_list, limit, keys, values, mods, dropout, shape,
-    of_values, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr, PRECISION: tl.constexpr,
-    MASK_STAGES: tl.constexpr,
+    row_sum, row_max, acc, q, tokens, of_key_blocks, table, block_list, limit, keys, values, mods,
+    dropout, shape, of_values, PARTIAL: tl.constexpr, CLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr, MASK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the blocks of a list to the online softmax of the queries `tokens`.
+    """Adds the blocks of a list to the online softmax of the queries at the positions `tokens`.
 
     PARTIAL applies the element mask of each block, CLIPPED masks the keys from `limit` on; without
     both there is no mask code.
@@ -117,17 +124,21 @@ def attend(
     MODIFIED: tl.constexpr = mods.SOFTCAP or mods.SCORE is not None or mods.biases is not None
     index = table.partial_index if PARTIAL else table.full_index
     start, count, block = block_list
+    offset = positions.offset_of(of_key_blocks, block, shape.BLOCK_K)
     bit_tile = tl.load(table.partial_bit_tile + start) if PARTIAL else block
     steps = count * (shape.BLOCK_K // shape.BN)
     for step in tl.range(steps, num_stages=MASK_STAGES if PARTIAL else None):
         key_start = block_lists.tile_start(block, step, shape.BLOCK_K, shape.BN)
+        key_position = key_start + offset
         k = tensors.stream_rows(
             keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED
         )  # (BN, DIMS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BM, BN)
         if MASKED or MODIFIED:
             key_tokens = key_start + tl.arange(0, shape.BN)
-            s, _ = score_mods.apply_score_mod(s, tokens, key_tokens, mods, False)
+            s, _ = score_mods.apply_score_mod(
+                s, tokens, key_position + tl.arange(0, shape.BN), mods, False
+            )
             if PARTIAL:
                 mask = scores.element_mask(
                     table.bit_tiles, bit_tile, tokens, key_start, shape, False
@@ -148,7 +159,7 @@ def attend(
         row_sum = row_sum * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
         if dropout.DROPOUT:
-            keep = scores.dropout_keep_mask(dropout, tokens, key_start, shape, False)
+            keep = scores.dropout_keep_mask(dropout, tokens, key_position, shape, False)
             p = tl.where(keep, p, 0.0)
         v = tensors.stream_rows(
             values, key_start, limit, of_values, shape.BN, MASKED, CLIPPED
@@ -156,6 +167,8 @@ def attend(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BM, VALUE_DIMS)
         entry = block_lists.entry_of_step(start, step + 1, shape.BLOCK_K, shape.BN)
         block = tl.load(index + entry)
+        if of_key_blocks is not None:
+            offset = positions.offset_of(of_key_blocks, block, shape.BLOCK_K)
         if PARTIAL:
             bit_tile = tl.load(table.partial_bit_tile + entry)
     return row_sum, row_max, acc

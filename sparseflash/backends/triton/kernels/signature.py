@@ -16,5 +16,12 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return unspecialized_arguments(
         integers=[*strides, *Sizes._fields, "bias_head", "batches", "splits"],
-        alignments=[*dim_strides, *Table._fields, *OF_ROWS, "key_lengths", *OF_SCORES],
+        alignments=[
+            *dim_strides,
+            *Table._fields,
+            *OF_ROWS,
+            "key_lengths",
+            *OF_SCORES,
+            "block_positions",
+        ],
     )

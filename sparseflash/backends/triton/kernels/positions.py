@@ -1,0 +1,45 @@
+"""Where the tokens of a call stand in the sequence of which it attends some blocks.
+
+`positions` is int32 (1 + blocks of queries + blocks of keys): the tokens of the whole sequence,
+then the position of the first token of each block. It is None where a call is of whole sequences.
+Then a kernel has no code for positions.
+
+A loop reads the positions of a block one step ahead, as it reads the block: a load that waits for
+another load could not be pipelined.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def whole_length(positions, length):
+    """Tokens of the whole sequence, of which `length` are those of the call."""
+    return length if positions is None else tl.load(positions)
+
+
+@triton.jit
+def of_query_blocks(positions):
+    """Pointer to the positions of the blocks of queries, or None."""
+    of_blocks = positions
+    if positions is not None:
+        of_blocks = positions + 1
+    return of_blocks
+
+
+@triton.jit
+def of_key_blocks(positions, q_len, BLOCK_Q: tl.constexpr):
+    """Pointer to the positions of the blocks of keys, or None."""
+    of_blocks = positions
+    if positions is not None:
+        of_blocks = positions + (1 + tl.cdiv(q_len, BLOCK_Q))
+    return of_blocks
+
+
+@triton.jit
+def offset_of(of_blocks, block, BLOCK: tl.constexpr):
+    """How much further the tokens of a block stand in the whole sequence than in the call."""
+    offset = 0
+    if of_blocks is not None:
+        offset = tl.load(of_blocks + block) - block * BLOCK
+    return offset
