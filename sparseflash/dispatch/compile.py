@@ -40,8 +40,8 @@ def compile_before_first_call(
     call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]
 ) -> None:
     """Compiles the kernels of a call that will be differentiated, if its spec is new."""
-    facts = (call.spec, call.table.by_query.has_partial, needs)
-    if facts in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    variant = (call.spec, call.table.by_query.has_partial, needs)
+    if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    _compiled[facts] = True
+    _compiled[variant] = True
     compile_passes([(call, tensors, needs)])

@@ -36,14 +36,14 @@ _TYPES = {
 # blocks: which blocks of `mask` a DynamicMask selects; mask: the handle of a Pattern or BlockMask;
 # seed: int64 () on the CPU, None without dropout; max_logits: whether the third result is them or
 # empty.
-_REST = "Tensor? bias, Tensor? block_scores, Tensor? blocks, str mask, Tensor? key_lengths, " + (
+_SHARED = "Tensor? bias, Tensor? block_scores, Tensor? blocks, str mask, Tensor? key_lengths, " + (
     "Tensor? seed, bool max_logits, Tensor[] score_tensors, "
     + ", ".join(f"{_TYPES[f.type]} {f.name}" for f in fields(AttentionOptions))
 )
-_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor, Tensor)"
+_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_SHARED}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
     "(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor lse, {_REST}, bool[] needs) -> Tensor[]"
+    f"Tensor lse, {_SHARED}, bool[] needs) -> Tensor[]"
 )
 _DIFFERENTIABLE = ("query", "key", "value", "bias", "block_scores")
 
@@ -94,9 +94,9 @@ def traced_attention(
     """
     blocks = mask.blocks if isinstance(mask, DynamicMask) else None
     handle = (mask.support if isinstance(mask, DynamicMask) else mask).handle
-    rest = (bias, block_scores, blocks, handle, key_lengths, seed, max_logits)
+    arguments = (bias, block_scores, blocks, handle, key_lengths, seed, max_logits)
     tensors = [] if score_tensors is None else [*score_tensors.tensors]
-    rest = (*rest, tensors, *options.as_dict().values())
+    arguments = (*arguments, tensors, *options.as_dict().values())
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         from sparseflash.dispatch import transforms  # imports torch's compiler
 
@@ -104,8 +104,8 @@ def traced_attention(
             raise NotImplementedError(
                 "torch.func cannot differentiate by score_tensors; use torch.autograd"
             )
-        return transforms.attention(query, key, value, *rest)
-    return attention(query, key, value, *rest)
+        return transforms.attention(query, key, value, *arguments)
+    return attention(query, key, value, *arguments)
 
 
 @torch.library.custom_op("sparseflash::attention", mutates_args=(), schema=_SCHEMA)
@@ -117,7 +117,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if bound["max_logits"]:
         max_logits = call.max_logits = empty_max_logits(query)
     out, lse = call.forward(query, key, value)
-    return _with_strides_of(out, empty_out(query.to("meta"), value)), lse, max_logits
+    return _with_strides(out, empty_out(query.to("meta"), value)), lse, max_logits
 
 
 @torch.library.custom_op(
@@ -130,15 +130,15 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
     bound = _bind(attention_backward, arguments)
     needs = bound["needs"]
     saved = tuple([bound[name] for name in ("query", "key", "value", "out", "lse")])
-    *grads, of_read = _call(bound, needs[3:]).backward(
+    *grads, grad_score_tensors = _call(bound, needs[3:]).backward(
         bound["grad_out"], bound["grad_lse"], saved, tuple(needs)
     )
-    found = [
-        _with_strides_of(grad, torch.empty_like(bound[name], device="meta"))
+    results = [
+        _with_strides(grad, torch.empty_like(bound[name], device="meta"))
         for grad, name in zip(grads, _DIFFERENTIABLE, strict=True)
         if grad is not None
     ]
-    return found if of_read is None else [*found, of_read]
+    return results if grad_score_tensors is None else [*results, grad_score_tensors]
 
 
 def _bind(operator, arguments: tuple) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) 
     return call
 
 
-def _with_strides_of(result: Tensor, promised: Tensor) -> Tensor:
+def _with_strides(result: Tensor, promised: Tensor) -> Tensor:
     """With the strides that the graph was promised, of a tensor on meta."""
     if result.stride() == promised.stride():
         return result
@@ -215,18 +215,18 @@ def save_for_backward(ctx, inputs, output):
 def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_backward):
     """The gradient of each argument of operators.attention, None where it has none."""
     needs = ctx.needs_input_grad
-    found: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in needs]
+    gradients: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in needs]
     if grad_out is None and grad_lse is None:
-        return tuple(found)
+        return tuple(gradients)
     index = _ARGUMENTS[attention].index("score_tensors")
     needs_tensors = isinstance(needs[index], list) and any(needs[index])
     bound = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.others
     bound |= {"grad_out": grad_out, "grad_lse": grad_lse, "needs": [*needs[:5], needs_tensors]}
     grads = iter(backward(*(bound[name] for name in _ARGUMENTS[attention_backward])))
-    found[:5] = [next(grads) if needed else None for needed in needs[:5]]
+    gradients[:5] = [next(grads) if needed else None for needed in needs[:5]]
     if needs_tensors:
-        found[index] = ScoreTensors(bound["score_tensors"]).parts_of(next(grads))
-    return tuple(found)
+        gradients[index] = ScoreTensors(bound["score_tensors"]).parts_of(next(grads))
+    return tuple(gradients)
 
 
 attention.register_autograd(differentiate, setup_context=save_for_backward)
@@ -235,16 +235,16 @@ attention_backward.register_autograd(refuse_second_derivative)
 
 @attention.register_vmap
 def _(info, in_dims, *arguments):
-    return _folded(attention, info, in_dims, arguments), (0, 0, 0)
+    return _fold_into_batch(attention, info, in_dims, arguments), (0, 0, 0)
 
 
 @attention_backward.register_vmap
 def _(info, in_dims, *arguments):
-    grads = _folded(attention_backward, info, in_dims, arguments)
+    grads = _fold_into_batch(attention_backward, info, in_dims, arguments)
     return grads, [0] * len(grads)
 
 
-def _folded(operator, info, in_dims, arguments):
+def _fold_into_batch(operator, info, in_dims, arguments):
     """The results of an operator with the mapped dimension made part of the batch."""
     bound, dims = _bind(operator, arguments), _bind(operator, in_dims)
     if bound["dropout_p"] > 0:
@@ -258,7 +258,7 @@ def _folded(operator, info, in_dims, arguments):
     if bound["score_tensors"]:
         raise NotImplementedError("score_tensors must be None under vmap")
     folded = (
-        _into_batch(x, dims[name], info.batch_size)
+        _mapped_into_batch(x, dims[name], info.batch_size)
         if isinstance(x, Tensor) and name != "bias"
         else x
         for name, x in bound.items()
@@ -267,6 +267,6 @@ def _folded(operator, info, in_dims, arguments):
     return type(results)(x.unflatten(0, (info.batch_size, -1)) for x in results)
 
 
-def _into_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
+def _mapped_into_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)

@@ -47,9 +47,11 @@ class CallFacts(NamedTuple):
         score_tensors: Sequence[Tensor],
     ) -> Self:
         """The facts of a call of `attention` with these arguments."""
-        wanted = (wants_gradient(bias), wants_gradient(checked_block_scores(mask)))
-        reads = want_gradients(score_tensors)
-        return cls(has_key_lengths, bias is not None, *wanted, False, max_logits, reads)
+        gradients = (wants_gradient(bias), wants_gradient(checked_block_scores(mask)))
+        score_gradients = want_gradients(score_tensors)
+        return cls(
+            has_key_lengths, bias is not None, *gradients, False, max_logits, score_gradients
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,8 @@ class AttentionSpec(AttentionOptions):
 
     def __post_init__(self):
         AttentionOptions.__post_init__(self)
-        facts = tuple(getattr(self, fact.name) for fact in fields(self) if fact.compare)
-        object.__setattr__(self, "_hash", hash(facts))
+        values = tuple(getattr(self, each.name) for each in fields(self) if each.compare)
+        object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
         return self._hash
@@ -123,13 +125,13 @@ class AttentionSpec(AttentionOptions):
             facts: What else it has; nothing if None.
         """
         facts = facts or CallFacts()
-        depends = options.dropout_p > 0 or options.score is not None or facts.bias
+        needs_positions = options.dropout_p > 0 or options.score is not None or facts.bias
         batch, heads, q_len, head_dim = query.shape
-        resolved = options.as_dict()
+        resolved_options = options.as_dict()
         if options.scale is None:
-            resolved["scale"] = 1.0 / math.sqrt(head_dim)
+            resolved_options["scale"] = 1.0 / math.sqrt(head_dim)
         return cls(
-            **resolved,
+            **resolved_options,
             batch=batch,
             heads=heads,
             kv_heads=key.shape[1],
@@ -143,7 +145,7 @@ class AttentionSpec(AttentionOptions):
             mask_heads=1 if mask.num_heads == 1 else heads,
             mask_group=1 if mask.num_heads == 1 else heads // mask.num_heads,
             mask_batch=mask.num_batches,
-            **facts._replace(positions=facts.positions and depends)._asdict(),
+            **facts._replace(positions=facts.positions and needs_positions)._asdict(),
         )
 
     @property
@@ -159,7 +161,7 @@ class AttentionSpec(AttentionOptions):
     @property
     def extras(self) -> frozenset[str]:
         """What the call asks for that not every backend knows: some of EVERY_EXTRA."""
-        return frozenset(name for name, asked in _ASKS_FOR.items() if asked(self))
+        return frozenset(name for name, has_extra in _HAS_EXTRA.items() if has_extra(self))
 
     def __str__(self) -> str:
         keys = f"{self.batch}, {self.kv_heads}, {self.k_len}"
@@ -172,7 +174,7 @@ class AttentionSpec(AttentionOptions):
 
 
 POSITIONS = "dropout, score function or bias of a part of a sequence"
-_ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
+_HAS_EXTRA: dict[str, Callable[[AttentionSpec], bool]] = {
     "softcap": lambda spec: spec.softcap is not None,
     "score function": lambda spec: spec.score is not None,
     "score tensors": lambda spec: spec.score is not None and bool(named(spec.score).tensors),
@@ -184,4 +186,4 @@ _ASKS_FOR: dict[str, Callable[[AttentionSpec], bool]] = {
     POSITIONS: lambda spec: spec.positions,
     "maximum logits": lambda spec: spec.max_logits,
 }
-EVERY_EXTRA = frozenset(_ASKS_FOR)
+EVERY_EXTRA = frozenset(_HAS_EXTRA)

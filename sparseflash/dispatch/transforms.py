@@ -18,19 +18,19 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """operators.attention, differentiable by torch.func."""
     if not torch.compiler.is_compiling():
         return _Attention.apply(*arguments)
-    attend = _outside_of_graphs if _is_differentiated() else operators.attention
+    attend = _attention_outside_of_graphs if _is_differentiated() else operators.attention
     return attend(*arguments)
 
 
 @torch.compiler.assume_constant_result
 def _is_differentiated() -> bool:
     """Whether the compiler traces what torch.func.grad, jvp or their like run."""
-    found = [transform.key() for transform in retrieve_all_functorch_interpreters()]
-    return TransformType.Grad in found or TransformType.Jvp in found
+    transforms = [transform.key() for transform in retrieve_all_functorch_interpreters()]
+    return TransformType.Grad in transforms or TransformType.Jvp in transforms
 
 
 @torch.compiler.disable(reason="torch.func differentiates sparseflash.attention outside of graphs")
-def _outside_of_graphs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_outside_of_graphs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _Attention.apply(*arguments)
 
 
