@@ -1,4 +1,4 @@
-"""The backend of a call."""
+"""Selects the backend of a call."""
 
 from masks.mask_batch import CompiledMask
 from sparseflash import backends
@@ -7,11 +7,11 @@ from sparseflash.dispatch.spec import AttentionSpec
 
 
 def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
-    """The backend that a call names, or for "auto" the first that can serve it and gains by it.
+    """The backend that the call names, or for "auto" the first one without a reason against it.
 
     Raises:
-        ValueError: No backend has the name.
-        BackendError: None can serve the call; the message lists the reasons of each.
+        ValueError: No backend has this name.
+        BackendError: No backend can compute the call. The message lists the reasons of each.
     """
     names = [backend.name for backend in backends.BACKENDS]
     if spec.backend != "auto" and spec.backend not in names:
@@ -28,7 +28,7 @@ def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
 
 
 def reasons_against(backend: Backend, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-    """The reasons for which a backend does not serve a call; empty when it does."""
+    """The reasons for which a backend is not selected for a call; empty if it is."""
     unknown = [f"does not support {extra}" for extra in sorted(spec.extras - backend.extras)]
     against = unknown + backend.why_not(spec, mask)
     return against or (backend.auto_skip(spec, mask) if spec.backend == "auto" else [])

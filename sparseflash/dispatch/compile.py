@@ -1,4 +1,4 @@
-"""Kernels of both passes compiled beside one another."""
+"""Compiles the kernels of both passes at the same time."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,11 +15,11 @@ _compiled = Cache()
 def compile_passes(
     calls: Iterable[tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[bool, ...]]],
 ) -> None:
-    """Compiles the kernels of some calls, of all passes at a time, and launches none.
+    """Compiles the kernels of some calls in parallel, and launches none.
 
     Args:
-        calls: Of each call also query, key and value, and whether each of the gradients is wanted:
-            see Backend.backward. Those of backends that compile nothing are passed over.
+        calls: (call, (query, key, value), needs) of each call, with `needs` as in
+            Backend.backward. Calls of backends that compile nothing are skipped.
     """
     calls = [call for call in calls if call[0].plan.backend.compiles]
     if calls:
@@ -30,7 +30,7 @@ def compile_passes(
 
 
 def _pass_through(call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]):
-    call = replace(call, plan=replace(call.plan, cache=Cache()))  # which repeats no launch
+    call = replace(call, plan=replace(call.plan, cache=Cache()))  # an empty cache: no relaunch
     out, lse = call.forward(*tensors)
     if any(needs):
         call.backward(out, None, (*tensors, out, lse), needs)
@@ -39,7 +39,7 @@ def _pass_through(call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tup
 def compile_before_first_call(
     call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]
 ) -> None:
-    """Compiles the kernels of a call that will be differentiated, if its spec is new."""
+    """Compiles the kernels of both passes of a call, unless a call with its spec has."""
     variant = (call.spec, call.table.by_query.has_partial, needs)
     if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return

@@ -1,9 +1,9 @@
 """The operators `sparseflash::attention` and `sparseflash::attention_backward`.
 
-torch.compile, torch.export, torch.func and dispatch modes see attention as these two; an eager
-call skips them, because their dispatch would double its host time. A graph holds the handle of its
-mask. A pattern is compiled when the graph runs, at the lengths it runs with, so a graph serves
-every sequence length.
+torch.compile, torch.export, torch.func and dispatch modes trace attention as these two operators.
+An eager call does not use them, because their dispatch would double its host time. A graph holds
+the handle of its mask. A pattern is compiled when the graph runs, at the lengths of that run, so
+one graph is valid for every sequence length.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ _TYPES = {
     str: "str",
     ScoreFunction | str | None: "str?",
 }
-# bias: float (1 or heads, distances); block_scores: those of a DynamicMask that get a gradient;
-# blocks: which blocks of `mask` a DynamicMask selects; mask: the handle of a Pattern or BlockMask;
-# seed: int64 () on the CPU, None without dropout; max_logits: whether the third result is them or
-# empty.
+# The arguments that both operators share. bias: float (1 or heads, distances). block_scores:
+# scores of a DynamicMask, if they need a gradient. blocks: the blocks of `mask` that a DynamicMask
+# selects. mask: handle of a Pattern or BlockMask. seed: int64 () on the CPU, None without dropout.
+# max_logits: whether the third result is the maximum logits; otherwise it is empty.
 _SHARED = "Tensor? bias, Tensor? block_scores, Tensor? blocks, str mask, Tensor? key_lengths, " + (
     "Tensor? seed, bool max_logits, Tensor[] score_tensors, "
     + ", ".join(f"{_TYPES[f.type]} {f.name}" for f in fields(AttentionOptions))
@@ -51,10 +51,11 @@ _masks_of_graphs: dict[str, AnyMask] = {}
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Whether anything besides autograd watches a call with these tensors.
+    """Whether a call with these tensors must use the operators.
 
-    A tensor of another class may have no memory of its own, as what a collective has not sent
-    yet: its class is then asked for the operator, and passes on what it holds.
+    That is the case if anything besides autograd traces it, or if a tensor is of a subclass. Such
+    a tensor may have no memory, for example while a collective is still sending it. Its class then
+    dispatches the operator.
     """
     if (
         torch.compiler.is_compiling()
@@ -83,12 +84,12 @@ def traced_attention(
 
     Args:
         query, key, value: Checked tensors.
-        mask: The mask of the call; a graph holds its handle.
+        mask: The mask of the call. A graph holds its handle.
         bias: As backends read it: see arguments.checked_bias.
         block_scores: The scores of a DynamicMask, if they get a gradient.
         key_lengths: Checked key lengths.
         seed: int64 () on the CPU, None without dropout.
-        max_logits: Whether the maximum logits are wanted; else they are empty.
+        max_logits: Whether the maximum logits are computed. Otherwise the third result is empty.
         score_tensors: Checked score tensors.
         options: The options of the call.
     """
@@ -124,8 +125,9 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     "sparseflash::attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
 )
 def attention_backward(*arguments: Any) -> list[Tensor]:
-    """The gradients of those of (query, key, value, bias, block_scores) that `needs` names, and
-    of the score tensors if it does: one tensor for all, see ScoreTensors.new_sums.
+    """The gradients that `needs` selects: of _DIFFERENTIABLE and of score tensors.
+
+    That of the score tensors is one tensor for all; see ScoreTensors.new_sums.
     """
     bound = _bind(attention_backward, arguments)
     needs = bound["needs"]
@@ -154,7 +156,7 @@ _ARGUMENTS = {
 
 
 def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) -> Call:
-    """needs: whether the gradients of bias, of block_scores and of score_tensors are wanted."""
+    """The call of the arguments of an operator; needs: of bias, block_scores, score_tensors."""
     mask, seed = find(bound["mask"]), bound["seed"]
     call = plan_call(
         *(bound["query"], bound["key"], bound["value"]),
@@ -176,7 +178,7 @@ def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) 
 
 
 def _with_strides(result: Tensor, promised: Tensor) -> Tensor:
-    """With the strides that the graph was promised, of a tensor on meta."""
+    """The result with the strides that the fake operator promised to the graph."""
     if result.stride() == promised.stride():
         return result
     return torch.empty_like(promised, dtype=result.dtype, device=result.device).copy_(result)
@@ -201,7 +203,7 @@ def _(*arguments):
 
 
 def save_for_backward(ctx, inputs, output):
-    """Saves the arguments and results of operators.attention by name: tensors with autograd."""
+    """Saves the arguments and results of operators.attention by name."""
     bound = _bind(attention, inputs)
     bound["out"], bound["lse"], max_logits = output
     ctx.mark_non_differentiable(max_logits)
@@ -213,7 +215,7 @@ def save_for_backward(ctx, inputs, output):
 
 
 def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_backward):
-    """The gradient of each argument of operators.attention, None where it has none."""
+    """The gradient of each argument of operators.attention, or None."""
     needs = ctx.needs_input_grad
     gradients: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in needs]
     if grad_out is None and grad_lse is None:
@@ -245,7 +247,7 @@ def _(info, in_dims, *arguments):
 
 
 def _fold_into_batch(operator, info, in_dims, arguments):
-    """The results of an operator with the mapped dimension made part of the batch."""
+    """Runs an operator under vmap, with the mapped dim as part of the batch."""
     bound, dims = _bind(operator, arguments), _bind(operator, in_dims)
     if bound["dropout_p"] > 0:
         raise NotImplementedError(

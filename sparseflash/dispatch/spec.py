@@ -1,4 +1,4 @@
-"""AttentionSpec: the hashable facts of a call, by which a backend says whether it can serve it."""
+"""AttentionSpec: the hashable properties of a call by which a backend is selected."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,20 +13,20 @@ from sparseflash.arguments import AnyMask, checked_block_scores, wants_gradient
 from sparseflash.options import AttentionOptions
 from sparseflash.score import named, want_gradients
 
-FEW_QUERIES = 16  # the least side of a block: so many queries are one block row of any mask
+FEW_QUERIES = 16  # the smallest side of a block: so few queries are one block row of any mask
 
 
 class CallFacts(NamedTuple):
-    """What a call has beside query, key, value, mask and options.
+    """Properties of a call besides those of query, key, value, mask and options.
 
     Args:
         has_key_lengths: Whether keys are masked past the length of their batch element.
-        bias: Whether there is a bias of distances.
-        differentiates_bias: Whether its gradient may be asked for.
-        differentiates_blocks: Whether that of the blocks of a DynamicMask may be.
-        positions: Whether its tokens are part of a longer sequence: see Positions.
-        max_logits: Whether the maximum logits are asked for.
-        differentiates_score_tensors: Whether the gradient of a score tensor may be asked for.
+        bias: Whether there is a bias.
+        differentiates_bias: Whether the bias may need a gradient.
+        differentiates_blocks: Whether the blocks of a DynamicMask may need a gradient.
+        positions: Whether the tokens are part of a longer sequence; see Positions.
+        max_logits: Whether the maximum logits are computed.
+        differentiates_score_tensors: Whether a score tensor may need a gradient.
     """
 
     has_key_lengths: bool = False
@@ -56,22 +56,22 @@ class CallFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(AttentionOptions):
-    """The options of one call, its scale resolved, and the facts of its tensors and its mask.
+    """The options of one call, with resolved scale, and the properties of its tensors and mask.
 
     query is (batch, heads, q_len, head_dim), key (batch, kv_heads, k_len, head_dim), value (batch,
-    kv_heads, k_len, value_dim); query head h reads key head h // (heads // kv_heads). Lengths in
-    tokens.
+    kv_heads, k_len, value_dim). Query head h reads key head h // (heads // kv_heads). Lengths are
+    in tokens.
 
     Args:
         block_size: (bq, bk) of the mask, in tokens.
         mask_heads: 1 if all heads share one mask, else heads.
-        mask_group: Query heads that share a mask of their key head; 1 where masks are of query
-            heads or of all.
+        mask_group: Number of query heads that share the mask of their key head; 1 if masks belong
+            to query heads or to all heads.
         mask_batch: 1 if all batch elements share one mask, else batch.
         has_key_lengths, bias, differentiates_bias, differentiates_blocks, max_logits,
             differentiates_score_tensors: As in CallFacts.
-        positions: As in CallFacts, if the call depends on it: dropout, score functions and biases
-            do.
+        positions: As in CallFacts, but False if the result does not depend on positions: only
+            dropout, score functions and biases do.
     """
 
     scale: float  # pyright: ignore[reportGeneralTypeIssues]  (resolved, so it has no default)
@@ -122,7 +122,7 @@ class AttentionSpec(AttentionOptions):
             query, key, value: Checked tensors.
             mask: The mask of the call, at its lengths.
             options: The options of the call.
-            facts: What else it has; nothing if None.
+            facts: Its other properties; None for the defaults of CallFacts.
         """
         facts = facts or CallFacts()
         needs_positions = options.dropout_p > 0 or options.score is not None or facts.bias
@@ -160,7 +160,7 @@ class AttentionSpec(AttentionOptions):
 
     @property
     def extras(self) -> frozenset[str]:
-        """What the call asks for that not every backend knows: some of EVERY_EXTRA."""
+        """The extras that the call needs: a subset of EVERY_EXTRA."""
         return frozenset(name for name, has_extra in _HAS_EXTRA.items() if has_extra(self))
 
     def __str__(self) -> str:

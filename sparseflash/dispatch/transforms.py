@@ -1,6 +1,6 @@
 """Attention under torch.func and forward-mode AD, which do not differentiate custom operators.
 
-Gradients are those of the operators; derivatives that attention does not have are refused.
+The gradients are those of the operators. Derivatives that attention does not have are refused.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from sparseflash.dispatch.autograd import refuse_second_derivative, refuse_tange
 
 
 def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """operators.attention, differentiable by torch.func."""
+    """operators.attention, which torch.func can differentiate."""
     if not torch.compiler.is_compiling():
         return _Attention.apply(*arguments)
     attend = _attention_outside_of_graphs if _is_differentiated() else operators.attention
@@ -24,7 +24,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.compiler.assume_constant_result
 def _is_differentiated() -> bool:
-    """Whether the compiler traces what torch.func.grad, jvp or their like run."""
+    """Whether the compiler traces a function inside torch.func.grad, jvp or the like."""
     transforms = [transform.key() for transform in retrieve_all_functorch_interpreters()]
     return TransformType.Grad in transforms or TransformType.Jvp in transforms
 
