@@ -57,7 +57,9 @@ def main(
             console.print(compare(*records))
         return
     if len(records) > 2:
-        raise typer.BadParameter(f"one record, or two to compare, got {len(records)}")
+        raise typer.BadParameter(
+            f"paths must be one record, or two to compare, got {len(records)}"
+        )
     from experiments.plots import draw
 
     show(records[0], console)
@@ -92,8 +94,8 @@ def show(record: Record, console: Console) -> None:
         console.print(f"Roofline in the same run: {roofline}", highlight=False)
     if record.drift and record.drift > DRIFT_LIMIT:
         console.print(
-            f"[yellow]The machine was not quiet:[/] the first case, measured once more, took"
-            f" {record.drift:.2f} times as long or as short: do not trust these figures."
+            f"[yellow]The machine was not quiet:[/] when the first case was measured again, its"
+            f" time had changed by a factor of {record.drift:.2f}. Repeat the measurement."
         )
     for implementation, pattern, reason in record.skipped:
         console.print(
@@ -130,8 +132,8 @@ def _lengths_table(found: dict[tuple[str, str], Line], passes: str) -> Table:
 
 def _crossing_table(found: dict[tuple[str, str], Line]) -> Table:
     ours = [name for name in found if is_ours(name[0])]
-    title = "Faster at the longest length of both, and from which on"
-    table = plain_table(title, ["implementation"], ["longest", *(_label(*name) for name in ours)])
+    title = "sparseflash at the longest length of both: faster or slower, and from which length on"
+    table = plain_table(title, ["compared with"], ["longest", *(_label(*name) for name in ours)])
     for name, line in found.items():
         cells = ("" if name == own else _crossing(found[own], line) for own in ours)
         table.add_row(_label(*name), f"{max(line):,}", *cells)
@@ -139,11 +141,11 @@ def _crossing_table(found: dict[tuple[str, str], Line]) -> Table:
 
 
 def _crossing(ours: Line, other: Line) -> str:
-    """Who is faster at the longest length of both, and from where on."""
+    """Whether ours is faster at the longest length of both, and from which length on."""
     if (length := crossing_length(ours, other)) is not None:
-        return f"ours, {length:,.0f}"
+        return f"faster from {length:,.0f}"
     length = crossing_length(other, ours)
-    return "" if length is None else f"other, {length:,.0f}"
+    return "" if length is None else f"slower from {length:,.0f}"
 
 
 def _parts_table(rows: list[Measurement]) -> Table:
@@ -219,7 +221,7 @@ def _crossover_table(found: list[dict]) -> Table:
 
 
 def _limit(density: float | None) -> str:
-    return "at none measured" if density is None else f"{density:.3f}"
+    return "none measured" if density is None else f"{density:.3f}"
 
 
 def compare(before: Record, after: Record) -> Table:

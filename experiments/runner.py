@@ -54,7 +54,7 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
         console.print(f"Interrupted: {path} has {count} measurements; --resume continues.")
         raise typer.Exit(INTERRUPTED) from None
     except CheckError as error:
-        console.print(f"[red]Wrong result, nothing more is timed:[/] {error}")
+        console.print(f"[red]Wrong result; the run ends:[/] {error}")
         raise typer.Exit(1) from None
     except BackendError as error:
         raise typer.BadParameter(str(error)) from None
@@ -73,12 +73,14 @@ def open_record(method: Method, path: Path, resume: bool) -> Record:
     if not resume:
         return fresh
     if not path.exists():
-        raise typer.BadParameter(f"--resume: there is no {path}")
+        raise typer.BadParameter(f"--resume needs the record {path}, which does not exist")
     record = load(path)
     old, now = identity(record), identity(fresh)
     if others := [name for name in old | now if old.get(name) != now.get(name)]:
         listed = "; ".join(f"{name} {old.get(name)}, now {now.get(name)}" for name in others)
-        raise typer.BadParameter(f"--resume: {path} is of another run: {listed}")
+        raise typer.BadParameter(
+            f"--resume needs the settings, device and commit of {path}: {listed}"
+        )
     return record
 
 

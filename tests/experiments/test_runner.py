@@ -47,10 +47,12 @@ def test_a_run_goes_on_with_the_same_device_and_code_only(tmp_path, change, name
     Record(HERE | {"date": "2025-01-01"}, settings, [FULL]).save(path)
     assert runner.open_record(METHOD, path, resume=True).rows == [FULL]
     assert runner.open_record(METHOD, path, resume=False).rows == []
-    with pytest.raises(typer.BadParameter, match=r"is of another run: budget_ms 1\.0, now 2\.0"):
+    with pytest.raises(
+        typer.BadParameter, match=r"needs the settings, .*: budget_ms 1\.0, now 2\.0"
+    ):
         runner.open_record(replace(METHOD, budget_ms=2.0), path, resume=True)
     Record(HERE | change, settings, [FULL]).save(path)
-    with pytest.raises(typer.BadParameter, match=f"is of another run: environment {name} "):
+    with pytest.raises(typer.BadParameter, match=f"device and commit of .*: environment {name} "):
         runner.open_record(METHOD, path, resume=True)
 
 
