@@ -214,14 +214,37 @@ def timed(
 ) -> dict[str, dict[str, Any]]:
     """The times of the same pass of each implementation that can run, as fields of a row.
 
+    Implementations are timed alternately. Those for which memory is too short beside the others
+    are timed after them.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    while passes:
+        times, passes = timed_alternately(passes, method, skips)
+        found |= times
+    return found
+
+
+def timed_alternately(
+    passes: dict[str, Prepare], method: Method, skips: SkipReasons
+) -> tuple[dict[str, dict[str, Any]], dict[str, Prepare]]:
+    """The times of the implementations that fit in memory together, and the other passes.
+
     median_ms and its quartiles are rested where that was asked for, otherwise sustained.
     """
     samples: dict[str, Sample] = {}
+    postponed: dict[str, Prepare] = {}
     loads = Load(method.timing).single
     with ExitStack() as stack:
         for name, prepare in passes.items():
             with skips.catch(name):
-                samples[name] = stack.enter_context(prepared(prepare, Clock(method.clock)))
+                try:
+                    sample = stack.enter_context(prepared(prepare, Clock(method.clock)))
+                except torch.OutOfMemoryError:
+                    if not samples:
+                        raise
+                    postponed[name] = prepare
+                else:
+                    samples[name] = sample
         running = list(samples.values())
         rested = time_rested(running, method.budget_ms) if Load.RESTED in loads else None
         sustained = time_sustained(running) if Load.SUSTAINED in loads else None
@@ -232,7 +255,7 @@ def timed(
             "sustained_low_ms": timing.low_ms,
             "sustained_high_ms": timing.high_ms,
         }
-    return dict(zip(samples, fields, strict=True))
+    return dict(zip(samples, fields, strict=True)), postponed
 
 
 def measured(

@@ -121,17 +121,19 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
         return
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run = prepare()
-        run()
-        runs = [_captured(run, stream) if clock is Clock.GRAPH else run]
-    del run
+    runs: list[Run] = []
 
     def sample(count: int) -> list[float]:
         with torch.cuda.stream(stream):
             return _sample_gpu(runs[0], count)
 
     try:
+        with torch.cuda.stream(stream):
+            run = prepare()
+            run()
+            runs.append(_captured(run, stream) if clock is Clock.GRAPH else run)
+        del run
+        sample(1)  # takes all the memory that later samples need
         yield sample
     finally:
         torch.cuda.current_stream().wait_stream(stream)
@@ -173,9 +175,22 @@ def _sample_gpu(run: Run, runs: int) -> list[float]:
 
 
 def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
-    """The replay of one run. `stream` must be the current one, which the capture watches."""
-    graph = torch.cuda.CUDAGraph()
+    """The replay of one run. `stream` must be the current one, which the capture watches.
+
+    Raises:
+        RuntimeError: The run waits for the device. A failed capture would leave the allocator and
+            the random generator in a state in which later runs fail.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
+    # A capture allocates from memory that is free: it cannot take what the allocator caches.
+    gc.collect()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
     try:
         run()

@@ -1,6 +1,8 @@
 """That what is timed was checked before, and what a record keeps of it."""
 
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from experiments.check import CheckError, Extras
 from experiments.measure import Case, make_attend, measure, random_problem
 from experiments.pattern_families import Problem
 from experiments.settings import Method
+from experiments.timing import Timing
 
 METHOD = Method("cpu", "fp32", ("forward", "backward"), "cpu", "rested", 1.0, 0)
 LOCAL = Problem("local(20)", masks.local(20)(100, 16))
@@ -102,6 +105,34 @@ def test_a_baseline_that_cannot_run_is_left_out_with_its_reason(monkeypatch, sta
     rows, reasons = measure(CASE, ["sparseflash", "sdpa"], METHOD)
     assert [row.implementation for row in rows] == ["sparseflash"] * 2
     assert reasons == {"sdpa": "no kernel"}
+
+
+def test_what_does_not_fit_beside_the_others_is_timed_after_them(monkeypatch):
+    """Memory for three: of 2, 1, 2 and 4 the first two fit together, the third alone."""
+    held, together = [], []
+
+    @contextmanager
+    def prepared(prepare, clock):
+        if sum(held) + prepare() > 3:
+            raise torch.OutOfMemoryError(f"no room for {prepare()}")
+        held.append(prepare())
+        try:
+            yield lambda runs: [float(prepare())] * runs
+        finally:
+            held.remove(prepare())
+
+    def time_rested(samples, budget_ms):
+        together.append(list(held))
+        return [Timing.of(sample(2)) for sample in samples]
+
+    monkeypatch.setattr(measurement, "prepared", prepared)
+    monkeypatch.setattr(measurement, "time_rested", time_rested)
+    passes = {name: partial(int, size) for name, size in [("a", 2), ("b", 1), ("c", 2), ("d", 4)]}
+    skips = measurement.SkipReasons()
+    times = measurement.timed(passes, METHOD, skips)
+    assert {name: of["median_ms"] for name, of in times.items()} == {"a": 2, "b": 1, "c": 2}
+    assert together == [[2, 1], [2], []]
+    assert skips.reasons == {"d": "no room for 4"}
 
 
 def test_our_own_kernels_have_to_run(monkeypatch):
