@@ -19,7 +19,7 @@ from records import (
     DIRECTIONS,
     NAMES,
     ROOT,
-    by_size,
+    by_shape,
     find,
     load,
     measured,
@@ -62,7 +62,7 @@ def terabytes(row: dict) -> str:
 
 def sparse(record: dict) -> str:
     """A summary against the fastest other implementation, then a table for each size."""
-    return f"{against_peers(record['rows'])}\n\n{by_size(record['rows'], rested_and_sustained)}"
+    return f"{against_peers(record['rows'])}\n\n{by_shape(record['rows'], rested_and_sustained)}"
 
 
 def against_peers(rows: list[dict]) -> str:
@@ -105,7 +105,7 @@ def decoding(record: dict) -> str:
     """The rate of a copy, which is the limit, then all sizes."""
     copy = record["roofline"]["copy_terabytes_per_second"]
     limit = f"A copy of memory on the same device reaches {copy:.2f} TB/s."
-    return f"{limit}\n\n{by_size(record['rows'], terabytes)}"
+    return f"{limit}\n\n{by_shape(record['rows'], terabytes)}"
 
 
 def mebibytes(row: dict) -> str:
@@ -114,7 +114,7 @@ def mebibytes(row: dict) -> str:
 
 def suite(cell: Callable[[dict], str]) -> Callable[[dict], str]:
     """A section of all sizes of a record."""
-    return lambda record: by_size(record["rows"], cell)
+    return lambda record: by_shape(record["rows"], cell)
 
 
 def speedup(record: dict) -> str:
@@ -139,7 +139,8 @@ def speedup(record: dict) -> str:
     head = ["mask", "density s", "ideal speed-up 1 / s"]
     for direction in DIRECTIONS:
         head += [f"{direction}, ms", "speed-up over full mask", "speed-up over FlexAttention"]
-    return f"**{words(size_of(ours[0]))}**\n\n{table(head, lines)}"
+    size = f"{longest:,} tokens, batch {ours[0]['batch']}, {words(ours[:1])}"
+    return f"**{size}**\n\n{table(head, lines)}"
 
 
 def host_time(record: dict) -> str:

@@ -47,49 +47,69 @@ def load(name: str) -> dict | None:
 
 
 def size_of(row: dict) -> tuple:
-    """The size of the problem of a row: rows of one table have equal sizes."""
-    names = ("batch", "heads", "kv_heads", "q_len", "seq_len", "head_dim", "block_size")
-    return tuple((name, row.get(name)) for name in names)
+    """The size of the problem of a row."""
+    return (row["batch"], row["seq_len"], row["block_size"], *shape_of(row))
 
 
-def words(size: tuple) -> str:
-    """The size of a problem in words."""
-    of = dict(size)
-    tokens, heads = f"{of['seq_len']:,} tokens", f"{of['heads']} heads"
-    if of["q_len"]:
-        queries = "1 query" if of["q_len"] == 1 else f"{of['q_len']} queries"
-        tokens = f"{queries}, {of['seq_len']:,} keys"
-    if of["kv_heads"]:
-        heads = f"{of['heads']} query heads, {of['kv_heads']} key heads"
-    sides = f"head dim {of['head_dim']}, block size {of['block_size']}"
-    return f"{tokens}, batch {of['batch']}, {heads}, {sides}"
+def shape_of(row: dict) -> tuple:
+    """The part of the size that rows of one table share."""
+    names = ("heads", "kv_heads", "q_len", "head_dim")
+    return tuple(row.get(name) for name in names)
 
 
-def by_size(rows: Rows, cell: Callable[[dict], str]) -> str:
-    """A table for each size: a row for each mask, a column for each pass and implementation."""
+def words(rows: Rows) -> str:
+    """The shape of rows of one table in words, with the block size if they share it."""
+    heads, kv_heads, q_len, head_dim = shape_of(rows[0])
+    parts = [f"{q_len} quer{'y' if q_len == 1 else 'ies'}"] if q_len else []
+    parts += [f"{heads} query heads, {kv_heads} key heads" if kv_heads else f"{heads} heads"]
+    parts += [f"head dim {head_dim}"]
+    parts += [f"block size {rows[0]['block_size']}"] * (len(block_sizes(rows)) == 1)
+    return ", ".join(parts)
+
+
+def block_sizes(rows: Rows) -> set[int]:
+    return {row["block_size"] for row in rows}
+
+
+def by_shape(rows: Rows, cell: Callable[[dict], str]) -> str:
+    """A table for each shape and pass: rows are lengths and masks, columns implementations."""
     parts = []
-    for size in dict.fromkeys(map(size_of, rows)):
-        of_size = [row for row in rows if size_of(row) == size]
-        parts += [f"**{words(size)}**", columns_of(of_size, cell)]
+    for shape in dict.fromkeys(map(shape_of, rows)):
+        for direction in DIRECTIONS:
+            own = [r for r in rows if shape_of(r) == shape and r["direction"] == direction]
+            if own:
+                parts += [f"**{direction.capitalize()}: {words(own)}**", table_of(own, cell)]
     return "\n\n".join(parts)
 
 
-def columns_of(rows: Rows, cell: Callable[[dict], str]) -> str:
-    """The table of one size."""
-    columns = [
-        (direction, name)
-        for direction in DIRECTIONS
-        for name in dict.fromkeys(r["implementation"] for r in rows if r["direction"] == direction)
-        if direction == "backward" or not name.endswith(ANY_ORDER)
+def table_of(rows: Rows, cell: Callable[[dict], str]) -> str:
+    """The table of one shape and pass."""
+    names = dict.fromkeys(row["implementation"] for row in rows)
+    if rows[0]["direction"] == "forward":
+        names = [name for name in names if not name.endswith(ANY_ORDER)]
+    problems: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        problem = row["seq_len"], row["batch"], row["block_size"], row["pattern"]
+        problems.setdefault(problem, {})[row["implementation"]] = row
+    varied = len(block_sizes(rows)) > 1
+    lines = [
+        [
+            *(f"{tokens:,}", f"{batch}", *[f"{side}"] * varied, pattern),
+            f"{next(iter(found.values()))['density']:.3g}",
+            *(cell(found[name]) if name in found else "" for name in names),
+        ]
+        for (tokens, batch, side, pattern), found in problems.items()
     ]
-    lines = []
-    for pattern in dict.fromkeys(row["pattern"] for row in rows):
-        found = {(r["direction"], r["implementation"]): r for r in rows if r["pattern"] == pattern}
-        density = next(iter(found.values()))["density"]
-        cells = [cell(found[column]) if column in found else "" for column in columns]
-        lines.append([pattern, f"{density:.3g}", *cells])
-    head = [f"{direction}: {NAMES[name]}" for direction, name in columns]
-    return table(["mask", "density s", *head], lines)
+    tokens = "keys" if rows[0].get("q_len") else "tokens"
+    head = [
+        tokens,
+        "batch",
+        *["block size"] * varied,
+        "mask",
+        "density s",
+        *(NAMES[name] for name in names),
+    ]
+    return table(head, lines)
 
 
 def milliseconds(row: dict) -> str:
