@@ -114,7 +114,7 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(monkeypatch):
     @contextmanager
     def prepared(prepare, clock):
         if sum(held) + prepare() > 3:
-            raise torch.OutOfMemoryError(f"no room for {prepare()}")
+            raise torch.OutOfMemoryError(f"no memory for {prepare()}")
         held.append(prepare())
         try:
             yield lambda runs: [float(prepare())] * runs
@@ -132,7 +132,7 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(monkeypatch):
     times = measurement.timed(passes, METHOD, skips)
     assert {name: of["median_ms"] for name, of in times.items()} == {"a": 2, "b": 1, "c": 2}
     assert together == [[2, 1], [2], []]
-    assert skips.reasons == {"d": "no room for 4"}
+    assert skips.reasons == {"d": "no memory for 4"}
 
 
 def test_our_own_kernels_have_to_run(monkeypatch):
