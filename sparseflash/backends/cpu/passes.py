@@ -53,15 +53,15 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     whole_max = None if call.max_logits is None else torch.full_like(whole_lse, -math.inf)
     out, lse = whole_out.view(-1, bq, v.shape[2]), whole_lse.view(-1, bq, 1)
     for problem in problems(call):
-        q_here, out_here, lse_here = (problem.queries_of(x) for x in (q, out, lse))
-        k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
-        max_here = None if whole_max is None else problem.queries_of(whole_max.view(-1, bq, 1))
+        q_chunk, out_chunk, lse_chunk = (problem.queries_of(x) for x in (q, out, lse))
+        k_chunk, v_chunk = problem.keys_of("key", k), problem.keys_of("value", v)
+        max_chunk = None if whole_max is None else problem.queries_of(whole_max.view(-1, bq, 1))
         for part in problem.parts():
-            q_part, out_part, lse_part = (_rows(x, part) for x in (q_here, out_here, lse_here))
-            scores, _, _ = problem.scores(part, problem.to_segments(q_part), k_here)
+            q_part, out_part, lse_part = (_rows(x, part) for x in (q_chunk, out_chunk, lse_chunk))
+            scores, _, _ = problem.scores(part, problem.to_segments(q_part), k_chunk)
             row_max = problem.max_of_rows(scores)
-            if max_here is not None:
-                max_here[:, part] = row_max / LOG2E
+            if max_chunk is not None:
+                max_chunk[:, part] = row_max / LOG2E
             # A row of nothing but -inf keeps a finite maximum: its P is 0 and not NaN.
             row_max.clamp_(min=torch.finfo(row_max.dtype).min)
             p = scores.sub_(problem.to_segments(row_max)).exp2_()
@@ -72,11 +72,11 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
             if call.spec.dropout_p > 0:
                 p = _drop(p, problem.dropout_keep_mask(part))
                 row_sum *= 1 - call.spec.dropout_p
-            problem.multiply(p, v_here, out_part).div_(row_sum)
-        problem.write_queries(out, out_here)
-        problem.write_queries(lse, lse_here)
-        if whole_max is not None and max_here is not None:
-            problem.write_queries(whole_max.view(-1, bq, 1), max_here)
+            problem.multiply(p, v_chunk, out_part).div_(row_sum)
+        problem.write_queries(out, out_chunk)
+        problem.write_queries(lse, lse_chunk)
+        if whole_max is not None and max_chunk is not None:
+            problem.write_queries(whole_max.view(-1, bq, 1), max_chunk)
     q_len = query.shape[2]
     if whole_max is not None and call.max_logits is not None:
         call.max_logits.copy_(whole_max[:, :, :q_len])
@@ -114,41 +114,41 @@ def backward(
         read_sums = {i: part.view(-1) for i, part in enumerate(parts) if part is not None}
 
     for problem in problems(call):
-        q_here, grad_o_here = problem.queries_of(q), problem.queries_of(grad_o)
-        lse_here, delta_here = problem.queries_of(lse), problem.queries_of(delta)
-        k_here, v_here = problem.keys_of("key", k), problem.keys_of("value", v)
-        grad_q_here = problem.queries_of(grad_q)
-        grad_k_here = problem.sums_of_keys("grad_key", grad_k)
-        grad_v_here = problem.sums_of_keys("grad_value", grad_v)
+        q_chunk, grad_o_chunk = problem.queries_of(q), problem.queries_of(grad_o)
+        lse_chunk, delta_chunk = problem.queries_of(lse), problem.queries_of(delta)
+        k_chunk, v_chunk = problem.keys_of("key", k), problem.keys_of("value", v)
+        grad_q_chunk = problem.queries_of(grad_q)
+        grad_k_chunk = problem.sums_of_keys("grad_key", grad_k)
+        grad_v_chunk = problem.sums_of_keys("grad_value", grad_v)
         for part in problem.parts():
             keep_mask = problem.dropout_keep_mask(part)
             q_part, grad_o_part, lse_part, delta_part = (
                 problem.to_segments(_rows(x, part))
-                for x in (q_here, grad_o_here, lse_here, delta_here)
+                for x in (q_chunk, grad_o_chunk, lse_chunk, delta_chunk)
             )
-            scores, derivative, reads = problem.scores(part, q_part, k_here, True, needs_reads)
+            scores, derivative, reads = problem.scores(part, q_part, k_chunk, True, needs_reads)
             p = scores.sub_(lse_part).exp2_()
             if needs_value:
-                grad_v_here.baddbmm_(_drop(p, keep_mask).mT, grad_o_part)
+                grad_v_chunk.baddbmm_(_drop(p, keep_mask).mT, grad_o_part)
             if needs_query or needs_key or needs_bias or needs_blocks or needs_reads:
-                dp = _drop(problem.product("grad", grad_o_part, v_here.mT), keep_mask)
+                dp = _drop(problem.product("grad", grad_o_part, v_chunk.mT), keep_mask)
                 ds = dp.sub_(delta_part).mul_(p)
                 if grad_bias is not None and bias is not None:
                     grad_bias.index_add_(0, problem.bias_index(bias, part).flatten(), ds.flatten())
                 if grad_blocks is not None:
                     problem.add_block_sums(grad_blocks, ds, part)
-                for number, entry, slope in reads:
-                    found = (ds * slope).sum_to_size(entry.shape)
-                    read_sums[number].index_add_(0, entry.flatten(), found.flatten())
+                for number, entry, read_derivative in reads:
+                    sums = (ds * read_derivative).sum_to_size(entry.shape)
+                    read_sums[number].index_add_(0, entry.flatten(), sums.flatten())
                 if derivative is not None:
                     ds.mul_(derivative)
                 if needs_query:
-                    problem.multiply(ds, k_here, _rows(grad_q_here, part))
+                    problem.multiply(ds, k_chunk, _rows(grad_q_chunk, part))
                 if needs_key:
-                    grad_k_here.baddbmm_(ds.mT, q_part)
-        problem.write_queries(grad_q, grad_q_here)
-        problem.add_keys(grad_k, grad_k_here)
-        problem.add_keys(grad_v, grad_v_here)
+                    grad_k_chunk.baddbmm_(ds.mT, q_part)
+        problem.write_queries(grad_q, grad_q_chunk)
+        problem.add_keys(grad_k, grad_k_chunk)
+        problem.add_keys(grad_v, grad_v_chunk)
     return (
         _sequence(grad_q.mul_(spec.scale), query).to(query.dtype) if needs_query else None,
         _sequence(grad_k.mul_(spec.scale), key).to(key.dtype) if needs_key else None,

@@ -55,8 +55,10 @@ class Problem:
         it, of others a copy.
         """
         run = self._chunk.query_run
-        here = blocks[run] if run else blocks.index_select(0, self._chunk.query_blocks.flatten())
-        return here.reshape(self._problems, -1, blocks.shape[2])
+        chunk_blocks = (
+            blocks[run] if run else blocks.index_select(0, self._chunk.query_blocks.flatten())
+        )
+        return chunk_blocks.reshape(self._problems, -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
         """(problems * segments, width, head_dim), not to be written to: of consecutive blocks a
@@ -65,18 +67,18 @@ class Problem:
         if self._chunk.key_run:
             return self._run_of_keys(blocks)
         numbers = self._chunk.key_blocks.flatten()
-        here = workspace.take(name, (len(numbers), *blocks.shape[1:]), blocks.dtype)
-        torch.index_select(blocks, 0, numbers, out=here)
-        return here.view(-1, self._width, blocks.shape[2])
+        chunk_blocks = workspace.take(name, (len(numbers), *blocks.shape[1:]), blocks.dtype)
+        torch.index_select(blocks, 0, numbers, out=chunk_blocks)
+        return chunk_blocks.view(-1, self._width, blocks.shape[2])
 
     def _run_of_keys(self, blocks: Tensor) -> Tensor:
         return blocks[self._chunk.key_run].reshape(-1, self._width, blocks.shape[2])
 
-    def write_queries(self, blocks: Tensor, here: Tensor):
+    def write_queries(self, blocks: Tensor, chunk_blocks: Tensor):
         """Writes what became of queries_of(contiguous blocks) back to where it is from."""
         if not self._chunk.query_run:
             numbers = self._chunk.query_blocks.flatten()
-            blocks.index_copy_(0, numbers, here.view(-1, *blocks.shape[1:]))
+            blocks.index_copy_(0, numbers, chunk_blocks.view(-1, *blocks.shape[1:]))
 
     def sums_of_keys(self, name: str, blocks: Tensor) -> Tensor:
         """(problems * segments, width, head_dim), where what belongs to the keys of the chunk is
@@ -88,11 +90,11 @@ class Problem:
         shape = (self._problems * self._keys // self._width, self._width)
         return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype).zero_()
 
-    def add_keys(self, blocks: Tensor, here: Tensor):
+    def add_keys(self, blocks: Tensor, chunk_blocks: Tensor):
         """Adds sums_of_keys(blocks), where they are elsewhere, to the blocks of all keys."""
         if not self._chunk.key_run:
             numbers = self._chunk.key_blocks.flatten()
-            blocks.index_add_(0, numbers, here.view(-1, *blocks.shape[1:]))
+            blocks.index_add_(0, numbers, chunk_blocks.view(-1, *blocks.shape[1:]))
 
     def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):
         """Adds what each block has of `pairs`, (problems * segments, part, width), to totals
@@ -177,9 +179,9 @@ class Problem:
             capped = scores / LOG2E
             if with_reads and function.reads is not None:
                 reads = function.reads.torch(capped, *arguments)
-            changed, of_score = function.of_tensors(capped, *arguments)
-            scores.copy_(changed).mul_(LOG2E)
-            derivative = of_score if derivative is None else derivative * of_score
+            f, score_derivative = function.of_tensors(capped, *arguments)
+            scores.copy_(f).mul_(LOG2E)
+            derivative = score_derivative if derivative is None else derivative * score_derivative
         if self._bias is not None:
             scores.add_(self._bias.flatten()[self.bias_index(self._bias, part)], alpha=LOG2E)
         if self._tile_mask is not None:
@@ -241,8 +243,8 @@ class Problem:
         for start in range(first_key - first_key % self._width, self._keys, self._width):
             masked = slice(max(start, first_key), start + self._width)
             segment = by_row[:, start // self._width, ..., masked.start - start :]
-            here = mask[..., masked.start - first_key : masked.stop - first_key]
-            segment.add_(here.unsqueeze(1))
+            segment_mask = mask[..., masked.start - first_key : masked.stop - first_key]
+            segment.add_(segment_mask.unsqueeze(1))
 
     def _mask_of_tiles(self, bit_tiles: Tensor) -> Tensor | None:
         """(problems, bq, partial * bk): for the last keys of each problem; None without any."""

@@ -83,8 +83,8 @@ def prepare_pass(plan: Plan, pass_name: str, tensors: dict[str, Tensor]) -> Prep
         shares_mask = (
             spec.mask_heads == 1 or spec.mask_group > 1 or table.by_query.row_ptr.shape[0] == 1
         )
-        facts = (spec, table.block_size, shares_mask, pass_name, tuple(tensors))
-        prepared = plan.cache[pass_name, layout] = _prepare(*facts, *layout)
+        properties = (spec, table.block_size, shares_mask, pass_name, tuple(tensors))
+        prepared = plan.cache[pass_name, layout] = _prepare(*properties, *layout)
     return prepared
 
 
@@ -186,7 +186,7 @@ def launch_pass(
     def launch_of_call() -> Launch:
         table = call.table
         rows = table.by_key if prepared.by_key else table.by_query
-        sizes, every_tile = _sizes_and_grid(call.spec, rows, prepared)
+        sizes, default_grid = _sizes_and_grid(call.spec, rows, prepared)
         scale_log2, softcap, threshold, keep_scale = prepared.scalars
         arguments = (
             *_interleaved(tensors.values(), prepared.strides),
@@ -205,14 +205,14 @@ def launch_pass(
         strided = len(tensors) * (1 + RANK)
         names = kernel.arg_names[strided : strided + len(streamed) + len(others)]
         changing = (*tensors, *names, "key_lengths", *OF_SCORES, "block_positions", "seed")
-        return Launch(grid or every_tile, arguments, variant, prepared.constants, changing)
+        return Launch(grid or default_grid, arguments, variant, prepared.constants, changing)
 
     values = [
         x.data_ptr() if isinstance(x, Tensor) else None
         for x in (*tensors.values(), *streamed, *others, *changed_by_call)
     ]
-    facts = [Tensor if isinstance(x, Tensor) else x for x in others]
-    signature = (kernel.__name__, prepared, grid, bias_stride, *facts)
+    types_and_values = [Tensor if isinstance(x, Tensor) else x for x in others]
+    signature = (kernel.__name__, prepared, grid, bias_stride, *types_and_values)
     if not try_relaunch(call.plan.cache, signature, (*values, call.seed)):
         launch_and_store(call.plan.cache, signature, kernel, launch_of_call())
 
@@ -286,8 +286,8 @@ def _layout(
 def _strides_and_alignment(
     tensors: Iterable[Tensor],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
-    facts = [(t.stride(), t.data_ptr() % ALIGNMENT == 0) for t in tensors]
-    strides, aligned = zip(*facts, strict=True)
+    layouts = [(t.stride(), t.data_ptr() % ALIGNMENT == 0) for t in tensors]
+    strides, aligned = zip(*layouts, strict=True)
     return strides, aligned
 
 

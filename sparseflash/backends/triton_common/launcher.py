@@ -64,16 +64,16 @@ def launch(
     Raises:
         ValueError: A static assertion fails, which says what is wrong with the call.
     """
-    known = (kernel.__module__, kernel.__name__, variant)
+    key = (kernel.__module__, kernel.__name__, variant)
     if _COMPILES_ONLY.get():
-        if isinstance(kernel, triton.JITFunction) and known not in _COMPILED:
+        if isinstance(kernel, triton.JITFunction) and key not in _COMPILED:
             with _assertions_as_value_errors():
                 kernel.warmup(*arguments, grid=grid, **constants)
         return None
     if 0 in grid:
         return None
-    if known in _COMPILED:
-        compiled, constant_arguments = _COMPILED[known]
+    if key in _COMPILED:
+        compiled, constant_arguments = _COMPILED[key]
         _start(compiled, grid, (*arguments, *constant_arguments))
         return Launched(compiled, (*arguments, *constant_arguments), grid)
     with _assertions_as_value_errors():
@@ -82,7 +82,7 @@ def launch(
         return None
     names = kernel.arg_names[len(arguments) :]
     constant_arguments = tuple(constants[name] for name in names)
-    _COMPILED[known] = compiled, constant_arguments
+    _COMPILED[key] = compiled, constant_arguments
     return Launched(compiled, (*arguments, *constant_arguments), grid)
 
 
