@@ -1,4 +1,4 @@
-"""A batch of equal problems out of one call: its blocks, scores, mask and dropout."""
+"""A batch of attention problems of equal shape, cut from one call."""
 
 import math
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ from sparseflash.dropout import keep_mask_of_quads
 from sparseflash.score import named
 
 LOG2E = math.log2(math.e)
-# (256, 8): what is added to the scores of the eight keys of a byte, 0 where set, -inf elsewhere.
+# (256, 8): for each byte of a bit tile what is added to the scores of its eight keys, 0 or -inf.
 _BYTES, _BITS = (torch.arange(n, device="cpu") for n in (256, 8))
 _BIT_SET = (_BYTES.unsqueeze(1) >> _BITS) % 2 == 1
 _BYTE_MASK = torch.where(_BIT_SET, 0.0, -math.inf)
 
 
 class Problem:
-    """One chunk of a call: (problems, queries) against (problems, keys), in tokens.
+    """One chunk of a call: `problems` independent problems of `queries` x `keys` tokens.
 
-    queries = merged * bq, keys = count * bk. Long rows of scores are cut into segments of `width`
-    keys: tensors over keys are (problems * segments, ..., width), those over queries alone
-    (problems, queries, ...). Tensors named `blocks` hold whole sequences as
-    (batch * heads * blocks, block, head_dim).
+    A problem has merged * bq queries and count * bk keys. Long rows of scores are divided into
+    segments of `width` keys. Tensors over keys are (problems * segments, ..., width), and tensors
+    over queries alone (problems, queries, ...). `part` is a slice of the queries. Tensors named
+    `blocks` are whole sequences, (batch * heads * blocks, block, head_dim).
     """
 
     def __init__(self, chunk: Chunk, call: Call):
@@ -51,8 +51,9 @@ class Problem:
         )
 
     def queries_of(self, blocks: Tensor) -> Tensor:
-        """(problems, queries, head_dim): of consecutive blocks a view where their strides allow
-        it, of others a copy.
+        """The queries of the chunk: (problems, queries, head_dim).
+
+        A view if the blocks are consecutive and their strides allow it, else a copy.
         """
         run = self._chunk.query_run
         chunk_blocks = (
@@ -61,8 +62,10 @@ class Problem:
         return chunk_blocks.reshape(self._problems, -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
-        """(problems * segments, width, head_dim), not to be written to: of consecutive blocks a
-        view where their strides allow it, of others a copy in the workspace under `name`.
+        """The keys of the chunk: (problems * segments, width, head_dim), read-only.
+
+        A view if the blocks are consecutive and their strides allow it, else a copy in the
+        workspace under `name`.
         """
         if self._chunk.key_run:
             return self._run_of_keys(blocks)
@@ -75,15 +78,15 @@ class Problem:
         return blocks[self._chunk.key_run].reshape(-1, self._width, blocks.shape[2])
 
     def write_queries(self, blocks: Tensor, chunk_blocks: Tensor):
-        """Writes what became of queries_of(contiguous blocks) back to where it is from."""
+        """Writes a result of queries_of(blocks) back to contiguous blocks, if it is a copy."""
         if not self._chunk.query_run:
             numbers = self._chunk.query_blocks.flatten()
             blocks.index_copy_(0, numbers, chunk_blocks.view(-1, *blocks.shape[1:]))
 
     def sums_of_keys(self, name: str, blocks: Tensor) -> Tensor:
-        """(problems * segments, width, head_dim), where what belongs to the keys of the chunk is
-        added up: of consecutive blocks of contiguous ones a view, of others zeros in the workspace
-        under `name`.
+        """Memory for sums over the keys of the chunk: (problems * segments, width, head_dim).
+
+        A view of `blocks` if the blocks are consecutive, else zeros in the workspace under `name`.
         """
         if self._chunk.key_run:
             return self._run_of_keys(blocks)
@@ -91,14 +94,18 @@ class Problem:
         return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype).zero_()
 
     def add_keys(self, blocks: Tensor, chunk_blocks: Tensor):
-        """Adds sums_of_keys(blocks), where they are elsewhere, to the blocks of all keys."""
+        """Adds a result of sums_of_keys(blocks) to `blocks`, if it is not a view."""
         if not self._chunk.key_run:
             numbers = self._chunk.key_blocks.flatten()
             blocks.index_add_(0, numbers, chunk_blocks.view(-1, *blocks.shape[1:]))
 
     def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):
-        """Adds what each block has of `pairs`, (problems * segments, part, width), to totals
-        (batch, heads, nq, nk).
+        """Adds the sum over each block of `pairs` to `totals`.
+
+        Args:
+            totals: (batch, heads, nq, nk).
+            pairs: (problems * segments, part, width).
+            part: The queries of `pairs`.
         """
         by_key_block = self.by_problem(pairs).transpose(1, 2).flatten(2)
         by_key_block = by_key_block.unflatten(2, (-1, self._block_k)).sum(-1)
@@ -108,23 +115,24 @@ class Problem:
         totals.view(-1).index_add_(0, index, by_key_block.flatten())
 
     def max_of_rows(self, x: Tensor) -> Tensor:
-        """(problems * segments, part, width) -> (problems, part, 1)"""
+        """The row max: (problems * segments, part, width) -> (problems, part, 1)."""
         row_max = x.amax(-1, keepdim=True)
         return row_max if self._keys == self._width else self.by_problem(row_max).amax(1)
 
     def sum_of_segments(self, x: Tensor) -> Tensor:
-        """(problems * segments, part, n) -> (problems, part, n)"""
+        """The sum over segments: (problems * segments, part, n) -> (problems, part, n)."""
         return x if self._keys == self._width else self.by_problem(x).sum(1)
 
     def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Writes a b to out (problems, part, n), the segments of each problem summed."""
+        """Writes a b, summed over the segments of each problem, to out (problems, part, n)."""
         if self._keys == self._width:
             return torch.bmm(a, b, out=out)
         return torch.sum(self.by_problem(torch.bmm(a, b)), 1, out=out)
 
     def parts(self) -> Iterator[slice]:
-        """Slices of the queries whose scores fit in the cache, usually one: whole block rows, or
-        a part of one.
+        """Slices of the queries, usually one, whose scores fit in the cache.
+
+        A slice is made of whole block rows, or is a part of one.
         """
         queries, row = self._chunk.query_blocks.shape[1] * self._block_q, self._block_q
         step = queries_at_once(self._keys)
@@ -135,14 +143,14 @@ class Problem:
                 yield slice(start, min(start + step, end))
 
     def to_segments(self, x: Tensor) -> Tensor:
-        """(problems, part, n) -> (problems * segments, part, n): the same for every segment."""
+        """Repeats for every segment: (problems, part, n) -> (problems * segments, part, n)."""
         segments = self._keys // self._width
         if segments == 1:
             return x
         return x.unsqueeze(1).expand(-1, segments, -1, -1).reshape(-1, *x.shape[1:])
 
     def by_problem(self, x: Tensor) -> Tensor:
-        """(problems * segments, part, n) -> (problems, segments, part, n), to be reduced."""
+        """(problems * segments, part, n) -> (problems, segments, part, n)."""
         return x.view(-1, self._keys // self._width, *x.shape[1:])
 
     def product(self, name: str, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
@@ -160,17 +168,23 @@ class Problem:
     ) -> tuple[Tensor, Tensor | float | None, list[tuple[int, Tensor, Tensor]]]:
         """(scores, derivative, reads), the first two (problems * segments, part, width).
 
-        scores = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked. The
-        derivative is that of score and softcap, None if it is 1 or not asked for. For the reads,
-        none if they are not asked for, see score.ReadDerivatives.
-        query: those of `part`, for every segment
+        scores = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked.
+
+        Args:
+            part: Slice of the queries.
+            query: The queries of `part`, repeated for every segment.
+            key: The keys of the chunk.
+            with_derivative: Whether to compute the derivative of score function and soft cap. It
+                is None if it is 1 or not computed.
+            with_reads: Whether to compute the derivatives by score tensors; see
+                score.ReadDerivatives.
         """
         cap = self._spec.softcap
         factor = self._spec.scale * (1 / cap if cap else LOG2E)
         scores, derivative = self.product("scores", query, key.mT, factor), None
         reads = []
         if cap:
-            # 1 - tanh^2, but without the cancellation where the cap is reached.
+            # 1 - tanh^2, without cancellation near the cap.
             derivative = scores.cosh().pow_(-2) if with_derivative else None
             scores.tanh_().mul_(cap * LOG2E)
         if self._spec.score is not None:
@@ -202,19 +216,19 @@ class Problem:
         return index
 
     def _pairs(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Batch element, head, query and key of every score, to broadcast: int64."""
+        """Batch element, head, query and key of each score: int64, they broadcast."""
         query, key = self._query_positions()[:, part], self._key_positions()
         bh = self.to_segments(self._chunk.bh.view(-1, 1, 1))
         batch, head = bh // self._spec.heads, bh % self._spec.heads
         return batch, head, self.to_segments(query.unsqueeze(2)), key.view(-1, 1, self._width)
 
     def _query_positions(self) -> Tensor:
-        """int64 (problems, queries): where each query stands in the whole sequence."""
+        """The position of each query in the whole sequence: int64 (problems, queries)."""
         first = None if self._positions is None else self._positions.query
         return _tokens(self._chunk.query_blocks % self._rows, self._block_q, first)
 
     def _key_positions(self) -> Tensor:
-        """int64 (problems, keys): where each key stands in the whole sequence."""
+        """The position of each key in the whole sequence: int64 (problems, keys)."""
         first = None if self._positions is None else self._positions.key
         return _tokens(self._chunk.key_blocks % self._columns, self._block_k, first)
 
@@ -247,7 +261,7 @@ class Problem:
             segment.add_(segment_mask.unsqueeze(1))
 
     def _mask_of_tiles(self, bit_tiles: Tensor) -> Tensor | None:
-        """(problems, bq, partial * bk): for the last keys of each problem; None without any."""
+        """Element masks of the last keys of each problem: (problems, bq, partial * bk) or None."""
         chunk, spec = self._chunk, self._spec
         if not chunk.tiles.numel():
             return None
@@ -265,16 +279,16 @@ class Problem:
         return mask.view(self._problems, self._block_q, -1)
 
     def _mask_of_padding(self, key_lengths: Tensor) -> Tensor:
-        """(problems * segments, 1, width)"""
+        """0, or -inf at padded keys: (problems * segments, 1, width)."""
         length = key_lengths[self._chunk.bh // self._spec.heads].unsqueeze(1)
         padded = _tokens(self._chunk.key_blocks % self._columns, self._block_k) >= length
         return torch.where(padded, -math.inf, 0.0).view(-1, 1, self._width)
 
 
 def problems(call: Call) -> Iterator[Problem]:
-    """Every non-empty block row of every head exactly once.
+    """All problems of a call. Together they have each non-empty block row of each head once.
 
-    They share their memory: a problem is valid until the next one is asked for.
+    They share memory: a problem is valid until the next one is taken.
     """
     try:
         for chunk in chunks(call.plan):
@@ -284,9 +298,12 @@ def problems(call: Call) -> Iterator[Problem]:
 
 
 def _tokens(blocks: Tensor, size: int, first: Tensor | None = None) -> Tensor:
-    """(problems, n) numbers of blocks -> (problems, n * size) numbers of the tokens in them.
+    """The tokens of blocks: (problems, n) -> (problems, n * size).
 
-    first: the first token of each block, where blocks do not follow one another
+    Args:
+        blocks: Indices of blocks.
+        size: Tokens of a block.
+        first: The first token of each block, if blocks do not follow one another.
     """
     begin = blocks * size if first is None else first[blocks]
     return (begin.unsqueeze(-1) + torch.arange(size, device="cpu")).flatten(1)

@@ -1,4 +1,4 @@
-"""The host side of all kernels: their arguments, their constants and their grid of programs."""
+"""The host side of all kernels: arguments, compile-time constants and grids."""
 
 import math
 from collections.abc import Iterable
@@ -26,9 +26,9 @@ from sparseflash.dispatch.spec import AttentionSpec
 
 MAX_TILE = 256
 MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
-RANK = 4  # of query, key and value: each comes with so many strides
-# The tensors that the loop of a pass reads, for which its kernel takes descriptors: one with the
-# dims of query and key, then one with those of value.
+RANK = 4  # dims of query, key and value, and so the number of strides of each
+# The tensors that the loop of a pass reads by TMA descriptors: the first has the head dim, the
+# second the value dim.
 STREAMED = {
     "forward": ("key", "value"),
     "decode": ("key", "value"),
@@ -40,20 +40,18 @@ STREAMED = {
 
 @dataclass(frozen=True, eq=False)
 class PreparedPass:
-    """What is the same in all launches of a pass with equal facts and layouts of tensors.
+    """What launches of a pass share if their specs and the layouts of their tensors are equal.
 
     Args:
         config: Tile shape, warps and pipeline stages.
         streamed: Names of the tensors that the loop reads.
         variant, constants: See triton_common.launcher.
         strides: Strides of the tensors, as the kernel takes them.
-        tiles: Shapes of the tiles that the descriptors of streamed tensors describe; None where
-            the loop reads pointers.
-        scalars: scale * log2(e), the soft cap, the least random word that keeps a pair,
-            1 / (1 - dropout_p).
+        tiles: Shapes of the TMA boxes of streamed tensors; None if the loop reads by pointers.
+        scalars: scale * log2(e), soft cap, dropout threshold, 1 / (1 - dropout_p).
         by_key: Whether block rows are those of keys.
-        heads, tiles_per_row: Programs along the heads, and for each block row.
-        resident_programs: How many programs run at a time, about.
+        heads, tiles_per_row: Number of programs along the heads, and for each block row.
+        resident_programs: About the number of programs that run at a time.
     """
 
     config: Config
@@ -70,7 +68,7 @@ class PreparedPass:
 
 
 def prepare_pass(plan: Plan, pass_name: str, tensors: dict[str, Tensor]) -> PreparedPass:
-    """What a pass over these tensors launches with.
+    """The launch parameters of a pass, cached in the plan.
 
     Args:
         pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
@@ -146,7 +144,7 @@ def _prepare(
 def _sizes_and_grid(
     spec: AttentionSpec, rows: BlockLists, prepared: PreparedPass
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """kernels.block_lists.Sizes, and the grid: a program for each tile of rows."""
+    """kernels.block_lists.Sizes, and the grid: one program for each tile of a block row."""
     tiles = rows.num_rows * prepared.tiles_per_row
     longest_first = rows.imbalance > LONGEST_FIRST_IMBALANCE and tiles <= MAX_GRID_YZ
     sizes = (
@@ -174,7 +172,7 @@ def launch_pass(
 
     Args:
         tensors: As in prepare_pass.
-        grid: By default a program for each tile of rows.
+        grid: By default one program for each tile of a block row.
     """
     key_lengths, bias = call.key_lengths, call.bias
     score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
@@ -243,14 +241,16 @@ def launch_with_layout(
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled to know of its strided tensors.
+    """The properties of strided tensors for which a kernel is compiled.
 
-    Kernels serve any strides (see kernels.signature). ALIGN is the largest power of two, up to 16
-    bytes, that divides all strides but the last: those come divided by it.
+    Kernels accept any strides (see kernels.signature).
 
     Attributes:
+        align: The largest power of two, up to 16 bytes, that divides all strides but the last.
+            These strides are passed divided by it.
+        index: Dtype of offsets.
         unit: For each tensor, whether its last stride is 1.
-        wide: The strides that take 64 bits, by tensor and axis.
+        wide: The strides that need 64 bits, as (tensor, axis).
         aligned: For each tensor, whether it begins at a multiple of 16 bytes.
     """
 
@@ -269,7 +269,7 @@ class Layout(NamedTuple):
 def _layout(
     element_size: int, strides: tuple[tuple[int, ...], ...], aligned: tuple[bool, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], Layout]:
-    """Strides as kernels take them, and the layout of their tensors."""
+    """The strides as kernels take them, and the layout."""
     unit = tuple(s[-1] == 1 for s in strides)
     align = (
         math.gcd(ALIGNMENT // element_size, *(n for s in strides for n in s[:-1]))

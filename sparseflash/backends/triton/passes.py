@@ -4,10 +4,11 @@
     dS = P * (dropout(dO V^T) - delta)
     dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
 
-The backward pass is a kernel over query rows (dQ) and one over key rows (dK and dV); both compute
-P anew, tile by tile, and so does a third where a bias, the blocks of a DynamicMask or score
-tensors want a gradient. None adds floats to memory that another program writes, so the same inputs
-give the same bits: sums of score tensors are in fixed point, unless deterministic is False.
+The backward pass has a kernel over block rows of queries (dQ) and one over block rows of keys (dK
+and dV). A third kernel runs if a bias, the blocks of a DynamicMask or score tensors need a
+gradient. Each recomputes P tile by tile. No kernel adds floating-point numbers to memory that
+another program writes, so equal inputs give equal bits. Sums for score tensors are in fixed point,
+unless deterministic is False.
 """
 
 import torch
@@ -23,10 +24,9 @@ from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out
 
-# Programs of ds_sums where each has sums over distances of its own, whose memory is that of so
-# many rows of a bias.
+# Most programs of ds_sums if there is a bias: each has sums of its own, as large as a row of it.
 DS_SUMS_PROGRAMS = 512
-LSE_DELTA_ROWS = 64  # most queries of a program that computes LSE and delta alone
+LSE_DELTA_ROWS = 64  # most queries of a program of the kernel of LSE and delta
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def backward(
 
 
 def _launch_lse_delta(call: Call, out: Tensor, grad_out: Tensor, lse_arguments: tuple) -> None:
-    """Writes LSE and delta where no kernel computes dQ."""
+    """Launches the kernel that writes LSE and delta, for calls that do not compute dQ."""
     spec, block_q = call.spec, call.table.block_size[0]
     rows = min(block_q, LSE_DELTA_ROWS)
     launch_with_layout(
@@ -121,7 +121,7 @@ def _ds_sums(
         if spec.deterministic:
             largest = torch.zeros_like(any_order, dtype=torch.int32)
             any_order, fixed = None, torch.zeros_like(any_order, dtype=torch.int64)
-            # So many of the largest summand fit into 63 bits.
+            # Units of the largest summand, such that a sum over all pairs fits into 63 bits.
             pairs = spec.batch * spec.heads * spec.q_len * spec.k_len
             steps = 2.0 ** (62 - pairs.bit_length())
             launch_sums(None, None, None, largest, None)

@@ -1,9 +1,8 @@
-"""Launches of Triton kernels that do not ask Triton each time which of its kernels to launch.
+"""Launches Triton kernels with less host time than Triton itself.
 
 A kernel is launched in one of three ways. The first time Triton compiles it. After that `launch`
-finds it by its variant and starts it. From the third time with an equal signature on, what
-`launch_and_store` stored starts it, by rewriting the parameters of the launch before: see
-relaunch.py.
+looks it up by its variant. Later launches with an equal signature reuse the launch that
+`launch_and_store` stored, and change only its parameters: see relaunch.py.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -33,8 +32,9 @@ class Launch(NamedTuple):
     Args:
         grid: Programs along three axes.
         arguments: Arguments of the kernel, without its constants.
-        variant: Everything that Triton compiles this kernel anew for. Triton would find it out
-            from the arguments at every launch, which takes longer than the launch itself.
+        variant: Key of the compiled kernel: everything for which Triton compiles another kernel.
+            Triton derives it from the arguments at every launch, which takes longer than the
+            launch itself.
         constants: Constant arguments by name, and options of the compiler.
         changing: Names of the arguments in which launches of one signature differ.
     """
@@ -59,10 +59,10 @@ def launch(
         kernel: A function decorated by triton.jit or gluon.jit.
 
     Returns:
-        What was launched, None if that is not a compiled kernel.
+        The launch; None if the kernel was interpreted, only compiled, or not launched.
 
     Raises:
-        ValueError: A static assertion fails, which says what is wrong with the call.
+        ValueError: A static assertion of the kernel fails; its message says what is wrong.
     """
     key = (kernel.__module__, kernel.__name__, variant)
     if _COMPILES_ONLY.get():
@@ -88,7 +88,7 @@ def launch(
 
 @contextmanager
 def _assertions_as_value_errors() -> Iterator[None]:
-    """Triton's error of a static assertion has the source of every caller before what it says."""
+    """Turns an error of a static assertion into a ValueError with the message of the assertion."""
     try:
         yield
     except CompilationError as error:
@@ -105,10 +105,10 @@ _COMPILES_ONLY = ContextVar("compiles only", default=False)
 
 
 def compile_only(run: Callable[[], object]) -> None:
-    """Calls `run`, whose launches compile their kernels beside one another and start none.
+    """Calls `run`; its launches compile their kernels in parallel and start none.
 
-    Triton parses a kernel in Python, under the interpreter's lock; most of the time is that of
-    its passes, LLVM and ptxas, which do not hold it.
+    Threads suffice: most of the time is that of Triton's passes, LLVM and ptxas, which do not hold
+    the lock of the Python interpreter.
     """
 
     def compile_in_threads() -> None:
@@ -134,7 +134,7 @@ def launch_and_store(cache: dict, signature: Hashable, kernel: Any, prepared: La
 
 
 def _start(compiled, grid: tuple[int, int, int], arguments: tuple) -> None:
-    """compiled[grid](*arguments), without what Triton does for launch hooks if there are none."""
+    """compiled[grid](*arguments), without the work for launch hooks if there are none."""
     _enter_context()
     hooks = knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -150,11 +150,11 @@ _THREAD = local()
 
 
 def _enter_context() -> None:
-    """Gives this thread a CUDA context, without which Triton cannot encode tensor maps.
+    """Gives this thread a CUDA context. Triton needs one to encode tensor maps.
 
-    A new thread, such as that of autograd, has none until it calls CUDA's runtime. Triton enters
-    the context of the device only where it loads a kernel. A thread that has one makes no call to
-    the runtime, for it may be capturing a CUDA graph.
+    A new thread, such as that of autograd, has none until it calls the CUDA runtime, and Triton
+    enters the context of the device only when it loads a kernel. A thread that has a context makes
+    no call here, because it may be capturing a CUDA graph.
     """
     if not hasattr(_THREAD, "entered"):
         if torch.version.cuda and torch.cuda.is_initialized() and not current_context():
@@ -164,5 +164,5 @@ def _enter_context() -> None:
 
 @lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a device has."""
+    """The number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
