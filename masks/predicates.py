@@ -13,6 +13,7 @@ from masks._core import convert
 from masks._core.elementwise import ElementwiseFunction
 from masks._core.grid import Grid
 from masks._core.intervals import concatenate, from_bool_matrix
+from masks._core.ranges import Spans
 from masks.block_mask import BlockMask
 from masks.builders import BLOCKS_AT_ONCE, from_runs
 
@@ -38,17 +39,21 @@ def _from_pairs(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tenso
     _evaluate(name, recorded.record, q[:2], k, (min(grid.q_len, 2), grid.k_len))
     is_elementwise = recorded.prepare(q, k)
     pair_bytes = recorded.pair_bytes() if is_elementwise else torch.int64.itemsize
+    decide = recorded.decisions(convert.span(grid)) if is_elementwise else None
 
-    def pairs(_: int, rows: slice) -> Tensor:
-        shape = (rows.stop - rows.start, grid.k_len)
+    def pairs(_: int, rows: slice, spans: Spans | None = None) -> Tensor:
+        keys = spans.first.numel() * spans.width if spans else grid.k_len
+        shape = (rows.stop - rows.start, keys)
         if is_elementwise:
-            return recorded.pairs(rows.start, rows.stop).expand(shape)
+            return recorded.pairs(rows, spans).expand(shape)
         return _evaluate(name, attends, q[rows], k, shape)
 
     threads = grid.device.type == "cpu" and grid.q_len * grid.k_len > PAIRS_FOR_THREADS
     run = _in_threads if threads else map
     read = functools.partial(_with_progress, f"reading {name}", run)
-    return BlockMask(convert.from_strips(grid, pairs, pair_bytes=pair_bytes, run=read))
+    return BlockMask(
+        convert.from_strips(grid, pairs, pair_bytes=pair_bytes, run=read, decide=decide)
+    )
 
 
 def from_block_predicate(

@@ -14,6 +14,7 @@ from masks._core.bit_tiles import deduplicate, pack, pack_bytes, to_words, unpac
 from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.grid import Grid
 from masks._core.intervals import empty, from_bool_matrix, from_points
+from masks._core.ranges import Range, Spans
 from masks.arguments import check_dtype
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ STRIP = 1 << 22  # pairs of a strip of block rows, which is converted at a time
 # Bytes of pairs that stay in the cache of a CPU. Computing and packing so few at a time is several
 # times as fast as whole strips.
 CACHED_BYTES = 1 << 20
+SPAN = 128  # keys, at least, that are decided or read together
 _WORDS = {16: torch.int16, 32: torch.int32}  # the dtype with one bit per key of a block
 
 
@@ -138,38 +140,60 @@ def grid_of_blocks(
     return grid
 
 
+def span(grid: Grid) -> int:
+    """Keys of a span: whole blocks."""
+    return max(SPAN, grid.bk)
+
+
 def from_strips(
     grid: Grid,
-    pairs: Callable[[int, slice], Tensor],
+    pairs: Callable[..., Tensor],
     head_to_mask: tuple[int, ...] = (0,),
     pair_bytes: int = 1,
     run: Callable = map,
+    decide: Callable[[slice], Range] | None = None,
 ) -> BlockSet:
     """The set of a function of pairs, evaluated strip by strip.
 
     Args:
         grid: Lengths, block size and device.
-        pairs: pairs(mask, slice of queries) returns bool (queries, k_len).
+        pairs: pairs(mask, slice of queries) returns bool (queries, k_len). With `decide`,
+            pairs(mask, slice of queries, Spans) returns bool (queries, keys) of these keys alone.
         head_to_mask: Index of the mask of each head.
         pair_bytes: Most bytes per pair of a value that `pairs` computes.
         run: `map`, or a function like it.
+        decide: decide(slice of queries) returns for each span of keys whether all and whether any
+            of the pairs attend, or (0, 1) where only reading them tells.
     """
     rows = max(1, STRIP // (grid.bq * grid.k_len))
     strips = [(m, row) for m in range(max(head_to_mask) + 1) for row in range(0, grid.nq, rows)]
-    at_once = max(1, CACHED_BYTES // (pair_bytes * grid.k_len))
-    if grid.device.type != "cpu":
-        at_once = rows * grid.bq
+    width = span(grid)
 
-    def packed(mask: int, begin: int, end: int) -> Tensor:
-        return pack_bytes(_pad_to_multiple(pairs(mask, slice(begin, end)), 1, grid.bk))
+    def packed(mask: int, queries: slice, first: Tensor) -> Tensor:
+        if len(first) * width >= grid.k_len:
+            found = pairs(mask, queries)
+        else:
+            inside = first.clamp(max=grid.k_len - width)
+            found, overlap = pairs(mask, queries, Spans(inside, width)), int((first - inside)[-1])
+            if overlap:
+                found = torch.cat([found[:, :-width], found[:, overlap - width :]], 1)
+        return pack_bytes(_pad_to_multiple(found, 1, grid.bk))
 
     def read_strip(strip: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mask, row = strip
         begin, end = row * grid.bq, min((row + rows) * grid.bq, grid.q_len)
+        full, first = _decided(grid, decide, slice(begin, end), width)
+        at_once = max(1, CACHED_BYTES // (pair_bytes * len(first) * width))
+        if grid.device.type != "cpu":
+            at_once = rows * grid.bq
         parts = [
-            packed(mask, first, min(first + at_once, end)) for first in range(begin, end, at_once)
+            packed(mask, slice(some, min(some + at_once, end)), first)
+            for some in range(begin, end, at_once)
         ]
-        return _strip_blocks(grid, torch.cat(parts), mask * grid.nq + row)
+        starts = torch.arange(0, width, grid.bk, device=grid.device)
+        columns = (first[:, None] + starts).flatten() // grid.bk
+        blocks = full, columns[columns < grid.nk]
+        return _strip_blocks(grid, torch.cat(parts), mask * grid.nq + row, *blocks)
 
     full, partial, tile, tiles = zip(*run(read_strip, strips), strict=True)
     first_tile = accumulate((len(part) for part in tiles), initial=0)
@@ -185,21 +209,47 @@ def _pad_to_multiple(x: Tensor, dim: int, multiple: int) -> Tensor:
     return torch.nn.functional.pad(x, sizes) if missing else x
 
 
+def _decided(
+    grid: Grid, decide: Callable[[slice], Range] | None, queries: slice, width: int
+) -> tuple[Tensor, Tensor]:
+    """(bool (nk,): columns of blocks that are full, int64: first keys of the spans to read)."""
+    first = torch.arange(0, grid.k_len, width, device=grid.device)
+    full = torch.zeros(grid.nk, dtype=torch.bool, device=grid.device)
+    if decide is None:
+        return full, first
+    all_attend, some_attend = (
+        torch.from_numpy(np.broadcast_to(end, len(first)) != 0) for end in decide(queries)
+    )
+    read = some_attend & ~all_attend
+    read[0] = True  # so that at least one is
+    return all_attend.repeat_interleave(width // grid.bk)[: grid.nk], first[read]
+
+
 def _strip_blocks(
-    grid: Grid, strip: Tensor, first_row: int
+    grid: Grid, strip: Tensor, first_row: int, known: Tensor, columns: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(full, partial, tile, bit tiles) of a strip of whole block rows: uint8 (queries, bytes)."""
+    """(full, partial, tile, bit tiles) of a strip of whole block rows.
+
+    Args:
+        grid: Lengths, block size and device.
+        strip: uint8 (queries, bytes), the pairs of the blocks of `columns`.
+        first_row: Number of the first block row.
+        known: bool (nk,), whether the blocks of other columns are full or empty.
+        columns: int64, numbers of the columns of blocks that were read.
+    """
     strip = _pad_to_multiple(strip, 0, grid.bq)
     # Most blocks are all false or all true, so pairs are compared as words.
     words = strip.view(_WORDS.get(grid.bk, torch.int64))
-    words = words.view(-1, grid.bq, grid.nk, words.shape[1] // grid.nk)
+    words = words.view(-1, grid.bq, len(columns), words.shape[1] // len(columns))
     full = _reduce_blocks(torch.bitwise_and, words) == -1
     row, column = ((_reduce_blocks(torch.bitwise_or, words) != 0) & ~full).nonzero(as_tuple=True)
     bit_tiles, tile = deduplicate(to_words(words[row, :, column]))
-    full_row, full_column = full.nonzero(as_tuple=True)
+    known = known.repeat(len(full), 1)
+    known[:, columns] = full
+    full_row, full_column = known.nonzero(as_tuple=True)
     return (
         grid.flat_index(0, full_row + first_row, full_column),
-        grid.flat_index(0, row + first_row, column),
+        grid.flat_index(0, row + first_row, columns[column]),
         tile,
         bit_tiles,
     )

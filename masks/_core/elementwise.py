@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from math import gcd, inf, prod
+from math import gcd
 from operator import add, attrgetter, neg, sub
 from threading import RLock
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from masks._core.narrow import Narrowed, Range, compared, narrowed, range_of
+from masks._core.narrow import Narrowed, compared, narrowed
+from masks._core.ranges import RULES, Range, Spans, range_of, range_of_number, ranges_of_spans
 
 # What a value depends on: (a, b), without a common divisor, is the sum a q + b k, and a set the
 # key and, by their ids, these values of the query.
@@ -54,6 +55,12 @@ _SUMS: dict[Any, Callable[..., Sum | None]] = {
     _aten.neg.default: lambda x: tuple(map(neg, x)),
     _aten.mul.Tensor: _product,
 }
+
+
+_OF_LOWEST_BITS = (
+    *(_aten.add, _aten.sub, _aten.rsub, _aten.neg, _aten.mul),
+    *(_aten.bitwise_and, _aten.bitwise_or, _aten.bitwise_xor, _aten.bitwise_not),
+)
 
 
 def _without_overflow(found: Sum | None) -> Sum | None:
@@ -104,10 +111,14 @@ class ElementwiseFunction:
         self.depends: dict[int, Dependence] = {}
         self.sums: dict[int, Sum] = {}
         self.made: dict[int, _Step] = {}  # by which values are made
+        self.bounds: dict[int, Range | None] = {}  # of values, whatever the tokens
         self.values: dict[int, Tensor] = {}
         self.pair_steps: list[tuple[_Step, set[int]]] = []  # with what no later one reads
         # Of values that are stored as one row: where in it the row of each query begins.
         self.begins: dict[Dependence, Tensor] = {}
+        self.of_tokens: dict[int, Tensor] = {}  # values of the query or the key, as integers
+        self.ranges: dict[int, Range | None] = {}  # of values for all tokens
+        self.ruled: list[_Step] = []  # whose results have narrower ranges in tiles
 
     def record(self, q: Tensor, k: Tensor) -> Any:
         """The function of a few queries and all keys."""
@@ -129,17 +140,20 @@ class ElementwiseFunction:
         sample_q, sample_k = map(id, self.sample)
         self.depends = {sample_q: QUERY, sample_k: KEY}
         self.sums = {sample_q: (*QUERY, 0), sample_k: (*KEY, 0)}
+        self.bounds = {sample_q: Range(0, len(q) - 1), sample_k: Range(0, k.numel() - 1)}
         recorded, self.steps = self.steps, []
         for step in itertools.chain.from_iterable(map(self._reduced, recorded)):
             self.steps.append(step)
             if not self._is_elementwise(step):
                 return False
+            self._add_made(step)
         self._drop_unread_steps()
         if self.depends.get(id(self.answer), CONSTANT) == CONSTANT:
             return False
         for which in {*self.depends.values()} - {CONSTANT}:
             if isinstance(which, tuple):
                 self._tabulate_sums(*which)
+        self._find_ranges()
         self._tabulate_shared_rows()
         if k.device.type == "cpu":
             self._narrow()
@@ -168,6 +182,48 @@ class ElementwiseFunction:
             sizes.append((step.operation.dtype if of_integers else step.result).itemsize)
         return max(sizes, default=1)
 
+    def _find_ranges(self) -> None:
+        """Finds the ranges of values of all tokens, and what makes those of tiles narrower."""
+        for i, value in self.values.items():
+            if self.depends[i] in (QUERY, KEY) and value.dtype in RULES:
+                integers = value.flatten().long()
+                self.ranges[i] = found = range_of(integers)
+                if found and found.least < found.largest:
+                    self.of_tokens[i] = integers
+        for step in self._steps_of_both():
+            found = _range_of_result(step, self.ranges)
+            if found and found.least < found.largest:
+                self.ruled.append(step)
+            if found is None and step.result.dtype == torch.bool:
+                found = Range(0, 1)
+            self.ranges[id(step.result)] = found
+
+    def decisions(self, span: int) -> Callable[[slice], Range] | None:
+        """Says (whether all, whether any) of the pairs of some queries and each span of keys
+        attend, (0, 1) where ranges leave it open; None if they leave open the whole function.
+        """
+        answer = id(self.answer)
+        varied = {*self.of_tokens, *(id(step.result) for step in self.ruled)}
+        known = answer in varied or self.ranges.get(answer) != (0, 1)
+        if self.k.device.type != "cpu" or not known:
+            return None
+        keys = {
+            i: ranges_of_spans(value, span)
+            for i, value in self.of_tokens.items()
+            if self.depends[i] == KEY
+        }
+
+        def decide(queries: slice) -> Range:
+            ranges: dict[int, Any] = self.ranges | keys
+            for i in self.of_tokens.keys() - keys:
+                ranges[i] = range_of(self.of_tokens[i][queries])
+            for step in self.ruled:
+                rule = RULES[step.result.dtype][step.operation.overloadpacket]
+                ranges[id(step.result)] = rule(*_ranges_of(step.arguments, ranges))
+            return ranges[answer]
+
+        return decide
+
     def _narrow(self) -> None:
         """Replaces operations on pairs by faster ones with the same results."""
         ranges = {i: range_of(value) for i, value in self.values.items()}
@@ -178,9 +234,7 @@ class ElementwiseFunction:
                 continue
             faster = None
             if not step.options:
-                known = [
-                    Range(a, a) if type(a) is int else ranges.get(id(a)) for a in step.arguments
-                ]
+                known = _ranges_of(step.arguments, ranges)
                 widths = [computed[id(a)] for a in step.arguments if id(a) in computed]
                 widest = max(widths, key=attrgetter("itemsize"), default=torch.int16)
                 faster = narrowed(step.operation, known, widest)
@@ -198,28 +252,38 @@ class ElementwiseFunction:
                 widest = max(read_in, key=attrgetter("itemsize"))
                 self.values[i] = self.values[i].to(widest)
 
-    def pairs(self, begin: int, end: int) -> Tensor:
-        """Its values, which broadcast to (end - begin, k_len), of the queries from `begin` to
-        before `end`.
+    def pairs(self, queries: slice, keys: Spans | None = None) -> Tensor:
+        """Its values of these queries and of these or all keys, which broadcast to (queries,
+        keys).
         """
-        values = {i: self._value(i, slice(begin, end)) for i in self.values}
+        values = {i: self._value(i, queries, keys) for i in self.values}
         for step, read_last in self.pair_steps:
             self._replay(values, [step])
             for i in read_last & values.keys():
                 del values[i]  # so that the next value takes its memory, which is in the cache
         return values[id(self.answer)]
 
-    def _value(self, i: int, queries: slice | Tensor) -> Tensor:
-        """A stored value of some queries, which broadcasts to (queries, k_len)."""
+    def _value(self, i: int, queries: slice | Tensor, keys: Spans | None = None) -> Tensor:
+        """A stored value of some queries and keys, which broadcasts to (queries, keys)."""
         value, which = self.values[i], self.depends[i]
-        if which in self.begins:
-            rows = value.as_strided((value.numel() - self.k.numel() + 1, self.k.numel()), (1, 1))
-            return rows.index_select(0, self.begins[which][queries])
-        return value[queries] if which == QUERY else value
+        if which == QUERY:
+            return value[queries]
+        if which == KEY and keys is None:
+            return value
+        begins = self.begins[which][queries] if which != KEY else self.k.new_zeros(1)
+        width = self.k.numel()
+        if keys is not None:
+            begins, width = begins[:, None] + keys.first, keys.width
+        rows = value.as_strided((value.numel() - width + 1, width), (1, 1))
+        return rows.index_select(0, begins.flatten()).view(len(begins), -1)
 
     def _steps_of(self, which: Dependence) -> list[_Step]:
         """The steps whose results depend on this."""
         return [step for step in self.steps if self.depends[id(step.result)] == which]
+
+    def _steps_of_both(self) -> list[_Step]:
+        """The steps whose results depend on the query and on the key."""
+        return [s for s in self.steps if self.depends[id(s.result)] not in (QUERY, KEY)]
 
     def _read_by(self, steps: list[_Step]) -> set[int]:
         """What these steps read, and the answer."""
@@ -272,54 +336,54 @@ class ElementwiseFunction:
         return (a, b) if few else PAIR
 
     def _reduced(self, step: _Step) -> list[_Step]:
-        """The step, and before it, if it takes a remainder of sums and products of pairs, steps
-        that take them of remainders: of those there are few, so that queries share rows.
+        """The step, and before it, if it takes a remainder of sums and products of pairs, or the
+        lowest bits of these or of bitwise operations, steps that take them of remainders: of those
+        there are few, so that queries share rows.
         """
-        self.made[id(step.result)] = step
-        if step.operation is not _REMAINDER or type(step.arguments[1]) is not int:
+        modulus = _modulus(step)
+        if modulus is None or self.depends.get(id(step.arguments[0]), CONSTANT) is not PAIR:
             return [step]
-        value, modulus = step.arguments
-        of_pairs = self.depends.get(id(value), CONSTANT) is PAIR and modulus != 0
-        if not of_pairs or self._bound(value) > MAX_OFFSET:
-            return [step]
-        steps = []
+        value = step.arguments[0]
+        parts = self._pairs_below(value)
+        # The lowest bits of these results are those of the lowest bits, if they wrap around, too.
+        of_bits = abs(modulus) & (abs(modulus) - 1) == 0
+        for part in parts:
+            known = part.operation in _SUMS and self.bounds[id(part.result)] is not None
+            if not known and not (of_bits and part.operation.overloadpacket in _OF_LOWEST_BITS):
+                return [step]
+            if part.options or {t.dtype for t in (part.result, *_inputs(part))} != {torch.int64}:
+                return [step]
+        steps: list[_Step] = []
+        smaller: dict[int, Tensor] = {}
 
         def make(operation: Any, *arguments: Any) -> Tensor:
             steps.append(_Step(operation, arguments, {}, operation(*arguments)))
-            self.made[id(steps[-1].result)] = steps[-1]
+            self._add_made(steps[-1])
             return steps[-1].result
 
-        def reduced(part: Any) -> Any:
-            if type(part) is int:
-                return part
-            if self.depends.get(id(part), CONSTANT) is not PAIR:
-                return make(_REMAINDER, part, modulus)
-            own = self.made[id(part)]
-            return make(own.operation, *map(reduced, own.arguments))
+        def reduced(argument: Any) -> Any:
+            if isinstance(argument, Tensor) and id(argument) not in smaller:
+                smaller[id(argument)] = make(_REMAINDER, argument, modulus)
+            return smaller.get(id(argument), argument)
 
-        smaller = reduced(value)
-        if self._bound(smaller) > MAX_OFFSET:
+        for part in parts:
+            smaller[id(part.result)] = make(part.operation, *map(reduced, part.arguments))
+        if not of_bits and any(self.bounds[id(made.result)] is None for made in steps):
             return [step]
-        return [*steps, _Step(_REMAINDER, (smaller, modulus), {}, step.result)]
+        return [*steps, step._replace(arguments=(reduced(value), *step.arguments[1:]))]
 
-    def _bound(self, value: Any) -> float:
-        """What the absolute of an integer, or of a sum or product of pairs, is at most."""
-        if type(value) is int:
-            return abs(value)
-        made = self.made.get(id(value))
-        if made is None:
-            tokens = {id(t): whole for t, whole in zip(self.sample, (self.q, self.k), strict=True)}
-            return tokens[id(value)].numel() if id(value) in tokens else inf
-        if value.dtype != torch.int64 or made.options:
-            return inf
-        bounds = list(map(self._bound, made.arguments))
-        if made.operation in _SUMS:
-            return prod(bounds) if made.operation is _aten.mul.Tensor else sum(bounds)
-        if self.depends.get(id(value), CONSTANT) is PAIR:
-            return inf
-        if made.operation in (_aten.floor_divide.default, _aten.abs.default):
-            return bounds[0]
-        return bounds[1] if made.operation is _REMAINDER else inf
+    def _add_made(self, step: _Step) -> None:
+        self.made[id(step.result)] = step
+        self.bounds[id(step.result)] = _range_of_result(step, self.bounds)
+
+    def _pairs_below(self, value: Tensor) -> list[_Step]:
+        """The steps of pairs, in their order, of which a value is made."""
+        steps, read = [], {id(value)}
+        for i, step in reversed(self.made.items()):
+            if i in read and self.depends.get(i, CONSTANT) is PAIR:
+                steps.insert(0, step)
+                read |= {id(t) for t in _inputs(step)}
+        return steps
 
     def _sum_of(self, argument: Any) -> Sum | None:
         return (*CONSTANT, argument) if type(argument) is int else self.sums.get(id(argument))
@@ -337,7 +401,7 @@ class ElementwiseFunction:
         results = [(step, id(step.result)) for step in self.steps]
         of_sum = [s for s, i in results if i in self.sums or self.depends[i] == which]
         self._replay(values, of_sum)
-        used = self._read_by(self._steps_of(PAIR))
+        used = self._read_by(self._steps_of(PAIR) if a and b else self._steps_of_both())
         found = {i for i in used & values.keys() if self.depends[i] == which}
         self.values |= {i: values[i].contiguous() for i in found}
 
@@ -438,6 +502,29 @@ def _eager() -> AbstractContextManager:
         with suppress(RuntimeError):  # in a function that is being compiled
             return torch.compiler.set_stance("force_eager")
     return nullcontext()
+
+
+def _modulus(step: _Step) -> int | None:
+    """Of a remainder, or of the lowest bits that a bitwise `and` with a number leaves."""
+    number = step.arguments[1] if len(step.arguments) == 2 else None
+    if not isinstance(number, int) or number == 0:
+        return None
+    if step.operation is _REMAINDER:
+        return number
+    is_and = step.operation is _aten.bitwise_and.Scalar and 0 < number < MAX_OFFSET
+    return 1 << number.bit_length() if is_and else None
+
+
+def _range_of_result(step: _Step, ranges: dict[int, Range | None]) -> Range | None:
+    """The range of its result; None if it is unknown, for it may wrap around."""
+    rule = RULES.get(step.result.dtype, {}).get(step.operation.overloadpacket)
+    known = _ranges_of(step.arguments, ranges)
+    found = rule(*known) if rule and not step.options and None not in known else None
+    return found if found and found.dtype() else None
+
+
+def _ranges_of(arguments: tuple, ranges: dict[int, Range | None]) -> list[Range | None]:
+    return [range_of_number(a) or ranges.get(id(a)) for a in arguments]
 
 
 def _inputs(step: _Step) -> list[Tensor]:

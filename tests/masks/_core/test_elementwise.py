@@ -17,6 +17,11 @@ LONG = torch.arange(300) % 5
 PLANE = (torch.arange(100)[:, None] * torch.arange(100)) % 5 < 2
 NUMBER = torch.tensor(3)
 
+
+def doubled(x, times: int):
+    return doubled(x + x, times - 1) if times else x
+
+
 ELEMENTWISE = {
     "causal": lambda q, k: q >= k,
     "near": lambda q, k: (q - k).abs() < 6,
@@ -64,6 +69,16 @@ ELEMENTWISE = {
     "remainder of a wrapping product": lambda q, k: (q * 2**58 * k) % 7 > 3,
     "remainder of a wrapping sum": lambda q, k: (q * k + 2**63 - 40) % 7 > 3,
     "remainder of a remainder": lambda q, k: ((q * k) % 7 + q * k) % 5 > 2,
+    "remainder below a wrapping product": lambda q, k: (q * k) % -(2**40 + 1) > -(2**40) + 99,
+    "lowest bits": lambda q, k: (((q ^ k) | (q * 5 - k)) & 12) == 4,
+    "lowest bits of a wrapping product": lambda q, k: (~(q * 2**61 * k) & 11 * 2**58) > 0,
+    "remainder by a power of two": lambda q, k: (q * k + (q & k)) % -16 < -9,
+    "lowest bits of scaled": lambda q, k: (torch.sub(q ^ k, q, alpha=2) & 7) < 3,
+    "lowest bit of conditions": lambda q, k: (((q % 3 < 1) + (k % 2 < 1)) & 1) == 1,
+    "remainder of halves": lambda q, k: ((q ^ k) * 0.5) % 8 < 3,
+    "shift by a number of pairs": lambda q, k: (q ^ k) >> ((q | k) & 0) > 9,
+    "quotient by a number of keys": lambda q, k: (q ^ k) // (k * 0 + 3) > 9,
+    "much doubled": lambda q, k: doubled(q * k, 20) % 7 < 3,
     "narrow": lambda q, k: (q.to(torch.int8) - k.to(torch.int8)) > 0,
 }
 OTHERS = {
@@ -125,6 +140,7 @@ def test_bytes_of_a_pair_are_those_of_the_largest_value(attends, expected):
         (lambda q, k: (3 * q + 7000 * k) % 11 < 3, 0),
         (lambda q, k: (q * k - 5 * q * q) % -97 < -3, 0),
         (lambda q, k: (q * k + (q ^ k)) % 97 < 3, 5),
+        (lambda q, k: ((q * k + (q ^ k)) & 31) < 3, 0),
         (lambda q, k: (q * 2**40 * k * 2**20) % 97 < 3, 4),
         (lambda q, k: q ^ k < 5, 2),
     ],
