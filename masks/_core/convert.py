@@ -163,7 +163,7 @@ def from_strips(
         pair_bytes: Most bytes per pair of a value that `pairs` computes.
         run: `map`, or a function like it.
         decide: decide(slice of queries) returns for each span of keys whether all and whether any
-            of the pairs attend, or (0, 1) where only reading them tells.
+            of the pairs attend, or (0, 1) where that depends on each pair.
     """
     rows = max(1, STRIP // (grid.bq * grid.k_len))
     strips = [(m, row) for m in range(max(head_to_mask) + 1) for row in range(0, grid.nq, rows)]
