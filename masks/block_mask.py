@@ -1,7 +1,7 @@
 """BlockMask and DynamicMask: a pattern at one length and block size, exact to the pair.
 
-They stand in one module because each constructs the other: a BlockMask selects to a DynamicMask,
-which reads back as a BlockMask. What they do is in masks._core; here is what users see of it.
+They are in one module because each constructs the other: BlockMask.select returns a DynamicMask,
+and DynamicMask.to_block_mask returns a BlockMask. Their operations are in masks._core.
 """
 
 import sys
@@ -31,8 +31,10 @@ Size = int | tuple[int, int]
 
 
 def untraced() -> ExitStack:
-    """A mask that a function makes is data to what transforms or traces the function, such as
-    torch.func.grad and linearize: they see no operation by which it is made.
+    """A context in which torch.func and tracers do not see operations.
+
+    A mask that is made inside a function is a constant to transforms and tracers of the function,
+    such as torch.func.grad and linearize.
     """
     stack = ExitStack()
     if torch._C._are_functorch_transforms_active():

@@ -1,4 +1,4 @@
-"""How patterns become block masks, in proportion to their non-zero blocks."""
+"""Builds block masks of patterns, at a cost in proportion to their non-zero blocks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -23,16 +23,19 @@ from masks._core.intervals import (
 from masks.block_mask import BlockMask
 
 BLOCKS_AT_ONCE = 1 << 22  # blocks of whole rows that are processed at a time
-# Above this share of a row, to mark blocks in a row of bools takes less time than to sort them.
+# With more blocks than this share of a row, marking them in a bool row is faster than sorting.
 DENSE_SHARE = 1 / 32
-BYTES_OF_PARTIAL = 40  # that a partial block takes while its mask is assembled
+BYTES_OF_PARTIAL = 40  # memory of a partial block while a mask is assembled
 
 
 def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
-    """Query q attends the keys low[q] <= k < high[q]; both int64 (q_len,), in tokens.
+    """Query q attends the keys low[q] <= k < high[q].
 
-    The cost is O(q_len) and, in every block row, the blocks that some but not all of its queries
-    attend.
+    The cost is O(q_len) plus the number of partial blocks.
+
+    Args:
+        grid: Lengths, block size and device.
+        low, high: int64 (q_len,), in tokens.
     """
     low, high = low.clamp(0, grid.k_len), high.clamp(0, grid.k_len)
     none = high <= low
@@ -54,7 +57,7 @@ def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
 
 
 def _block_runs(grid: Grid, low: Tensor, high: Tensor, by_all: bool) -> Runs:
-    """Per block row the run of blocks that all, or some, of its queries attend."""
+    """For each block row the run of blocks that all, or any, of its queries attend."""
     if by_all:
         low = _by_block(grid, low, 0).amax(1)
         high = _by_block(grid, high, grid.k_len).amin(1)
@@ -67,7 +70,7 @@ def _block_runs(grid: Grid, low: Tensor, high: Tensor, by_all: bool) -> Runs:
 
 
 def _by_block(grid: Grid, tokens: Tensor, padding: int) -> Tensor:
-    """(q_len,) -> (nq, bq), padded at the end."""
+    """Groups queries by block, (q_len,) -> (nq, bq), padded at the end."""
     missing = -len(tokens) % grid.bq
     return torch.nn.functional.pad(tokens, (0, missing), value=padding).view(-1, grid.bq)
 
@@ -75,8 +78,14 @@ def _by_block(grid: Grid, tokens: Tensor, padding: int) -> Tensor:
 def from_offsets(
     grid: Grid, attends: Callable[[Tensor], Tensor], reach: int, step: int, shift: int
 ) -> BlockMask:
-    """Query q attends key k where attends(k - q - shift) holds, which it may only for multiples of
-    `step` between -reach and reach.
+    """Query q attends key k if attends(k - q - shift) is true.
+
+    Args:
+        grid: Lengths, block size and device.
+        attends: A function of distances, true only for multiples of `step` in [-reach, reach].
+        reach: Largest distance, in tokens.
+        step: Divisor of distances that attend, in tokens.
+        shift: Tokens by which the diagonal is shifted.
     """
     reach = min(reach, grid.q_len + grid.k_len)
     if step <= grid.bq + grid.bk:  # every block of the band holds a multiple
@@ -111,9 +120,9 @@ def from_offsets(
 
 
 def _blocks_at(grid: Grid, distance: Tensor) -> Tensor:
-    """Ascending flat indices of the blocks that hold a pair with k - q one of `distance`.
+    """Ascending flat indices of the blocks with a pair whose k - q is in `distance`.
 
-    Distances ascend by more than a block of queries and one of keys, so no block holds two.
+    Distances ascend by more than bq + bk, so no block contains two of them.
     """
 
     def blocks(row: Tensor) -> Tensor:
@@ -127,9 +136,12 @@ def _blocks_at(grid: Grid, distance: Tensor) -> Tensor:
 
 
 def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
-    """Query q attends key k where queries[q] or keys[k]; bool (q_len,) and (k_len,).
+    """Query q attends key k if queries[q] or keys[k]. The cost is O(non-zero blocks).
 
-    The cost is that of the non-zero blocks.
+    Args:
+        grid: Lengths, block size and device.
+        queries: bool (q_len,).
+        keys: bool (k_len,).
     """
     row_bits, row_kind, row_all = _block_bits(queries, grid.bq)
     column_bits, column_kind, column_all = _block_bits(keys, grid.bk)
@@ -138,8 +150,8 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
     blocks = int(row_any.sum()) * grid.nk + grid.nq * int(column_any.sum())
     check_memory("global_tokens", nbytes + BYTES_OF_PARTIAL * blocks)
 
-    # A row of blocks with a chosen query lists every column, any other the columns with a chosen
-    # key. Lists are written row by row: to sort all blocks would cost more than everything else.
+    # A block row with a chosen query lists every column, another row the columns with a chosen
+    # key. Lists are written row by row, because sorting all blocks would take most of the time.
     every, some = (~column_all).nonzero().flatten(), (column_any & ~column_all).nonzero().flatten()
 
     def candidates(row: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +184,7 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
 
 
 def _block_bits(tokens: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """bool (kinds, side), the kind of each block of tokens, and whether all its tokens are set."""
+    """(distinct blocks of tokens, bool (kinds, side); kind of each block; whether all are set)."""
     missing = -len(tokens) % side
     bits = torch.nn.functional.pad(tokens, (0, missing)).view(-1, side)
     inside = torch.nn.functional.pad(torch.ones_like(tokens), (0, missing)).view(-1, side)
@@ -181,22 +193,28 @@ def _block_bits(tokens: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def from_runs(grid: Grid, runs: Runs) -> BlockMask:
-    """Full blocks at the given flat indices."""
+    """The mask whose full blocks are `runs` of flat indices."""
     return BlockMask(block_set.from_full_runs(grid, runs))
 
 
 def from_spans(grid: Grid, row: Tensor, first: Tensor, last: Tensor) -> BlockMask:
-    """Full blocks in the columns from `first` to before `last` of the rows; they may overlap."""
+    """The mask whose full blocks are the columns [first, last) of `row`. Spans may overlap."""
     first, last = first.clamp(0, grid.nk), last.clamp(0, grid.nk)
     row, first, last = (t.flatten() for t in torch.broadcast_tensors(row, first, last))
     return from_runs(grid, union(grid.runs(0, row, first, last)))
 
 
 def from_columns(name: str, grid: Grid, columns: Callable[[Tensor], Tensor]) -> BlockMask:
-    """Full blocks at columns(rows), int64 (n, m) for rows (n,): in any order, repeated or outside.
+    """The mask with full blocks at columns(row) of each block row.
+
+    Args:
+        name: Name of the pattern, for errors.
+        grid: Lengths, block size and device.
+        columns: A function from block rows, int64 (n,), to block columns, int64 (n, m). Columns
+            may be unordered, repeated or outside the grid.
 
     Raises:
-        ValueError: They would take more memory than there is.
+        ValueError: The mask would need more memory than the machine has.
     """
     width = columns(torch.zeros(1, dtype=torch.int64, device=grid.device)).shape[1]
     check_memory(name, 16 * grid.nq * min(width, grid.nk))
@@ -209,7 +227,7 @@ def from_columns(name: str, grid: Grid, columns: Callable[[Tensor], Tensor]) -> 
 
 
 def _runs_at(grid: Grid, row: Tensor, column: Tensor) -> Runs:
-    """Runs of the blocks at `column`, (n, m), of ascending rows (n,)."""
+    """Runs of the blocks at columns (n, m) of ascending rows (n,)."""
     column = torch.where((column >= 0) & (column < grid.nk), column, grid.nk)
     if DENSE_SHARE * grid.nk < column.shape[1]:  # a matrix of the rows is smaller than a sort
         blocks = torch.zeros(len(row), grid.nk + 1, dtype=torch.bool, device=grid.device)
@@ -221,7 +239,7 @@ def _runs_at(grid: Grid, row: Tensor, column: Tensor) -> Runs:
 
 
 def check_memory(name: str, nbytes: int) -> None:
-    """Raises ValueError where a mask would take more memory than the machine has."""
+    """Raises ValueError if a mask would need more memory than the machine has."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if nbytes > limit:
         raise ValueError(
@@ -231,17 +249,18 @@ def check_memory(name: str, nbytes: int) -> None:
 
 
 def on_square_blocks(grid: Grid, build: Callable[[Grid], BlockMask]) -> BlockMask:
-    """A pattern of blocks drawn with square blocks of the grid's longer side, then cut into the
-    grid's own.
-    """
+    """Builds a pattern of blocks with square blocks of the longer side, then re-blocks it."""
     side = max(grid.bq, grid.bk)
     mask = build(grid.with_blocks(side, side))
     return mask if grid.bq == grid.bk else mask.reblock(grid.block_size)
 
 
 def paste(grid: Grid, parts: Sequence[tuple[BlockMask, int, int]]) -> BlockMask:
-    """The mask that holds every mask of `parts`, (mask, query, key), from that query and key on.
+    """A mask that contains each part at an offset; no other pair attends.
 
-    Masks of one head, in blocks of the grid's size, that share no pair; nothing else attends.
+    Args:
+        grid: Grid of the result.
+        parts: (mask, first query, first key) of each part, in tokens. Parts have one head and the
+            block size of the grid, and have no pair in common.
     """
     return BlockMask(slicing.paste(grid, [(mask.block_set, q, k) for mask, q, k in parts]))

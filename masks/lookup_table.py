@@ -1,4 +1,4 @@
-"""The lookup table: what kernels read, and how masks are compiled to it.
+"""The lookup table that kernels read, and its compilation from a mask.
 
 The direction by query of a causal mask of 4 x 4 blocks whose diagonal is partial:
 
@@ -8,8 +8,8 @@ The direction by query of a causal mask of 4 x 4 blocks whose diagonal is partia
     F F P .                  0,            2,               2,       1
     F F F P                  0,            3,               3,       1
 
-Rows whose full blocks are one run share one list 0, 1, 2, ..., of which each is a window. So the
-table of a causal or full mask takes O(rows) entries, not O(blocks).
+If the full blocks of a row form one run, the row points into a list 0, 1, 2, ... that all such
+rows share. So the table of a causal or full mask has O(rows) entries, not O(blocks).
 """
 
 import math
@@ -36,28 +36,28 @@ from masks._core.intervals import CHUNK, Runs
 from masks._core.transpose import transpose_lists
 from masks.registry import Caching
 
-# Kernels load the index of the next block while they work on this one, so every list ends in this
-# many readable entries.
+# Kernels load the index of the next block while they compute the current one. So every list is
+# followed by this many readable entries.
 PREFETCH = 2
-MAX_ENTRIES = 2**31 - 1 - PREFETCH  # tables number their entries in 32 bits
-TRANSPOSE_CHUNK = 1024  # a tile takes 32 times its size while it is transposed
+MAX_ENTRIES = 2**31 - 1 - PREFETCH  # row pointers have 32 bits
+TRANSPOSE_CHUNK = 1024  # bit tiles; a tile needs 32 times its size while it is transposed
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """One direction of a lookup table, in CSR form: the full and the partial blocks of every row.
+    """One direction of a lookup table, in CSR form: the full and partial blocks of each block row.
 
-    Two rows that list the same blocks may point to the same entries.
+    Rows that list the same blocks may point to the same entries.
 
-    row_ptr:          int32 (masks, rows, 4)  full_start, full_count, partial_start, partial_count
-    full_index:       int32 (n,)              column of each full block, ascending within a row
-    partial_index:    int32 (p,)              column of each partial block, ascending within a row
-    partial_bit_tile: int32 (p,)              index of the bit tile of each partial block
-    schedule:         int32 (masks, rows)     the rows of a mask, those with most blocks first
-    max_blocks:       largest number of non-zero blocks in a row
-    total_blocks:     non-zero blocks of all masks
-
-    The last two are None in the table of a DynamicMask, because only the device knows them.
+    Attributes:
+        row_ptr: int32 (masks, rows, 4): full_start, full_count, partial_start, partial_count.
+        full_index: int32 (n,), the column of each full block, ascending within a row.
+        partial_index: int32 (p,), the column of each partial block, ascending within a row.
+        partial_bit_tile: int32 (p,), the index of the bit tile of each partial block.
+        schedule: int32 (masks, rows), the rows of a mask, those with the most blocks first.
+        max_blocks: Most non-zero blocks in a row; None for a DynamicMask, where only the device
+            knows it.
+        total_blocks: Non-zero blocks of all masks; None for a DynamicMask.
     """
 
     row_ptr: Tensor
@@ -70,7 +70,7 @@ class BlockLists:
 
     @cached_property
     def num_rows(self) -> int:
-        """Block rows of one mask."""
+        """The number of block rows of one mask."""
         return self.row_ptr.shape[1]
 
     @cached_property
@@ -103,20 +103,21 @@ class BlockLists:
 class LookupTable(Caching):
     """The arrays that kernels read: block lists in two directions, and element masks.
 
-    by_query:     rows are query blocks, columns are key blocks (forward, dQ)
-    by_key:       the transpose: rows are key blocks, columns are query blocks (dK, dV)
-    bit_tiles:    int32 (tiles, bq, ceil(bk / 32)); bit c % 32 of bit_tiles[t, r, c // 32] is pair
-        (query r, key c) of tile t, in both directions; bits outside the sequence are 0
-    head_to_mask: int32 (mask batch, mask heads): index of the distinct mask that each head reads;
-        a size of 1 means that all heads, or all batch elements, share it
-    seq_len:      (q_len, k_len) in tokens
-    block_size:   (bq, bk) in tokens
-
     In a block that is listed as full, all pairs inside the sequence attend. If the end of the keys
     clips such a block, by_query lists it as partial; if the end of the queries clips it, by_key
     does. So the loop of a kernel over columns needs bounds checks and element masks only for
-    partial blocks. Rows past the end are not stored by a kernel, so a block row with few queries
-    may list full blocks.
+    partial blocks. Kernels do not store rows past the end, so a block row with few queries may
+    list full blocks.
+
+    Attributes:
+        by_query: Rows are query blocks, columns are key blocks (forward, dQ).
+        by_key: The transpose: rows are key blocks, columns are query blocks (dK, dV).
+        bit_tiles: int32 (tiles, bq, ceil(bk / 32)). Bit c % 32 of bit_tiles[t, r, c // 32] is pair
+            (query r, key c) of tile t, in both directions. Bits outside the sequence are 0.
+        head_to_mask: int32 (mask batch, mask heads), the index of the distinct mask that each head
+            reads. A size of 1 means that all batch elements, or all heads, share masks.
+        seq_len: (q_len, k_len), in tokens.
+        block_size: (bq, bk), in tokens.
     """
 
     by_query: BlockLists
@@ -141,7 +142,7 @@ class LookupTable(Caching):
         """The table for more heads, for grouped-query attention.
 
         Args:
-            group: Consecutive heads that share each mask of this table.
+            group: Number of consecutive heads that share each mask of this table.
         """
         if group == 1:
             return self
@@ -155,7 +156,7 @@ class LookupTable(Caching):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the table takes."""
+        """The size of the table in device memory, in bytes."""
         lists = (*_tensors(self.by_query), *_tensors(self.by_key))
         return sum(t.numel() * t.element_size() for t in (*_tensors(self), *lists))
 
@@ -190,11 +191,12 @@ def compile_table(blocks: BlockSet) -> LookupTable:
 class _RowLists(NamedTuple):
     """The lists of some block rows.
 
-    runs, full, partial: int64 (rows,) how many there are of each
-    window:              int64 (rows,) where the shared list 0, 1, 2, ... is entered by a row whose
-        full blocks are one run
-    full_index:          int32 (n,) columns of the full blocks of the other rows
-    partial_index:       int32 (p,)
+    Attributes:
+        runs, full, partial: int64 (rows,), the number of runs, full blocks and partial blocks.
+        window: int64 (rows,), for a row whose full blocks form one run its first entry in the
+            shared list 0, 1, 2, ...
+        full_index: int32 (n,), columns of the full blocks of the other rows.
+        partial_index: int32 (p,), columns of the partial blocks.
     """
 
     runs: Tensor
@@ -230,7 +232,7 @@ def _block_lists(lists: DirectionLists, g: Grid, masks: int) -> BlockLists:
 
 
 def _row_parts(lists: DirectionLists, g: Grid, rows: int) -> Iterator[tuple[Runs, Tensor, range]]:
-    """(full, partial, block rows) of consecutive block rows: all, or fewer on a CPU; see CHUNK."""
+    """(full, partial, block rows) of groups of block rows: one group, or on a CPU several."""
     full, partial = lists.full, lists.partial
     parts = 1 if partial.is_cuda else 1 + (len(full.begin) + len(partial)) // CHUNK
     step = -(-rows // parts)
@@ -276,7 +278,7 @@ def _with_prefetch_entries(entries: Tensor) -> Tensor:
 def compile_selected(support: BlockSet, blocks: Tensor) -> LookupTable:
     """The table of the blocks of `support` that `blocks`, bool (batch, heads, nq, nk), selects.
 
-    Every row has storage for all its columns, so all sizes are known to the host and nothing waits
+    Every row has entries for all of its columns. So the host knows all sizes, and nothing waits
     for the device.
     """
     g, tiles = support.grid, len(support.bit_tiles)
@@ -285,7 +287,7 @@ def compile_selected(support: BlockSet, blocks: Tensor) -> LookupTable:
     every = torch.stack([every[mask] for mask in support.head_to_mask])
     batch, heads = blocks.shape[:2]
     code = torch.where(blocks, every, tiles + EMPTY).flatten(0, 1)
-    # A block whose queries alone are clipped is full by query, one whose keys alone are, by key.
+    # A full block with clipped queries is full in by_query, one with clipped keys in by_key.
     by_query = code.masked_fill(code == tiles + CLIPPED_QUERIES, tiles + FULL)
     by_key = code.masked_fill(code == tiles + CLIPPED_KEYS, tiles + FULL).mT
     masks = torch.arange(batch * heads, dtype=torch.int32, device=g.device)
@@ -300,7 +302,7 @@ def compile_selected(support: BlockSet, blocks: Tensor) -> LookupTable:
 
 
 def _selected_lists(code: Tensor, tiles: int) -> BlockLists:
-    """Lists of the blocks of (masks, rows, columns) tile codes: full ones, then partial ones."""
+    """The block lists of tile codes (masks, rows, columns)."""
     masks, rows, columns = code.shape
     full, partial = code == tiles + FULL, code < tiles + FULL
     full_count, partial_count = full.sum(-1), partial.sum(-1)
@@ -322,7 +324,7 @@ def _selected_lists(code: Tensor, tiles: int) -> BlockLists:
 
 
 def _scatter_rows(entries: Tensor, slot: Tensor) -> Tensor:
-    """Every row's entries at their slots, those past its end left out, row after row."""
+    """Writes the entries of each row to their slots, and drops those past its end."""
     columns = entries.shape[-1]
     rows = entries.new_zeros(*entries.shape[:-1], columns + 1, dtype=torch.int32)
     rows.scatter_(-1, slot, entries.int())

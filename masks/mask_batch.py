@@ -1,4 +1,4 @@
-"""MaskBatch: a static mask for each batch element."""
+"""MaskBatch: one block mask for each batch element."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,18 +18,18 @@ from masks.registry import Caching, Handled
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MaskBatch(OnGrid, Caching, Handled):
-    """A mask for each batch element, each of one head or of as many as the others.
+    """One block mask for each batch element, all with the same number of heads.
 
-    Immutable. One lookup table holds all of them, and equal masks once. `==` compares all pairs.
-    To save a batch, save `stacked`: MaskBatch(stacked, num_batches) is equal to it.
+    Immutable. All masks are in one lookup table, which stores equal masks once. `==` compares all
+    pairs. To save a batch, save `stacked`: MaskBatch(stacked, num_batches) is equal to the batch.
 
     Attributes:
         stacked: The masks of all heads of the first batch element, then those of the next one.
-        num_batches: Batch elements.
+        num_batches: Number of batch elements.
 
     Raises:
-        TypeError: `stacked` is no BlockMask, or `num_batches` no integer.
-        ValueError: There are not as many heads for each batch element, at least 1.
+        TypeError: `stacked` is not a BlockMask, or `num_batches` is not an integer.
+        ValueError: `num_batches` does not divide the number of heads of `stacked`.
     """
 
     stacked: BlockMask
@@ -206,7 +206,7 @@ _ONE_OF = {
 
 
 def check_block_mask(mask: Any) -> None:
-    """Raises TypeError for what is no BlockMask, and says how to get one of another mask."""
+    """Raises TypeError for other types than BlockMask, with a hint how to convert them."""
     if not isinstance(mask, BlockMask):
         kind = type(mask).__name__
         hint = f"; {_ONE_OF[kind]}" if kind in _ONE_OF else ""

@@ -12,7 +12,7 @@ from masks.mask_batch import CompiledMask
 AnyMask = Pattern | CompiledMask
 FULL = full()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What makes a mask of an object of another type, by its name; that BlockMask is FlexAttention's.
+# The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.
 _MAKERS = {
     "Tensor": "masks.BlockMask.from_dense",
     "str": "masks.parse",
@@ -24,7 +24,7 @@ _MAKERS = {
 def checked_tensors(
     query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(query, key, value) of a call that has pairs, cast if autocast says so."""
+    """Checks the tensors of a call, which may not be empty, and casts them under autocast."""
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value)
     for name, tensor in (("query", query), ("key", key)):
@@ -42,12 +42,12 @@ def checked_bias(bias: Tensor, query: Tensor, q_len: int, k_len: int) -> Tensor:
 
 
 def check_sinks(sinks: Tensor, query: Tensor) -> None:
-    """Raises TypeError or ValueError where sinks are not floating-point (1 or heads,)."""
+    """Raises TypeError or ValueError unless sinks are floating-point (1 or heads,)."""
     _check_of_heads("sinks", sinks, query, ())
 
 
 def _check_of_heads(name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, ...]) -> None:
-    """Raises where the tensor is not floating-point (1 or heads, *rest) on the query's device."""
+    """Raises unless a tensor is floating-point (1 or heads, *sizes) on the device of query."""
     check_floating(name, tensor)
     shapes = [(heads, *sizes) for heads in (1, query.shape[1])]
     if tuple(tensor.shape) not in shapes or tensor.device != query.device:
@@ -58,7 +58,7 @@ def _check_of_heads(name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, 
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of autocast, as torch's own attention takes them."""
+    """The tensors in the dtype of autocast, as torch's own attention casts them."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"query, key and value must be tensors, got {type(tensor).__name__}")
@@ -74,14 +74,12 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether kernels may read the memory of a tensor, since no subclass holds it elsewhere."""
+    """Whether a tensor is of no subclass, so that kernels may read its memory."""
     return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises TypeError or ValueError, naming the tensor, where shapes, dtypes or devices are not
-    those of one call.
-    """
+    """Raises TypeError or ValueError unless shapes, dtypes and devices match."""
     if query.is_meta:
         raise ValueError("query, key and value must have data, got tensors on meta")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -115,7 +113,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
-    """Raises where key lengths are not integers (batch,) on the device of query or the CPU."""
+    """Raises unless key lengths are integers (batch,) on the device of query or the CPU."""
     check_dtype("key_lengths", lengths, torch.int32, torch.int64)
     devices = (query.device, torch.device("cpu"))
     if lengths.shape != query.shape[:1] or lengths.device not in devices:
@@ -129,7 +127,8 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
     """Key lengths as backends read them: int32 on the device of the keys.
 
     Raises:
-        ValueError: A length is past the keys. While a CUDA graph is captured it is clamped.
+        ValueError: A length is not in [0, k_len]. While a CUDA graph is captured, lengths are
+            clamped instead.
     """
     if lengths is None:
         return None
@@ -143,7 +142,7 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
 
 
 def checked_mask(mask: AnyMask | None) -> AnyMask:
-    """The mask of a call, that of all pairs for None. Raises TypeError where it is no mask."""
+    """The mask of a call; all pairs for None. Raises TypeError for other types."""
     if mask is None:
         return FULL
     if not isinstance(mask, AnyMask):
@@ -157,7 +156,7 @@ def checked_mask(mask: AnyMask | None) -> AnyMask:
 
 
 def checked_block_scores(mask: AnyMask) -> Tensor | None:
-    """The scores of a DynamicMask that want a gradient."""
+    """The block scores of a DynamicMask, if they require a gradient, else None."""
     if not isinstance(mask, DynamicMask):
         return None
     if mask.scores is None or not mask.scores.requires_grad:
@@ -166,7 +165,7 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
 
 
 def wants_gradient(tensor: Tensor | None) -> bool:
-    """Whether autograd will ask for the gradient of a tensor; what is none is refused later."""
+    """Whether a tensor requires a gradient. Objects of other types are refused elsewhere."""
     return torch.is_grad_enabled() and getattr(tensor, "requires_grad", False)
 
 

@@ -1,4 +1,4 @@
-"""What patterns were compiled to: block masks with their tables, stored for later calls."""
+"""Caches of compiled patterns: block masks with their tables."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -10,7 +10,7 @@ _caches: list[Any] = []
 
 
 def stores_masks(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """lru_cache for functions that compile patterns; clear_cache empties all of them."""
+    """lru_cache for functions that compile patterns. `clear_cache` empties all of them."""
 
     def decorate(build):
         _caches.append(lru_cache(maxsize)(build))
@@ -20,11 +20,11 @@ def stores_masks(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def clear_cache() -> None:
-    """Forgets every block mask that a pattern was compiled to, with its tables on all devices.
+    """Empties the caches of compiled patterns: block masks with their tables on all devices.
 
-    sparseflash keeps the masks of the last patterns that were called, 128 of them for `attention`;
-    long sequences and many element masks can make them large. The next call of a pattern compiles
-    it again. Masks that a caller or a CUDA graph holds stay.
+    sparseflash caches the masks of the most recent patterns, 128 of them for `attention`. Long
+    sequences and many element masks can make them large. The next call of a pattern compiles it
+    again. Masks that a caller or a CUDA graph holds are not affected.
     """
     for cache in _caches:
         cache.cache_clear()
