@@ -266,24 +266,12 @@ def with_times(cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[Row]:
 
 def measured_case(case: Case):
     """The case as `experiments.measure` takes it."""
-    import torch
+    from experiments.pattern_families import Single
+    from experiments.suites import Shape
 
-    from experiments.measure import Case as MeasuredCase
-    from experiments.pattern_families import Problem, Size
-
-    size = Size(case.seq_len, case.mask_block, torch.device("cuda"))
-    dense = "full" if case.name == "full" else None
-    return MeasuredCase(
-        suite=case.panel,
-        family=case.name,
-        problem=Problem(case.name, size.compile(case.pattern), dense),
-        batch=case.batch,
-        heads=case.heads,
-        seq_len=case.seq_len,
-        head_dim=case.head_dim,
-        block_size=case.mask_block,
-        implementations=(case.implementation,),
-    )
+    shape = Shape(case.batch, case.heads, case.seq_len, case.head_dim)
+    family = Single(case.name, case.pattern, "full" if case.name == "full" else None)
+    return shape.case(case.panel, family, case.mask_block, (case.implementation,))
 
 
 def with_bytes(rows: Sequence[Row], only: str | None) -> tuple[list[Row], dict[str, str]]:
