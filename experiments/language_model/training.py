@@ -162,11 +162,8 @@ class Learner(L.LightningModule):
         bits = float(nats.sum() / (log(2) * size.sum()))
         self.log("validation/bits_per_byte", bits, prog_bar=True)
 
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
 
     def on_test_epoch_end(self) -> None:
         self.log("test/bits_per_byte", float((self.nats.sum() / self.bytes.sum()).cpu()) / log(2))
