@@ -145,7 +145,7 @@ def landscape(name: str) -> str:
     parts += [f"**{title}: peak MiB without the inputs**", table(head, memory)]
     parts += [f"**{title}: crossings**", crossings(found, published)]
     parts += [picture(f"{name}-{DEVICE}-landscape", f"{title}: time and memory over lengths")]
-    return paragraphs([*parts, measured(record)])
+    return paragraphs([*parts, measured(record), record["environment"].get("note", "")])
 
 
 def row_of(row: dict) -> Measurement:
@@ -315,6 +315,30 @@ def language_model(name: str) -> str:
     return paragraphs(parts)
 
 
+def long_step() -> str:
+    """Throughput of training steps of 64K bytes, too few to say anything of losses."""
+    record = load("language-model-25m-64k-step")
+    if record is None:
+        return ""
+    runs = list(record["runs"].values())
+    dense = next(run for run in runs if is_dense(run))
+    found = [
+        [
+            "; ".join(f"`{text}`" for text in run["model"]["attention"]).replace("|", "\\|"),
+            f"{run['model']['context']:,}",
+            f"{run['parameters'] / 1e6:.0f}M",
+            f"{run['step_bytes']:,.0f}",
+            f"{1e3 * run['step_bytes'] / run['bytes_per_second']:,.0f}",
+            f"{run['bytes_per_second']:,.0f}",
+            ratio(run["bytes_per_second"], dense["bytes_per_second"]),
+        ]
+        for run in runs
+    ]
+    head = ["attention", "context, tokens", "parameters", "bytes of a step", "ms of a step"]
+    head += ["bytes/s", "speed-up over dense"]
+    return paragraphs(["**Training steps of 64K bytes**", table(head, found), measured(runs[0])])
+
+
 def is_dense(run: dict) -> bool:
     return set(run["model"]["attention"]) <= {"flash", "sdpa"}
 
@@ -461,7 +485,7 @@ TABLES: dict[str, Callable[[], str]] = {
         pretraining("pretraining"), "python -m experiments.pretraining measure gpt2"
     ),
     "language-models": lambda: or_command(
-        paragraphs(map(language_model, LANGUAGE_MODELS)), "contexts.sh"
+        paragraphs([*map(language_model, LANGUAGE_MODELS), long_step()]), "contexts.sh"
     ),
     "authors": authors,
     "tuned": lambda: or_command(tuned(), "python -m experiments.long_documents tune"),
