@@ -31,6 +31,7 @@ class ScoreFunction:
             construct tiles (tl.full, tl.zeros, tl.arange and the like).
         tensors: (float or int, number of dims) of each score tensor; see from_torch.
         of_query: Whether f depends on the position of the query. from_torch determines it.
+        of_head: Whether f depends on the head, likewise.
         reads: The derivatives of f by the entries of score tensors that it reads. from_torch
             makes them. Without them score tensors get no gradients.
 
@@ -48,6 +49,7 @@ class ScoreFunction:
     tensors: tuple[tuple[type, int], ...] = ()
     of_query: bool = True
     reads: "ReadDerivatives | None" = None
+    of_head: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -104,7 +106,8 @@ class ScoreFunction:
         declared = tuple(zip(kinds, _dims_of_reads(name, traced.graph), strict=True))
         evaluate = partial(_evaluate, name, function, kinds)
         derive = partial(_read_derivatives, name, function, kinds) if float in kinds else None
-        of_query = bool([*traced.graph.nodes][ARGUMENTS.index("query")].users)
+        nodes = [*traced.graph.nodes]
+        of_query, of_head = (bool(nodes[ARGUMENTS.index(x)].users) for x in ("query", "head"))
         triton_function = add_reads = None
         if find_spec("triton") is not None:
             from sparseflash.backends.triton_common import score_source
@@ -117,7 +120,7 @@ class ScoreFunction:
             except ValueError as error:
                 raise ValueError(f"score function {name!r}: {error}") from error
         reads = derive and ReadDerivatives(derive, add_reads)
-        return cls(name, evaluate, triton_function, declared, of_query, reads)
+        return cls(name, evaluate, triton_function, declared, of_query, reads, of_head)
 
     def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Evaluates `torch`.

@@ -1,6 +1,6 @@
 """Attention over a sequence that ranks share: the public function."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
 
 import torch
@@ -16,12 +16,14 @@ from sparseflash.distributed.prepare import prepare
 from sparseflash.distributed.transport import Group, check_agreement, disagreement, resolved
 from sparseflash.merge import with_sinks
 from sparseflash.options import AttentionOptions, CallKeywords, OptionKeywords
+from sparseflash.score import named
 
 
 class _Keywords(CallKeywords, total=False):
     group: Group
     mask: DynamicMask | None
     key_lengths: Tensor | None
+    score_tensors: Sequence[Tensor]
     check: bool | None
 
 
@@ -48,6 +50,7 @@ def context_parallel_attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
+    score_tensors: Sequence[Tensor] = (),
     return_lse: bool = False,
     check: bool | None = None,
     **options: Unpack[OptionKeywords],
@@ -66,21 +69,23 @@ def context_parallel_attention(
     Args:
         query: (batch, heads, tokens of this rank, head_dim); the tokens of plan.positions(rank).
         key: (batch, kv_heads, tokens of this rank, head_dim).
-        value: Like key, also in head_dim.
+        value: (batch, kv_heads, tokens of this rank, value_dim).
         plan: Equal on all ranks.
         group: The ranks, as a group or a mesh of one dimension; by default all processes. Of a
             mesh of two dimensions, (sequence, heads), the plan is that of the first, and the ranks
             of the second share the heads of its shards: each passes its part of the tokens,
             plan.shard(...).tensor_split(ranks, dim), with all heads. Then heads must be multiples
-            of these ranks, the mask that of all heads, and dropout_p 0.
+            of these ranks, the mask that of all heads, dropout_p 0, and the score function one
+            that does not depend on the head.
         mask: Blocks that the device selects for this rank's queries, out of plan.mask_of(rank); by
             default all. What is fetched remains what the plan says.
         key_lengths: Integers (batch,), as in sparseflash.attention: of the whole sequence.
-        bias: As in sparseflash.attention, of the whole sequence. Its gradient is the part of this
-            rank's queries, as is that of sinks: the sum over ranks is the whole, as of any
+        bias: As in sparseflash.attention, of the whole sequence. Its gradient is a part, as is
+            that of sinks and of score tensors: the sum over ranks is the whole, as of any
             parameter that ranks share.
         sinks: As in sparseflash.attention.
         seed: Seed of dropout: it drops the same pairs as in one process.
+        score_tensors: As in sparseflash.attention, of the whole sequence: positions index them.
         return_lse: Also return the LSE of this rank's queries.
         check: Before anything is exchanged, ask all ranks whether their plans and arguments agree
             and none is refused. Where not, all raise. It waits for the device. None: in the first
@@ -88,7 +93,8 @@ def context_parallel_attention(
         **options: Keywords of AttentionOptions.
 
     Returns:
-        out like query, and with return_lse the LSE, (batch, heads, tokens of this rank).
+        out (batch, heads, tokens of this rank, value_dim), and with return_lse the LSE, (batch,
+        heads, tokens of this rank).
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it. Where nothing is
@@ -105,11 +111,11 @@ def context_parallel_attention(
     if not isinstance(check, bool | None):
         raise TypeError(f"check must be a bool or None, got {check!r}")
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        shared = (mask, key_lengths, bias, sinks, check, options)
+        shared = (mask, key_lengths, bias, sinks, score_tensors, check, options)
         out, lse = _with_shared_heads(query, key, value, plan, group, *shared)
         return (out, lse) if return_lse else out
     process_group = resolved(group, plan.ranks)
-    arguments = (mask, key_lengths, bias, sinks, seed, options)
+    arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options)
     if check is None:
         check = ("agreed", process_group) not in plan.cache
     try:
@@ -122,9 +128,10 @@ def context_parallel_attention(
         check_agreement(process_group, prepared.facts(query, key), None)
         plan.cache["agreed", process_group] = True
     tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
+    read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
     out, lse = cast(
         tuple[Tensor, Tensor],
-        ContextParallelAttention.apply(*tensors, prepared.block_scores, prepared),
+        ContextParallelAttention.apply(*tensors, prepared.block_scores, prepared, *read),
     )
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -141,6 +148,7 @@ def _with_shared_heads(
     key_lengths: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    score_tensors: Sequence[Tensor],
     check: bool | None,
     options: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
@@ -169,6 +177,7 @@ def _with_shared_heads(
         key_lengths=key_lengths,
         bias=sharing.of_own_heads(bias),
         sinks=sharing.of_own_heads(sinks),
+        score_tensors=score_tensors,
         return_lse=True,
         check=check,
         **cast(OptionKeywords, options),
@@ -191,8 +200,11 @@ def _problem_of_shared_heads(
             sharing.check(name, tensor)
         if plan.mask.num_heads > 1 or (mask is not None and mask.num_heads > 1):
             return "plan must be of one mask for all heads where ranks share the heads"
-        if AttentionOptions(**options).dropout_p > 0:
+        checked = AttentionOptions(**options)
+        if checked.dropout_p > 0:
             return "dropout_p must be 0 where ranks share the heads"
+        if isinstance(checked.score, str) and named(checked.score).of_head:
+            return "score must not depend on the head where ranks share the heads"
     except (TypeError, ValueError) as error:
         return str(error)
     return None

@@ -14,6 +14,7 @@ fetched keys and values go back to their owners, which add them in the order of 
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ class ContextParallelAttention(torch.autograd.Function):
     """(out, lse) of this rank's queries."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, block_scores, prepared: Prepared):
+    def forward(
+        ctx, query, key, value, bias, block_scores, prepared: Prepared, *score_tensors: Tensor
+    ):
         by_rows = prepared.plan.split == "rows"
         attend = _forward_by_rows if by_rows else _forward_by_keys
         rows = prepared.part.shared
@@ -41,7 +44,7 @@ class ContextParallelAttention(torch.autograd.Function):
         if shared is not None:
             shared.merge_into(out, lse)
             ctx.shared_call, saved = shared.call, [*saved, shared.query]
-        ctx.save_for_backward(query, key, value, bias, out, lse, *saved)
+        ctx.save_for_backward(query, key, value, bias, out, lse, *score_tensors, *saved)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -49,8 +52,10 @@ class ContextParallelAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         if grads[0] is None and grads[1] is None:
-            return (None,) * 6
-        return *_Backward(ctx, *grads).run(), None
+            return (None,) * len(ctx.needs_input_grad)
+        *grads, reads = _Backward(ctx, *grads).run()
+        score_tensors = ctx.prepared.score_tensors
+        return *grads, None, *(() if score_tensors is None else score_tensors.parts_of(reads))
 
 
 Result = tuple[Tensor, Tensor, list[Call | None], list[Tensor]]
@@ -108,7 +113,7 @@ def _own_part(
         out, lse = prepared.own.forward(query, key, value)
     else:
         wide = torch.promote_types(query.dtype, torch.float32)
-        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        out = query.new_zeros(*query.shape[:3], value.shape[3])
         lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
     if shared is not None:
         shared.attend(key, value)
@@ -121,7 +126,7 @@ def _fetched_part(
     """The call of a step and its (out, lse); None where it has no pair."""
     if step.round.mask is None:
         return None, None
-    here, (key, value) = _queries_of(query, step), _unpack(packed)
+    here, (key, value) = _queries_of(query, step), _Packing.of(prepared, step).views(packed)
     call = prepared.call_of(step, here, key, value)
     return call, call.forward(here, key, value)
 
@@ -138,10 +143,9 @@ class _Backward:
         self._prepared: Prepared = ctx.prepared
         self._calls = ctx.calls
         self._grad_out, self._grad_lse = grad_out, grad_lse
-        self._needs = (*ctx.needs_input_grad[:5], False)  # ranks read no score tensors
-        self._query, self._key, self._value, _, self._out, self._lse, *self._saved = (
-            ctx.saved_tensors
-        )
+        self._needs = (*ctx.needs_input_grad[:5], any(ctx.needs_input_grad[6:]))
+        self._query, self._key, self._value, _, self._out, self._lse, *saved = ctx.saved_tensors
+        self._saved = saved[len(ctx.needs_input_grad[6:]) :]
         self._steps = self._prepared.part.steps
         self._shared: SharedBackward | None = None
         if self._prepared.part.shared is not None:
@@ -149,10 +153,10 @@ class _Backward:
             saved, grads = (self._out, self._lse), (grad_out, grad_lse)
             self._shared = SharedBackward(self._prepared, self._prepared.part.shared, saved, grads)
             self._shared_call = ctx.shared_call
-        self._grads: list[Tensor | None] = [None] * 5
+        self._grads: list[Tensor | None] = [None] * 6
 
     def run(self) -> list[Tensor | None]:
-        """The gradients of query, key, value, bias and block scores."""
+        """The gradients of query, key, value, bias, block scores and all score tensors."""
         returning: list[_Return] = []
         if len(self._saved) == len(self._steps):
             # What was saved first, so that its gradients travel while the own part is computed.
@@ -183,8 +187,11 @@ class _Backward:
 
     @property
     def _inputs(self) -> tuple[Tensor | None, ...]:
-        prepared = self._prepared
-        return self._query, self._key, self._value, prepared.bias, prepared.block_scores
+        prepared, reads = self._prepared, None
+        if prepared.score_tensors is not None and self._needs[5]:
+            reads = prepared.score_tensors.new_sums()
+        extras = (prepared.bias, prepared.block_scores, reads)
+        return self._query, self._key, self._value, *extras
 
     def _fetch(self, number: int) -> "_Fetch":
         return _Fetch(self._prepared, self._key, self._value, self._steps[number])
@@ -196,19 +203,19 @@ class _Backward:
                 torch.zeros_like(like, memory_format=torch.contiguous_format)
                 if like is not None and needed
                 else None
-                for like, needed in zip(self._inputs, self._needs[:5], strict=True)
+                for like, needed in zip(self._inputs, self._needs, strict=True)
             ]
         else:
             saved = (self._query, self._key, self._value, self._out, self._lse)
             grads = prepared.own.backward(self._grad_out, self._grad_lse, saved, self._needs)
-            self._grads = [*grads[:5]]
+            self._grads = [*grads]
             if grads[4] is not None:
                 self._grads[4] = self._scattered(grads[4], None, prepared.part.columns, Heads())
         # Where more than two gradients are added up they are rounded once.
         several = len(self._steps) > 1 or self._shared is not None
         many = prepared.part.summands > 2
         by_keys = len(self._steps) > 1 and prepared.plan.split == "keys"
-        widens = (by_keys, many, many, several, several)
+        widens = (by_keys, many, many, several, several, several)
         self._grads = [
             grad if grad is None or not widen else grad.to(torch.promote_types(grad.dtype, wide))
             for grad, widen in zip(self._grads, widens, strict=True)
@@ -217,7 +224,7 @@ class _Backward:
     def _add_shared(self, shared: SharedBackward) -> None:
         tensors = (self._shared_query, self._key, self._value)
         grads, own_query = shared.run(self._shared_call, *tensors, self._needs)
-        for number in (1, 2, 3):
+        for number in (1, 2, 3, 5):
             total, grad = self._grads[number], grads[number]
             if total is not None and grad is not None:
                 total += grad.to(total.dtype)
@@ -237,30 +244,27 @@ class _Backward:
 
         saved = (
             _queries_of(self._query, step),
-            *_unpack(packed),
+            *_Packing.of(self._prepared, step).views(packed),
             here(self._out),
             here(self._lse),
         )
         grads = here(self._grad_out), here(self._grad_lse)
-        return call.backward(*grads, saved, self._needs)[:5]
+        return call.backward(*grads, saved, self._needs)
 
     def _returned(self, number: int, grads: tuple[Tensor | None, ...] | None) -> "list[_Return]":
         """The gradients of what a step brought, sent back; nothing where none are wanted."""
         if not (self._needs[1] or self._needs[2]):
             return []
-        step, like = self._steps[number], self._key
-        each = step.round
+        step = self._steps[number]
         both = (None, None) if grads is None else grads[1:3]
-        heads = len(range(like.shape[1])[step.heads.of(like.shape[1])])
-        shape = (like.shape[0], heads, each.attended, like.shape[3])
-        key, value = (like.new_zeros(shape) if grad is None else grad for grad in both)
-        packed = _pack(key, value, [each.received_at], each.received)
+        packing = _Packing.of(self._prepared, step)
+        packed = packing.pack(self._key, both, [step.round.received_at])
         return [_Return(self._prepared, packed, step)]
 
     def _add_step(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
         if grads is None:
             return
-        step, (query, key, value, bias, blocks) = self._steps[number], grads
+        step, (query, key, value, bias, blocks, reads) = self._steps[number], grads
         each, prepared = step.round, self._prepared
         first = prepared.plan.split == "rows"
         _add(self._grads[0], step, each.queries, query, first=first)
@@ -276,6 +280,10 @@ class _Backward:
             total = self._grads[4]
             assert total is not None
             total += self._scattered(blocks, each.rows, each.columns, step.heads)
+        if reads is not None:
+            total = self._grads[5]
+            assert total is not None
+            total += reads
 
     def _scattered(
         self, blocks: Tensor, rows: Tensor | None, columns: Tensor, heads: Heads
@@ -305,29 +313,53 @@ def _add(
         total.index_add_(2, tokens, grad.to(total.dtype))
 
 
-def _pack(first: Tensor, second: Tensor, chosen: Sequence[Tokens], total: int) -> Tensor:
-    """(total, 2, batch, heads, dims): chosen tokens of two (batch, heads, seq, dims), one choice
-    after another.
+class _Packing(NamedTuple):
+    """How keys and values, or their gradients, share a packed tensor (tokens, numbers of a token):
+    first those of its key, (batch, heads, head_dim), then those of its value.
     """
-    packed = first.new_empty(total, 2, first.shape[0], first.shape[1], first.shape[3])
-    begin = 0
-    for tokens in chosen:
-        end = begin + count(tokens)
-        _put(packed[begin:end], slice(None), first, second, tokens)
-        begin = end
-    return packed
 
+    batch: int
+    heads: int
+    dims: tuple[int, int]
 
-def _put(packed: Tensor, at: Tokens, first: Tensor, second: Tensor, tokens: Tokens) -> None:
-    """Writes some tokens of two (batch, heads, seq, dims) into a packed tensor."""
-    for i, tensor in enumerate((first, second)):
-        packed[at, i] = tensor[:, :, tokens].permute(2, 0, 1, 3)
+    @staticmethod
+    def of(prepared: Prepared, step: Step) -> "_Packing":
+        """That of the heads of a step."""
+        batch, kv_heads, _, head_dim = prepared.key.shape
+        heads = len(range(kv_heads)[step.heads.of(kv_heads)])
+        return _Packing(batch, heads, (head_dim, prepared.value.shape[3]))
 
+    def empty(self, like: Tensor, tokens: int) -> Tensor:
+        """A packed tensor of unset numbers."""
+        return like.new_empty(tokens, self.batch * self.heads * sum(self.dims))
 
-def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The two that _pack joined, as views."""
-    first, second = packed.unbind(1)
-    return first.permute(1, 2, 0, 3), second.permute(1, 2, 0, 3)
+    def views(self, packed: Tensor) -> list[Tensor]:
+        """Its keys (batch, heads, tokens, head_dim) and its values (batch, heads, tokens,
+        value_dim).
+        """
+        of_token = [self.batch * self.heads * dims for dims in self.dims]
+        return [
+            part.unflatten(1, (self.batch, self.heads, dims)).permute(1, 2, 0, 3)
+            for part, dims in zip(packed.split(of_token, 1), self.dims, strict=True)
+        ]
+
+    def put(
+        self, packed: Tensor, at: Tokens, both: Sequence[Tensor | None], tokens: Tokens
+    ) -> None:
+        """Writes some tokens of keys and values into a packed tensor, zeros where one is None."""
+        for view, tensor in zip(self.views(packed), both, strict=True):
+            view[:, :, at] = 0 if tensor is None else tensor[:, :, tokens]
+
+    def pack(
+        self, like: Tensor, both: Sequence[Tensor | None], chosen: Sequence[Tokens]
+    ) -> Tensor:
+        """Chosen tokens of keys and values, one choice after another."""
+        packed, begin = self.empty(like, sum(map(count, chosen))), 0
+        for tokens in chosen:
+            end = begin + count(tokens)
+            self.put(packed, slice(begin, end), both, tokens)
+            begin = end
+        return packed
 
 
 class _Fetch:
@@ -335,15 +367,16 @@ class _Fetch:
 
     def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
         each = self._round = step.round
-        key, value = (x[:, step.heads.of(x.shape[1])] for x in (key, value))
-        sent = _pack(key, value, each.send, sum(each.send_splits))
-        self._packed = sent.new_empty(each.attended, *sent.shape[1:])
+        packing = _Packing.of(prepared, step)
+        both = [x[:, step.heads.of(x.shape[1])] for x in (key, value)]
+        sent = packing.pack(key, both, each.send)
+        self._packed = packing.empty(key, each.attended)
         arrives_in_place = isinstance(each.received_at, slice)
         self._exchange = Exchange(
             *(prepared.group, sent, each.send_splits, each.receive_splits, "keys and values"),
             received=self._packed[each.received_at] if arrives_in_place else None,
         )
-        _put(self._packed, each.own_at, key, value, each.own)
+        packing.put(self._packed, each.own_at, both, each.own)
 
     def wait(self) -> Tensor:
         """Packed, in the order of the sequence."""
@@ -358,6 +391,7 @@ class _Return:
 
     def __init__(self, prepared: Prepared, packed: Tensor, step: Step):
         self._step, each = step, step.round
+        self._packing = _Packing.of(prepared, step)
         splits = (each.receive_splits, each.send_splits)
         self._exchange = Exchange(prepared.group, packed, *splits, "gradients of keys and values")
 
@@ -366,5 +400,5 @@ class _Return:
         each = self._step.round
         parts = self._exchange.wait().split(each.send_splits)
         for part, tokens in zip(parts, each.send, strict=True):
-            for total, grad in zip(totals, _unpack(part), strict=True):
+            for total, grad in zip(totals, self._packing.views(part), strict=True):
                 _add(total, self._step, tokens, grad, first=False)

@@ -251,23 +251,27 @@ class ContextPlan(Caching):
         dtype: torch.dtype = torch.bfloat16,
         batch: int = 1,
         heads: int | None = None,
+        value_dim: int | None = None,
     ) -> Report:
         """Bytes and blocks of every rank, beside a ring, an all-gather and lower bounds.
 
         Args:
             kv_heads, head_dim, dtype, batch: Sizes and dtype of keys and values.
             heads: Heads of queries, which travel where rows are shared; by default kv_heads.
+            value_dim: Dims of a value; by default head_dim.
 
         Raises:
             TypeError, ValueError: An argument is wrong; the message names it.
         """
         heads = kv_heads if heads is None else heads
+        value_dim = head_dim if value_dim is None else value_dim
         sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "heads": heads}
+        sizes["value_dim"] = value_dim
         for name, size in sizes.items():
             check_integer(name, size, least=1, most=2**31 - 1)
         check_floating_dtype("dtype", dtype)
         queries = batch * heads
-        return report_of(self, batch, kv_heads, queries, head_dim, dtype)
+        return report_of(self, batch, kv_heads, queries, (head_dim, value_dim), dtype)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a safetensors file; masks.load reads its mask.

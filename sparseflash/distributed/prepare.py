@@ -1,6 +1,6 @@
 """One call of one rank: its arguments, checked, and the calls of the parts that it is made of."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from sparseflash.dispatch.spec import CallFacts
 from sparseflash.distributed.part import Heads, Part, Step, count
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
-from sparseflash.score import checked_score_tensors
+from sparseflash.score import ScoreTensors, checked_score_tensors, named, want_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,8 @@ class Prepared:
     options: Mapping[str, Any]
     differentiates_bias: bool
     block_scores: Tensor | None
+    score_tensors: ScoreTensors | None
+    differentiates_score_tensors: bool
 
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """What must be equal on all ranks."""
@@ -54,6 +56,7 @@ class Prepared:
             "plan": self.plan.digest,
             "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
             "heads of key": key.shape[1],
+            "value_dim": self.value.shape[3],
             "dtype": str(query.dtype),
             "gradient of key or value": wants_gradient(self.key) or wants_gradient(self.value),
             "options": repr(AttentionOptions(**self.options)),
@@ -64,14 +67,13 @@ class Prepared:
         waiting = [step for step in self.part.steps if step.round.mask is not None]
         if self.own is None and waiting:
             each, heads = waiting[0]
-            shapes = [
-                (len(tensor), len(range(tensor.shape[1])[heads.of(tensor.shape[1])]), n)
-                for tensor, n in ((self.query, count(each.queries)), (self.key, each.attended))
+            sizes = (count(each.queries), each.attended, each.attended)
+            tensors = (self.query, self.key, self.value)
+            alike = [
+                x[:, heads.of(x.shape[1]), :1].expand(-1, -1, n, -1)
+                for x, n in zip(tensors, sizes, strict=True)
             ]
-            query, key = (
-                self.query.new_empty(()).expand(*shape, self.query.shape[3]) for shape in shapes
-            )
-            self.call_of(waiting[0], query, key, key)
+            self.call_of(waiting[0], *alike)
 
     @cached_property
     def own(self) -> Call | None:
@@ -120,9 +122,12 @@ class Prepared:
             bias = bias[heads.of(len(bias))]
         has = (lengths is not None, bias is not None)
         wanted = (self.differentiates_bias, self.block_scores is not None)
-        facts = CallFacts(*has, *wanted, positions=True)
+        reads = self.differentiates_score_tensors
+        facts = CallFacts(*has, *wanted, positions=True, differentiates_score_tensors=reads)
         plan = find_plan(query, key, value, chosen, self.options, facts)
-        return Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
+        call = Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
+        call.score_tensors = self.score_tensors
+        return call
 
 
 def prepare(
@@ -136,6 +141,7 @@ def prepare(
     bias: Tensor | None,
     sinks: Tensor | None,
     seed: int | None,
+    score_tensors: Sequence[Tensor],
     options: Mapping[str, Any],
 ) -> Prepared:
     """The call after all checks, but for those of the backend."""
@@ -143,16 +149,11 @@ def prepare(
         if isinstance(tensor, Tensor) and not is_plain(tensor):
             raise TypeError(f"{name} must be an ordinary tensor, got a {type(tensor).__name__}")
     query, key, value = checked_tensors(query, key, value, key_lengths)
-    if value.shape[3] != key.shape[3]:
-        raise ValueError(
-            f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}: ranks "
-            "exchange both as one tensor"
-        )
     rank = 0 if group is None else group.rank()
     plan.check_length("query", query, rank, 2)
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
-    checked_score_tensors(checked.score, (), query)  # ranks take no score function that reads any
+    read = checked_score_tensors(checked.score, score_tensors, query)
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
     if bias is not None:
@@ -169,7 +170,8 @@ def prepare(
             f"plan must be made for a mask of {names} heads, got {plan.mask.num_heads}"
         )
     # A group of heads is numbered from 0, which dropout and score functions would notice.
-    alone = checked.dropout_p > 0 or checked.score is not None
+    of_head = isinstance(checked.score, str) and named(checked.score).of_head
+    alone = checked.dropout_p > 0 or of_head
     groups = 1 if alone else plan.head_groups(key.shape[1])
     prepared = Prepared(
         *(query, key, value, plan, plan.part(rank, query.device, groups), group, mask),
@@ -179,6 +181,8 @@ def prepare(
         options=options,
         differentiates_bias=wants_gradient(bias),
         block_scores=None if mask is None else checked_block_scores(mask),
+        score_tensors=read,
+        differentiates_score_tensors=want_gradients(score_tensors),
     )
     prepared.check_backend()
     return prepared

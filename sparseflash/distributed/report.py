@@ -113,17 +113,23 @@ class Report:
 
 
 def report_of(
-    plan: "ContextPlan", batch: int, kv_heads: int, queries: int, head_dim: int, dtype: torch.dtype
+    plan: "ContextPlan",
+    batch: int,
+    kv_heads: int,
+    queries: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
 ) -> Report:
     """The report of a plan for keys and values of some heads, and for `queries` rows of queries
-    over all heads and batch elements.
+    over all heads and batch elements; dims: of queries and keys, and of values.
     """
-    mask, token_bytes = plan.workload.mask, 2 * batch * kv_heads * head_dim * dtype.itemsize
+    head_dim, value_dim = dims
+    mask, token_bytes = plan.workload.mask, batch * kv_heads * sum(dims) * dtype.itemsize
     groups, wide = plan.head_groups(kv_heads), torch.promote_types(dtype, torch.float32).itemsize
     traffic = plan.traffic(groups) * token_bytes // groups
     fetched, given = traffic.sum(1), traffic.sum(0)
     again = plan.num_rounds > 1
-    there, back = queries * head_dim * dtype.itemsize, queries * (head_dim + 1) * wide
+    there, back = queries * head_dim * dtype.itemsize, queries * (value_dim + 1) * wide
     received, sent = (x.long() for x in plan.costs.moved_of_shared(there, back))
     there, back = 2 * back, queries * head_dim * wide
     returned, sent_back = (x.long() for x in plan.costs.moved_of_shared(there, back))

@@ -48,10 +48,11 @@ def mask_of(name: str) -> BlockMask:
     return patterns[name](LENGTH, BLOCK)
 
 
-def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(dtype: torch.dtype, value_dim: int = DIMS) -> tuple[Tensor, ...]:
     """query, key, value and the gradients of out and lse."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, heads, LENGTH, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(BATCH, heads, LENGTH, DIMS) for heads in (HEADS, KV_HEADS)]
+    shapes += [(BATCH, heads, LENGTH, value_dim) for heads in (KV_HEADS, HEADS)]
     shapes.append((BATCH, HEADS, LENGTH))
     return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
@@ -73,8 +74,20 @@ def errors(
     mask = mask_of(mask_name)
     plan = plan_of(mask, dist.get_world_size(), strategy, split)
     extras = dict(extras)
-    tensors = inputs(extras.pop("dtype", torch.float64))
+    if extras.pop("reads", False):
+        table = torch.linspace(-2, 2, HEADS * 50, dtype=torch.float64).view(HEADS, 50).sin()
+        extras |= {"score": _score_of_tensors(), "table": table}
+    tensors = inputs(extras.pop("dtype", torch.float64), extras.pop("value_dim", DIMS))
     return _errors(rank, plan, (mask, None), tensors, extras)
+
+
+@cache
+def _score_of_tensors() -> ScoreFunction:
+    def near(score, batch, head, query, key, table, document):
+        same = document[query] == document[key]
+        return torch.where(same, score + table[head, (query - key) % 50], 0.5 * score)
+
+    return ScoreFunction.from_torch("near of tensors", near, (float, int))
 
 
 @cache
@@ -119,18 +132,19 @@ def _errors(
     """
     *tensors, grad_out, grad_lse = given
     extras = dict(extras)
-    shared = {name: extras.pop(name) for name in ("bias", "sinks") if name in extras}
+    shared = {name: extras.pop(name) for name in ("bias", "sinks", "table") if name in extras}
 
     whole = [x.clone().requires_grad_() for x in tensors]
     whole_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
-    out, lse = sparseflash.attention(*whole, used[0], return_lse=True, **whole_shared, **extras)
+    read = _reads(whole_shared)
+    out, lse = sparseflash.attention(*whole, used[0], return_lse=True, **read, **extras)
     grad_lse = grad_lse * lse.isfinite()
     torch.autograd.backward([out, lse], [grad_out, grad_lse.to(lse.dtype)])
 
     dtype = torch.float32 if kernels else tensors[0].dtype
     own = [plan.shard(x, rank, 2).to(dtype).requires_grad_() for x in tensors]
     own_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
-    call = {**own_shared, **extras, "mask": used[1]}
+    call = {**_reads(own_shared), **extras, "mask": used[1]}
     if kernels:
         call["backend"] = "triton"
     own_out, own_lse = context_parallel_attention(*own, plan, return_lse=True, **call)
@@ -146,6 +160,14 @@ def _errors(
         dist.all_reduce(mine.grad)
         found[name] = (mine.grad, whole_shared[name].grad)
     return {name: _difference(*pair) for name, pair in found.items()}
+
+
+def _reads(shared: dict[str, Tensor]) -> dict[str, Any]:
+    """Arguments of a call: a table is a score tensor, beside one that has documents."""
+    if "table" not in shared:
+        return shared
+    rest = {name: x for name, x in shared.items() if name != "table"}
+    return rest | {"score_tensors": [shared["table"], torch.arange(LENGTH) // 60]}
 
 
 class Layer(nn.Module):
@@ -241,7 +263,9 @@ def fuzzed(rank: int, seed: int) -> dict[str, float]:
     extras = {name: value for name, value in every.items() if rng.random() < 0.4}
     if rng.random() < 0.5:
         extras |= {"dropout_p": 0.3, "seed": rng.randrange(2**40)}
-    shapes = [(batch, n, length, dims) for n in (heads, kv_heads, kv_heads, heads)]
+    shapes = [(batch, n, length, dims) for n in (heads, kv_heads)]
+    value_dim = rng.choice((dims, 16))
+    shapes += [(batch, n, length, value_dim) for n in (kv_heads, heads)]
     given = tuple(normal(*shape) for shape in (*shapes, (batch, heads, length)))
     return _errors(rank, plan, used, given, extras)
 
@@ -272,13 +296,15 @@ def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[li
         return exchange(output, source, receive_splits, send_splits, *arguments, **keywords)
 
     plan = plan_of(mask_of(mask_name), dist.get_world_size(), strategy, split)
-    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float64)[:3]]
+    value_dim = 2 * DIMS
+    given = inputs(torch.float64, value_dim)[:3]
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in given]
     with mock.patch.object(dist, "all_to_all_single", counted):
         out = context_parallel_attention(*own, plan)
         forward = moved.tolist()
         out.sum().backward()
     backward = [both - first for both, first in zip(moved.tolist(), forward, strict=True)]
-    report = plan.report(KV_HEADS, DIMS, torch.float64, BATCH, HEADS)
+    report = plan.report(KV_HEADS, DIMS, torch.float64, BATCH, HEADS, value_dim)
     planned = [report.receive_bytes[rank], report.send_bytes[rank]]
     returned = [report.backward_receive_bytes[rank], report.backward_send_bytes[rank]]
     return [forward, backward, planned, returned]
@@ -347,6 +373,11 @@ def errors_with_shared_heads(rank: int, split: str, extras: dict[str, Any]) -> d
     return {name: _difference(*pair) for name, pair in found.items()}
 
 
+@cache
+def _score_of_heads() -> ScoreFunction:
+    return ScoreFunction.from_torch("of heads", lambda s, b, head, q, k: s * (head + 1))
+
+
 def refused_with_shared_heads(rank: int) -> list[str]:
     """The errors of calls that heads x sequence does not take."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -358,6 +389,7 @@ def refused_with_shared_heads(rank: int) -> list[str]:
     calls = [(own, plan, {"dropout_p": 0.1}), (own, of_heads, {})]
     calls += [([x[:, :, 1:] for x in own] if rank == 1 else own, plan, {})]
     calls += [([own[0], own[1][:, :1], own[2][:, :1]], plan, {})]
+    calls += [(own, plan, {"score": _score_of_heads()})]
     errors = []
     for tensors, used, options in calls:
         try:

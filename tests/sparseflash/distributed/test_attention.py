@@ -52,6 +52,8 @@ EXTRAS = {
     "no key": {"key_lengths": torch.tensor([0, 16])},
     "soft cap": {"softcap": 2.0, "scale": 0.7},
     "bias": {"bias": torch.linspace(-1, 1, 2 * cases.LENGTH - 1).double().expand(4, -1).clone()},
+    "value dim": {"value_dim": 16, "bias": torch.ones(1, 2 * cases.LENGTH - 1).double()},
+    "score tensors": {"reads": True},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]).double()},
 }
 
@@ -92,11 +94,12 @@ def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, spli
 
 def test_what_shared_heads_do_not_take_is_named(four_ranks):
     for answers in four_ranks.run(cases.refused_with_shared_heads):
-        assert len(answers) == 4, answers
+        assert len(answers) == 5, answers
         assert "dropout_p must be 0 where ranks share the heads" in answers[0]
         assert "plan must be of one mask for all heads" in answers[1]
         assert "rank 1: query must have 56 tokens in dim 2" in answers[2]
         assert "key must have a multiple of 2 heads" in answers[3]
+        assert "score must not depend on the head" in answers[4]
 
 
 @pytest.mark.parametrize("mask", ["causal", "random", "documents", "head masks"])
