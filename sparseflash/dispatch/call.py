@@ -1,8 +1,8 @@
 """Plan and Call: what a backend gets beside query, key and value."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -51,6 +51,12 @@ def empty_out(query: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(query[..., :1].expand(-1, -1, -1, value.shape[3]))
 
 
+def empty_out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """New tensors for both results of a call whose lse is float32."""
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return empty_out(query, value), lse
+
+
 class Layout(NamedTuple):
     """What tensors have in common that are made anew in each call."""
 
@@ -72,6 +78,49 @@ def empty_tensors(layouts: Iterable[Layout | None], device: torch.device) -> lis
     on_cpu = device.index is None
     empty = _guards._empty_strided_cpu if on_cpu else _guards._empty_strided_cuda
     return [None if layout is None else empty(*layout) for layout in layouts]
+
+
+Examples = Callable[..., Iterable[Tensor | None]]
+
+
+def new_outputs(
+    plan: Plan, examples: Examples, inputs: tuple[Tensor, ...], *facts: int
+) -> list[Any]:
+    """Uninitialized tensors with the layouts of examples(*inputs, *facts), None for None.
+
+    Args:
+        plan: Where the layouts are stored, for inputs of equal strides.
+        examples: Of its inputs, which have no data, it knows shapes, strides and dtypes.
+        inputs: Tensors whose shapes and dtypes are the same in all calls of the plan.
+        facts: What else the layouts depend on.
+    """
+    strides = tuple([x.stride() for x in inputs])
+    layouts = plan.cache.get((examples, facts, strides))
+    if layouts is None:
+        shapes = tuple([x.shape for x in inputs])
+        layouts = _layouts(examples, facts, shapes, strides, inputs[0].dtype)
+        plan.cache[examples, facts, strides] = layouts
+    return empty_tensors(layouts, plan.spec.device)
+
+
+@lru_cache(maxsize=4096)  # a DynamicMask is often new, and its plan with it
+def _layouts(
+    examples: Examples,
+    facts: tuple[int, ...],
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+) -> list[Layout | None]:
+    found = examples(*without_data(shapes, strides, dtype), *facts)
+    return [None if x is None else Layout.of(x) for x in found]
+
+
+def without_data(
+    shapes: Iterable[Sequence[int]], strides: Iterable[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """Tensors that have shapes and strides, but no memory."""
+    layouts = zip(shapes, strides, strict=True)
+    return [torch.empty_strided(*x, dtype=dtype, device="meta") for x in layouts]
 
 
 def empty_max_logits(query: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from sparseflash.backends.triton_common.arguments import (
 from sparseflash.backends.triton_common.constants import ALIGNMENT
 from sparseflash.backends.triton_common.launcher import Launch, launch_and_store, multiprocessors
 from sparseflash.backends.triton_common.relaunch import try_relaunch
-from sparseflash.dispatch.call import Call, Layout
+from sparseflash.dispatch.call import Call, Layout, without_data
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import named
 
@@ -188,9 +188,7 @@ def _prepared_kernel(
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
 ) -> PreparedKernel:
-    layouts = zip(shapes, strides, strict=True)
-    inputs = [torch.empty_strided(*x, dtype=spec.dtype, device="meta") for x in layouts]
-    return prepare(spec, block_size, *inputs, *facts)
+    return prepare(spec, block_size, *without_data(shapes, strides, spec.dtype), *facts)
 
 
 def _argument(tensor: Tensor | None, access: Access) -> Tensor | TensorDescriptor | None:

@@ -41,7 +41,7 @@ from sparseflash.dispatch.call import (
     Layout,
     Needs,
     Saved,
-    empty_out,
+    empty_out_and_lse,
     empty_tensors,
 )
 from sparseflash.dispatch.spec import AttentionSpec
@@ -65,8 +65,7 @@ def _prepare_forward(
 ) -> PreparedKernel:
     kv_tile = launch.kv_tile(block, spec.widest_dim)
     access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
-    lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
-    outputs = (Layout.of(empty_out(query, value)), Layout.of(lse))
+    outputs = tuple([Layout.of(x) for x in empty_out_and_lse(query, value)])
     config = FORWARD_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(forward_kernel, access, config, outputs)
 

@@ -100,9 +100,11 @@ def describe(
 
 def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     """Whether the fused kernel runs if the gradients of query, key and value are all needed."""
+    if spec.deterministic:
+        return False
     widths = configs.FUSED_WIDTHS[spec.dropout_p > 0]
     width = configs.tile_width(spec.head_dim)
-    if spec.deterministic or width not in widths or table.block_size != TILE:
+    if width not in widths or table.block_size != TILE:
         return False
     if configs.tile_width(spec.value_dim) != width:
         return False

@@ -19,7 +19,7 @@ from sparseflash.backends.triton.launch import (
     launch_with_layout,
     prepare_pass,
 )
-from sparseflash.dispatch.call import Call, Plan, empty_out
+from sparseflash.dispatch.call import Call, Plan, empty_out_and_lse, new_outputs
 
 MAX_SPLITS = 128
 # What a program costs besides its keys, and what merging costs, as the time of so many keys.
@@ -29,8 +29,7 @@ SPLITS_PER_STEP = 16  # of the kernel that merges
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    out = empty_out(query, value)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    out, lse = new_outputs(call.plan, empty_out_and_lse, (query, value))
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "decode", tensors)
     splits = num_splits(prepared, call.plan)

@@ -22,7 +22,7 @@ from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
-from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out
+from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out_and_lse, new_outputs
 
 # Most programs of ds_sums if there is a bias: each has sums of its own, as large as a row of it.
 DS_SUMS_PROGRAMS = 512
@@ -31,8 +31,7 @@ LSE_DELTA_ROWS = 64  # most queries of a program of the kernel of LSE and delta
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    out = empty_out(query, value)
-    lse = query.new_empty(*query.shape[:3], dtype=torch.float32)
+    out, lse = new_outputs(call.plan, empty_out_and_lse, (query, value))
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "forward", tensors)
     launch_pass(call, prepared, forward_kernel, tensors, (lse, call.max_logits))
@@ -45,22 +44,22 @@ def backward(
     """The gradients of one call; see sparseflash.backends.base."""
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, *needs_sums = needs
-    grad_query = grad_key = grad_value = None
     sums: tuple[Tensor | None, ...] = (None, None, None)
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
-    lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
+    facts = (needs_query, needs_key or needs_value, padded_len)
+    grad_query, grad_key, grad_value, lse_delta = new_outputs(
+        call.plan, _empty_gradients, (query, key, value), *facts
+    )
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     lse_arguments = (grad_lse, *lse_strides, lse, lse_delta)
     inputs = {"query": query, "key": key, "value": value}
     if needs_query:
-        grad_query = torch.empty_like(query)
         tensors = {**inputs, "out": out, "grad_out": grad_out, "grad_query": grad_query}
         prepared = prepare_pass(call.plan, "dq", tensors)
         launch_pass(call, prepared, query_gradient_kernel, tensors, lse_arguments)
     else:
         _launch_lse_delta(call, out, grad_out, lse_arguments)
     if needs_key or needs_value:
-        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
         outputs = {"grad_key": grad_key, "grad_value": grad_value}
         tensors = {**inputs, "grad_out": grad_out, **outputs}
         prepared = prepare_pass(call.plan, "dkdv", tensors)
@@ -69,6 +68,20 @@ def backward(
         sums = _ds_sums(call, {**inputs, "grad_out": grad_out}, lse_delta, *needs_sums)
     grad_key, grad_value = (grad_key if needs_key else None, grad_value if needs_value else None)
     return grad_query, grad_key, grad_value, *sums
+
+
+def _empty_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    needs_query: bool,
+    needs_key_or_value: bool,
+    padded_len: int,
+) -> tuple[Tensor | None, ...]:
+    """New tensors for dQ, for dK and dV, and for LSE and delta."""
+    lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
+    wanted = ((query, needs_query), (key, needs_key_or_value), (value, needs_key_or_value))
+    return *[torch.empty_like(x) if needed else None for x, needed in wanted], lse_delta
 
 
 def _launch_lse_delta(call: Call, out: Tensor, grad_out: Tensor, lse_arguments: tuple) -> None:
