@@ -85,7 +85,8 @@ def find_plan(
             _checked[of_tensors] = True
         mask = _compiled(mask, query.shape[2], key.shape[2], query.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    signature = (of_tensors, facts, deterministic, *options.items())
+    kind = type(options.get("deterministic"))  # 1 is equal to True, and is refused
+    signature = (of_tensors, facts, deterministic, kind, *options.items())
     try:
         plan = mask.cache.get(signature)
     except TypeError:  # an option that cannot be hashed: its check names it

@@ -88,6 +88,7 @@ BAD = {
     "heads that do not divide": ({"query": torch.randn(2, 6, 40, 16)}, "key heads must divide"),
     "scale": ({"scale": -1.0}, "scale must be positive"),
     "scale of another type": ({"scale": [1.0]}, "scale must be a number"),
+    "deterministic": ({"deterministic": 1}, "deterministic must be a bool, got 1"),
     "dropout": ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
     "seed": ({"seed": 0.5}, "seed must be an int"),
     "too long": ({"key_lengths": torch.tensor([41, 0])}, "key_lengths must be 0 to 40"),
@@ -104,7 +105,8 @@ def test_a_signature_that_was_checked_lets_no_other_call_pass(change, message):
     names = ("query", "key", "value")
     right = dict(zip(names, torch.randn(3, 2, 4, 40, 16), strict=True))
     lengths = torch.tensor([40, 7])
-    for given in ({}, {"key_lengths": lengths}, {"sinks": torch.zeros(4)}, {"dropout_p": 0.5}):
+    others = ({"sinks": torch.zeros(4)}, {"dropout_p": 0.5}, {"deterministic": True})
+    for given in ({}, {"key_lengths": lengths}, *others):
         sparseflash.attention(**right, mask=mask, **given)
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.attention(**(right | {"mask": mask} | change))
