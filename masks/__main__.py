@@ -80,7 +80,7 @@ def draw(
         table.add_row(name, value)
     console = Console()
     console.print(plot.text(mask), highlight=False)
-    console.print("queries go down, keys to the right; darker where more pairs attend")
+    console.print("rows are queries, columns are keys; darker where more pairs attend")
     console.print(table)
     console.print(f"wrote {path}")
 

@@ -238,8 +238,8 @@ def diff(
     table = Table("", a, b, box=None)
     for name, (of_a, of_b) in found.figures.items():
         table.add_row(name, of_a, of_b)
-    table.add_row("pairs of both", *[f"{found.both:,}"] * 2)
-    table.add_row("pairs of this one alone", f"{found.only_a:,}", f"{found.only_b:,}")
+    table.add_row("common pairs", *[f"{found.both:,}"] * 2)
+    table.add_row("pairs of this pattern only", f"{found.only_a:,}", f"{found.only_b:,}")
     Console().print(table)
     if output is not None:
         print(f"wrote {output}")
@@ -263,14 +263,14 @@ def views_of(
 def _layer_table(field: "ReceptiveField", pixels: "PixelReach | None") -> Table:
     table = Table(box=None)
     pairs = "causal pairs" if field.causal else "pairs"
-    for column in ("layers", f"share of {pairs} connected", "adds"):
+    for column in ("layers", f"share of {pairs} connected", "new pairs"):
         table.add_column(column, justify="right")
     if pixels is not None:
         for column in ("up", "down", "left", "right", "radius (pixels)"):
             table.add_column(column, justify="right")
     for i, (share, (low, high)) in enumerate(zip(field.share, field.interval, strict=True)):
         shown = f"{share:.4%}" if field.exact else f"{share:.2%} ({low:.2%} to {high:.2%})"
-        row = [str(i + 1), shown, "yes" if field.added[i] else "nothing"]
+        row = [str(i + 1), shown, "yes" if field.added[i] else "none"]
         if pixels is not None:
             sides = (pixels.up, pixels.down, pixels.left, pixels.right, pixels.radius)
             row += [str(side[i]) for side in sides]
@@ -280,13 +280,13 @@ def _layer_table(field: "ReceptiveField", pixels: "PixelReach | None") -> Table:
 
 def _summary(field: "ReceptiveField", gaps: list[float | None]) -> Table:
     table = Table(show_header=False, box=None)
-    keys = "all tokens" if field.exact else f"{field.followed} keys drawn at random, 95 % interval"
+    keys = "all tokens" if field.exact else f"{field.followed} random keys, 95 % interval"
     connected = "not within these layers" if field.full_after is None else str(field.full_after)
     mean = "-" if field.mean_path is None else f"{field.mean_path:.2f} mean"
     rows = {
         "followed": keys,
-        "layers until all are connected": connected,
-        "hops": f"{mean}, {field.longest_path} most",
+        "layers until all pairs are connected": connected,
+        "hops": f"{mean}, {field.longest_path} max",
         "tokens that no other attends": f"{field.unreached:,}",
         "tokens that attend no other": f"{field.blind:,}",
         "spectral gap": ", ".join("none" if gap is None else f"{gap:.4g}" for gap in gaps),

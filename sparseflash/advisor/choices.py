@@ -61,8 +61,8 @@ class Workload:
     def __str__(self) -> str:
         passes = "forward and backward" if self.backward else "forward"
         sizes = (
-            f"{self.seq_len:,} tokens, batch {self.batch}, {self.heads} heads of {self.head_dim}"
-            + ", causal" * self.causal
+            f"{self.seq_len:,} tokens, batch {self.batch}, {self.heads} heads, "
+            f"head dim {self.head_dim}" + ", causal" * self.causal
         )
         device = io_model.device_named(self.device).name
         return f"{device}, {passes}, {str(self.dtype).removeprefix('torch.')}: {sizes}"

@@ -67,7 +67,8 @@ def explain_command(
     gaps = {"forward": found.forward_gap, "backward": found.backward_gap}
     split = {name: gap for name, gap in gaps.items() if gap is not None}
     if plot is not None and split:
-        draw(split, plot, f"{pattern}: {seq_len:,} tokens, {heads} heads of {head_dim}, {where}")
+        size = f"{seq_len:,} tokens, {heads} heads, head dim {head_dim}"
+        draw(split, plot, f"{pattern}: {size}, {where}")
     print(json.dumps(to_dict(found)) if as_json else found)
     if plot is not None and not as_json:
         print(f"wrote {plot}")

@@ -85,20 +85,20 @@ def simulate(
 
 
 def hiding(found: "Sequence[Prediction]") -> str:
-    """On how many ranks communication hides: it does where it takes up to HIDDEN of the time."""
+    """The numbers of ranks that hide communication, all but HIDDEN of the time of both passes."""
     ordered = sorted(found, key=lambda each: each.ranks)
     shown = [each.ranks for each in ordered if each.exposed_ms > HIDDEN * each.total_ms]
     if not shown:
-        return f"hides, on up to {ordered[-1].ranks} ranks"
+        return f"is hidden on up to {ordered[-1].ranks} ranks"
     before = [each.ranks for each in ordered if each.ranks < shown[0]]
     if not before:
-        return f"does not hide on {shown[0]} ranks"
-    return f"hides on up to {before[-1]} ranks, and does not on {shown[0]}"
+        return f"is not hidden on {shown[0]} ranks"
+    return f"is hidden on up to {before[-1]} ranks, but not on {shown[0]}"
 
 
 def _show(mask: "BlockMask", found: "Sequence[Prediction]") -> None:
     table = Table(title=f"{mask}, modelled", title_justify="left")
-    for name in ("ranks", "strategy", "imbalance", "moved", "received MB", "forward ms"):
+    for name in ("ranks", "strategy", "imbalance", "traffic", "received MB", "forward ms"):
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for name in ("both ms", "exposed ms", "efficiency"):
         table.add_column(name, justify="right")

@@ -34,7 +34,7 @@ def test_reach_prints_layers_and_what_is_out_of_reach():
     result = invoke("reach", "butterfly", "--seq-len", 1024, "--block-size", 64)
     assert result.exit_code == 0, result.output
     assert "31.2500%" in result.output
-    assert "layers until all are connected 4" in " ".join(result.output.split())
+    assert "layers until all pairs are connected 4" in " ".join(result.output.split())
 
 
 def test_reach_as_json_has_views_of_tokens_and_pixels():

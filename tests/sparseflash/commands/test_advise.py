@@ -25,7 +25,7 @@ def test_advise_lists_block_sizes(tmp_path):
     assert (tmp_path / "sizes.svg").exists()
     shown = invoke("advise", "local(20)", *SIZE, "--device", "A100", "--no-backward").output
     assert "local(20)" in shown
-    assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads of 128" in shown
+    assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads, head dim 128" in shown
     assert "sorted by predicted time on A100" in shown
     assert "a lower bound. On an H200, measured calls took 1.2 to 2.3 times as long" in shown
 
@@ -56,7 +56,7 @@ def test_search_exits_with_1_where_nothing_is_found():
     assert result.exit_code == 0, result.output
     assert [choice["connected"] for choice in json.loads(result.stdout)["choices"]] == [1, 1]
     shown = invoke("search", "--layers", 3, *SIZE, "--causal").output
-    assert "2 heads of 128, causal" in shown
+    assert "2 heads, head dim 128, causal" in shown
     assert "100.0%" in shown
     nothing = invoke("search", "--layers", 1, *SIZE, "--budget-ms", 1e-9)
     assert (nothing.exit_code, nothing.stdout) == (

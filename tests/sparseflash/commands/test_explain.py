@@ -22,7 +22,13 @@ def test_a_call_is_explained_and_its_gap_drawn(tmp_path, monkeypatch):
     assert "measured (rested, in short turns with pauses): forward" in result.stdout
     assert f"wrote {picture}" in result.stdout
     drawn = picture.read_text()
-    for text in (*CHANGES, "forward:", "backward:", "part of the gap (ms)", "2 heads of 16, cpu"):
+    for text in (
+        *CHANGES,
+        "forward:",
+        "backward:",
+        "part of the gap (ms)",
+        "2 heads, head dim 16, cpu",
+    ):
         assert text in drawn
 
 

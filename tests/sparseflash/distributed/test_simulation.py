@@ -132,7 +132,7 @@ def test_command_shows_every_strategy_and_names_what_is_wrong(tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert all(name in done.output for name in ("contiguous", "zigzag", "balanced chunks"))
-    assert "contiguous with repair: communication does not hide on 4 ranks" in done.output
+    assert "contiguous with repair: communication is not hidden on 4 ranks" in done.output
     path = tmp_path / "machine.json"
     path.write_text('{"machine": {"tflops": 1e-6}}')
     done = run(app, ["causal()", "--tokens", "1K", "--ranks", "1", "--machine", str(path)])
@@ -154,11 +154,11 @@ def test_where_communication_stops_hiding_is_said():
     def of(ranks, exposed):
         return Prediction(ranks, "contiguous", 1.0, 0.5, 1.0, 1.0, 10.0, exposed, 0.9)
 
-    assert hiding([of(8, 0.0), of(2, 0.1)]) == "hides, on up to 8 ranks"
+    assert hiding([of(8, 0.0), of(2, 0.1)]) == "is hidden on up to 8 ranks"
     assert hiding([of(8, 3.0), of(2, 0.0), of(4, 0.1), of(64, 9.0)]) == (
-        "hides on up to 4 ranks, and does not on 8"
+        "is hidden on up to 4 ranks, but not on 8"
     )
-    assert hiding([of(2, 0.2), of(4, 0.0)]) == "does not hide on 2 ranks"
+    assert hiding([of(2, 0.2), of(4, 0.0)]) == "is not hidden on 2 ranks"
 
 
 def test_the_model_is_a_module_that_runs():
