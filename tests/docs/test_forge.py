@@ -1,5 +1,6 @@
 """What a forge reads: workflows, the citation, the changelog."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ import sparseflash
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TESTED = json.loads((ROOT / "tests/versions.json").read_text())
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -25,14 +27,31 @@ def test_workflow_may_read_alone_and_pins_its_actions(path):
         assert [action for action in used if not re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action)] == []
 
 
-def test_matrix_has_versions_that_the_package_supports_and_both_ends_of_them():
-    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
-    matrix = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
-    needs = {need.name: need.specifier for need in map(Requirement, PROJECT["dependencies"])}
-    for name, lowest, highest in (("torch", "2.11", "2.13"), ("triton", "3.6", "3.9")):
-        versions = [entry[name] for entry in matrix]
-        assert {lowest, highest} <= {*versions}
-        assert all(needs[name].contains(version) for version in versions)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_versions_that_pip_takes_are_the_tested_ones(name):
+    needs = [need for need in map(Requirement, PROJECT["dependencies"]) if need.name == name]
+    for row in TESTED:
+        machine = {"python_version": row["python"], "sys_platform": "linux"}
+        here = [n for n in needs if n.marker is None or n.marker.evaluate(machine)]
+        assert [n.specifier.contains(row[name]) for n in here] == [True], row
+    minors = {int(row[name].split(".")[1]) for row in TESTED}
+    assert minors == {*range(min(minors), max(minors) + 1)}
+    major = TESTED[0][name].split(".")[0]
+    for minor in (min(minors) - 1, max(minors) + 1):
+        assert not any(need.specifier.contains(f"{major}.{minor}") for need in needs)
+
+
+def test_pages_name_the_tested_versions():
+    found = [[int(row[name].split(".")[1]) for row in TESTED] for name in ("torch", "triton")]
+    torch, triton = (f"{m}.{min(n)} to {m}.{max(n)}" for m, n in zip((2, 3), found, strict=True))
+    readme = (ROOT / "README.md").read_text()
+    start = (ROOT / "docs/getting-started.md").read_text()
+    assert f"PyTorch {torch}" in readme
+    assert f"Triton {triton}" in readme
+    assert f"PyTorch {torch}" in start
+    columns = ("python", "torch", "triton", "tested", "result")
+    rows = ["| " + " | ".join(row[name] for name in columns) + " |" for row in TESTED]
+    assert "\n".join(["|---|---|---|---|---|", *rows, ""]) in start
 
 
 def test_citation_is_of_the_present_version():
