@@ -80,6 +80,11 @@ def row_of_figures(name: str, values: Iterable[float], form: str) -> list[str]:
     return [name, *written, *[NOTHING] * (len(LENGTHS) - len(written))]
 
 
+def milliseconds(value: float) -> str:
+    """Three digits, and all digits before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def picture(name: str, title: str) -> str:
     """A picture of a record, or an empty text if there is none."""
     path = RESULTS / f"{name}.png"
@@ -113,9 +118,9 @@ def parts_of_standard(name: str) -> str:
         split = {n.partition(":")[2]: ms for n, ms in of.items() if n.startswith("standard:")}
         ours = next((ms for name, ms in of.items() if is_ours(name)), None)
         total = sum(split.values())
-        found = [[part, f"{ms:.3g}", ratio(ms, ours)] for part, ms in split.items()]
-        found += [["sum of all parts", f"{total:.3g}", ratio(total, ours)]]
-        found += [["sparseflash, one pass", f"{ours:.3g}", "1.00"]] if ours else []
+        found = [[part, milliseconds(ms), ratio(ms, ours)] for part, ms in split.items()]
+        found += [["sum of all parts", milliseconds(total), ratio(total, ours)]]
+        found += [["sparseflash, one pass", milliseconds(ours), "1.00"]] if ours else []
         parts.append(f"**Batch {problem[0]}, {problem[1]} heads, {problem[2]:,} tokens**")
         parts.append(table(["part", "ms", "ms / ms of sparseflash"], found))
     parts += [picture(f"{name}-{DEVICE}-parts", "Parts of standard attention"), measured(record)]
@@ -137,7 +142,7 @@ def landscape(name: str) -> str:
     times, memory = [], []
     for label, line in found.items():
         pairs = [line.get(n) for n in lengths]
-        times.append([called(*label), *(f"{p[0]:.3g}" if p else NOTHING for p in pairs)])
+        times.append([called(*label), *(milliseconds(p[0]) if p else NOTHING for p in pairs)])
         memory.append(
             [called(*label), *(f"{round(p[1] / 2**20, 1):,}" if p else NOTHING for p in pairs)]
         )

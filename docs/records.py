@@ -25,6 +25,14 @@ NAMES = {
     "cudnn-flex": "cuDNN flex attention",
     "standard": "standard attention",
     "sdpa": "SDPA (torch)",
+    "linear": "Linear",
+    "linformer": "Linformer",
+    "performer": "Performer",
+    "nystromformer": "Nystromformer",
+    "reformer": "Reformer",
+    "smyrf": "SMYRF",
+    "local-attention": "local",
+    "longformer": "Longformer",
 }
 INTERRUPTED = (
     "\n\nThis measurement was interrupted: the last rows are missing, and the first case was not "
