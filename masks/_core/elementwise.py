@@ -31,9 +31,11 @@ CONSTANT, QUERY, KEY, PAIR = (0, 0), (1, 0), (0, 1), None
 
 # Beyond, a sum may wrap around, and to compare it with another says nothing of their difference.
 MAX_FACTOR, MAX_OFFSET = 2**16, 2**61
-SUMS = 2**22  # values of a q + b k, at most, that are tabulated
-SHARED_ROWS = 2**26  # values of rows, at most, that are tabulated for queries that share them
-QUERIES_OF_ROW = 4  # that share it, in the mean, at least
+MAX_SUMS = 2**22  # values of a q + b k, at most, that are tabulated
+MAX_SHARED_VALUES = (
+    2**26
+)  # values of rows, at most, that are tabulated for queries that share them
+MIN_QUERIES_PER_ROW = 4  # that share it, in the mean, at least
 PAIRS_AT_ONCE = 2**18
 
 _aten = torch.ops.aten
@@ -48,7 +50,7 @@ def _product(x: Sum, y: Sum) -> Sum | None:
     return tuple(x[2] * n for n in y) if x[:2] == CONSTANT else None
 
 
-_SUMS: dict[Any, Callable[..., Sum | None]] = {
+_SUM_RULES: dict[Any, Callable[..., Sum | None]] = {
     _aten.add.Tensor: lambda x, y: tuple(map(add, x, y)),
     _aten.sub.Tensor: lambda x, y: tuple(map(sub, x, y)),
     _aten.rsub.Scalar: lambda x, y: tuple(map(sub, y, x)),
@@ -57,18 +59,18 @@ _SUMS: dict[Any, Callable[..., Sum | None]] = {
 }
 
 
-_OF_LOWEST_BITS = (
+_LOW_BIT_OPERATIONS = (
     *(_aten.add, _aten.sub, _aten.rsub, _aten.neg, _aten.mul),
     *(_aten.bitwise_and, _aten.bitwise_or, _aten.bitwise_xor, _aten.bitwise_not),
 )
 
 
-def _without_overflow(found: Sum | None) -> Sum | None:
+def _without_overflow(total: Sum | None) -> Sum | None:
     """The sum if it does not wrap around, whatever the tokens."""
-    if found is None:
+    if total is None:
         return None
-    *factors, offset = found
-    return found if max(map(abs, factors)) <= MAX_FACTOR and abs(offset) <= MAX_OFFSET else None
+    *factors, offset = total
+    return total if max(map(abs, factors)) <= MAX_FACTOR and abs(offset) <= MAX_OFFSET else None
 
 
 class _Step(NamedTuple):
@@ -108,26 +110,26 @@ class ElementwiseFunction:
     def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
         self.function = function
         self.steps: list[_Step] = []
-        self.depends: dict[int, Dependence] = {}
+        self.dependences: dict[int, Dependence] = {}
         self.sums: dict[int, Sum] = {}
-        self.made: dict[int, _Step] = {}  # by which values are made
+        self.step_of: dict[int, _Step] = {}  # by which values are made
         self.bounds: dict[int, Range | None] = {}  # of values, whatever the tokens
         self.values: dict[int, Tensor] = {}
         self.pair_steps: list[tuple[_Step, set[int]]] = []  # with what no later one reads
         # Of values that are stored as one row: where in it the row of each query begins.
-        self.begins: dict[Dependence, Tensor] = {}
-        self.of_tokens: dict[int, Tensor] = {}  # values of the query or the key, as integers
+        self.row_begins: dict[Dependence, Tensor] = {}
+        self.token_values: dict[int, Tensor] = {}  # values of the query or the key, as integers
         self.ranges: dict[int, Range | None] = {}  # of values for all tokens
-        self.ruled: list[_Step] = []  # whose results have narrower ranges in tiles
+        self.range_steps: list[_Step] = []  # whose results have narrower ranges in tiles
 
     def record(self, q: Tensor, k: Tensor) -> Any:
         """The function of a few queries and all keys."""
         if not _dynamo_is_loaded():
             self.function(q, k)  # torch.cond and the like load it
         with _one_at_a_time, _eager(), _Recorder() as recorder:
-            self.answer = self.function(q, k)
-        self.sample, self.steps = (q, k), recorder.steps
-        return self.answer
+            self.output = self.function(q, k)
+        self.sample_tokens, self.steps = (q, k), recorder.steps
+        return self.output
 
     def prepare(self, q: Tensor, k: Tensor) -> bool:
         """Computes for all queries and keys what does not depend on the pair.
@@ -137,36 +139,36 @@ class ElementwiseFunction:
             be called for every pair.
         """
         self.q, self.k = q, k
-        sample_q, sample_k = map(id, self.sample)
-        self.depends = {sample_q: QUERY, sample_k: KEY}
+        sample_q, sample_k = map(id, self.sample_tokens)
+        self.dependences = {sample_q: QUERY, sample_k: KEY}
         self.sums = {sample_q: (*QUERY, 0), sample_k: (*KEY, 0)}
         self.bounds = {sample_q: Range(0, len(q) - 1), sample_k: Range(0, k.numel() - 1)}
         recorded, self.steps = self.steps, []
-        for step in itertools.chain.from_iterable(map(self._reduced, recorded)):
+        for step in itertools.chain.from_iterable(map(self._with_reduced_arguments, recorded)):
             self.steps.append(step)
             if not self._is_elementwise(step):
                 return False
-            self._add_made(step)
+            self._add_step(step)
         self._drop_unread_steps()
-        if self.depends.get(id(self.answer), CONSTANT) == CONSTANT:
+        if self.dependences.get(id(self.output), CONSTANT) == CONSTANT:
             return False
-        for which in {*self.depends.values()} - {CONSTANT}:
-            if isinstance(which, tuple):
-                self._tabulate_sums(*which)
+        for dependence in {*self.dependences.values()} - {CONSTANT}:
+            if isinstance(dependence, tuple):
+                self._tabulate_sums(*dependence)
         self._find_ranges()
         self._tabulate_shared_rows()
         if k.device.type == "cpu":
             self._narrow()
-        read = {id(self.answer)}
+        read_later = {id(self.output)}
         for step in reversed(self._steps_of(PAIR)):
-            own = {id(t) for t in _inputs(step)}
-            self.pair_steps.insert(0, (step, own - read))
-            read |= own
-        self.values = {i: value for i, value in self.values.items() if i in read}
+            inputs = {id(t) for t in _inputs(step)}
+            self.pair_steps.insert(0, (step, inputs - read_later))
+            read_later |= inputs
+        self.values = {i: value for i, value in self.values.items() if i in read_later}
         return True
 
     def _drop_unread_steps(self) -> None:
-        read, steps = {id(self.answer)}, []
+        read, steps = {id(self.output)}, []
         for step in reversed(self.steps):
             if id(step.result) in read:
                 steps.insert(0, step)
@@ -175,7 +177,9 @@ class ElementwiseFunction:
 
     def pair_bytes(self) -> int:
         """Bytes of the largest value that is computed or copied for every pair."""
-        copied = [value for i, value in self.values.items() if self.depends[i] in self.begins]
+        copied = [
+            value for i, value in self.values.items() if self.dependences[i] in self.row_begins
+        ]
         sizes = [value.itemsize for value in copied]
         for step in self._steps_of(PAIR):
             of_integers = isinstance(step.operation, Narrowed)
@@ -185,42 +189,42 @@ class ElementwiseFunction:
     def _find_ranges(self) -> None:
         """Finds the ranges of values of all tokens, and what makes those of tiles narrower."""
         for i, value in self.values.items():
-            if self.depends[i] in (QUERY, KEY) and value.dtype in RULES:
+            if self.dependences[i] in (QUERY, KEY) and value.dtype in RULES:
                 integers = value.flatten().long()
-                self.ranges[i] = found = range_of(integers)
-                if found and found.least < found.largest:
-                    self.of_tokens[i] = integers
+                self.ranges[i] = bounds = range_of(integers)
+                if bounds and bounds.least < bounds.largest:
+                    self.token_values[i] = integers
         for step in self._steps_of_both():
-            found = _range_of_result(step, self.ranges)
-            if found and found.least < found.largest:
-                self.ruled.append(step)
-            if found is None and step.result.dtype == torch.bool:
-                found = Range(0, 1)
-            self.ranges[id(step.result)] = found
+            bounds = _range_of_result(step, self.ranges)
+            if bounds and bounds.least < bounds.largest:
+                self.range_steps.append(step)
+            if bounds is None and step.result.dtype == torch.bool:
+                bounds = Range(0, 1)
+            self.ranges[id(step.result)] = bounds
 
     def decisions(self, span: int) -> Callable[[slice], Range] | None:
         """Says (whether all, whether any) of the pairs of some queries and each span of keys
         attend, (0, 1) where ranges leave it open; None if they leave open the whole function.
         """
-        answer = id(self.answer)
-        varied = {*self.of_tokens, *(id(step.result) for step in self.ruled)}
-        known = answer in varied or self.ranges.get(answer) != (0, 1)
+        output = id(self.output)
+        varying = {*self.token_values, *(id(step.result) for step in self.range_steps)}
+        known = output in varying or self.ranges.get(output) != (0, 1)
         if self.k.device.type != "cpu" or not known:
             return None
         keys = {
             i: ranges_of_spans(value, span)
-            for i, value in self.of_tokens.items()
-            if self.depends[i] == KEY
+            for i, value in self.token_values.items()
+            if self.dependences[i] == KEY
         }
 
         def decide(queries: slice) -> Range:
             ranges: dict[int, Any] = self.ranges | keys
-            for i in self.of_tokens.keys() - keys:
-                ranges[i] = range_of(self.of_tokens[i][queries])
-            for step in self.ruled:
+            for i in self.token_values.keys() - keys:
+                ranges[i] = range_of(self.token_values[i][queries])
+            for step in self.range_steps:
                 rule = RULES[step.result.dtype][step.operation.overloadpacket]
                 ranges[id(step.result)] = rule(*_ranges_of(step.arguments, ranges))
-            return ranges[answer]
+            return ranges[output]
 
         return decide
 
@@ -230,23 +234,23 @@ class ElementwiseFunction:
         computed: dict[int, torch.dtype] = {}  # of narrowed values
         dtypes: dict[int, set[torch.dtype]] = {}  # in which values are read
         for n, step in enumerate(self.steps):
-            if self.depends[id(step.result)] != PAIR:
+            if self.dependences[id(step.result)] != PAIR:
                 continue
-            faster = None
+            replacement = None
             if not step.options:
                 known = _ranges_of(step.arguments, ranges)
                 widths = [computed[id(a)] for a in step.arguments if id(a) in computed]
                 widest = max(widths, key=attrgetter("itemsize"), default=torch.int16)
-                faster = narrowed(step.operation, known, widest)
-                faster = faster or compared(step.operation, step.arguments)
-            if isinstance(faster, Narrowed) and faster.range is not None:
-                ranges[id(step.result)] = faster.range
-                computed[id(step.result)] = faster.dtype
+                replacement = narrowed(step.operation, known, widest)
+                replacement = replacement or compared(step.operation, step.arguments)
+            if isinstance(replacement, Narrowed) and replacement.range is not None:
+                ranges[id(step.result)] = replacement.range
+                computed[id(step.result)] = replacement.dtype
             for t in _inputs(step):
-                own = faster.dtype if isinstance(faster, Narrowed) else t.dtype
-                dtypes.setdefault(id(t), set()).add(own)
-            if faster is not None:
-                self.steps[n] = step._replace(operation=faster)
+                dtype = replacement.dtype if isinstance(replacement, Narrowed) else t.dtype
+                dtypes.setdefault(id(t), set()).add(dtype)
+            if replacement is not None:
+                self.steps[n] = step._replace(operation=replacement)
         for i, read_in in dtypes.items():
             if i in self.values:
                 widest = max(read_in, key=attrgetter("itemsize"))
@@ -261,33 +265,33 @@ class ElementwiseFunction:
             self._replay(values, [step])
             for i in read_last & values.keys():
                 del values[i]  # so that the next value takes its memory, which is in the cache
-        return values[id(self.answer)]
+        return values[id(self.output)]
 
     def _value(self, i: int, queries: slice | Tensor, keys: Spans | None = None) -> Tensor:
         """A stored value of some queries and keys, which broadcasts to (queries, keys)."""
-        value, which = self.values[i], self.depends[i]
-        if which == QUERY:
+        value, dependence = self.values[i], self.dependences[i]
+        if dependence == QUERY:
             return value[queries]
-        if which == KEY and keys is None:
+        if dependence == KEY and keys is None:
             return value
-        begins = self.begins[which][queries] if which != KEY else self.k.new_zeros(1)
+        begins = self.row_begins[dependence][queries] if dependence != KEY else self.k.new_zeros(1)
         width = self.k.numel()
         if keys is not None:
             begins, width = begins[:, None] + keys.first, keys.width
         rows = value.as_strided((value.numel() - width + 1, width), (1, 1))
         return rows.index_select(0, begins.flatten()).view(len(begins), -1)
 
-    def _steps_of(self, which: Dependence) -> list[_Step]:
+    def _steps_of(self, dependence: Dependence) -> list[_Step]:
         """The steps whose results depend on this."""
-        return [step for step in self.steps if self.depends[id(step.result)] == which]
+        return [step for step in self.steps if self.dependences[id(step.result)] == dependence]
 
     def _steps_of_both(self) -> list[_Step]:
         """The steps whose results depend on the query and on the key."""
-        return [s for s in self.steps if self.depends[id(s.result)] not in (QUERY, KEY)]
+        return [s for s in self.steps if self.dependences[id(s.result)] not in (QUERY, KEY)]
 
     def _read_by(self, steps: list[_Step]) -> set[int]:
         """What these steps read, and the answer."""
-        return {id(t) for step in steps for t in _inputs(step)} | {id(self.answer)}
+        return {id(t) for step in steps for t in _inputs(step)} | {id(self.output)}
 
     def _is_elementwise(self, step: _Step) -> bool:
         """Finds what the result of a step depends on, if it is a function of the pair alone."""
@@ -298,58 +302,60 @@ class ElementwiseFunction:
             return False
         if not isinstance(step.result, Tensor):
             return False
-        known = [self.depends.get(id(t), CONSTANT) for t in tensors]
-        depends = set(known) - {CONSTANT}
+        of_inputs = [self.dependences.get(id(t), CONSTANT) for t in tensors]
+        dependences = set(of_inputs) - {CONSTANT}
         if step.operation is _aten.index.Tensor:
             table, *indices = tensors
-            of_tokens = known[0] == CONSTANT and CONSTANT not in known[1:]
+            of_tokens = of_inputs[0] == CONSTANT and CONSTANT not in of_inputs[1:]
             integers = not any(index.dtype == torch.bool for index in indices)
             elementwise = of_tokens and integers and table.ndim == len(indices)
         else:
             numbers = not any(
-                t.ndim for t, kind in zip(tensors, known, strict=True) if kind == CONSTANT
+                t.ndim for t, kind in zip(tensors, of_inputs, strict=True) if kind == CONSTANT
             )
-            is_number = not depends and step.result.ndim == 0
+            is_number = not dependences and step.result.ndim == 0
             pointwise = torch.Tag.pointwise in tags or step.operation in _POINTWISE
             elementwise = numbers and (pointwise or is_number)
         if elementwise:
-            self.depends[id(step.result)] = self._dependence(step, depends)
+            self.dependences[id(step.result)] = self._dependence(step, dependences)
         return elementwise
 
-    def _dependence(self, step: _Step, depends: set[Dependence]) -> Dependence:
+    def _dependence(self, step: _Step, dependences: set[Dependence]) -> Dependence:
         """What the result of an elementwise step depends on whose arguments depend on these."""
         terms = [self._sum_of(argument) for argument in step.arguments]
-        found = None
+        total = None
         if None not in terms and not step.options and len(terms) <= 2:
             if step.operation.overloadpacket in _COMPARISONS:
-                found = _SUMS[_aten.sub.Tensor](*terms)
-            elif step.operation in _SUMS and step.result.dtype == torch.int64:
-                found = _without_overflow(_SUMS[step.operation](*terms))
-                if found is not None:
-                    self.sums[id(step.result)] = found
-        if found is None or found[:2] == CONSTANT:
-            return PAIR if len(depends) > 1 else next(iter(depends), CONSTANT)
-        a, b, _ = found
+                total = _SUM_RULES[_aten.sub.Tensor](*terms)
+            elif step.operation in _SUM_RULES and step.result.dtype == torch.int64:
+                total = _without_overflow(_SUM_RULES[step.operation](*terms))
+                if total is not None:
+                    self.sums[id(step.result)] = total
+        if total is None or total[:2] == CONSTANT:
+            return PAIR if len(dependences) > 1 else next(iter(dependences), CONSTANT)
+        a, b, _ = total
         divisor = gcd(a, b) * (-1 if (b, a) < CONSTANT else 1)
         a, b = a // divisor, b // divisor
-        few = abs(a) * self.q.numel() + b * self.k.numel() <= SUMS or max(abs(a), b) == 1
-        return (a, b) if few else PAIR
+        is_small = abs(a) * self.q.numel() + b * self.k.numel() <= MAX_SUMS or max(abs(a), b) == 1
+        return (a, b) if is_small else PAIR
 
-    def _reduced(self, step: _Step) -> list[_Step]:
+    def _with_reduced_arguments(self, step: _Step) -> list[_Step]:
         """The step, and before it, if it takes a remainder of sums and products of pairs, or the
         lowest bits of these or of bitwise operations, steps that take them of remainders: of those
         there are few, so that queries share rows.
         """
         modulus = _modulus(step)
-        if modulus is None or self.depends.get(id(step.arguments[0]), CONSTANT) is not PAIR:
+        if modulus is None or self.dependences.get(id(step.arguments[0]), CONSTANT) is not PAIR:
             return [step]
         value = step.arguments[0]
-        parts = self._pairs_below(value)
+        parts = self._pair_steps_of(value)
         # The lowest bits of these results are those of the lowest bits, if they wrap around, too.
         of_bits = abs(modulus) & (abs(modulus) - 1) == 0
         for part in parts:
-            known = part.operation in _SUMS and self.bounds[id(part.result)] is not None
-            if not known and not (of_bits and part.operation.overloadpacket in _OF_LOWEST_BITS):
+            known = part.operation in _SUM_RULES and self.bounds[id(part.result)] is not None
+            if not known and not (
+                of_bits and part.operation.overloadpacket in _LOW_BIT_OPERATIONS
+            ):
                 return [step]
             if part.options or {t.dtype for t in (part.result, *_inputs(part))} != {torch.int64}:
                 return [step]
@@ -358,7 +364,7 @@ class ElementwiseFunction:
 
         def make(operation: Any, *arguments: Any) -> Tensor:
             steps.append(_Step(operation, arguments, {}, operation(*arguments)))
-            self._add_made(steps[-1])
+            self._add_step(steps[-1])
             return steps[-1].result
 
         def reduced(argument: Any) -> Any:
@@ -372,15 +378,15 @@ class ElementwiseFunction:
             return [step]
         return [*steps, step._replace(arguments=(reduced(value), *step.arguments[1:]))]
 
-    def _add_made(self, step: _Step) -> None:
-        self.made[id(step.result)] = step
+    def _add_step(self, step: _Step) -> None:
+        self.step_of[id(step.result)] = step
         self.bounds[id(step.result)] = _range_of_result(step, self.bounds)
 
-    def _pairs_below(self, value: Tensor) -> list[_Step]:
+    def _pair_steps_of(self, value: Tensor) -> list[_Step]:
         """The steps of pairs, in their order, of which a value is made."""
         steps, read = [], {id(value)}
-        for i, step in reversed(self.made.items()):
-            if i in read and self.depends.get(i, CONSTANT) is PAIR:
+        for i, step in reversed(self.step_of.items()):
+            if i in read and self.dependences.get(i, CONSTANT) is PAIR:
                 steps.insert(0, step)
                 read |= {id(t) for t in _inputs(step)}
         return steps
@@ -390,25 +396,30 @@ class ElementwiseFunction:
 
     def _tabulate_sums(self, a: int, b: int) -> None:
         """Computes what depends on a q + b k alone for each sum, and stores what others read."""
-        which = a, b
-        sums = self.q if which == QUERY else self.k
+        dependence = a, b
+        sums = self.q if dependence == QUERY else self.k
         if a and b:
-            sums, self.begins[which] = self._sums_of_tokens(a, b)
+            sums, self.row_begins[dependence] = self._sums_of_tokens(a, b)
         # Tokens, though not those of the sequence, that have these sums.
-        of_query = pow(a, -1, b) if b else 1
-        of_key = (1 - a * of_query) // b if b else 0
-        values = {id(t): n * sums for t, n in zip(self.sample, (of_query, of_key), strict=True)}
+        query_factor = pow(a, -1, b) if b else 1
+        key_factor = (1 - a * query_factor) // b if b else 0
+        values = {
+            id(t): n * sums
+            for t, n in zip(self.sample_tokens, (query_factor, key_factor), strict=True)
+        }
         results = [(step, id(step.result)) for step in self.steps]
-        of_sum = [s for s, i in results if i in self.sums or self.depends[i] == which]
-        self._replay(values, of_sum)
+        steps_of_sums = [
+            s for s, i in results if i in self.sums or self.dependences[i] == dependence
+        ]
+        self._replay(values, steps_of_sums)
         used = self._read_by(self._steps_of(PAIR) if a and b else self._steps_of_both())
-        found = {i for i in used & values.keys() if self.depends[i] == which}
-        self.values |= {i: values[i].contiguous() for i in found}
+        stored = {i for i in used & values.keys() if self.dependences[i] == dependence}
+        self.values |= {i: values[i].contiguous() for i in stored}
 
     def _sums_of_tokens(self, a: int, b: int) -> tuple[Tensor, Tensor]:
         """(the sums a q + b k, where those of each query begin): of each the next key's follow."""
-        of_query = a * self.q.flatten()
-        row, column = of_query % b, of_query // b
+        query_terms = a * self.q.flatten()
+        row, column = query_terms % b, query_terms // b
         least = int(column.min())
         columns = int(column.max()) - least + self.k.numel()
         begins = row * columns + column - least
@@ -424,48 +435,52 @@ class ElementwiseFunction:
         """Computes rows of pairs that many queries share, and stores those that others read."""
         queries = {}
         for step in self._steps_of(PAIR):
-            which = self._values_of_query(step)
-            if which and which not in queries:
-                queries[which] = self._queries_of_rows(which)
-            if which and queries[which] is not None:
-                self.depends[id(step.result)] = which
-        shared = {which: some for which, some in queries.items() if some is not None}
-        for which in sorted(shared, key=len):  # those of fewer values are read by others
-            steps = self._steps_of(which)
-            others = [s for s in self.steps if self.depends[id(s.result)] != which]
-            found = {id(step.result) for step in steps} & self._read_by(others)
+            dependence = self._query_values_of(step)
+            if dependence and dependence not in queries:
+                queries[dependence] = self._shared_queries(dependence)
+            if dependence and queries[dependence] is not None:
+                self.dependences[id(step.result)] = dependence
+        shared = {
+            dependence: shared_queries
+            for dependence, shared_queries in queries.items()
+            if shared_queries is not None
+        }
+        for dependence in sorted(shared, key=len):  # those of fewer values are read by others
+            steps = self._steps_of(dependence)
+            others = [s for s in self.steps if self.dependences[id(s.result)] != dependence]
+            stored = {id(step.result) for step in steps} & self._read_by(others)
             read = self._read_by(steps) & self.values.keys()
             parts = []
-            for part in shared[which].split(max(1, PAIRS_AT_ONCE // self.k.numel())):
+            for part in shared[dependence].split(max(1, PAIRS_AT_ONCE // self.k.numel())):
                 values = {i: self._value(i, part) for i in read}
                 self._replay(values, steps)
-                parts.append([values[i] for i in found])
+                parts.append([values[i] for i in stored])
             tables = [torch.cat(rows).flatten() for rows in zip(*parts, strict=True)]
-            self.values |= dict(zip(found, tables, strict=True))
+            self.values |= dict(zip(stored, tables, strict=True))
 
-    def _values_of_query(self, step: _Step) -> frozenset[int] | None:
+    def _query_values_of(self, step: _Step) -> frozenset[int] | None:
         """The values of the query on which, and on the key, alone a step of pairs depends."""
-        found = set()
+        query_values = set()
         for tensor in _inputs(step):
-            which = self.depends.get(id(tensor), CONSTANT)
-            if which == QUERY:
-                found.add(id(tensor))
-            elif isinstance(which, frozenset):
-                found |= which
-            elif which not in (KEY, CONSTANT):
+            dependence = self.dependences.get(id(tensor), CONSTANT)
+            if dependence == QUERY:
+                query_values.add(id(tensor))
+            elif isinstance(dependence, frozenset):
+                query_values |= dependence
+            elif dependence not in (KEY, CONSTANT):
                 return None
-        return frozenset(found)
+        return frozenset(query_values)
 
-    def _queries_of_rows(self, which: frozenset[int]) -> Tensor | None:
+    def _shared_queries(self, dependence: frozenset[int]) -> Tensor | None:
         """A query for each combination of these values; None if queries share too few rows."""
         row = torch.zeros_like(self.q.flatten())
-        for i in which:
+        for i in dependence:
             _, number = torch.unique(self.values[i].flatten(), return_inverse=True)
             _, row = torch.unique(row * len(row) + number, return_inverse=True)
         count, queries = int(row.max()) + 1, self.q.flatten()
-        if count * QUERIES_OF_ROW > len(row) or count * self.k.numel() > SHARED_ROWS:
+        if count * MIN_QUERIES_PER_ROW > len(row) or count * self.k.numel() > MAX_SHARED_VALUES:
             return None
-        self.begins[which] = row * self.k.numel()
+        self.row_begins[dependence] = row * self.k.numel()
         return torch.empty_like(queries[:count]).scatter_(0, row, queries)
 
     def _replay(self, values: dict[int, Tensor], steps: list[_Step]) -> None:
@@ -480,7 +495,10 @@ class ElementwiseFunction:
         self, argument: Any, values: dict[int, Tensor], dtype: torch.dtype | None
     ) -> Any:
         """The argument with the values of its tensors, in this dtype or in that of the record."""
-        if isinstance(argument, Tensor) and self.depends.get(id(argument), CONSTANT) != CONSTANT:
+        if (
+            isinstance(argument, Tensor)
+            and self.dependences.get(id(argument), CONSTANT) != CONSTANT
+        ):
             return values[id(argument)].to(dtype or argument.dtype)
         if isinstance(argument, dict):
             return {name: self._replaced(v, values, dtype) for name, v in argument.items()}
@@ -518,9 +536,9 @@ def _modulus(step: _Step) -> int | None:
 def _range_of_result(step: _Step, ranges: dict[int, Range | None]) -> Range | None:
     """The range of its result; None if it is unknown, for it may wrap around."""
     rule = RULES.get(step.result.dtype, {}).get(step.operation.overloadpacket)
-    known = _ranges_of(step.arguments, ranges)
-    found = rule(*known) if rule and not step.options and None not in known else None
-    return found if found and found.dtype() else None
+    inputs = _ranges_of(step.arguments, ranges)
+    result = rule(*inputs) if rule and not step.options and None not in inputs else None
+    return result if result and result.dtype() else None
 
 
 def _ranges_of(arguments: tuple, ranges: dict[int, Range | None]) -> list[Range | None]:

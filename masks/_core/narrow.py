@@ -55,21 +55,24 @@ def narrowed(
         computed: Widest dtype of arguments that are computed for every pair: to convert them
             takes longer than most operations take.
     """
-    packet, known = operation.overloadpacket, [each for each in arguments if each is not None]
-    if len(known) < len(arguments) or packet not in {**OF_INTEGERS, **_COMPARISONS}:
+    packet, operands = (
+        operation.overloadpacket,
+        [operand for operand in arguments if operand is not None],
+    )
+    if len(operands) < len(arguments) or packet not in {**OF_INTEGERS, **_COMPARISONS}:
         return None
-    found = None if packet in _COMPARISONS else OF_INTEGERS[packet](*known)
-    if found is None and packet not in _COMPARISONS:
+    result = None if packet in _COMPARISONS else OF_INTEGERS[packet](*operands)
+    if result is None and packet not in _COMPARISONS:
         return None
-    held = [*known, *([found] if found else [])]
+    operands_and_result = [*operands, *([result] if result else [])]
     if packet in _SHIFTS:  # by fewer bits than the dtype has
-        held.append(Range(0, 1 << known[1].least))
-    dtype = hull(*(end for each in held for end in each)).dtype()
+        operands_and_result.append(Range(0, 1 << operands[1].least))
+    dtype = hull(*(end for operand in operands_and_result for end in operand)).dtype()
     if dtype is None:
         return None
     if packet not in _DIVISIONS:
         dtype = max(dtype, computed, key=WIDTHS.index)
-    return Narrowed(_BY_NUMPY.get(packet, operation), dtype, found)
+    return Narrowed(_BY_NUMPY.get(packet, operation), dtype, result)
 
 
 def compared(operation: Any, arguments: tuple) -> Callable[..., Tensor] | None:

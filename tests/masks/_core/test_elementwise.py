@@ -146,7 +146,7 @@ def test_bytes_of_a_pair_are_those_of_the_largest_value(attends, expected):
     ],
 )
 def test_operations_on_every_pair(attends, operations, monkeypatch):
-    monkeypatch.setattr("masks._core.elementwise.SUMS", 2**16)
+    monkeypatch.setattr("masks._core.elementwise.MAX_SUMS", 2**16)
     function = ElementwiseFunction(attends)
     q, k = torch.arange(500)[:, None], torch.arange(300)[None]
     function.record(q[:2], k)

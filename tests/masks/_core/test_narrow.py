@@ -50,7 +50,7 @@ def integer(draw: random.Random, depth: int):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_functions_are_those_of_int64(seed, monkeypatch):
-    monkeypatch.setattr("masks._core.elementwise.SHARED_ROWS", 0)
+    monkeypatch.setattr("masks._core.elementwise.MAX_SHARED_VALUES", 0)
     draw = random.Random(seed)
     left, right = integer(draw, draw.randrange(1, 5)), integer(draw, draw.randrange(3))
     sign, n = draw.choice(SIGNS), number(draw)
@@ -109,7 +109,7 @@ def test_thresholds_of_floats(sign, dtype):
     ],
 )
 def test_dtypes_at_65536_tokens(attends, dtypes, monkeypatch):
-    monkeypatch.setattr("masks._core.elementwise.SHARED_ROWS", 0)
+    monkeypatch.setattr("masks._core.elementwise.MAX_SHARED_VALUES", 0)
     function = ElementwiseFunction(attends)
     q, k = torch.arange(1 << 16)[:, None], torch.arange(1 << 16)[None]
     function.record(q[:2], k)

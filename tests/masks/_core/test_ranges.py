@@ -219,7 +219,7 @@ def check_random_mask(seed: int, monkeypatch) -> None:
     monkeypatch.setattr("masks._core.convert.SPAN", draw.choice([16, 32, 128]))
     monkeypatch.setattr("masks._core.convert.STRIP", draw.choice([1, 20_000, 1 << 22]))
     monkeypatch.setattr("masks._core.convert.CACHED_BYTES", draw.choice([500, 9_000, 1 << 20]))
-    monkeypatch.setattr("masks._core.elementwise.SHARED_ROWS", draw.choice([0, 2**26]))
+    monkeypatch.setattr("masks._core.elementwise.MAX_SHARED_VALUES", draw.choice([0, 2**26]))
     attends = condition(draw, draw.randrange(4))
 
     def function(q, k):
