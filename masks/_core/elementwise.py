@@ -1,9 +1,9 @@
-"""Functions of (query, key) that torch computes elementwise: recorded once, then replayed.
+"""Elementwise functions of (query, key): recorded once with torch, then replayed faster.
 
-What such a function computes on its way depends on the query alone, on the key alone, on one sum
-a q + b k alone (the distance is one), or on the pair. Only the last is computed for every pair: of
-the others there are about as many values as tokens. And rows of pairs are computed once for all
-queries with equal values, such as those of one document.
+An intermediate value of such a function depends on the query alone, on the key alone, on one sum
+a q + b k alone (such as the distance), or on the pair. Only values of pairs are computed for every
+pair; the others are tabulated, with about as many values as there are tokens. If queries share
+rows of pairs, such as the queries of one document, each distinct row is computed once.
 """
 
 import itertools
@@ -23,19 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from masks._core.narrow import Narrowed, compared, narrowed
 from masks._core.ranges import RULES, Range, Spans, range_of, range_of_number, ranges_of_spans
 
-# What a value depends on: (a, b), without a common divisor, is the sum a q + b k, and a set the
-# key and, by their ids, these values of the query.
+# What a value depends on: (a, b), without a common divisor, for the sum a q + b k; a set for the
+# key and the values of the query with these ids; None (PAIR) for the pair.
 Dependence = tuple[int, int] | frozenset[int] | None
 Sum = tuple[int, ...]  # (a, b, c) is a q + b k + c
 CONSTANT, QUERY, KEY, PAIR = (0, 0), (1, 0), (0, 1), None
 
-# Beyond, a sum may wrap around, and to compare it with another says nothing of their difference.
+# Beyond these bounds a sum may wrap around, and a comparison is not one of the difference.
 MAX_FACTOR, MAX_OFFSET = 2**16, 2**61
-MAX_SUMS = 2**22  # values of a q + b k, at most, that are tabulated
-MAX_SHARED_VALUES = (
-    2**26
-)  # values of rows, at most, that are tabulated for queries that share them
-MIN_QUERIES_PER_ROW = 4  # that share it, in the mean, at least
+MAX_SUMS = 2**22  # most values of a q + b k that are tabulated
+MAX_SHARED_VALUES = 2**26  # most values of shared rows that are tabulated
+MIN_QUERIES_PER_ROW = 4  # least mean number of queries that share a row
 PAIRS_AT_ONCE = 2**18
 
 _aten = torch.ops.aten
@@ -66,7 +64,7 @@ _LOW_BIT_OPERATIONS = (
 
 
 def _without_overflow(total: Sum | None) -> Sum | None:
-    """The sum if it does not wrap around, whatever the tokens."""
+    """The sum, or None if it may wrap around for some tokens."""
     if total is None:
         return None
     *factors, offset = total
@@ -74,7 +72,7 @@ def _without_overflow(total: Sum | None) -> Sum | None:
 
 
 class _Step(NamedTuple):
-    """An operation that was recorded."""
+    """A recorded operation."""
 
     operation: Any
     arguments: tuple
@@ -104,7 +102,7 @@ class _Recorder(TorchDispatchMode):
 class ElementwiseFunction:
     """A function of q, int64 (q_len, 1), and k, int64 (1, k_len), recorded by `record`.
 
-    Values are stored by the id of the recorded tensor, to which the steps hold a reference.
+    Values are identified by the id of the recorded tensor; the steps hold a reference to it.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
@@ -112,18 +110,18 @@ class ElementwiseFunction:
         self.steps: list[_Step] = []
         self.dependences: dict[int, Dependence] = {}
         self.sums: dict[int, Sum] = {}
-        self.step_of: dict[int, _Step] = {}  # by which values are made
-        self.bounds: dict[int, Range | None] = {}  # of values, whatever the tokens
-        self.values: dict[int, Tensor] = {}
-        self.pair_steps: list[tuple[_Step, set[int]]] = []  # with what no later one reads
-        # Of values that are stored as one row: where in it the row of each query begins.
+        self.step_of: dict[int, _Step] = {}  # the step that computes each value
+        self.bounds: dict[int, Range | None] = {}  # ranges of values for any tokens
+        self.values: dict[int, Tensor] = {}  # tabulated values
+        self.pair_steps: list[tuple[_Step, set[int]]] = []  # and the values that each reads last
+        # For values that are tabulated in one row: where the row of each query begins in it.
         self.row_begins: dict[Dependence, Tensor] = {}
         self.token_values: dict[int, Tensor] = {}  # values of the query or the key, as integers
         self.ranges: dict[int, Range | None] = {}  # of values for all tokens
-        self.range_steps: list[_Step] = []  # whose results have narrower ranges in tiles
+        self.range_steps: list[_Step] = []  # steps whose results have narrower ranges in a tile
 
     def record(self, q: Tensor, k: Tensor) -> Any:
-        """The function of a few queries and all keys."""
+        """Calls the function for a few queries and all keys, and records it."""
         if not _dynamo_is_loaded():
             self.function(q, k)  # torch.cond and the like load it
         with _one_at_a_time, _eager(), _Recorder() as recorder:
@@ -132,11 +130,11 @@ class ElementwiseFunction:
         return self.output
 
     def prepare(self, q: Tensor, k: Tensor) -> bool:
-        """Computes for all queries and keys what does not depend on the pair.
+        """Tabulates all values that do not depend on the pair.
 
         Returns:
-            Whether every step is a function of the pair alone. If not, the function itself has to
-            be called for every pair.
+            Whether every step is elementwise. If not, the function itself must be called for every
+            pair.
         """
         self.q, self.k = q, k
         sample_q, sample_k = map(id, self.sample_tokens)
@@ -176,7 +174,7 @@ class ElementwiseFunction:
         self.steps = steps
 
     def pair_bytes(self) -> int:
-        """Bytes of the largest value that is computed or copied for every pair."""
+        """The most bytes of a value that is computed or copied for every pair."""
         copied = [
             value for i, value in self.values.items() if self.dependences[i] in self.row_begins
         ]
@@ -187,7 +185,7 @@ class ElementwiseFunction:
         return max(sizes, default=1)
 
     def _find_ranges(self) -> None:
-        """Finds the ranges of values of all tokens, and what makes those of tiles narrower."""
+        """Finds the ranges of values for all tokens, and the steps that may have narrower ones."""
         for i, value in self.values.items():
             if self.dependences[i] in (QUERY, KEY) and value.dtype in RULES:
                 integers = value.flatten().long()
@@ -203,8 +201,14 @@ class ElementwiseFunction:
             self.ranges[id(step.result)] = bounds
 
     def decisions(self, span: int) -> Callable[[slice], Range] | None:
-        """Says (whether all, whether any) of the pairs of some queries and each span of keys
-        attend, (0, 1) where ranges leave it open; None if they leave open the whole function.
+        """A function that decides by ranges whether pairs attend, or None if it never can.
+
+        Args:
+            span: Number of keys of a span.
+
+        Returns:
+            A function from a slice of queries to (whether all, whether any) of their pairs with
+            each span of keys attend; (0, 1) if ranges do not decide it.
         """
         output = id(self.output)
         varying = {*self.token_values, *(id(step.result) for step in self.range_steps)}
@@ -229,7 +233,7 @@ class ElementwiseFunction:
         return decide
 
     def _narrow(self) -> None:
-        """Replaces operations on pairs by faster ones with the same results."""
+        """Replaces steps of pairs by faster operations with the same results."""
         ranges = {i: range_of(value) for i, value in self.values.items()}
         computed: dict[int, torch.dtype] = {}  # of narrowed values
         dtypes: dict[int, set[torch.dtype]] = {}  # in which values are read
@@ -257,18 +261,16 @@ class ElementwiseFunction:
                 self.values[i] = self.values[i].to(widest)
 
     def pairs(self, queries: slice, keys: Spans | None = None) -> Tensor:
-        """Its values of these queries and of these or all keys, which broadcast to (queries,
-        keys).
-        """
+        """The function for some queries and some or all keys; it broadcasts to (queries, keys)."""
         values = {i: self._value(i, queries, keys) for i in self.values}
         for step, read_last in self.pair_steps:
             self._replay(values, [step])
             for i in read_last & values.keys():
-                del values[i]  # so that the next value takes its memory, which is in the cache
+                del values[i]  # so that the next value reuses its memory, which is in the cache
         return values[id(self.output)]
 
     def _value(self, i: int, queries: slice | Tensor, keys: Spans | None = None) -> Tensor:
-        """A stored value of some queries and keys, which broadcasts to (queries, keys)."""
+        """A tabulated value of some queries and keys; it broadcasts to (queries, keys)."""
         value, dependence = self.values[i], self.dependences[i]
         if dependence == QUERY:
             return value[queries]
@@ -282,7 +284,7 @@ class ElementwiseFunction:
         return rows.index_select(0, begins.flatten()).view(len(begins), -1)
 
     def _steps_of(self, dependence: Dependence) -> list[_Step]:
-        """The steps whose results depend on this."""
+        """The steps whose results have this dependence."""
         return [step for step in self.steps if self.dependences[id(step.result)] == dependence]
 
     def _steps_of_both(self) -> list[_Step]:
@@ -290,11 +292,11 @@ class ElementwiseFunction:
         return [s for s in self.steps if self.dependences[id(s.result)] not in (QUERY, KEY)]
 
     def _read_by(self, steps: list[_Step]) -> set[int]:
-        """What these steps read, and the answer."""
+        """The ids of what these steps read, and of the output."""
         return {id(t) for step in steps for t in _inputs(step)} | {id(self.output)}
 
     def _is_elementwise(self, step: _Step) -> bool:
-        """Finds what the result of a step depends on, if it is a function of the pair alone."""
+        """Whether a step is elementwise. If so, finds the dependence of its result."""
         if not isinstance(step.operation, OpOverload):  # torch.cond and the like
             return False
         tags, tensors = step.operation.tags, _inputs(step)
@@ -321,7 +323,7 @@ class ElementwiseFunction:
         return elementwise
 
     def _dependence(self, step: _Step, dependences: set[Dependence]) -> Dependence:
-        """What the result of an elementwise step depends on whose arguments depend on these."""
+        """The dependence of the result of an elementwise step, from those of its arguments."""
         terms = [self._sum_of(argument) for argument in step.arguments]
         total = None
         if None not in terms and not step.options and len(terms) <= 2:
@@ -340,16 +342,18 @@ class ElementwiseFunction:
         return (a, b) if is_small else PAIR
 
     def _with_reduced_arguments(self, step: _Step) -> list[_Step]:
-        """The step, and before it, if it takes a remainder of sums and products of pairs, or the
-        lowest bits of these or of bitwise operations, steps that take them of remainders: of those
-        there are few, so that queries share rows.
+        """The step, after steps that reduce its argument modulo the same number, if that is valid.
+
+        It applies to a remainder, or the lowest bits, of sums and products (or bitwise operations)
+        of pairs. These are computed from the remainders of their operands. There are few distinct
+        remainders, so queries share rows.
         """
         modulus = _modulus(step)
         if modulus is None or self.dependences.get(id(step.arguments[0]), CONSTANT) is not PAIR:
             return [step]
         value = step.arguments[0]
         parts = self._pair_steps_of(value)
-        # The lowest bits of these results are those of the lowest bits, if they wrap around, too.
+        # The lowest bits of these operations depend only on the lowest bits, also with overflow.
         of_bits = abs(modulus) & (abs(modulus) - 1) == 0
         for part in parts:
             known = part.operation in _SUM_RULES and self.bounds[id(part.result)] is not None
@@ -383,7 +387,7 @@ class ElementwiseFunction:
         self.bounds[id(step.result)] = _range_of_result(step, self.bounds)
 
     def _pair_steps_of(self, value: Tensor) -> list[_Step]:
-        """The steps of pairs, in their order, of which a value is made."""
+        """The steps of pairs from which a value is computed, in their order."""
         steps, read = [], {id(value)}
         for i, step in reversed(self.step_of.items()):
             if i in read and self.dependences.get(i, CONSTANT) is PAIR:
@@ -395,12 +399,12 @@ class ElementwiseFunction:
         return (*CONSTANT, argument) if type(argument) is int else self.sums.get(id(argument))
 
     def _tabulate_sums(self, a: int, b: int) -> None:
-        """Computes what depends on a q + b k alone for each sum, and stores what others read."""
+        """Tabulates values that depend on a q + b k alone and that other steps read."""
         dependence = a, b
         sums = self.q if dependence == QUERY else self.k
         if a and b:
             sums, self.row_begins[dependence] = self._sums_of_tokens(a, b)
-        # Tokens, though not those of the sequence, that have these sums.
+        # Tokens (not of the sequence) with these sums.
         query_factor = pow(a, -1, b) if b else 1
         key_factor = (1 - a * query_factor) // b if b else 0
         values = {
@@ -417,7 +421,7 @@ class ElementwiseFunction:
         self.values |= {i: values[i].contiguous() for i in stored}
 
     def _sums_of_tokens(self, a: int, b: int) -> tuple[Tensor, Tensor]:
-        """(the sums a q + b k, where those of each query begin): of each the next key's follow."""
+        """(sums a q + b k in one row, index of the sum of each query with key 0)."""
         query_terms = a * self.q.flatten()
         row, column = query_terms % b, query_terms // b
         least = int(column.min())
@@ -425,14 +429,14 @@ class ElementwiseFunction:
         begins = row * columns + column - least
         column = torch.arange(least, least + columns, device=begins.device)
         sums = (column * b + torch.arange(b, device=begins.device)[:, None]).flatten()
-        # No tokens have the sums between those of queries: functions may fail there, never at 0.
+        # Sums that no tokens have are set to 0: a function may fail for them, but not for 0.
         edges = torch.zeros(len(sums) + 1, dtype=torch.int64, device=begins.device)
         edges.index_add_(0, begins, torch.ones_like(begins))
         edges.index_add_(0, begins + self.k.numel(), -torch.ones_like(begins))
         return sums.where(edges.cumsum(0)[:-1] > 0, 0), begins
 
     def _tabulate_shared_rows(self) -> None:
-        """Computes rows of pairs that many queries share, and stores those that others read."""
+        """Tabulates rows of pairs that many queries share and that other steps read."""
         queries = {}
         for step in self._steps_of(PAIR):
             dependence = self._query_values_of(step)
@@ -445,7 +449,7 @@ class ElementwiseFunction:
             for dependence, shared_queries in queries.items()
             if shared_queries is not None
         }
-        for dependence in sorted(shared, key=len):  # those of fewer values are read by others
+        for dependence in sorted(shared, key=len):  # fewer values first: others read them
             steps = self._steps_of(dependence)
             others = [s for s in self.steps if self.dependences[id(s.result)] != dependence]
             stored = {id(step.result) for step in steps} & self._read_by(others)
@@ -459,7 +463,7 @@ class ElementwiseFunction:
             self.values |= dict(zip(stored, tables, strict=True))
 
     def _query_values_of(self, step: _Step) -> frozenset[int] | None:
-        """The values of the query on which, and on the key, alone a step of pairs depends."""
+        """The values of the query through which a step of pairs depends on it, or None."""
         query_values = set()
         for tensor in _inputs(step):
             dependence = self.dependences.get(id(tensor), CONSTANT)
@@ -472,7 +476,7 @@ class ElementwiseFunction:
         return frozenset(query_values)
 
     def _shared_queries(self, dependence: frozenset[int]) -> Tensor | None:
-        """A query for each combination of these values; None if queries share too few rows."""
+        """One query for each distinct combination of values; None if too few queries share one."""
         row = torch.zeros_like(self.q.flatten())
         for i in dependence:
             _, number = torch.unique(self.values[i].flatten(), return_inverse=True)
@@ -484,7 +488,7 @@ class ElementwiseFunction:
         return torch.empty_like(queries[:count]).scatter_(0, row, queries)
 
     def _replay(self, values: dict[int, Tensor], steps: list[_Step]) -> None:
-        """Adds the results of these steps to `values`."""
+        """Runs steps, and adds their results to `values`."""
         for step in steps:
             dtype = step.operation.dtype if isinstance(step.operation, Narrowed) else None
             arguments = self._replaced(step.arguments, values, dtype)
@@ -494,7 +498,7 @@ class ElementwiseFunction:
     def _replaced(
         self, argument: Any, values: dict[int, Tensor], dtype: torch.dtype | None
     ) -> Any:
-        """The argument with the values of its tensors, in this dtype or in that of the record."""
+        """The argument with its tensors replaced by their values, in `dtype` or as recorded."""
         if (
             isinstance(argument, Tensor)
             and self.dependences.get(id(argument), CONSTANT) != CONSTANT
@@ -523,7 +527,7 @@ def _eager() -> AbstractContextManager:
 
 
 def _modulus(step: _Step) -> int | None:
-    """Of a remainder, or of the lowest bits that a bitwise `and` with a number leaves."""
+    """The modulus of a remainder, or of a bitwise `and` that keeps the lowest bits, else None."""
     number = step.arguments[1] if len(step.arguments) == 2 else None
     if not isinstance(number, int) or number == 0:
         return None
@@ -534,7 +538,7 @@ def _modulus(step: _Step) -> int | None:
 
 
 def _range_of_result(step: _Step, ranges: dict[int, Range | None]) -> Range | None:
-    """The range of its result; None if it is unknown, for it may wrap around."""
+    """The range of the result of a step; None if it is unknown or may wrap around."""
     rule = RULES.get(step.result.dtype, {}).get(step.operation.overloadpacket)
     inputs = _ranges_of(step.arguments, ranges)
     result = rule(*inputs) if rule and not step.options and None not in inputs else None
@@ -546,7 +550,7 @@ def _ranges_of(arguments: tuple, ranges: dict[int, Range | None]) -> list[Range 
 
 
 def _inputs(step: _Step) -> list[Tensor]:
-    """The tensors among the arguments of a step and in the lists among them."""
+    """The tensors among the arguments of a step, also in lists."""
     arguments = [*step.arguments, *step.options.values()]
     flat = [a for item in arguments for a in (item if isinstance(item, (list, tuple)) else [item])]
     return [argument for argument in flat if isinstance(argument, Tensor)]

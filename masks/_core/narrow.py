@@ -1,8 +1,8 @@
-"""Operations on every pair in the narrowest integers that hold their values, and by numpy.
+"""Faster operations on pairs: narrower integers, and numpy.
 
-A function of tokens computes in int64. Where ranges prove that no value is changed, its
-operations are as exact in int32 or int16, of which a vector register holds more. On a CPU, numpy
-compares numbers and divides integers by a number several times as fast as torch.
+A function of tokens computes in int64. If ranges prove that all values fit, its operations have
+the same results in int32 or int16, of which a vector register holds more. On a CPU numpy is
+several times as fast as torch at comparisons and at division of integers by a number.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 from masks._core.ranges import OF_INTEGERS, WIDTHS, Range, hull
 
 _aten = torch.ops.aten
-_EXACT = 2**24  # the numbers of torch and of numpy are rounded alike to float32 at least to here
+_EXACT = 2**24  # up to here integers are exact in float32, so torch and numpy agree
 _DIVISIONS = (_aten.floor_divide, _aten.remainder)
 _SHIFTS = (
     *(_aten.__lshift__, _aten.__rshift__),
@@ -32,11 +32,11 @@ _COMPARISONS = {
 
 
 class Narrowed(NamedTuple):
-    """An operation that takes its integers in `dtype`, whichever they were recorded in."""
+    """An operation whose integer arguments are converted to `dtype`."""
 
     call: Callable[..., Tensor]
     dtype: torch.dtype
-    range: Range | None  # of its result; None of a comparison
+    range: Range | None  # of the result; None for a comparison
 
     def __call__(self, *arguments: Any) -> Tensor:
         return self.call(*arguments)
@@ -45,15 +45,13 @@ class Narrowed(NamedTuple):
 def narrowed(
     operation: Any, arguments: list[Range | None], computed: torch.dtype = torch.int16
 ) -> Narrowed | None:
-    """An operation on int64, whose arguments have these ranges, in the fastest dtype.
-
-    None where it is not proved that one holds every argument and the result.
+    """The operation in the fastest dtype, or None if no dtype holds all arguments and the result.
 
     Args:
-        operation: The operation.
-        arguments: The range of each.
-        computed: Widest dtype of arguments that are computed for every pair: to convert them
-            takes longer than most operations take.
+        operation: An operation on int64.
+        arguments: The range of each argument, None if it is unknown.
+        computed: Widest dtype of arguments that are computed for every pair. Converting these
+            takes longer than most operations.
     """
     packet, operands = (
         operation.overloadpacket,
@@ -76,7 +74,7 @@ def narrowed(
 
 
 def compared(operation: Any, arguments: tuple) -> Callable[..., Tensor] | None:
-    """A comparison of floating-point numbers, by numpy; None of what is no such comparison."""
+    """A comparison of floating-point numbers by numpy; None for other operations."""
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     of_one_dtype = {a.dtype for a in tensors} in ({torch.float32}, {torch.float64})
     numbers = [a for a in arguments if not isinstance(a, Tensor)]
@@ -88,7 +86,7 @@ def compared(operation: Any, arguments: tuple) -> Callable[..., Tensor] | None:
 
 
 def _by_numpy(function: Callable[..., np.ndarray]) -> Callable[..., Tensor]:
-    """A function of tensors that need no gradient, as none of a mask does."""
+    """A numpy function as a function of tensors, without gradients."""
 
     def call(*arguments: Any) -> Tensor:
         arrays = [a.numpy() if isinstance(a, Tensor) else a for a in arguments]
