@@ -25,7 +25,7 @@ from sparseflash.arguments import (
     lengths_in_range,
 )
 from sparseflash.backends.base import Backend, BackendError
-from sparseflash.backends.select import reasons_against, select
+from sparseflash.backends.select import reasons_against, select_passes
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import fitted_mask, make_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
@@ -186,15 +186,17 @@ def explain(
     checked_seed(seed, dropout_p=0.0)  # with dropout it would draw one, which a call alone may do
     why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
     try:
-        chosen = select(spec, fitted)
+        chosen, forward = select_passes(spec, fitted)
     except BackendError:
         return Explanation(spec, fitted.density, None, {}, why_not)
     call = Call(
-        make_plan(spec, chosen, fitted),
+        make_plan(spec, chosen, forward, fitted),
         lengths_in_range(key_lengths, key.shape[2], key.device),
         bias=bias,
     )
     configuration = chosen.describe(call, fitted, query, key, value)
+    if forward is not chosen:
+        configuration["forward"] = f"by the backend {forward.name}"
     explanation = Explanation(spec, fitted.density, chosen.name, configuration, why_not)
     explanation = replace(explanation, better_blocks=_better_blocks(spec, chosen, fitted))
     if not measure:

@@ -27,6 +27,21 @@ def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
     raise BackendError(f"no backend can serve this call ({spec}):\n{listing}")
 
 
+def select_passes(spec: AttentionSpec, mask: CompiledMask) -> tuple[Backend, Backend]:
+    """The backend of a call, and that of its forward pass.
+
+    They differ if "auto" finds a faster backend that supports all of the call but the gradients of
+    a bias or of score tensors. A backward pass may start from the O and LSE of any backend.
+
+    Raises:
+        ValueError: As select raises it.
+        BackendError: As select raises it.
+    """
+    backend, other = select(spec, mask), spec.without_sums_of_ds
+    same = other == spec or spec.backend != "auto"
+    return backend, backend if same else select(other, mask)
+
+
 def reasons_against(backend: Backend, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """The reasons for which a backend is not selected for a call; empty if it is."""
     unknown = [f"does not support {extra}" for extra in sorted(spec.extras - backend.extras)]

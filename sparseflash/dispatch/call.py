@@ -1,7 +1,7 @@
 """Plan and Call: what a backend gets beside query, key and value."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -34,12 +34,15 @@ class Plan:
         backend: The one that serves them.
         table: The lookup table that it reads.
         cache: What the backend prepares for these calls.
+        forward: The plan of their forward pass if another backend runs it: one that is faster and
+            cannot compute all gradients. Otherwise None.
     """
 
     spec: AttentionSpec
     backend: "Backend"
     table: LookupTable
     cache: Cache = field(default_factory=Cache)
+    forward: "Plan | None" = None
 
 
 def empty_out(query: Tensor, value: Tensor) -> Tensor:
@@ -194,6 +197,8 @@ class Call:
         if self._runs_elsewhere():
             with torch.cuda.device(self.plan.spec.device):
                 return self.forward(query, key, value)
+        if self.plan.forward is not None:
+            return replace(self, plan=self.plan.forward).forward(query, key, value)
         return self.plan.backend.forward(self, query, key, value)
 
     def backward(

@@ -30,7 +30,9 @@ def compile_passes(
 
 
 def _pass_through(call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]):
-    call = replace(call, plan=replace(call.plan, cache=Cache()))  # an empty cache: no relaunch
+    forward = call.plan.forward and replace(call.plan.forward, cache=Cache())
+    plan = replace(call.plan, cache=Cache(), forward=forward)  # empty caches: no relaunch
+    call = replace(call, plan=plan)
     out, lse = call.forward(*tensors)
     if any(needs):
         call.backward(out, None, (*tensors, out, lse), needs)

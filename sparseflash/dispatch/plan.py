@@ -11,7 +11,7 @@ from masks.mask_batch import CompiledMask
 from masks.registry import Cache
 from sparseflash.arguments import AnyMask, check_tensors, lengths_in_range
 from sparseflash.backends.base import Backend
-from sparseflash.backends.select import select
+from sparseflash.backends.select import select_passes
 from sparseflash.compiled import stores_masks
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
@@ -102,16 +102,19 @@ def find_plan(
         spec = AttentionSpec.from_call(
             query, key, value, fitted, AttentionOptions(**options), CallFacts(*facts)
         )
-        selections[shared] = spec, select(spec, fitted)
-    spec, backend = selections[shared]
-    plan = mask.cache[signature] = make_plan(spec, backend, mask)
+        selections[shared] = spec, *select_passes(spec, fitted)
+    spec, backend, forward = selections[shared]
+    plan = mask.cache[signature] = make_plan(spec, backend, forward, mask)
     return plan
 
 
-def make_plan(spec: AttentionSpec, backend: Backend, mask: CompiledMask) -> Plan:
-    """The plan of a backend that can serve the spec."""
+def make_plan(spec: AttentionSpec, backend: Backend, forward: Backend, mask: CompiledMask) -> Plan:
+    """The plan of a call whose forward pass may run on another backend."""
     table = mask.table(spec.device, backend.block_size_for(spec, mask))
-    return Plan(spec, backend, table.for_groups(spec.mask_group))
+    forward_plan = None
+    if forward is not backend:
+        forward_plan = make_plan(spec.without_sums_of_ds, forward, forward, mask)
+    return Plan(spec, backend, table.for_groups(spec.mask_group), forward=forward_plan)
 
 
 def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, Self
 
 import torch
@@ -163,6 +163,11 @@ class AttentionSpec(AttentionOptions):
         """The extras that the call needs: a subset of EVERY_EXTRA."""
         return frozenset(name for name, has_extra in _HAS_EXTRA.items() if has_extra(self))
 
+    @property
+    def without_sums_of_ds(self) -> "AttentionSpec":
+        """The same call without gradients of a bias and of score tensors."""
+        return replace(self, **dict.fromkeys(SUMS_OF_DS, False))
+
     def __str__(self) -> str:
         keys = f"{self.batch}, {self.kv_heads}, {self.k_len}"
         key, value = f"({keys}, {self.head_dim})", f"({keys}, {self.value_dim})"
@@ -173,6 +178,9 @@ class AttentionSpec(AttentionOptions):
         )
 
 
+# Gradients that the forward pass does not prepare, and for which it pays to run it elsewhere. With
+# block scores both passes together took longer on two backends (measured on an H200).
+SUMS_OF_DS = ("differentiates_bias", "differentiates_score_tensors")
 POSITIONS = "dropout, score function or bias of a part of a sequence"
 _HAS_EXTRA: dict[str, Callable[[AttentionSpec], bool]] = {
     "softcap": lambda spec: spec.softcap is not None,

@@ -228,3 +228,85 @@ def test_options_of_an_explained_call_are_those_that_are_measured(passed, monkey
     for spec in (found.spec, *(given.spec for _, given in passed)):
         assert {name: getattr(spec, name) for name in FACTS} == FACTS
         assert (spec.score, spec.bias, spec.has_key_lengths) == (HALF.name, True, True)
+
+
+def sums_of_scores(score, batch, head, query, key, slopes):
+    return score - slopes[head] * (query - key).abs()
+
+
+SLOPES = sparseflash.ScoreFunction.from_torch("slopes of split calls", sums_of_scores, (float,))
+
+
+@pytest.fixture
+def fast_without_sums(monkeypatch):
+    """Two backends: a faster one that computes no sums of dS, and one that does; and which of them
+    ran which pass.
+    """
+    ran = []
+
+    def named(name, extras):
+        def forward(*arguments):
+            ran.append(("forward", name))
+            return cpu.forward(*arguments)
+
+        def backward(*arguments):
+            ran.append(("backward", name))
+            return cpu.backward(*arguments)
+
+        functions = {"name": name, "extras": extras, "forward": forward, "backward": backward}
+        return SimpleNamespace(**vars(cpu) | functions)
+
+    sums = {extra for extra in cpu.extras if extra.startswith("gradient of ")}
+    assert len(sums) == 3
+    own = (named("fast", cpu.extras - sums), named("complete", cpu.extras))
+    monkeypatch.setattr(backends, "BACKENDS", own)
+    _compiled.cache_clear()
+    yield ran
+    _compiled.cache_clear()
+
+
+@pytest.mark.parametrize("of", ["bias", "score tensors", "blocks", "nothing"])
+def test_a_faster_backend_runs_the_forward_pass_if_it_lacks_sums_of_ds_alone(
+    fast_without_sums, of
+):
+    tensors = [x.requires_grad_() for x in torch.randn(3, 2, 4, 40, 16).double().unbind()]
+    mask, options, extra = masks.local(9)(40, 16), {}, []
+    if of == "bias":
+        extra = [torch.randn(4, 79).double().requires_grad_()]
+        options["bias"] = extra[0]
+    elif of == "score tensors":
+        extra = [torch.rand(4).double().requires_grad_()]
+        options |= {"score": SLOPES, "score_tensors": extra}
+    elif of == "blocks":
+        extra = [torch.randn(2, 4, 3, 3).requires_grad_()]
+        mask = mask.select_topk(extra[0], 2)
+    found, grads = [], []
+    for _ in range(2):  # the second call finds the plan
+        out, lse, most = sparseflash.attention(
+            *tensors, mask, return_lse=True, return_max_logits=True, **options
+        )
+        grads.append(torch.autograd.grad(out.square().sum() + lse.sum(), [*tensors, *extra]))
+        found.append((out, lse, most))
+    backend = "complete" if extra else "fast"
+    forward = "complete" if of == "blocks" else "fast"
+    assert fast_without_sums == [("forward", forward), ("backward", backend)] * 2
+    explained = sparseflash.explain(*tensors, mask, **options)
+    assert explained.backend == backend
+    shown = None if forward == backend else "by the backend fast"
+    assert explained.configuration.get("forward") == shown
+    with torch.no_grad():
+        sparseflash.attention(*tensors, mask, **options)
+    assert fast_without_sums[-1] == ("forward", "fast")
+    expected = sparseflash.attention(
+        *tensors, mask, return_lse=True, return_max_logits=True, backend="complete", **options
+    )
+    of_expected = torch.autograd.grad(
+        expected[0].square().sum() + expected[1].sum(), [*tensors, *extra]
+    )
+    for results in found:
+        torch.testing.assert_close(results, expected)
+    for each in grads:
+        torch.testing.assert_close(each, of_expected)
+    if extra:
+        with pytest.raises(sparseflash.BackendError, match="fast: does not support gradient of"):
+            sparseflash.attention(*tensors, mask, backend="fast", **options)
