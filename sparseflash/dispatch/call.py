@@ -60,7 +60,7 @@ def empty_out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return empty_out(query, value), lse
 
 
-class Layout(NamedTuple):
+class OutputLayout(NamedTuple):
     """What tensors have in common that are made anew in each call."""
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
         return cls(tuple(example.shape), example.stride(), example.dtype)
 
 
-def empty_tensors(layouts: Iterable[Layout | None], device: torch.device) -> list[Any]:
+def empty_tensors(layouts: Iterable[OutputLayout | None], device: torch.device) -> list[Any]:
     """Uninitialized tensors, None for None, on a device; if that is a GPU, on the current one.
 
     It takes less host time than torch.empty_like, since nothing is inferred or dispatched. Code
@@ -113,9 +113,9 @@ def _layouts(
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
-) -> list[Layout | None]:
+) -> list[OutputLayout | None]:
     found = examples(*without_data(shapes, strides, dtype), *facts)
-    return [None if x is None else Layout.of(x) for x in found]
+    return [None if x is None else OutputLayout.of(x) for x in found]
 
 
 def without_data(

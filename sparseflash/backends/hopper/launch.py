@@ -31,7 +31,7 @@ from sparseflash.backends.triton_common.arguments import (
 from sparseflash.backends.triton_common.constants import ALIGNMENT
 from sparseflash.backends.triton_common.launcher import Launch, launch_and_store, multiprocessors
 from sparseflash.backends.triton_common.relaunch import try_relaunch
-from sparseflash.dispatch.call import Call, Layout, without_data
+from sparseflash.dispatch.call import Call, OutputLayout, without_data
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import named
 
@@ -88,7 +88,7 @@ class PreparedKernel:
     kernel: Any
     access: tuple[Access, ...]
     config: KernelConfig
-    outputs: tuple[Layout | None, ...] = ()
+    outputs: tuple[OutputLayout | None, ...] = ()
     by_key: bool = False
 
     def launch(self, call: Call, *tensors: Tensor | None) -> None:

@@ -38,8 +38,8 @@ from sparseflash.backends.triton_common.launcher import launch as launch_kernel
 from sparseflash.dispatch.call import (
     Call,
     Gradients,
-    Layout,
     Needs,
+    OutputLayout,
     Saved,
     empty_out_and_lse,
     empty_tensors,
@@ -65,7 +65,7 @@ def _prepare_forward(
 ) -> PreparedKernel:
     kv_tile = launch.kv_tile(block, spec.widest_dim)
     access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
-    outputs = tuple([Layout.of(x) for x in empty_out_and_lse(query, value)])
+    outputs = tuple([OutputLayout.of(x) for x in empty_out_and_lse(query, value)])
     config = FORWARD_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(forward_kernel, access, config, outputs)
 
@@ -148,7 +148,7 @@ def _prepare_fused(
 ) -> PreparedKernel:
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
-    outputs = tuple([Layout.of(torch.empty_like(x)) for x in (query, key, value)])
+    outputs = tuple([OutputLayout.of(torch.empty_like(x)) for x in (query, key, value)])
     config = FUSED_CONFIGS[tile_width(spec.head_dim)]
     return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
 
@@ -204,7 +204,7 @@ def _prepare_dq(
     tile, kv_tile = WARPGROUP_TILE, launch.kv_tile(block, spec.widest_dim)
     access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
     written = (torch.empty_like(query), empty_lse_delta(query, block))
-    outputs = tuple([Layout.of(x) for x in written])
+    outputs = tuple([OutputLayout.of(x) for x in written])
     config = DQ_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dq_kernel, access, config, outputs)
 
@@ -239,8 +239,8 @@ def _prepare_dkdv(
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
     outputs = (
-        Layout.of(torch.empty_like(key)) if with_key else None,
-        Layout.of(torch.empty_like(value)) if with_value else None,
+        OutputLayout.of(torch.empty_like(key)) if with_key else None,
+        OutputLayout.of(torch.empty_like(value)) if with_value else None,
     )
     config = DKDV_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)
