@@ -23,9 +23,9 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
-from sparseflash.merge import with_sinks, without_pairs
+from sparseflash.merge import add_sinks, attention_of_empty_inputs
 from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywords
-from sparseflash.score import checked_score_tensors, want_gradients
+from sparseflash.score import any_requires_grad, checked_score_tensors
 
 
 @overload
@@ -134,14 +134,14 @@ def attention(
     mask = checked_mask(mask)
     block_scores = checked_block_scores(mask)
     if is_traced(query, key, value) or not (query.numel() and key.numel()):
-        plan, checked = None, AttentionOptions(**options)
+        plan, resolved = None, AttentionOptions(**options)
         check_tensors(query, key, value)
     else:
-        has = (key_lengths is not None, bias is not None)
-        wanted = (wants_gradient(bias), wants_gradient(block_scores))
-        facts = (*has, *wanted, False, return_max_logits, want_gradients(score_tensors))
+        given = (key_lengths is not None, bias is not None)
+        gradients = (wants_gradient(bias), wants_gradient(block_scores))
+        facts = (*given, *gradients, False, return_max_logits, any_requires_grad(score_tensors))
         plan = find_plan(query, key, value, mask, options, facts)
-        checked = plan.spec
+        resolved = plan.spec
     lengths = None
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
@@ -152,9 +152,9 @@ def attention(
     if sinks is not None:
         check_sinks(sinks, query)
     score_inputs = None
-    if checked.score is not None or score_tensors:
-        score_inputs = checked_score_tensors(checked.score, score_tensors, query)
-    seed_tensor = checked_seed(seed, checked.dropout_p)
+    if resolved.score is not None or score_tensors:
+        score_inputs = checked_score_tensors(resolved.score, score_tensors, query)
+    seed_tensor = checked_seed(seed, resolved.dropout_p)
     if plan is not None:
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)
         call.score_tensors = score_inputs
@@ -163,13 +163,13 @@ def attention(
         out, lse = run(call, query, key, value, block_scores)
         max_logits = call.max_logits
     elif query.numel() and key.numel():
-        rest = (bias, block_scores, key_lengths, seed_tensor, return_max_logits, score_inputs)
-        out, lse, max_logits = traced_attention(query, key, value, mask, *rest, checked)
+        arguments = (bias, block_scores, key_lengths, seed_tensor, return_max_logits, score_inputs)
+        out, lse, max_logits = traced_attention(query, key, value, mask, *arguments, resolved)
     else:
-        out, lse = without_pairs(query, key, value)
+        out, lse = attention_of_empty_inputs(query, key, value)
         max_logits = torch.full_like(lse, -torch.inf, requires_grad=False)
     if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
+        out, lse = add_sinks(out, lse, sinks)
     results = (out, lse) if return_lse else (out,)
     if return_max_logits:
         results = (*results, cast(Tensor, max_logits))

@@ -14,7 +14,7 @@ from sparseflash.arguments import (
     checked_tensors,
     lengths_in_range,
 )
-from sparseflash.dispatch.plan import fitted_mask
+from sparseflash.dispatch.plan import compiled_mask
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def block_mass(
         bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     if key_lengths is not None:  # clamped to each part of the keys below
         key_lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
-    block_mask = fitted_mask(checked_mask(mask), query, key)
+    block_mask = compiled_mask(checked_mask(mask), query, key)
     bq, bk = block_mask.block_size
     q_len, k_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
     # With values that are one-hot in the block of the key, attention sums P over the keys of each

@@ -27,7 +27,7 @@ from sparseflash.arguments import (
 from sparseflash.backends.base import Backend, BackendError
 from sparseflash.backends.select import reasons_against, select_passes
 from sparseflash.dispatch.call import Call
-from sparseflash.dispatch.plan import fitted_mask, make_plan
+from sparseflash.dispatch.plan import compiled_mask, make_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.gap import ROUNDS, SECONDS, Gap, split, variants
 from sparseflash.io_model import device_like
@@ -179,33 +179,35 @@ def explain(
     if sinks is not None:
         check_sinks(sinks, query)
     mask = checked_mask(mask)
-    fitted = fitted_mask(mask, query, key)
+    compiled = compiled_mask(mask, query, key)
     facts = CallFacts.of(mask, key_lengths is not None, bias, return_max_logits, score_tensors)
-    spec = AttentionSpec.from_call(query, key, value, fitted, AttentionOptions(**options), facts)
+    spec = AttentionSpec.from_call(query, key, value, compiled, AttentionOptions(**options), facts)
     checked_score_tensors(spec.score, score_tensors, query)
     checked_seed(seed, dropout_p=0.0)  # with dropout it would draw one, which a call alone may do
-    why_not = {b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, fitted))}
+    why_not = {
+        b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, compiled))
+    }
     try:
-        chosen, forward = select_passes(spec, fitted)
+        chosen, forward = select_passes(spec, compiled)
     except BackendError:
-        return Explanation(spec, fitted.density, None, {}, why_not)
+        return Explanation(spec, compiled.density, None, {}, why_not)
     call = Call(
-        make_plan(spec, chosen, forward, fitted),
+        make_plan(spec, chosen, forward, compiled),
         lengths_in_range(key_lengths, key.shape[2], key.device),
         bias=bias,
     )
-    configuration = chosen.describe(call, fitted, query, key, value)
+    configuration = chosen.describe(call, compiled, query, key, value)
     if forward is not chosen:
         configuration["forward"] = f"by the backend {forward.name}"
-    explanation = Explanation(spec, fitted.density, chosen.name, configuration, why_not)
-    explanation = replace(explanation, better_blocks=_better_blocks(spec, chosen, fitted))
+    explanation = Explanation(spec, compiled.density, chosen.name, configuration, why_not)
+    explanation = replace(explanation, better_blocks=_better_blocks(spec, chosen, compiled))
     if not measure:
         return explanation
 
     tensors: dict[str, Any] = {"key_lengths": key_lengths, "bias": bias, "sinks": sinks}
     tensors["score_tensors"] = score_tensors
     attend = partial(attention, **tensors, **(options | {"backend": chosen.name}))
-    full = FULL(fitted.seq_len, fitted.block_size, query.device)
+    full = FULL(compiled.seq_len, compiled.block_size, query.device)
     dense = partial(
         scaled_dot_product_attention,
         scale=options.get("scale"),
@@ -213,13 +215,13 @@ def explain(
         enable_gqa=spec.heads != spec.kv_heads,
     )
     runs = {
-        "device": partial(attend, mask=fitted),
+        "device": partial(attend, mask=compiled),
         "full": partial(attend, mask=full),
         "dense": dense,
     }
-    if not isinstance(fitted, BlockMask):
+    if not isinstance(compiled, BlockMask):
         return replace(explanation, **_times(*_measured(runs, progress, query, key, value)))
-    reblocked = fitted.reblock(chosen.block_size_for(spec, fitted))
+    reblocked = compiled.reblock(chosen.block_size_for(spec, compiled))
     without = variants(reblocked)
     runs |= {name: partial(attend, mask=each) for name, each in without.items()}
     passes, sustained = _measured(runs, progress, query, key, value)
@@ -228,8 +230,8 @@ def explain(
             {name: of for name, of in timed.items() if name != "dense"},
             without,
             reblocked.density,
-            fitted.density,
-            _filled(spec, chosen, fitted, direction),
+            compiled.density,
+            _filled(spec, chosen, compiled, direction),
             _filled(spec, chosen, full, direction),
         )
         for direction, timed in zip(io_model.DIRECTIONS, passes, strict=True)

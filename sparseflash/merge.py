@@ -53,7 +53,7 @@ def merge_in_place(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor)
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention to one more key, of value 0 and with the score sinks[head].
 
     out: (batch, heads, q_len, value_dim); lse: (batch, heads, q_len); sinks: (1 or heads,), -inf
@@ -70,7 +70,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return (out * share).to(out.dtype), threshold(lse, least, -math.inf)
 
 
-def without_pairs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def attention_of_empty_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention without a single pair: of an empty batch, no query or no key.
 
     Sums over nothing have the right values, and the right gradients too.

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from sparseflash.score import ScoreFunction, named
+from sparseflash.score import ScoreFunction, find_score_function
 
 PRECISIONS = ("ieee", "tf32")
 
@@ -102,7 +102,7 @@ def _score_name(name: str, score: ScoreFunction | str | None) -> str | None:
         raise TypeError(
             f"{name} must be a ScoreFunction or the name of one, got {type(score).__name__}"
         )
-    return named(score).name
+    return find_score_function(score).name
 
 
 def _probability(name: str, value: float) -> float:

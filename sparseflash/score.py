@@ -122,7 +122,7 @@ class ScoreFunction:
         reads = derive and ReadDerivatives(derive, add_reads)
         return cls(name, evaluate, triton_function, declared, of_query, reads, of_head)
 
-    def of_tensors(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
+    def evaluate(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Evaluates `torch`.
 
         Args:
@@ -186,13 +186,13 @@ class ScoreTensors:
         layout = _layout(kinds_and_shapes, self.tensors[0].device)
         return _concatenated(floats), _concatenated(integers), layout
 
-    def new_sums(self) -> Tensor:
+    def zero_gradient(self) -> Tensor:
         """Zeros (n,) for the gradients of all floating-point tensors, one after another."""
         floats = [x for x in self.tensors if x.is_floating_point()]
         return floats[0].new_zeros(sum(x.numel() for x in floats))
 
-    def parts_of(self, sums: Tensor | None) -> list[Tensor | None]:
-        """Splits a tensor like that of new_sums into the gradient of each score tensor.
+    def split_gradient(self, sums: Tensor | None) -> list[Tensor | None]:
+        """Splits a tensor like that of zero_gradient into the gradient of each score tensor.
 
         Returns:
             A view in the shape of each floating-point tensor; None for integer tensors, and for
@@ -237,7 +237,7 @@ def checked_score_tensors(
     Raises:
         TypeError, ValueError: `tensors` are not those that the score function declares.
     """
-    function = named(score) if isinstance(score, str) else score
+    function = find_score_function(score) if isinstance(score, str) else score
     declared = () if function is None else function.tensors
     if not isinstance(tensors, Sequence) or len(tensors) != len(declared):
         got = len(tensors) if isinstance(tensors, Sequence) else type(tensors).__name__
@@ -268,7 +268,7 @@ def checked_score_tensors(
     return ScoreTensors(checked) if checked else None
 
 
-def want_gradients(tensors: Sequence[Tensor]) -> bool:
+def any_requires_grad(tensors: Sequence[Tensor]) -> bool:
     """Whether any score tensor requires a gradient. Wrong arguments are refused elsewhere."""
     if tensors.__class__ is tuple and not tensors:  # most calls; the checks below take longer
         return False
@@ -473,7 +473,7 @@ def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 _functions: dict[str, ScoreFunction] = {}
 
 
-def named(name: str) -> ScoreFunction:
+def find_score_function(name: str) -> ScoreFunction:
     """The score function with this name. Raises ValueError if there is none."""
     if name not in _functions:
         raise ValueError(f"score must be a ScoreFunction or the name of one, got {name!r}")

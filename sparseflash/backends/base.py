@@ -70,6 +70,6 @@ class Backend(Protocol):
         Returns:
             The gradients of query, key, value, bias, blocks and score tensors, None where `needs`
             says no. That of the blocks is float32 (batch, heads, nq, nk): see masks.DynamicMask.
-            That of the score tensors is one tensor for all: see ScoreTensors.new_sums.
+            That of the score tensors is one tensor for all: see ScoreTensors.zero_gradient.
         """
         ...

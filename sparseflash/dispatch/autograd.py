@@ -73,7 +73,7 @@ class _BlockSparseAttention(torch.autograd.Function):
             grads = call.backward(grad_out, grad_lse, saved, needs)
         if score_tensors is None:
             return *grads[:5], None
-        return *grads[:5], None, *score_tensors.parts_of(grads[5])
+        return *grads[:5], None, *score_tensors.split_gradient(grads[5])
 
     @staticmethod
     def jvp(ctx, *tangents):

@@ -87,35 +87,35 @@ Examples = Callable[..., Iterable[Tensor | None]]
 
 
 def new_outputs(
-    plan: Plan, examples: Examples, inputs: tuple[Tensor, ...], *facts: int
+    plan: Plan, examples: Examples, inputs: tuple[Tensor, ...], *properties: int
 ) -> list[Any]:
-    """Uninitialized tensors with the layouts of examples(*inputs, *facts), None for None.
+    """Uninitialized tensors with the layouts of examples(*inputs, *properties), None for None.
 
     Args:
         plan: Where the layouts are stored, for inputs of equal strides.
         examples: Of its inputs, which have no data, it knows shapes, strides and dtypes.
         inputs: Tensors whose shapes and dtypes are the same in all calls of the plan.
-        facts: What else the layouts depend on.
+        properties: What else the layouts depend on.
     """
     strides = tuple([x.stride() for x in inputs])
-    layouts = plan.cache.get((examples, facts, strides))
+    layouts = plan.cache.get((examples, properties, strides))
     if layouts is None:
         shapes = tuple([x.shape for x in inputs])
-        layouts = _layouts(examples, facts, shapes, strides, inputs[0].dtype)
-        plan.cache[examples, facts, strides] = layouts
+        layouts = _layouts(examples, properties, shapes, strides, inputs[0].dtype)
+        plan.cache[examples, properties, strides] = layouts
     return empty_tensors(layouts, plan.spec.device)
 
 
 @lru_cache(maxsize=4096)  # a DynamicMask is often new, and its plan with it
 def _layouts(
     examples: Examples,
-    facts: tuple[int, ...],
+    properties: tuple[int, ...],
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
 ) -> list[OutputLayout | None]:
-    found = examples(*without_data(shapes, strides, dtype), *facts)
-    return [None if x is None else OutputLayout.of(x) for x in found]
+    outputs = examples(*without_data(shapes, strides, dtype), *properties)
+    return [None if x is None else OutputLayout.of(x) for x in outputs]
 
 
 def without_data(
@@ -194,7 +194,7 @@ class Call:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of checked tensors: see Backend.forward."""
-        if self._runs_elsewhere():
+        if self._needs_device_switch():
             with torch.cuda.device(self.plan.spec.device):
                 return self.forward(query, key, value)
         if self.plan.forward is not None:
@@ -213,7 +213,7 @@ class Call:
             saved: query, key, value, out and lse.
             needs: Whether each of the gradients is wanted.
         """
-        if self._runs_elsewhere():
+        if self._needs_device_switch():
             with torch.cuda.device(self.plan.spec.device):
                 return self.backward(grad_out, grad_lse, saved, needs)
         if grad_out is None:
@@ -227,7 +227,7 @@ class Call:
             return *grads[:4], of_masks, *grads[5:]
         return grads
 
-    def _runs_elsewhere(self) -> bool:
+    def _needs_device_switch(self) -> bool:
         """Whether the device of the call is not the one on which this thread launches kernels."""
         index = self.plan.spec.device.index  # None on the CPU
         return index is not None and index != torch.cuda.current_device()

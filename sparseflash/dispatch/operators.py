@@ -23,7 +23,7 @@ from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
-from sparseflash.score import ScoreFunction, ScoreTensors, want_gradients
+from sparseflash.score import ScoreFunction, ScoreTensors, any_requires_grad
 
 _TYPES = {
     float: "float",
@@ -101,7 +101,7 @@ def traced_attention(
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         from sparseflash.dispatch import transforms  # imports torch's compiler
 
-        if want_gradients(tensors):
+        if any_requires_grad(tensors):
             raise NotImplementedError(
                 "torch.func cannot differentiate by score_tensors; use torch.autograd"
             )
@@ -127,7 +127,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def attention_backward(*arguments: Any) -> list[Tensor]:
     """The gradients that `needs` selects: of _DIFFERENTIABLE and of score tensors.
 
-    That of the score tensors is one tensor for all; see ScoreTensors.new_sums.
+    That of the score tensors is one tensor for all; see ScoreTensors.zero_gradient.
     """
     bound = _bind(attention_backward, arguments)
     needs = bound["needs"]
@@ -164,7 +164,7 @@ def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) 
         key_lengths=bound["key_lengths"],
         seed=0 if seed is None else int(seed),
         bias=bound["bias"],
-        wanted=CallFacts(
+        facts=CallFacts(
             differentiates_bias=needs[0],
             differentiates_blocks=needs[1],
             max_logits=bound["max_logits"],
@@ -199,7 +199,9 @@ def _(*arguments):
     *needs, needs_tensors = bound["needs"]
     named = zip(_DIFFERENTIABLE, needs, strict=True)
     found = [torch.empty_like(bound[name]) for name, needed in named if needed]
-    return [*found, ScoreTensors(bound["score_tensors"]).new_sums()] if needs_tensors else found
+    return (
+        [*found, ScoreTensors(bound["score_tensors"]).zero_gradient()] if needs_tensors else found
+    )
 
 
 def save_for_backward(ctx, inputs, output):
@@ -227,7 +229,7 @@ def differentiate(ctx, grad_out, grad_lse, _, backward: Callable = attention_bac
     grads = iter(backward(*(bound[name] for name in _ARGUMENTS[attention_backward])))
     gradients[:5] = [next(grads) if needed else None for needed in needs[:5]]
     if needs_tensors:
-        gradients[index] = ScoreTensors(bound["score_tensors"]).parts_of(next(grads))
+        gradients[index] = ScoreTensors(bound["score_tensors"]).split_gradient(next(grads))
     return tuple(gradients)
 
 

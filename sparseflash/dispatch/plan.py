@@ -29,22 +29,21 @@ def plan_call(
     key_lengths: Tensor | None = None,
     seed: int = 0,
     bias: Tensor | None = None,
-    wanted: CallFacts | None = None,
+    facts: CallFacts | None = None,
     **options: Any,
 ) -> Call:
     """The call of these arguments.
 
     Args:
-        wanted: What is asked for beside out and lse, nothing if None; has_key_lengths and bias
-            follow from the arguments.
+        facts: Other properties of the call; has_key_lengths and bias follow from the arguments.
         options: Keywords of AttentionOptions.
 
     Raises:
         ValueError: key_lengths are out of range.
         TypeError, ValueError, BackendError: As `find_plan` does.
     """
-    given = {"has_key_lengths": key_lengths is not None, "bias": bias is not None}
-    facts = (wanted or CallFacts())._replace(**given)
+    arguments = {"has_key_lengths": key_lengths is not None, "bias": bias is not None}
+    facts = (facts or CallFacts())._replace(**arguments)
     plan = find_plan(query, key, value, mask, options, facts)
     lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     return Call(plan, lengths, seed, bias)
@@ -74,19 +73,19 @@ def find_plan(
         TypeError, ValueError: A tensor, an option or the mask is wrong; the message names it.
         BackendError: No backend can serve the call.
     """
-    of_tensors = (
+    tensor_properties = (
         query.shape, key.shape, value.shape,
         query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
     )  # fmt: skip
     if isinstance(mask, Pattern):
-        if of_tensors not in _checked:  # whose check takes as long as the rest
+        if tensor_properties not in _checked:  # whose check takes as long as the rest
             check_tensors(query, key, value)
-            _checked[of_tensors] = True
+            _checked[tensor_properties] = True
         mask = _compiled(mask, query.shape[2], key.shape[2], query.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = type(options.get("deterministic"))  # 1 is equal to True, and is refused
-    signature = (of_tensors, facts, deterministic, kind, *options.items())
+    signature = (tensor_properties, facts, deterministic, kind, *options.items())
     try:
         plan = mask.cache.get(signature)
     except TypeError:  # an option that cannot be hashed: its check names it
@@ -98,11 +97,11 @@ def find_plan(
     shared = (*signature, mask.num_batches, mask.num_heads)
     if shared not in selections:
         check_tensors(query, key, value)
-        fitted = fitted_mask(mask, query, key)
+        compiled = compiled_mask(mask, query, key)
         spec = AttentionSpec.from_call(
-            query, key, value, fitted, AttentionOptions(**options), CallFacts(*facts)
+            query, key, value, compiled, AttentionOptions(**options), CallFacts(*facts)
         )
-        selections[shared] = spec, *select_passes(spec, fitted)
+        selections[shared] = spec, *select_passes(spec, compiled)
     spec, backend, forward = selections[shared]
     plan = mask.cache[signature] = make_plan(spec, backend, forward, mask)
     return plan
@@ -117,7 +116,7 @@ def make_plan(spec: AttentionSpec, backend: Backend, forward: Backend, mask: Com
     return Plan(spec, backend, table.for_groups(spec.mask_group), forward=forward_plan)
 
 
-def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
+def compiled_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
     """The mask of a call; a pattern is compiled in blocks of its own size.
 
     Raises:
@@ -129,15 +128,15 @@ def fitted_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
         mask = _compiled(mask, q_len, k_len, query.device)
     if mask.seq_len != (q_len, k_len):
         raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
-    _check_one_of("heads", mask.num_heads, {1, kv_heads, heads})
-    _check_one_of("batch elements", mask.num_batches, {1, batch})
+    _check_count("heads", mask.num_heads, {1, kv_heads, heads})
+    _check_count("batch elements", mask.num_batches, {1, batch})
     return mask
 
 
-def _check_one_of(what: str, count: int, allowed: set[int]) -> None:
+def _check_count(name: str, count: int, allowed: set[int]) -> None:
     if count not in allowed:
         names = " or ".join(map(str, sorted(allowed)))
-        raise ValueError(f"mask must have {names} {what}, got {count}")
+        raise ValueError(f"mask must have {names} {name}, got {count}")
 
 
 @stores_masks(maxsize=128)

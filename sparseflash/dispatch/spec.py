@@ -11,7 +11,7 @@ from torch import Tensor
 from masks.mask_batch import CompiledMask
 from sparseflash.arguments import AnyMask, checked_block_scores, wants_gradient
 from sparseflash.options import AttentionOptions
-from sparseflash.score import named, want_gradients
+from sparseflash.score import any_requires_grad, find_score_function
 
 FEW_QUERIES = 16  # the smallest side of a block: so few queries are one block row of any mask
 
@@ -48,7 +48,7 @@ class CallFacts(NamedTuple):
     ) -> Self:
         """The facts of a call of `attention` with these arguments."""
         gradients = (wants_gradient(bias), wants_gradient(checked_block_scores(mask)))
-        score_gradients = want_gradients(score_tensors)
+        score_gradients = any_requires_grad(score_tensors)
         return cls(
             has_key_lengths, bias is not None, *gradients, False, max_logits, score_gradients
         )
@@ -185,7 +185,9 @@ POSITIONS = "dropout, score function or bias of a part of a sequence"
 _HAS_EXTRA: dict[str, Callable[[AttentionSpec], bool]] = {
     "softcap": lambda spec: spec.softcap is not None,
     "score function": lambda spec: spec.score is not None,
-    "score tensors": lambda spec: spec.score is not None and bool(named(spec.score).tensors),
+    "score tensors": lambda spec: (
+        spec.score is not None and bool(find_score_function(spec.score).tensors)
+    ),
     "gradient of score tensors": lambda spec: spec.differentiates_score_tensors,
     "bias": lambda spec: spec.bias,
     "gradient of bias": lambda spec: spec.differentiates_bias,

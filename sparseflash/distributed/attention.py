@@ -14,7 +14,7 @@ from sparseflash.distributed.passes import ContextParallelAttention
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.prepare import prepare
 from sparseflash.distributed.transport import Group, check_agreement, disagreement, resolved
-from sparseflash.merge import with_sinks
+from sparseflash.merge import add_sinks
 from sparseflash.options import AttentionOptions, CallKeywords, OptionKeywords
 from sparseflash.score import named
 
@@ -134,7 +134,7 @@ def context_parallel_attention(
         ContextParallelAttention.apply(*tensors, prepared.block_scores, prepared, *read),
     )
     if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
+        out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

@@ -189,7 +189,7 @@ class _Backward:
     def _inputs(self) -> tuple[Tensor | None, ...]:
         prepared, reads = self._prepared, None
         if prepared.score_tensors is not None and self._needs[5]:
-            reads = prepared.score_tensors.new_sums()
+            reads = prepared.score_tensors.zero_gradient()
         extras = (prepared.bias, prepared.block_scores, reads)
         return self._query, self._key, self._value, *extras
 

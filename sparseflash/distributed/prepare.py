@@ -27,7 +27,7 @@ from sparseflash.dispatch.spec import CallFacts
 from sparseflash.distributed.part import Heads, Part, Step, count
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
-from sparseflash.score import ScoreTensors, checked_score_tensors, named, want_gradients
+from sparseflash.score import ScoreTensors, any_requires_grad, checked_score_tensors, named
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +120,14 @@ class Prepared:
             lengths = inside.to(key.device, torch.int32)
         if bias is not None:
             bias = bias[heads.of(len(bias))]
-        has = (lengths is not None, bias is not None)
-        wanted = (self.differentiates_bias, self.block_scores is not None)
-        reads = self.differentiates_score_tensors
-        facts = CallFacts(*has, *wanted, positions=True, differentiates_score_tensors=reads)
+        facts = CallFacts(
+            has_key_lengths=lengths is not None,
+            bias=bias is not None,
+            differentiates_bias=self.differentiates_bias,
+            differentiates_blocks=self.block_scores is not None,
+            positions=True,
+            differentiates_score_tensors=self.differentiates_score_tensors,
+        )
         plan = find_plan(query, key, value, chosen, self.options, facts)
         call = Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
         call.score_tensors = self.score_tensors
@@ -182,7 +186,7 @@ def prepare(
         differentiates_bias=wants_gradient(bias),
         block_scores=None if mask is None else checked_block_scores(mask),
         score_tensors=read,
-        differentiates_score_tensors=want_gradients(score_tensors),
+        differentiates_score_tensors=any_requires_grad(score_tensors),
     )
     prepared.check_backend()
     return prepared

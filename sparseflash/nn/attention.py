@@ -20,7 +20,7 @@ from sparseflash.nn.decode_masks import decode_mask, shared_length
 from sparseflash.nn.kv_cache import KeyValueCache
 from sparseflash.nn.rotary import Rotary
 from sparseflash.options import AttentionOptions, OptionKeywords
-from sparseflash.score import named
+from sparseflash.score import find_score_function
 
 
 class SparseAttention(nn.Module):
@@ -255,7 +255,7 @@ class SparseAttention(nn.Module):
 
     def _check_score_of_steps(self) -> None:
         score = self.options.get("score")
-        function = named(score) if isinstance(score, str) else score
+        function = find_score_function(score) if isinstance(score, str) else score
         if function is not None and function.of_query:
             raise ValueError(
                 f"score must not depend on the position of the query with a cache, got "

@@ -70,7 +70,7 @@ def standard_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if score is not None:
         converted = [x.to(scores.dtype) if x.is_floating_point() else x for x in score_tensors]
-        scores = score.of_tensors(scores, *_indices(scores), *converted)[0].to(dtype)
+        scores = score.evaluate(scores, *_indices(scores), *converted)[0].to(dtype)
     if bias is not None:
         scores = scores + _by_pair(bias, query.shape[2], key.shape[2]).to(dtype)
     scores = scores.masked_fill(~allowed, -math.inf)

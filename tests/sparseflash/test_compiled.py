@@ -8,14 +8,14 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash.dispatch.plan import fitted_mask
+from sparseflash.dispatch.plan import compiled_mask
 from sparseflash.nn.decode_masks import decode_mask
 
 
 @pytest.mark.parametrize(
     "compiled",
     [
-        lambda pattern, tensor: fitted_mask(pattern, tensor, tensor),
+        lambda pattern, tensor: compiled_mask(pattern, tensor, tensor),
         lambda pattern, tensor: decode_mask(pattern, 64, 3, 4, 40, tensor.device),
     ],
     ids=["attention", "decoding"],

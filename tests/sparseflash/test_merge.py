@@ -9,7 +9,7 @@ import masks
 import sparseflash
 from masks import BlockMask
 from sparseflash import merge_attention
-from sparseflash.merge import merge_in_place, with_sinks
+from sparseflash.merge import add_sinks, merge_in_place
 from sparseflash.reference import standard_attention
 from sparseflash.testing import check_attention, make_inputs
 
@@ -80,7 +80,7 @@ def test_what_queries_without_a_key_hold_does_not_count():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_sinks_of_another_dtype_change_none(dtype):
-    out, lse = with_sinks(
+    out, lse = add_sinks(
         torch.ones(1, 2, 3, 4, dtype=torch.float16), torch.zeros(1, 2, 3), torch.zeros(2).to(dtype)
     )
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)

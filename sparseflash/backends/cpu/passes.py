@@ -109,8 +109,8 @@ def backward(
         grad_blocks = q.new_zeros(blocks)
     grad_reads, read_sums = None, {}
     if needs_reads and call.score_tensors is not None:
-        grad_reads = call.score_tensors.new_sums()
-        parts = call.score_tensors.parts_of(grad_reads)
+        grad_reads = call.score_tensors.zero_gradient()
+        parts = call.score_tensors.split_gradient(grad_reads)
         read_sums = {i: part.view(-1) for i, part in enumerate(parts) if part is not None}
 
     for problem in problems(call):

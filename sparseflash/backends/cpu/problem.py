@@ -18,7 +18,7 @@ from sparseflash.backends.cpu.plan import (
 from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dispatch.call import Call
 from sparseflash.dropout import keep_mask_of_quads
-from sparseflash.score import named
+from sparseflash.score import find_score_function
 
 LOG2E = math.log2(math.e)
 # (256, 8): for each byte of a bit tile what is added to the scores of its eight keys, 0 or -inf.
@@ -188,12 +188,12 @@ class Problem:
             derivative = scores.cosh().pow_(-2) if with_derivative else None
             scores.tanh_().mul_(cap * LOG2E)
         if self._spec.score is not None:
-            function = named(self._spec.score)
+            function = find_score_function(self._spec.score)
             arguments = (*self._pairs(part), *self._score_tensors)
             capped = scores / LOG2E
             if with_reads and function.reads is not None:
                 reads = function.reads.torch(capped, *arguments)
-            f, score_derivative = function.of_tensors(capped, *arguments)
+            f, score_derivative = function.evaluate(capped, *arguments)
             scores.copy_(f).mul_(LOG2E)
             derivative = score_derivative if derivative is None else derivative * score_derivative
         if self._bias is not None:

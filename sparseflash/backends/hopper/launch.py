@@ -33,7 +33,7 @@ from sparseflash.backends.triton_common.launcher import Launch, launch_and_store
 from sparseflash.backends.triton_common.relaunch import try_relaunch
 from sparseflash.dispatch.call import Call, OutputLayout, without_data
 from sparseflash.dispatch.spec import AttentionSpec
-from sparseflash.score import named
+from sparseflash.score import find_score_function
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -137,10 +137,10 @@ class PreparedKernel:
         masked = spec.has_key_lengths or rows.has_partial
         # Everything that a kernel is compiled for: also which arguments are None.
         widths = (tile_width(spec.head_dim), tile_width(spec.value_dim))
-        facts = (spec.device, spec.dtype, widths, block, group, masked, spec.dropout_p > 0)
-        score = None if spec.score is None else named(spec.score).triton
+        properties = (spec.device, spec.dtype, widths, block, group, masked, spec.dropout_p > 0)
+        score = None if spec.score is None else find_score_function(spec.score).triton
         variant = (
-            *(*facts, spec.mask_batch > 1, spec.softcap is None, spec.score),
+            *(*properties, spec.mask_batch > 1, spec.softcap is None, spec.score),
             *(x is None for x in changing),
         )
         constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
@@ -155,27 +155,27 @@ Prepare = Callable[..., PreparedKernel]
 
 
 def prepared_kernel(
-    prepare: Prepare, call: Call, inputs: tuple[Tensor, ...], *facts: bool
+    prepare: Prepare, call: Call, inputs: tuple[Tensor, ...], *missing: bool
 ) -> PreparedKernel:
-    """prepare(spec, block size, *inputs, *facts), stored for inputs of equal layouts.
+    """prepare(spec, block size, *inputs, *missing), stored for inputs of equal layouts.
 
     Launches of one prepared kernel with one plan repeat one another. So all arguments of the
     kernel but addresses, the stride of the bias and seeds must follow from the plan, the strides
-    of `inputs` and `facts`.
+    of `inputs` and `missing`.
 
     Args:
         prepare: Of its inputs, which have no data, it knows shapes, strides and dtypes.
         call: The call.
         inputs: Addressable tensors.
-        facts: Which of the other tensors of the kernel are None.
+        missing: Which of the other tensors of the kernel are None.
     """
     plan, strides = call.plan, tuple([x.stride() for x in inputs])
-    prepared = plan.cache.get((prepare, facts, strides))
+    prepared = plan.cache.get((prepare, missing, strides))
     if prepared is None:
         shapes = tuple([x.shape for x in inputs])
         block_size = plan.table.block_size[0]
-        prepared = _prepared_kernel(prepare, plan.spec, block_size, facts, shapes, strides)
-        plan.cache[prepare, facts, strides] = prepared
+        prepared = _prepared_kernel(prepare, plan.spec, block_size, missing, shapes, strides)
+        plan.cache[prepare, missing, strides] = prepared
     return prepared
 
 
@@ -184,11 +184,11 @@ def _prepared_kernel(
     prepare: Prepare,
     spec: AttentionSpec,
     block_size: int,
-    facts: tuple[bool, ...],
+    missing: tuple[bool, ...],
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
 ) -> PreparedKernel:
-    return prepare(spec, block_size, *without_data(shapes, strides, spec.dtype), *facts)
+    return prepare(spec, block_size, *without_data(shapes, strides, spec.dtype), *missing)
 
 
 def _argument(tensor: Tensor | None, access: Access) -> Tensor | TensorDescriptor | None:
@@ -245,9 +245,9 @@ def _descriptor_fields(
     box = [1, 1, rows, tile_width(shape[-1])]
     shared_layout: Any = gl.NVMMASharedLayout  # whose methods have no types
     layout = shared_layout.get_default_for(box, GLUON_DTYPES[dtype])
-    found = addressable_strides(shape, strides, dtype.itemsize)
-    assert found is not None, "descriptors are made of addressable tensors"
-    return list(shape), list(found), box, layout
+    tma_strides = addressable_strides(shape, strides, dtype.itemsize)
+    assert tma_strides is not None, "descriptors are made of addressable tensors"
+    return list(shape), list(tma_strides), box, layout
 
 
 def zero_padding(tensor: Tensor, key_lengths: Tensor | None) -> Tensor:
@@ -325,5 +325,5 @@ def heads_per_group_of(
     in_l2 = max(L2_OPERAND_BYTES // head_bytes, 1)
     heads = min(num_bh, 1 << in_l2.bit_length() - 1)
     # In the time of a row of mean length: the longest row, and a group and all heads on all CTAs.
-    group, whole = (n * rows.num_rows / ctas for n in (heads, num_bh))
-    return heads if rows.imbalance - group <= MAX_TAIL * whole else num_bh
+    group, all_heads = (n * rows.num_rows / ctas for n in (heads, num_bh))
+    return heads if rows.imbalance - group <= MAX_TAIL * all_heads else num_bh

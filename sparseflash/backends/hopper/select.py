@@ -12,7 +12,7 @@ from masks.mask_batch import CompiledMask
 from sparseflash.backends.hopper import configs
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import AttentionSpec
-from sparseflash.score import named
+from sparseflash.score import find_score_function
 
 TILE = (128, 128)  # (queries, keys) of a block of the table, in tokens
 SMALL_TILE = (64, 64)  # likewise, if smaller blocks leave too much of a tile of 128 empty
@@ -56,7 +56,7 @@ def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
 def _why_not_score(score: str | None) -> list[str]:
     if score is None:
         return []
-    function = named(score).triton
+    function = find_score_function(score).triton
     if function is None:
         return [f"score is {score!r}, which has no function for Triton"]
     constructor = TILE_CONSTRUCTORS.search(getattr(function, "src", ""))

@@ -14,7 +14,7 @@ from masks._core.grid import BLOCK_SIDES
 from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
-from sparseflash.score import named
+from sparseflash.score import find_score_function
 
 name = "triton"
 extras = EVERY_EXTRA
@@ -56,7 +56,7 @@ def _why_not_call(spec: AttentionSpec) -> list[str]:
             reasons.append(f"{name} is {dim}, needs {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
     if not set(spec.block_size) <= set(BLOCK_SIDES):
         reasons.append(f"block_size is {spec.block_size}, needs sides in {BLOCK_SIDES}")
-    if spec.score is not None and named(spec.score).triton is None:
+    if spec.score is not None and find_score_function(spec.score).triton is None:
         reasons.append(f"score is {spec.score!r}, which has no function for Triton")
     for name in ("batch", "heads"):
         if getattr(spec, name) > launch.MAX_GRID_YZ:

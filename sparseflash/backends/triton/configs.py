@@ -14,7 +14,7 @@ import triton
 
 from sparseflash.backends.triton.kernels.block_lists import work_tile
 from sparseflash.backends.triton_common import launcher
-from sparseflash.score import named
+from sparseflash.score import find_score_function
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def kernel_variant(
         config = replace(config, bm=min(config.bm, 64), registers=None)
     if dropout or has_derivative:
         config = with_more_warps(config, pass_name, widest)
-    reads = bias or (score is not None and bool(named(score).tensors))
+    reads = bias or (score is not None and bool(find_score_function(score).tensors))
     if reads and (pass_name != "decode" or config.bm > 16):
         # What is read for every pair of a tile takes registers, and a pipeline would store it in
         # shared memory for every stage.
@@ -363,7 +363,7 @@ def kernel_variant(
     constants = {
         "DROPOUT": dropout,
         "SOFTCAP": softcap,
-        "SCORE": None if score is None else named(score).triton,
+        "SCORE": None if score is None else find_score_function(score).triton,
         "PRECISION": precision if dtype == torch.float32 else None,
         "HEAD_DIM": head_dim,
         "DIMS": padded_dims(head_dim),
@@ -381,6 +381,6 @@ def kernel_variant(
         "enable_fp_fusion": True,
     }
     if pass_name == "ds_sums":
-        reads = named(score).reads if score is not None and adds_reads else None
+        reads = find_score_function(score).reads if score is not None and adds_reads else None
         constants["ADD_READS"] = None if reads is None else reads.triton
     return KernelVariant(config, constants)

@@ -130,7 +130,7 @@ def _ds_sums(
 
     steps, any_order, largest, fixed = 0.0, None, None, None
     if needs_reads and call.score_tensors is not None:
-        any_order = call.score_tensors.new_sums()
+        any_order = call.score_tensors.zero_gradient()
         if spec.deterministic:
             largest = torch.zeros_like(any_order, dtype=torch.int32)
             any_order, fixed = None, torch.zeros_like(any_order, dtype=torch.int64)
