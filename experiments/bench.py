@@ -253,7 +253,7 @@ def validate(method: Method) -> None:
     for name in method.baselines if isinstance(method, DensityMethod) else ():
         devices = Baseline(name).devices
         if Baseline(name).approximate:
-            raise typer.BadParameter(f"--baselines {name}: of the suite landscape alone")
+            raise typer.BadParameter(f"--baselines {name} is for the suite landscape only")
         if method.device not in devices:
             raise typer.BadParameter(f"--baselines {name} runs on {', '.join(devices)} only")
     if (method.clock == Clock.CPU) != (method.device == "cpu"):

@@ -85,7 +85,7 @@ def _read(path: Path) -> tuple[Path, dict, bytes]:
         facts = json.loads(header)
         intact = facts["sha256"] == _hash(part) and {"piece", "of", "whole"} <= facts.keys()
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no piece of an archive") from error
+        raise ValueError(f"{path} is not a piece of an archive") from error
     if not intact:
         raise ValueError(f"{path} is damaged: its SHA-256 is not that of its header")
     return path, facts, part

@@ -75,10 +75,10 @@ class Books:
             dtype = np.uint8 if len(sizes) == BYTES else np.uint16
             splits = {s: np.memmap(folder / f"{s}.bin", dtype, "r") for s in SPLITS}
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder} holds no books that were built: {error}") from error
+            raise ValueError(f"{folder} has no books that `data` wrote: {error}") from error
         for split, content in splits.items():
             if hashlib.sha256(content.data).hexdigest() != hashes[split]:
-                raise ValueError(f"{folder / split}.bin is damaged: its SHA-256 is another")
+                raise ValueError(f"{folder / split}.bin is damaged: its SHA-256 has changed")
         books = tuple(Book(**book) for book in facts.get("books", {}).values())
         mean = facts["bytes"]["train"] / len(splits["train"])
         return cls(splits, hashes, tuple(sizes), mean, books)

@@ -34,7 +34,7 @@ def record_of(name: str, folders: list[Path]) -> dict:
     """What is written; see `gather`."""
     names, runs = [folder.name for folder in folders], read_results(folders)
     if len(set(names)) < len(names):
-        raise ValueError(f"runs of a record must have names of their own, got {names}")
+        raise ValueError(f"runs of a record must have distinct names, got {names}")
     shared("data", (str(run["data"]) for run in runs))
     device = shared("device", (run["environment"]["device"] for run in runs))
     named = dict(zip(names, runs, strict=True))

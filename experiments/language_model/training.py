@@ -193,7 +193,7 @@ class Learner(L.LightningModule):
             differences = ", ".join(
                 f"{name} {its.get(name)!r}, not {mine[name]!r}" for name in others
             )
-            raise ValueError(f"the run that goes on has other settings: {differences}")
+            raise ValueError(f"the run to resume has other settings: {differences}")
 
 
 def octaves(context: int) -> list[int]:
@@ -425,18 +425,18 @@ def load(path: Path, attention: Sequence[str] = ()) -> LanguageModel:
         attention: In the place of what the checkpoint names; see ModelConfig.
 
     Raises:
-        ValueError: The file is no checkpoint of a language model, or names a Python file.
+        ValueError: The file is not a checkpoint of a language model, or names a Python file.
     """
     checkpoint = read_checkpoint(path)
     try:
         facts = checkpoint["settings"]["model"]
         weights = {name.removeprefix("model."): w for name, w in checkpoint["state_dict"].items()}
     except KeyError as error:
-        raise ValueError(f"{path} is no checkpoint of a language model: no {error}") from error
+        raise ValueError(f"{path} is not a checkpoint of a language model: no {error}") from error
     if not attention and names_file(str(facts["attention"])):
         raise ValueError(
-            f"{path} has the attention {facts['attention']}: reading a checkpoint runs no file; "
-            "attention must be given where you trust it"
+            f"{path} has the attention {facts['attention']}: a checkpoint must not run a file; "
+            "give the attention again if you trust it"
         )
     chosen = {"attention": tuple(attention or facts["attention"])}
     model = LanguageModel(ModelConfig(**facts | chosen))

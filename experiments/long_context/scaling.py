@@ -71,7 +71,9 @@ def main(
     from sparseflash.distributed.simulation import Attention, Machine
 
     if ranks is not None and not dry_run:
-        raise typer.BadParameter("--ranks is of a --dry-run: torchrun says how many there are")
+        raise typer.BadParameter(
+            "--ranks needs --dry-run; otherwise torchrun sets the number of ranks"
+        )
     count = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     if dry_run and rank > 0:

@@ -110,7 +110,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict]]:
             try:
                 case = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{where} is no JSON: {error}") from error
+                raise ValueError(f"{where} is not valid JSON: {error}") from error
             if not isinstance(case, dict):
                 raise ValueError(f"{where} must be an object, got {type(case).__name__}")
             yield where, case

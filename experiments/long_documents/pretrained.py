@@ -89,11 +89,11 @@ def lengthened(folder: Path, labels: int, tokens: int) -> "PreTrainedModel":
         short = AutoModelForSequenceClassification.from_pretrained(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no encoder of transformers: {error}") from error
+        raise ValueError(f"{folder} has no encoder of transformers: {error}") from error
     weights = short.state_dict()
     names = [name for name in weights if name.endswith(POSITIONS)]
     if len(names) != 1:
-        raise ValueError(f"{folder} must hold an encoder with learned positions")
+        raise ValueError(f"{folder} must have an encoder with learned positions")
     padding = getattr(short.get_submodule(names[0].removesuffix(".weight")), "padding_idx", None)
     special = 0 if padding is None else padding + 1
     trained = weights[names[0]][special:]

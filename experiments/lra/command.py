@@ -99,7 +99,7 @@ class ArenaCLI(LightningCLI):
             return None
         with errors_in_one_line():
             if LIGHTNING_VERSION not in read_checkpoint(Path(path)):
-                raise ValueError(f"{path} is no checkpoint of a run")
+                raise ValueError(f"{path} is not a checkpoint of a run")
         return Path(path)
 
     @property

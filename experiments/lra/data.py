@@ -123,7 +123,7 @@ def cifar(
             (draft / name).write_bytes(pickle.dumps(batch, protocol=4))
         if digest.hexdigest() != CIFAR_HASH:
             raise typer.BadParameter(
-                f"{source} holds other images than the published ones: SHA-256 "
+                f"{source} must have the published images, got others with SHA-256 "
                 f"{digest.hexdigest()}"
             )
         write_hashes(draft, CIFAR_BATCHES)

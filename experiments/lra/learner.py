@@ -83,7 +83,9 @@ class Learner(L.LightningModule):
     ):
         super().__init__()
         if encoder.mask_black and objective.pixels:
-            raise ValueError("mask_black does not go with objective.pixels: black is guessed too")
+            raise ValueError(
+                "mask_black must be false with objective.pixels, which predicts black pixels too"
+            )
         self.passes = passes
         self.task, self.optimizer, self.objective, self.seed = task, optimizer, objective, seed
         self.classifier = Classifier(encoder, task.shape)
@@ -110,7 +112,9 @@ class Learner(L.LightningModule):
         if self.device.type != "cuda" or self.trainer.world_size > 1:
             raise ValueError("passes 'cuda_graph' need one CUDA device")
         if self.classifier.encoder.config.attention_dropout:
-            raise ValueError("passes 'cuda_graph' need attention_dropout 0: its seed would freeze")
+            raise ValueError(
+                "passes 'cuda_graph' need attention_dropout 0: a graph repeats its seed"
+            )
         assert self.trainer.train_dataloader is not None
         batch = next(iter(self.trainer.train_dataloader))
         inputs = tuple(part.to(self.device) for part in batch.inputs)
@@ -145,7 +149,7 @@ class Learner(L.LightningModule):
         if self.trace is None:
             return self.classifier(*batch.inputs), torch.zeros((), device=self.device)
         if batch.traces is None:
-            raise ValueError("objective.traces needs a task that is traced")
+            raise ValueError("objective.traces needs a task with traced: true")
         encoder = self.classifier.encoder
         features, _ = encoder(batch.ids[:, 0], None)
         classes = batch.traces if encoder.order is None else batch.traces[:, encoder.order]
@@ -283,7 +287,7 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> No
     """
     checkpoint = read_checkpoint(path)
     if "state_dict" not in checkpoint:
-        raise ValueError(f"{path} holds no weights: it has no 'state_dict'")
+        raise ValueError(f"{path} has no weights: 'state_dict' is missing")
     weights = checkpoint["state_dict"]
     own = learner.state_dict()
     name = "classifier.encoder.positions.learned.weight"
@@ -292,9 +296,9 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> No
     try:
         missing, unexpected = learner.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        raise ValueError(f"{path} holds another model: {error}") from error
+        raise ValueError(f"{path} has another model: {error}") from error
     if others := [key for key in (*missing, *unexpected) if not key.startswith(HEADS)]:
-        raise ValueError(f"{path} holds another model: {others} are in one of the two only")
+        raise ValueError(f"{path} has another model: only one of the two has {others}")
 
 
 def resized(positions: Tensor, tokens: int, how: Growth) -> Tensor:

@@ -134,7 +134,7 @@ def _check(config: EncoderConfig, shape: Shape, expressions: list[str | list[str
         )
     packaged = [e for e in expressions if isinstance(e, str) and e in PACKAGED]
     if packaged and config.positions in ("rotary", "axial"):
-        raise ValueError(f"positions {config.positions!r} do not go with {packaged[0]!r}")
+        raise ValueError(f"positions {config.positions!r} cannot be used with {packaged[0]!r}")
     if config.mask_black and shape.side is None:
         raise ValueError("mask_black is for images, this task is text")
 

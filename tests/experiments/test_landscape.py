@@ -82,7 +82,7 @@ def test_the_suite_on_a_cpu(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["landscape", "--densities", "1/2"], "the suite landscape has no option --densities"),
-        (["speedup", "--baselines", "smyrf"], "--baselines smyrf: of the suite landscape alone"),
+        (["speedup", "--baselines", "smyrf"], "--baselines smyrf is for the suite landscape only"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments, message):

@@ -32,5 +32,5 @@ def test_chunks_must_fill_the_sequence():
 
 def test_layers_without_turns_refuse_rotary_positions():
     config = EncoderConfig(attention="linformer", positions="rotary")
-    with pytest.raises(ValueError, match="positions 'rotary' do not go with 'linformer'"):
+    with pytest.raises(ValueError, match="positions 'rotary' cannot be used with 'linformer'"):
         Encoder(config, Shape(seq_len=64, vocabulary=20, classes=2))

@@ -46,7 +46,7 @@ def test_missing_damaged_and_foreign_pieces_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"piece-1 is damaged: its SHA-256"):
         restore(folder, tmp_path)
     pieces[1].write_bytes(b"no header")
-    with pytest.raises(ValueError, match=r"piece-1 is no piece of an archive"):
+    with pytest.raises(ValueError, match=r"piece-1 is not a piece of an archive"):
         restore(folder, tmp_path)
     other = export({"a": b"other"}, tmp_path / "others")[0]
     pieces[1].write_bytes(other.read_bytes())

@@ -77,7 +77,7 @@ class Pathfinder(Task):
         self.rules = Rules(distractors, directions)
         if source == "released" and self.rules != RELEASE:
             raise ValueError(
-                f"distractors and directions are of drawn images, got {distractors!r} and "
+                f"distractors and directions are for source 'fresh', got {distractors!r} and "
                 f"{directions!r} with 'released'"
             )
         self.name = f"pathfinder{side}-{difficulty}"

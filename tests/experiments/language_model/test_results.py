@@ -57,7 +57,7 @@ def test_runs_that_do_not_compare(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", data="b")
     with pytest.raises(ValueError, match="must have one data"):
         gather("x", [one, other], tmp_path)
-    with pytest.raises(ValueError, match="names of their own, got \\['one', 'one'\\]"):
+    with pytest.raises(ValueError, match="distinct names, got \\['one', 'one'\\]"):
         gather("x", [one, one], tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty holds no result\.json"):

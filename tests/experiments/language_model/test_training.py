@@ -245,7 +245,7 @@ def test_commands(tmp_path):
         ([*given, "--step-tokens", "1000"], "multiple of the context"),
         ([*given, "--attention", "nothing"], "nothing"),
         ([*given, "--short-context", "512"], "short_context and short_steps must be given"),
-        ([*given, "--data", folder], "no books that were built"),
+        ([*given, "--data", folder], "no books that `data` wrote"),
         (["sample", str(tmp_path)], "cannot be read as a checkpoint"),
     ):
         result = invoke(app, wrong)
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_names_a_file_runs_nothing(tmp_path):
     weights = {f"model.{name}": w for name, w in LanguageModel(config).state_dict().items()}
     torch.save({"settings": {"model": facts}, "state_dict": weights}, tmp_path / "last.ckpt")
     (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(ValueError, match="reading a checkpoint runs no file"):
+    with pytest.raises(ValueError, match="a checkpoint must not run a file"):
         load(tmp_path / "last.ckpt")
     assert load(tmp_path / "last.ckpt", ["local(3)"]).config == config
 

@@ -43,7 +43,7 @@ def test_cases_of_one_file_and_of_three_are_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"dev\.jsonl, line 1 is no JSON"),
+        ("{", r"dev\.jsonl, line 1 is not valid JSON"),
         ("[]", r"dev\.jsonl, line 1 must be an object, got list"),
         ('{"facts": "text"}', r"line 1: facts must be a list of texts, got 'text'"),
         ('{"facts": ["text"]}', r"line 1: allegedly_violated_articles must be a list"),

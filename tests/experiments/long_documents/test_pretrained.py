@@ -102,12 +102,12 @@ def test_an_encoder_without_special_positions(tmp_path):
 
 
 def test_other_folders_are_refused(tmp_path, encoder):
-    with pytest.raises(ValueError, match="holds no encoder of transformers"):
+    with pytest.raises(ValueError, match="has no encoder of transformers"):
         lengthened(tmp_path, 2, 20)
     GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
         tmp_path
     )
-    with pytest.raises(ValueError, match="must hold an encoder with learned positions"):
+    with pytest.raises(ValueError, match="must have an encoder with learned positions"):
         lengthened(tmp_path, 2, 20)
     with pytest.raises(ValueError, match=r"must hold tokenizer\.json, a fast tokenizer"):
         Batches(settings(tmp_path), DATA)

@@ -93,7 +93,7 @@ def test_a_hostile_checkpoint_runs_no_file(is_whole, tmp_path, monkeypatch):
     if not is_whole:
         path.write_bytes(path.read_bytes()[:300])
     monkeypatch.setattr(sys, "argv", ["lra", *SMALL_RUN.split(), "--ckpt_path", "last.ckpt"])
-    message = "is no checkpoint of a run" if is_whole else "cannot be read as a checkpoint"
+    message = "is not a checkpoint of a run" if is_whole else "cannot be read as a checkpoint"
     with pytest.raises(SystemExit, match=rf"^error: last\.ckpt {message}"):
         command.main()
     assert not (tmp_path / "ran").exists()

@@ -142,7 +142,7 @@ def test_other_images_are_refused(tmp_path, images):
         Image.fromarray(np.zeros((2, 1024, 3), np.uint8)).save(package / f"{name}.png")
     root = tmp_path / "data"
     said = told(run("cifar", packed(tmp_path / "a.tgz", package), "--data-root", root))
-    assert "holds other images than the published ones" in said
+    assert "must have the published images" in said
     Image.fromarray(np.zeros((3, 1024, 3), np.uint8)).save(package / "data_batch_2.png")
     said = told(run("cifar", packed(tmp_path / "b.tgz", package), "--data-root", root))
     assert "data_batch_2.png must be 2 images of 1,024 pixels" in said

@@ -150,12 +150,12 @@ def test_classes_of_tokens_are_learned_in_the_order_of_tokens(tmp_path):
         every=80,
     )
     assert float(trainer.callback_metrics["train/traces"]) < 0.3
-    with pytest.raises(ValueError, match=r"objective\.traces needs a task that is traced"):
+    with pytest.raises(ValueError, match=r"objective\.traces needs a task with traced: true"):
         fit(tmp_path, objective=ObjectiveConfig(traces=1), steps=3)
 
 
 def test_black_pixels_cannot_be_both_masked_and_guessed():
-    with pytest.raises(ValueError, match=r"mask_black does not go with objective\.pixels"):
+    with pytest.raises(ValueError, match=r"mask_black must be false with objective\.pixels"):
         Learner(
             Majority(),
             EncoderConfig(mask_black=True),
@@ -171,7 +171,7 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
     learner = Learner(Majority(), ENCODER, OptimizerConfig(), ObjectiveConfig(), init_from=start)
     name = "classifier.encoder.embedding.weight"
     assert torch.equal(learner.state_dict()[name], before[name])
-    with pytest.raises(ValueError, match=r"last\.ckpt holds another model"):
+    with pytest.raises(ValueError, match=r"last\.ckpt has another model"):
         Learner(
             Majority(),
             EncoderConfig(dim=32),
@@ -180,7 +180,7 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
             init_from=start,
         )
     torch.save({"weights": {}}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other\.pt holds no weights"):
+    with pytest.raises(ValueError, match=r"other\.pt has no weights"):
         start_from(learner, tmp_path / "other.pt")
 
 

@@ -339,7 +339,7 @@ class TestPathfinder:
         assert not np.array_equal(
             described.images("test", 1)[0][0][0], Pathfinder().images("test", 1)[0][0][0]
         )
-        with pytest.raises(ValueError, match="distractors and directions are of drawn images"):
+        with pytest.raises(ValueError, match="distractors and directions are for source 'fresh'"):
             Pathfinder(source="released", directions="any")
 
     def test_images_that_evaluate_are_drawn_once(self, tmp_path, monkeypatch):
