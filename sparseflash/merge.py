@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, merged."""
+"""Merges attention over disjoint sets of keys."""
 
 import math
 from collections.abc import Sequence
@@ -54,10 +54,12 @@ def merge_in_place(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention to one more key, of value 0 and with the score sinks[head].
+    """(out, lse) after adding one key with score sinks[head] and value 0 to each query.
 
-    out: (batch, heads, q_len, value_dim); lse: (batch, heads, q_len); sinks: (1 or heads,), -inf
-    for none.
+    Args:
+        out: (batch, heads, q_len, value_dim).
+        lse: (batch, heads, q_len).
+        sinks: (1 or heads,); -inf for no sink.
 
     Reference:
         Xiao et al., "Efficient streaming language models with attention sinks", 2023.
@@ -71,9 +73,9 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention_of_empty_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention without a single pair: of an empty batch, no query or no key.
+    """(out, lse) of a call with an empty batch, no query or no key.
 
-    Sums over nothing have the right values, and the right gradients too.
+    Empty sums in torch have the right values and gradients.
     """
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -65,11 +65,11 @@ class Backend(Protocol):
 
         Args:
             saved: query, key, value, out and lse.
-            needs: Whether each of the gradients is wanted.
+            needs: Whether each of the gradients is needed.
 
         Returns:
-            The gradients of query, key, value, bias, blocks and score tensors, None where `needs`
-            says no. That of the blocks is float32 (batch, heads, nq, nk): see masks.DynamicMask.
+            The gradients of query, key, value, bias, blocks and score tensors, None if `needs` is
+            False. That of the blocks is float32 (batch, heads, nq, nk): see masks.DynamicMask.
             That of the score tensors is one tensor for all: see ScoreTensors.zero_gradient.
         """
         ...

@@ -1,4 +1,4 @@
-"""Plan and Call: what a backend gets beside query, key and value."""
+"""Plan and Call: what a backend gets besides query, key and value."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from sparseflash.backends.base import Backend
 
 Saved = tuple[Tensor, ...]  # query, key, value, out and lse
-Needs = tuple[bool, ...]  # whether each of the gradients is wanted
+Needs = tuple[bool, ...]  # whether each of the gradients is needed
 Gradients = tuple[Tensor | None, ...]  # of query, key, value, bias, blocks and score tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Calls with equal signatures pass the same checks and share all of this.
+    """What calls with equal signatures share.
 
     Args:
-        spec: The facts of the calls.
-        backend: The one that serves them.
-        table: The lookup table that it reads.
-        cache: What the backend prepares for these calls.
+        spec: The properties of the calls.
+        backend: The backend that computes them.
+        table: The lookup table that the backend reads.
+        cache: What the backend stores for these calls, such as prepared launches.
         forward: The plan of their forward pass if another backend runs it: one that is faster and
             cannot compute all gradients. Otherwise None.
     """
@@ -46,22 +46,20 @@ class Plan:
 
 
 def empty_out(query: Tensor, value: Tensor) -> Tensor:
-    """A new tensor for the result: (batch, heads, q_len, value_dim), its axes in memory in the
-    order of those of query.
-    """
+    """An uninitialized out, (batch, heads, q_len, value_dim), with the memory layout of query."""
     if query.shape[3] == value.shape[3]:
         return torch.empty_like(query)
     return torch.empty_like(query[..., :1].expand(-1, -1, -1, value.shape[3]))
 
 
 def empty_out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """New tensors for both results of a call whose lse is float32."""
+    """Uninitialized out and lse, for calls whose lse is float32."""
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     return empty_out(query, value), lse
 
 
 class OutputLayout(NamedTuple):
-    """What tensors have in common that are made anew in each call."""
+    """Shape, strides and dtype of an output, which is allocated in each call."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -73,10 +71,10 @@ class OutputLayout(NamedTuple):
 
 
 def empty_tensors(layouts: Iterable[OutputLayout | None], device: torch.device) -> list[Any]:
-    """Uninitialized tensors, None for None, on a device; if that is a GPU, on the current one.
+    """Uninitialized tensors on the CPU or the current GPU; None where the layout is None.
 
-    It takes less host time than torch.empty_like, since nothing is inferred or dispatched. Code
-    from torch.compile makes its tensors by the same functions.
+    This takes less host time than torch.empty_like, because nothing is inferred or dispatched.
+    Code that torch.compile generates allocates its tensors by the same functions.
     """
     on_cpu = device.index is None
     empty = _guards._empty_strided_cpu if on_cpu else _guards._empty_strided_cuda
@@ -92,10 +90,10 @@ def new_outputs(
     """Uninitialized tensors with the layouts of examples(*inputs, *properties), None for None.
 
     Args:
-        plan: Where the layouts are stored, for inputs of equal strides.
-        examples: Of its inputs, which have no data, it knows shapes, strides and dtypes.
+        plan: Plan in whose cache the layouts are stored, by the strides of `inputs`.
+        examples: A function that returns tensors with these layouts. Its inputs have no data.
         inputs: Tensors whose shapes and dtypes are the same in all calls of the plan.
-        properties: What else the layouts depend on.
+        properties: Other values on which the layouts depend.
     """
     strides = tuple([x.stride() for x in inputs])
     layouts = plan.cache.get((examples, properties, strides))
@@ -121,27 +119,25 @@ def _layouts(
 def without_data(
     shapes: Iterable[Sequence[int]], strides: Iterable[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Tensors that have shapes and strides, but no memory."""
+    """Tensors on the device meta, with shapes and strides but no memory."""
     layouts = zip(shapes, strides, strict=True)
     return [torch.empty_strided(*x, dtype=dtype, device="meta") for x in layouts]
 
 
 def empty_max_logits(query: Tensor) -> Tensor:
-    """A new tensor for the maximum logits: float32 (float64 for float64 inputs), (batch, heads,
-    q_len).
-    """
+    """Uninitialized maximum logits, (batch, heads, q_len), with the dtype of lse."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty(query.shape[:3], dtype=wide)
 
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The positions of a call's tokens in a longer sequence, of which it attends some blocks.
+    """The positions of the tokens of a call that attends some blocks of a longer sequence.
 
     Args:
         query: int64 (nq,), the position of the first token of each block of queries.
-        key: int64 (nk,), likewise of keys.
-        seq_len: Tokens of the longer sequence.
+        key: int64 (nk,), the position of the first token of each block of keys.
+        seq_len: Length of the longer sequence, in tokens.
     """
 
     query: Tensor
@@ -150,28 +146,29 @@ class Positions:
 
     @cached_property
     def of_blocks(self) -> Tensor:
-        """int32 (1 + nq + nk,) as kernels read them: seq_len, then those of queries and keys."""
+        """seq_len, positions of queries, positions of keys: int32 (1 + nq + nk,), for kernels."""
         first = self.query.new_full((1,), self.seq_len)
         return torch.cat([first, self.query, self.key]).int()
 
     def to(self, device: torch.device) -> "Positions":
-        """The same on a device."""
+        """The positions on another device."""
         return Positions(self.query.to(device), self.key.to(device), self.seq_len)
 
 
 @dataclass(slots=True)
 class Call:
-    """Everything about a call but query, key and value.
+    """A call without query, key and value.
 
     Args:
-        plan: What it shares with all calls of its signature.
-        key_lengths: int32 (batch,) on the device; None if all keys count.
+        plan: What the call shares with all calls of its signature.
+        key_lengths: int32 (batch,), in tokens, on the device; None if no key is masked by it.
         seed: Seed of dropout.
-        bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs.
-        positions: Positions of its tokens in a longer sequence, to which its bias then belongs;
-            None where the call is of a whole sequence, or does not depend on them.
-        max_logits: Where its forward pass writes the maximum logits, like lse; None if nowhere.
-        score_tensors: What its score function reads; None if that is nothing.
+        bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs. If
+            there are positions, the lengths are those of the longer sequence.
+        positions: Positions of the tokens in a longer sequence; None if the call attends a whole
+            sequence, or does not depend on positions.
+        max_logits: Tensor to which the forward pass writes the maximum logits, or None.
+        score_tensors: The score tensors, or None.
     """
 
     plan: Plan
@@ -184,16 +181,16 @@ class Call:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The facts of the call."""
+        """The properties of the call."""
         return self.plan.spec
 
     @property
     def table(self) -> LookupTable:
-        """The lookup table that its backend reads."""
+        """The lookup table that the backend reads."""
         return self.plan.table
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) of checked tensors: see Backend.forward."""
+        """(out, lse) of checked tensors; see Backend.forward."""
         if self._needs_device_switch():
             with torch.cuda.device(self.plan.spec.device):
                 return self.forward(query, key, value)
@@ -204,14 +201,14 @@ class Call:
     def backward(
         self, grad_out: Tensor | None, grad_lse: Tensor | None, saved: Saved, needs: Needs
     ) -> Gradients:
-        """The gradients of query, key, value, bias, block scores and score tensors, None where
-        `needs` says no.
+        """The gradients that `needs` selects; see Backend.backward.
 
         Args:
             grad_out: Gradient of out, None for zeros.
             grad_lse: Gradient of lse, None for zeros.
             saved: query, key, value, out and lse.
-            needs: Whether each of the gradients is wanted.
+            needs: Whether each of the gradients is needed: of query, key, value, bias, block
+                scores and score tensors.
         """
         if self._needs_device_switch():
             with torch.cuda.device(self.plan.spec.device):
@@ -228,6 +225,6 @@ class Call:
         return grads
 
     def _needs_device_switch(self) -> bool:
-        """Whether the device of the call is not the one on which this thread launches kernels."""
+        """Whether the call is on another GPU than the current device of this thread."""
         index = self.plan.spec.device.index  # None on the CPU
         return index is not None and index != torch.cuda.current_device()

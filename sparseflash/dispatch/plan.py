@@ -1,4 +1,4 @@
-"""The plan of a call: looked up once in the cache of its mask, or built and stored there."""
+"""Finds the plan of a call in the cache of its mask, or builds and stores it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -59,19 +59,19 @@ def find_plan(
 ) -> Plan:
     """The plan of a call, built by the first call of its signature.
 
-    A DynamicMask is often new at every call. So what was selected is looked up in the cache of its
-    support too, and only the table is its own.
+    A DynamicMask is often new in every call. So spec and backend are also stored in the cache of
+    its support, and only the table is built for each.
 
     Args:
-        query, key, value: Tensors as they came.
+        query, key, value: Unchecked tensors.
         mask: The mask of the call.
         options: Keywords of AttentionOptions.
-        facts: What else the call has: CallFacts, or all of them in a plain tuple, which takes less
-            time to make.
+        facts: Its other properties: CallFacts, or a plain tuple of its fields, which takes less
+            time to construct.
 
     Raises:
         TypeError, ValueError: A tensor, an option or the mask is wrong; the message names it.
-        BackendError: No backend can serve the call.
+        BackendError: No backend can compute the call.
     """
     tensor_properties = (
         query.shape, key.shape, value.shape,
@@ -117,10 +117,10 @@ def make_plan(spec: AttentionSpec, backend: Backend, forward: Backend, mask: Com
 
 
 def compiled_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
-    """The mask of a call; a pattern is compiled in blocks of its own size.
+    """The mask of a call. A pattern is compiled in blocks of its own size.
 
     Raises:
-        ValueError: The mask is of other lengths, heads or batch elements.
+        ValueError: The mask has other lengths, heads or batch elements than the call.
     """
     batch, heads, q_len = query.shape[:3]
     kv_heads, k_len = key.shape[1:3]
@@ -141,5 +141,5 @@ def _check_count(name: str, count: int, allowed: set[int]) -> None:
 
 @stores_masks(maxsize=128)
 def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    """Patterns are equal by value, so a new one for every call is compiled once."""
+    """The mask of a pattern. Equal patterns share it, also if each call makes a new one."""
     return pattern((q_len, k_len), device=device)

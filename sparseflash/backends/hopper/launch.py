@@ -42,9 +42,7 @@ UNSWIZZLED_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)  # no swizzle, 32-bit element
 
 
 class TmaTile(NamedTuple):
-    """A TMA box of `rows` tokens and all dims of an addressable tensor (batch, heads, tokens,
-    dims).
-    """
+    """A TMA box of `rows` tokens and all dims of a tensor (batch, heads, tokens, dims)."""
 
     rows: int
 
@@ -65,24 +63,23 @@ class TmaBox2D(NamedTuple):
 
 
 WARPGROUP_TILE = TmaTile(WARPGROUP_M.value)
-Access = TmaTile | TmaBox2D | None  # how a kernel reads a tensor: by TMA, or by its address
+Access = TmaTile | TmaBox2D | None  # how a kernel accesses a tensor: by TMA, or None by pointer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedKernel:
-    """A persistent kernel over the block rows of queries, or those of keys, and what is
-    the same in all its launches of one plan with equal strides of inputs.
+    """A persistent kernel, with what its launches share if plan and strides of inputs are equal.
 
-    Its parameters are its inputs and outputs, each by its `access`; params.Table; key_lengths; the
-    work counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams; SCORE,
-    QHEADS_PER_KVHEAD, MASKED, BLOCK; the constants of `config`.
+    The parameters of the kernel are its inputs and outputs, each by its `access`; params.Table;
+    key_lengths; the work counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams;
+    SCORE, QHEADS_PER_KVHEAD, MASKED, BLOCK; the constants of `config`.
 
     Args:
         kernel: One of sparseflash.backends.hopper.kernels.
-        access: How it reads or writes each of its inputs and outputs.
+        access: How it accesses each of its inputs and outputs.
         config: Pipeline stages and occupancy.
-        outputs: Layouts of what it writes, None for what is not wanted.
-        by_key: Whether its work tiles are rows of keys.
+        outputs: Layouts of its outputs, None for outputs that are not computed.
+        by_key: Whether its work tiles are block rows of keys, not of queries.
     """
 
     kernel: Any
@@ -95,8 +92,9 @@ class PreparedKernel:
         """Launches the kernel.
 
         Args:
-            call: What the call has beside its tensors.
-            tensors: Its inputs and outputs in its order, None for what it does not read or write.
+            call: The call.
+            tensors: Inputs and outputs in the order of the kernel, None for those that it does not
+                use.
         """
         plan = call.plan
         score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
@@ -135,7 +133,7 @@ class PreparedKernel:
         )
         block, group = table.block_size[0], spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
-        # Everything that a kernel is compiled for: also which arguments are None.
+        # Everything for which another kernel is compiled, also which arguments are None.
         widths = (tile_width(spec.head_dim), tile_width(spec.value_dim))
         properties = (spec.device, spec.dtype, widths, block, group, masked, spec.dropout_p > 0)
         score = None if spec.score is None else find_score_function(spec.score).triton
@@ -157,17 +155,17 @@ Prepare = Callable[..., PreparedKernel]
 def prepared_kernel(
     prepare: Prepare, call: Call, inputs: tuple[Tensor, ...], *missing: bool
 ) -> PreparedKernel:
-    """prepare(spec, block size, *inputs, *missing), stored for inputs of equal layouts.
+    """prepare(spec, block size, *inputs, *missing), cached for inputs of equal strides.
 
-    Launches of one prepared kernel with one plan repeat one another. So all arguments of the
-    kernel but addresses, the stride of the bias and seeds must follow from the plan, the strides
-    of `inputs` and `missing`.
+    A launch of a prepared kernel repeats the previous one of the same plan. So all arguments of
+    the kernel, except addresses, the stride of the bias and seeds, must follow from the plan, the
+    strides of `inputs` and `missing`.
 
     Args:
-        prepare: Of its inputs, which have no data, it knows shapes, strides and dtypes.
+        prepare: A function that prepares the kernel. Its inputs have no data.
         call: The call.
         inputs: Addressable tensors.
-        missing: Which of the other tensors of the kernel are None.
+        missing: Whether other tensors of the kernel are None.
     """
     plan, strides = call.plan, tuple([x.stride() for x in inputs])
     prepared = plan.cache.get((prepare, missing, strides))
@@ -196,8 +194,10 @@ def _argument(tensor: Tensor | None, access: Access) -> Tensor | TensorDescripto
 
 
 def max_registers(ctas_per_sm: int) -> dict[str, int]:
-    """Registers with which each of the 256 threads of a CTA starts where several CTAs share a
-    multiprocessor, before setmaxnreg gives consumers more and the producer fewer.
+    """The option maxnreg if several CTAs of 256 threads share a multiprocessor.
+
+    It bounds the registers with which a thread starts. setmaxnreg then gives more to consumers and
+    fewer to the producer.
     """
     return {} if ctas_per_sm == 1 else {"maxnreg": REGISTERS_PER_SM // ctas_per_sm // 256 // 8 * 8}
 
@@ -215,7 +215,7 @@ def addressable(tensor: Tensor) -> Tensor:
 def addressable_strides(
     shape: torch.Size, strides: tuple[int, ...], element_size: int
 ) -> tuple[int, ...] | None:
-    """Strides for TMA, or None; those of dimensions of one element do not matter."""
+    """Strides for TMA; None if it cannot address the tensor. Those of dims of size 1 are free."""
     unit = ALIGNMENT // element_size
     *outer, inner = (n if size > 1 else unit for n, size in zip(strides, shape, strict=True))
     inner = 1 if shape[-1] == 1 else inner
@@ -226,12 +226,12 @@ def addressable_strides(
 
 @lru_cache(maxsize=64)
 def kv_tile(block: int, widest_dim: int) -> TmaTile:
-    """The tile of K and V where work tiles are rows of queries: a block, or half of one."""
+    """The tile of K and V in the forward and dQ kernels: a block, or half of one."""
     return TmaTile(min(block, MAX_KV_TILE[tile_width(widest_dim)]))
 
 
 class _Descriptor(TensorDescriptor):
-    """A descriptor of an addressable tensor, which need not be checked again."""
+    """A descriptor of an addressable tensor; skips the checks of TensorDescriptor."""
 
     def __post_init__(self):
         pass
@@ -251,9 +251,9 @@ def _descriptor_fields(
 
 
 def zero_padding(tensor: Tensor, key_lengths: Tensor | None) -> Tensor:
-    """Keys or values with zeros past the key length of each batch element.
+    """K or V with zeros past the key length of each batch element.
 
-    P is 0 for those keys, but zero times NaN would be NaN.
+    P is 0 for these keys, but 0 times NaN is NaN.
     """
     if key_lengths is None:
         return tensor
@@ -274,7 +274,7 @@ def _seed_words(seed: int) -> tuple[int, ...]:
 
 
 def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
-    """The counter of the dynamic tile scheduler, None where rows are even."""
+    """The counter of the dynamic tile scheduler; None if rows are balanced."""
     if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
         return None
     # A new one for every launch, because the kernel never resets it.
@@ -284,8 +284,9 @@ def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
 def sizes_and_grid(
     spec: AttentionSpec, rows: BlockLists, heads: int, config: KernelConfig
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """params.Sizes but its last one, and the grid of a persistent kernel: at most as many CTAs as
-    run at a time.
+    """params.Sizes without its last field, and the grid of a persistent kernel.
+
+    The grid has at most as many CTAs as run at a time.
     """
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
@@ -301,11 +302,11 @@ def heads_per_group_of(
 ) -> int:
     """The number of heads whose rows are scheduled together, longest rows first (LPT).
 
-    If all rows have about as many blocks: 1, so that all CTAs share keys and values of that head
-    in L2. Otherwise, as for causal masks: the largest power of two whose operands fit in L2. One
-    head is not enough then, because its short rows cannot fill the idle time that its long rows
-    leave. All heads if the longest row of the last group would run alone for more than MAX_TAIL of
-    the whole time.
+    If all rows have about the same number of blocks, it is 1: all CTAs share K and V of one head
+    in L2. Otherwise, as for causal masks, it is the largest power of two whose operands fit in L2.
+    One head does not suffice then, because its short rows cannot fill the idle time that its long
+    rows leave. It is all heads if the longest row of the last group would run alone for more than
+    MAX_TAIL of the total time.
 
     Args:
         spec: Spec of the call.
@@ -324,6 +325,6 @@ def heads_per_group_of(
     head_bytes = max(spec.q_len, spec.k_len) * token_bytes
     in_l2 = max(L2_OPERAND_BYTES // head_bytes, 1)
     heads = min(num_bh, 1 << in_l2.bit_length() - 1)
-    # In the time of a row of mean length: the longest row, and a group and all heads on all CTAs.
+    # Times of a group and of all heads on all CTAs, in units of the time of a row of mean length.
     group, all_heads = (n * rows.num_rows / ctas for n in (heads, num_bh))
     return heads if rows.imbalance - group <= MAX_TAIL * all_heads else num_bh
