@@ -16,7 +16,7 @@ from sparseflash.distributed.prepare import prepare
 from sparseflash.distributed.transport import Group, check_agreement, disagreement, resolved
 from sparseflash.merge import add_sinks
 from sparseflash.options import AttentionOptions, CallKeywords, OptionKeywords
-from sparseflash.score import named
+from sparseflash.score import find_score_function
 
 
 class _Keywords(CallKeywords, total=False):
@@ -203,7 +203,7 @@ def _problem_of_shared_heads(
         checked = AttentionOptions(**options)
         if checked.dropout_p > 0:
             return "dropout_p must be 0 where ranks share the heads"
-        if isinstance(checked.score, str) and named(checked.score).of_head:
+        if isinstance(checked.score, str) and find_score_function(checked.score).of_head:
             return "score must not depend on the head where ranks share the heads"
     except (TypeError, ValueError) as error:
         return str(error)

@@ -27,7 +27,12 @@ from sparseflash.dispatch.spec import CallFacts
 from sparseflash.distributed.part import Heads, Part, Step, count
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
-from sparseflash.score import ScoreTensors, any_requires_grad, checked_score_tensors, named
+from sparseflash.score import (
+    ScoreTensors,
+    any_requires_grad,
+    checked_score_tensors,
+    find_score_function,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +179,7 @@ def prepare(
             f"plan must be made for a mask of {names} heads, got {plan.mask.num_heads}"
         )
     # A group of heads is numbered from 0, which dropout and score functions would notice.
-    of_head = isinstance(checked.score, str) and named(checked.score).of_head
+    of_head = isinstance(checked.score, str) and find_score_function(checked.score).of_head
     alone = checked.dropout_p > 0 or of_head
     groups = 1 if alone else plan.head_groups(key.shape[1])
     prepared = Prepared(
