@@ -42,10 +42,10 @@ def stages(*texts):
 def test_a_stage_is_read_from_text():
     assert Stage.parse("easy:1:0.9:20") == Stage("easy", 1.0, 0.9, 20)
     for text in ("easy", "easy:1:x:20", "easy:1:1:2.5"):
-        with pytest.raises(ValueError, match="a stage is difficulty:shorter:enough:steps, got"):
+        with pytest.raises(ValueError, match="a stage must be difficulty:shorter:enough:steps"):
             Stage.parse(text)
     for text in ("trivial:1:1:20", "easy:2:1:20", "easy:1:1:0"):
-        with pytest.raises(ValueError, match=r"a stage needs a difficulty of .*'easy'.*, got"):
+        with pytest.raises(ValueError, match=r"a stage must have a difficulty of .*'easy'.*, got"):
             Stage.parse(text)
 
 
