@@ -55,7 +55,8 @@ class ContextParallelAttention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         *grads, reads = _Backward(ctx, *grads).run()
         score_tensors = ctx.prepared.score_tensors
-        return *grads, None, *(() if score_tensors is None else score_tensors.parts_of(reads))
+        of_scores = () if score_tensors is None else score_tensors.split_gradient(reads)
+        return *grads, None, *of_scores
 
 
 Result = tuple[Tensor, Tensor, list[Call | None], list[Tensor]]
