@@ -104,6 +104,7 @@ def test_arrays_do_not_wrap_around_within_ranges_that_int64_holds(packet):
         assert (int(tiles.least[1]), int(tiles.largest[1])) == exact
 
 
+TABLE = torch.arange(30_000) // 7 % 11
 # With what share of the pairs is read at 150 queries and 690 keys in spans of 16.
 RULES = {
     "window": (lambda q, k: (q - k).abs() < 9, 0.1),
@@ -148,9 +149,6 @@ def test_only_pairs_that_ranges_leave_open_are_read(name, lengths, monkeypatch):
     assert sum(read) <= share * q.numel() * 690
 
 
-TABLE = torch.arange(2000) // 7 % 11
-
-
 def number(draw: random.Random) -> int:
     edge = draw.choice([1, 3, 16, 17, 64, 100, 1000, 2**15, 2**16, 2**31, 2**40, 2**62])
     return draw.choice([1, 1, -1]) * (edge + draw.randrange(-1, 2))
@@ -172,6 +170,7 @@ def integer(draw: random.Random, depth: int):
             lambda q, k: q - k,
             lambda q, k: a * q + b * k,
             lambda q, k: (q % b - k % b) ** 2,
+            lambda q, k: ((q % b == 0) + (k % b < 2)) * n,
         ]
         return draw.choice(leaves)
     left, right = integer(draw, depth - 1), integer(draw, draw.randrange(depth))
@@ -208,7 +207,8 @@ def condition(draw: random.Random, depth: int):
     if kind == 1:
         return lambda q, k: sign(left(q, k), right(q, k))
     if kind == 2:
-        return lambda q, k: left(q, k).float() / 3 < right(q, k)
+        factor, modulus = draw.choice([0.5, 1 / 3]), draw.choice([8, 5, -4])
+        return lambda q, k: left(q, k) * factor % modulus < right(q, k)
     return lambda q, k: sign(left(q, k), n)
 
 
@@ -234,6 +234,18 @@ def check_random_mask(seed: int, monkeypatch) -> None:
 def test_random_rules_are_those_of_every_pair(first, monkeypatch):
     for seed in range(first, first + 10):
         check_random_mask(seed, monkeypatch)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_tokens_that_16_bits_do_not_hold(name):
+    function, _ = RULES[name]
+    q, k = torch.arange(30)[:, None], torch.arange(70_001)[None]
+
+    def far(q, k):
+        return function(q + 2**16 - 9, k)
+
+    expected = BlockMask.from_dense(far(q, k).expand(30, 70_001), 16)
+    assert masks.pattern(far)((30, 70_001), 16) == expected
 
 
 @pytest.mark.slow
