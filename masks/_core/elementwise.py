@@ -3,7 +3,8 @@
 An intermediate value of such a function depends on the query alone, on the key alone, on one sum
 a q + b k alone (such as the distance), or on the pair. Only values of pairs are computed for every
 pair; the others are tabulated, with about as many values as there are tokens. If queries share
-rows of pairs, such as the queries of one document, each distinct row is computed once.
+rows of pairs, such as the queries of one document, each distinct row is computed once. Where the
+ranges of values decide all pairs of some queries and keys, none of these is computed.
 """
 
 import itertools
