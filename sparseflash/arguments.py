@@ -124,7 +124,7 @@ def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
 
 
 def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -> Tensor | None:
-    """Key lengths as backends read them: int32 on the device of the keys.
+    """Key lengths as backends read them: int32, contiguous, on the device of the keys.
 
     Raises:
         ValueError: A length is not in [0, k_len]. While a CUDA graph is captured, lengths are
@@ -138,7 +138,7 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
         numbers = lengths.tolist()
         if not all(0 <= n <= k_len for n in numbers):
             raise ValueError(f"key_lengths must be 0 to {k_len}, got {numbers}")
-    return lengths.to(device, torch.int32)
+    return lengths.to(device, torch.int32).contiguous()
 
 
 def checked_mask(mask: AnyMask | None) -> AnyMask:

@@ -115,6 +115,17 @@ def test_padded_keys(backend, name):
     check(backend, PATTERNS[name], (50, 70), key_lengths=[70, 32])
 
 
+def test_key_lengths_have_any_strides(backend):
+    device = BACKENDS[backend]
+    inputs = make_inputs(2, 1, 40, 40, 16, device=device)[:3]
+    every_second = torch.tensor([7, 40, 31, 40], dtype=torch.int32, device=device)[::2]
+    out, wanted = (
+        sparseflash.attention(*inputs, key_lengths=lengths, backend=backend)
+        for lengths in (every_second, every_second.contiguous())
+    )
+    assert torch.equal(out, wanted)
+
+
 @pytest.mark.slow_interpreted
 @pytest.mark.parametrize("name", ["full", "local"])
 def test_dropout(backend, name):
