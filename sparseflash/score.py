@@ -31,7 +31,7 @@ class ScoreFunction:
             construct tiles (tl.full, tl.zeros, tl.arange and the like).
         tensors: (float or int, number of dims) of each score tensor; see from_torch.
         of_query: Whether f depends on the position of the query. from_torch determines it.
-        of_head: Whether f depends on the head, likewise.
+        of_head: Whether f depends on the head. from_torch determines it.
         reads: The derivatives of f by the entries of score tensors that it reads. from_torch
             makes them. Without them score tensors get no gradients.
 
