@@ -260,7 +260,7 @@ def some_masks():
 def test_arguments_of_repeated_launches_are_those_of_new_ones(
     backend, launches, some_masks, monkeypatch, request
 ):
-    monkeypatch.setattr(plan, "select", lambda spec, mask: backend)
+    monkeypatch.setattr(plan, "select_passes", lambda spec, mask: (backend, backend))
     choices = random.Random(request.config.option.seed)
     monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", 0)
     for number, mask in enumerate(some_masks):
