@@ -74,8 +74,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is of no subclass, so that kernels may read its memory."""
-    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    """Whether kernels may read the memory of a tensor: of no subclass, and no negated view."""
+    return (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter) and not tensor.is_neg()
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -30,6 +30,7 @@ class ScoreFunction:
             triton.jit; its arguments are tiles. None if there is none. For "hopper" it must not
             construct tiles (tl.full, tl.zeros, tl.arange and the like).
         tensors: (float or int, number of dims) of each score tensor; see from_torch.
+        of_batch: Whether f depends on the batch element. from_torch determines it.
         of_query: Whether f depends on the position of the query. from_torch determines it.
         of_head: Whether f depends on the head. from_torch determines it.
         reads: The derivatives of f by the entries of score tensors that it reads. from_torch
@@ -50,6 +51,7 @@ class ScoreFunction:
     of_query: bool = True
     reads: "ReadDerivatives | None" = None
     of_head: bool = True
+    of_batch: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -107,7 +109,7 @@ class ScoreFunction:
         evaluate = partial(_evaluate, name, function, kinds)
         derive = partial(_read_derivatives, name, function, kinds) if float in kinds else None
         nodes = [*traced.graph.nodes]
-        of_query, of_head = (bool(nodes[ARGUMENTS.index(x)].users) for x in ("query", "head"))
+        depends = [bool(nodes[ARGUMENTS.index(x)].users) for x in ("query", "head", "batch")]
         triton_function = add_reads = None
         if find_spec("triton") is not None:
             from sparseflash.backends.triton_common import score_source
@@ -120,7 +122,8 @@ class ScoreFunction:
             except ValueError as error:
                 raise ValueError(f"score function {name!r}: {error}") from error
         reads = derive and ReadDerivatives(derive, add_reads)
-        return cls(name, evaluate, triton_function, declared, of_query, reads, of_head)
+        of_query, *others = depends
+        return cls(name, evaluate, triton_function, declared, of_query, reads, *others)
 
     def evaluate(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Evaluates `torch`.

@@ -60,7 +60,7 @@ class _BlockSparseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        grad_out, grad_lse = _plain("out", grad_out), _plain("lse", grad_lse)
+        grad_out, grad_lse = plain("out", grad_out), plain("lse", grad_lse)
         tensors = ctx.saved_tensors
         saved, call = tensors[:5], Call(ctx.plan, tensors[5], ctx.seed, tensors[6])
         score_tensors = None
@@ -80,8 +80,10 @@ class _BlockSparseAttention(torch.autograd.Function):
         refuse_tangents(ctx, *tangents)
 
 
-def _plain(name: str, grad: Tensor | None) -> Tensor | None:
-    """The gradient as kernels read it: a subclass, such as what a collective sends, is copied."""
+def plain(name: str, grad: Tensor | None) -> Tensor | None:
+    """The gradient as kernels read it. A copy if it is of a subclass, such as what a collective
+    sends, or a negated view, such as the gradient of the imaginary part of a conjugate.
+    """
     if grad is None or is_plain(grad):
         return grad
     copy = grad.clone()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from masks import DynamicMask
+from masks import DynamicMask, MaskBatch
 from masks.registry import find
 from sparseflash.arguments import AnyMask, is_plain
 from sparseflash.dispatch.autograd import refuse_second_derivative
@@ -23,7 +23,12 @@ from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import plan_call
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
-from sparseflash.score import ScoreFunction, ScoreTensors, any_requires_grad
+from sparseflash.score import (
+    ScoreFunction,
+    ScoreTensors,
+    any_requires_grad,
+    find_score_function,
+)
 
 _TYPES = {
     float: "float",
@@ -257,8 +262,12 @@ def _fold_into_batch(operator, info, in_dims, arguments):
         )
     if dims["bias"] is not None or (operator is attention_backward and bound["needs"][3]):
         raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
+    if bound["score"] is not None and find_score_function(bound["score"]).of_batch:
+        raise NotImplementedError("score must not depend on the batch element under vmap")
     if bound["blocks"] is not None:
         raise NotImplementedError("mask must not be a DynamicMask under vmap")
+    if isinstance(find(bound["mask"]), MaskBatch):
+        raise NotImplementedError("mask must not be a MaskBatch under vmap")
     if bound["score_tensors"]:
         raise NotImplementedError("score_tensors must be None under vmap")
     folded = (

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sparseflash.dispatch.autograd import plain
 from sparseflash.dispatch.call import Call
 from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import Prepared
@@ -143,7 +144,8 @@ class _Backward:
     def __init__(self, ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
         self._prepared: Prepared = ctx.prepared
         self._calls = ctx.calls
-        self._grad_out, self._grad_lse = grad_out, grad_lse
+        grads = plain("out", grad_out), plain("lse", grad_lse)
+        self._grad_out, self._grad_lse = grads
         self._needs = (*ctx.needs_input_grad[:5], any(ctx.needs_input_grad[6:]))
         self._query, self._key, self._value, _, self._out, self._lse, *saved = ctx.saved_tensors
         self._saved = saved[len(ctx.needs_input_grad[6:]) :]
@@ -151,7 +153,7 @@ class _Backward:
         self._shared: SharedBackward | None = None
         if self._prepared.part.shared is not None:
             self._shared_query = self._saved.pop()
-            saved, grads = (self._out, self._lse), (grad_out, grad_lse)
+            saved = (self._out, self._lse)
             self._shared = SharedBackward(self._prepared, self._prepared.part.shared, saved, grads)
             self._shared_call = ctx.shared_call
         self._grads: list[Tensor | None] = [None] * 6

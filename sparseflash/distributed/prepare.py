@@ -156,7 +156,8 @@ def prepare(
     """The call after all checks, but for those of the backend."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor) and not is_plain(tensor):
-            raise TypeError(f"{name} must be an ordinary tensor, got a {type(tensor).__name__}")
+            kind = "negated view" if tensor.is_neg() else type(tensor).__name__
+            raise TypeError(f"{name} must be an ordinary tensor, got a {kind}")
     query, key, value = checked_tensors(query, key, value, key_lengths)
     rank = 0 if group is None else group.rank()
     plan.check_length("query", query, rank, 2)

@@ -246,6 +246,49 @@ def test_vmap_under_autograd():
     same(loss(torch.func.vmap(attend), tensors), expected)
 
 
+def of_batch(score, batch, head, query, key):
+    return torch.where(query % (batch + 2) == 0, score / 2, score)
+
+
+OF_BATCH = sparseflash.ScoreFunction.from_torch("of the batch element", of_batch)
+HALF = sparseflash.ScoreFunction.from_torch("half", lambda s, b, h, q, k: s / 2 + 0.1 * h)
+
+
+def test_vmap_has_no_batch_elements_of_its_own():
+    tensors = torch.randn(3, 3, 2, 2, 40, 16, device=DEVICE)
+    half = partial(sparseflash.attention, mask=PATTERN, score=HALF)
+    same(torch.func.vmap(half)(*tensors), [half(*x) for x in tensors.unbind(1)])
+    with pytest.raises(NotImplementedError, match="score must not depend on the batch element"):
+        torch.func.vmap(partial(half, score=OF_BATCH))(*tensors)
+    with pytest.raises(NotImplementedError, match="score must not depend on the batch element"):
+        torch.func.jacrev(lambda q: half(q, *tensors[1:, 0], score=OF_BATCH).sum((1, 2, 3)))(
+            tensors[0, 0]
+        )
+    six = masks.MaskBatch.from_masks([PATTERN((40, 40), device=DEVICE)] * 6)
+    with pytest.raises(NotImplementedError, match="mask must not be a MaskBatch under vmap"):
+        torch.func.vmap(partial(sparseflash.attention, mask=six))(*tensors)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS.items())
+def test_negated_views_are_read_with_their_sign(backend, device):
+    numbers = torch.randn(3, 1, 1, 40, 16, 2, device=device)
+    negated = torch.view_as_complex(numbers).conj().imag.requires_grad_()
+    same_numbers = (-numbers[..., 1]).requires_grad_()
+    assert negated.is_neg()
+    assert torch.equal(negated, same_numbers)
+    attend = partial(sparseflash.attention, mask=PATTERN, backend=backend)
+
+    def gradient(tensors, sign):
+        out = attend(*tensors.unbind())
+        # The gradient of the imaginary part of a conjugate is a negated view.
+        total = torch.complex(out, out * sign).conj().imag.square().sum()
+        return out, *torch.autograd.grad(total, tensors)
+
+    same(gradient(negated, 1.0), gradient(same_numbers, 1.0))
+    plain = torch.autograd.grad(attend(*same_numbers.unbind()).square().sum(), same_numbers)
+    same(gradient(same_numbers, 1.0)[1:], plain)
+
+
 def test_vmap_does_not_draw_dropout():
     tensors = torch.randn(3, 3, 2, 2, 40, 16, device=DEVICE)
     attend = partial(sparseflash.attention, dropout_p=0.2, seed=1)
