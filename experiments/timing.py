@@ -3,6 +3,7 @@
 import gc
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,18 @@ def _sample_gpu(run: Run, runs: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)]
 
 
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """What waits for the device raises RuntimeError."""
+    try:
+        with warnings.catch_warnings():  # torch calls the mode a prototype
+            warnings.simplefilter("ignore", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
     """The replay of one run. `stream` must be the current one, which the capture watches.
 
@@ -181,11 +194,8 @@ def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
         RuntimeError: The run waits for the device. A failed capture would leave the allocator and
             the random generator in a state in which later runs fail.
     """
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with _no_waiting():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
     # A capture allocates from memory that is free: it cannot take what the allocator caches.
     gc.collect()

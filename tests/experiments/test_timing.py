@@ -1,11 +1,13 @@
 import gc
 import time
+import warnings
 from collections import Counter
 from itertools import pairwise, permutations
 
 import pytest
 import torch
 
+from experiments import timing as timing_module
 from experiments.cli import Clock
 from experiments.timing import (
     ESTIMATES,
@@ -134,3 +136,25 @@ def test_a_gpu_copy_takes_as_long_as_its_bytes_need(clock):
     timing = time_call(lambda: source.clone, clock, budget_ms=50)
     terabytes = 2 * source.numel() * source.element_size() / 1e12
     assert 0.1 < terabytes / (timing.median_ms / 1e3) < 20
+
+
+def test_the_mode_that_refuses_waiting_ends_with_its_block_and_warns_of_nothing(monkeypatch):
+    modes = []
+
+    def set_mode(mode):
+        modes.append(mode)
+        if mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(RuntimeError, match="waits"), timing_module._no_waiting():
+        raise RuntimeError("it waits")
+    assert modes == ["error", "default"]
+
+
+@pytest.mark.gpu
+def test_a_run_that_waits_for_the_device_is_refused_before_its_capture():
+    source = torch.ones(8, device="cuda")
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        time_call(lambda: source.sum().item, Clock.GRAPH, budget_ms=1)
+    assert time_call(lambda: source.sum, Clock.GRAPH, budget_ms=1).runs >= MIN_RUNS
