@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask
-from sparseflash.dropout import keep_mask
+from sparseflash.dropout import keep_mask, keep_probability
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -56,7 +56,9 @@ class Extras:
         batch, heads = query.shape[:2]
         bh = torch.arange(batch * heads, device=query.device).view(batch, heads, 1, 1)
         pairs = (rows[:, None], torch.arange(k_len, device=query.device))
-        return keep_mask(DROPOUT_SEED, bh, *pairs, self.dropout_p) / (1 - self.dropout_p)
+        return keep_mask(DROPOUT_SEED, bh, *pairs, self.dropout_p) / keep_probability(
+            self.dropout_p
+        )
 
 
 def check(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask
-from sparseflash.dropout import keep_mask
+from sparseflash.dropout import keep_mask, keep_probability
 
 ALL = slice(None)
 Tiles = tuple[int, int]  # (B_r, B_c): queries and keys of a tile
@@ -352,7 +352,7 @@ def _keep_factor(rows: slice, columns: slice, dropout_p: float, seed: int) -> Te
         return torch.ones((), dtype=torch.float64)
     q, k = (torch.arange(tokens.start, tokens.stop) for tokens in (rows, columns))
     keep = keep_mask(seed, torch.zeros(1, dtype=torch.long), q.unsqueeze(1), k, dropout_p)
-    return keep.double() / (1 - dropout_p)
+    return keep.double() / keep_probability(dropout_p)
 
 
 def _checked_mask(

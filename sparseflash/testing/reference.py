@@ -12,7 +12,7 @@ import torch
 from einops import einsum, repeat
 from torch import Tensor
 
-from sparseflash.dropout import keep_mask
+from sparseflash.dropout import keep_mask, keep_probability
 from sparseflash.score import ScoreFunction
 
 
@@ -86,7 +86,7 @@ def standard_attention(
     p = torch.exp(scores - finite.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
 
     if seed is not None and dropout_p > 0:
-        p = p * dropout_mask(seed, *p.shape, dropout_p, p.device) / (1 - dropout_p)
+        p = p * dropout_mask(seed, *p.shape, dropout_p, p.device) / keep_probability(dropout_p)
     out = einsum(p.to(dtype), value, "b h q k, b h k d -> b h q d")
     return out, lse
 

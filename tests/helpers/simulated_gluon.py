@@ -255,6 +255,10 @@ def to_float32(matrix):
     return matrix.float()
 
 
+def where_bit(word, bit, matrix):
+    return torch.where((word & bit) != 0, matrix, 0.0)
+
+
 def sync_warp(barrier):
     """A partition is one thread here."""
 
@@ -451,11 +455,11 @@ def _tensors(function):
     return lambda *values: function(*map(torch.as_tensor, values))
 
 
-def _upper_half(a: Tensor, b: int) -> Tensor:
-    """The upper words of the products of words, all unsigned though their type is signed."""
-    product = (a.long() & 0xFFFFFFFF) * (b & 0xFFFFFFFF)
+def wide_product(word: Tensor, multiplier: int):
+    """The halves of the products of words, all unsigned though their type is signed."""
+    product = (word.long() & 0xFFFFFFFF) * multiplier
     # Where an int64 wraps, its bits are those of the unsigned product.
-    return (product >> 32).to(torch.int32)
+    return (product >> 32).to(torch.int32), product.to(torch.int32)
 
 
 def _static_assert(holds, message):
@@ -472,6 +476,7 @@ tl = SimpleNamespace(
     minimum=_tensors(torch.minimum),
     load=_load,
     static_assert=_static_assert,
+    static_range=range,
     **{name: getattr(torch, name) for name in ("int64", "abs", "exp", "exp2", "where")},
 )
 triton = SimpleNamespace(jit=_jit, language=tl)
@@ -509,7 +514,6 @@ gl = SimpleNamespace(
     cdiv=lambda a, b: -(-a // b),
     max=lambda tensor, axis: tensor.amax(axis),
     sum=lambda tensor, axis: tensor.sum(axis, dtype=tensor.dtype),
-    umulhi=_upper_half,
     map_elementwise=lambda function, *tensors: function(*tensors),
     exp2=torch.exp2,
     log2=torch.log2,

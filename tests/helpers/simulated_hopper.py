@@ -17,7 +17,7 @@ import torch.fx.experimental.symbolic_shapes
 # Triton, and what the first backward pass of torch imports.
 import sparseflash.backends.triton_common.launcher  # noqa: F401
 from sparseflash.backends import hopper, triton_common
-from sparseflash.backends.triton_common import score_mods
+from sparseflash.backends.triton_common import dropout, score_mods
 from sparseflash.dispatch.autograd import run
 from sparseflash.score import ScoreFunction
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
@@ -73,10 +73,13 @@ def simulation(
     """
     finder = Finder(bugs or {})
     shared = simulated_score_mods()
+    drawn = simulated_module(dropout)
+    vars(drawn).update(wide_product=simulated_gluon.wide_product)
     with (
         patch.dict(sys.modules),
         patch.dict(vars(hopper)),
         patch.object(triton_common, "score_mods", shared),  # imported by its name, or of here
+        patch.object(triton_common, "dropout", drawn),
         patch.object(sys, "meta_path", [finder, *sys.meta_path]),
     ):
         for name in [name for name in sys.modules if name.startswith(PREFIX)]:
@@ -87,7 +90,7 @@ def simulation(
         sys.modules[f"{PREFIX}device.gluon_compat"] = simulated_gluon
         barriers = importlib.import_module(f"{PREFIX}device.barriers")
         vars(barriers).update(simulated_gluon.BARRIERS)
-        sys.modules[score_mods.__name__] = shared
+        sys.modules.update({score_mods.__name__: shared, dropout.__name__: drawn})
         launch = importlib.import_module(f"{PREFIX}launch")
         vars(launch).update(multiprocessors=lambda device: ctas)
         importlib.import_module(f"{PREFIX}passes")
@@ -102,13 +105,18 @@ def simulation(
 
 
 def simulated_score_mods() -> ModuleType:
+    module = simulated_module(score_mods)
+    vars(module).update(LN2=score_mods.LN2.value, LOG2E=score_mods.LOG2E.value)
+    return module
+
+
+def simulated_module(original: ModuleType) -> ModuleType:
     """What Triton and Gluon share, for tensors of torch."""
-    spec = importlib.util.spec_from_file_location(score_mods.__name__, score_mods.__file__)
+    spec = importlib.util.spec_from_file_location(original.__name__, original.__file__)
     module = importlib.util.module_from_spec(spec)
     simulated = {"triton": simulated_gluon.triton, "triton.language": simulated_gluon.tl}
     with patch.dict(sys.modules, simulated):
         spec.loader.exec_module(module)
-    vars(module).update(LN2=score_mods.LN2.value, LOG2E=score_mods.LOG2E.value)
     return module
 
 

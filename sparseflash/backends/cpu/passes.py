@@ -27,6 +27,7 @@ from torch import Tensor
 from sparseflash.backends.cpu.plan import rows_of_block
 from sparseflash.backends.cpu.problem import LOG2E, problems
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
+from sparseflash.dropout import keep_probability
 
 
 def without_autocast(function: Callable) -> Callable:
@@ -71,7 +72,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
             row_sum.clamp_(min=1)
             if call.spec.dropout_p > 0:
                 p = _drop(p, problem.dropout_keep_mask(part))
-                row_sum *= 1 - call.spec.dropout_p
+                row_sum *= keep_probability(call.spec.dropout_p)
             problem.multiply(p, v_chunk, out_part).div_(row_sum)
         problem.write_queries(out, out_chunk)
         problem.write_queries(lse, lse_chunk)
@@ -100,7 +101,7 @@ def backward(
     # A query without a key has only scores of -inf: any finite LSE makes its P 0.
     lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
     if spec.dropout_p > 0:
-        grad_o = grad_o / (1 - spec.dropout_p)
+        grad_o = grad_o / keep_probability(spec.dropout_p)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     grad_bias = q.new_zeros(bias.numel()) if needs_bias and bias is not None else None
     grad_blocks = None

@@ -17,7 +17,7 @@ from sparseflash.backends.cpu.plan import (
 )
 from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dispatch.call import Call
-from sparseflash.dropout import keep_mask_of_quads
+from sparseflash.dropout import GROUP, keep_mask_of_spans
 from sparseflash.score import find_score_function
 
 LOG2E = math.log2(math.e)
@@ -236,12 +236,14 @@ class Problem:
         """The pairs that dropout keeps: bool, in the shape of scores; None without dropout."""
         if self._spec.dropout_p == 0:
             return None
-        query, quad = self._query_positions()[:, part], self._key_positions()[:, ::4] // 4
-        return keep_mask_of_quads(
+        span = min(self._block_k, GROUP)
+        query, first_keys = self._query_positions()[:, part], self._key_positions()[:, ::span]
+        return keep_mask_of_spans(
             self._seed,
             self.to_segments(self._chunk.bh.view(-1, 1, 1)),
             self.to_segments(query.unsqueeze(2)),
-            quad.view(-1, 1, self._width // 4),
+            first_keys.view(-1, 1, self._width // span),
+            span,
             self._spec.dropout_p,
         )
 

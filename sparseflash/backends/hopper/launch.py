@@ -265,7 +265,7 @@ def _dropout_arguments(dropout_p: float) -> tuple[int | float | None, ...]:
     """(threshold, keep_scale) of params.Dropout."""
     if dropout_p == 0:
         return None, None
-    return dropout.threshold(dropout_p) - 2**31, 1 / (1 - dropout_p)
+    return dropout.threshold(dropout_p), 1 / dropout.keep_probability(dropout_p)
 
 
 def _seed_words(seed: int) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def _prepare(
         ),
         scalars=(
             *(spec.scale * LOG2E.value, spec.softcap or 0.0),
-            *(dropout.threshold(spec.dropout_p), 1.0 / (1.0 - spec.dropout_p)),
+            *(dropout.threshold(spec.dropout_p), 1 / dropout.keep_probability(spec.dropout_p)),
         ),
         by_key=pass_name == "dkdv",
         heads=heads,

@@ -1,85 +1,89 @@
-"""Dropout in the kernels: the bits of sparseflash.dropout, packed like the bits of a bit tile.
+"""Dropout in the kernels: the words of sparseflash.dropout, a bit for each pair.
 
-One Philox call gives the bits of a quad: four neighbouring keys of a query. Four threads share a
-row of an accumulator. Each draws the bits of a quarter of the keys, and then they exchange them.
+Each word of a tile is drawn by one thread. Then each thread gets the words of its own pairs, and
+tests bits of which the compiler knows the numbers.
 """
 
 from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 from sparseflash.backends.hopper.device.layouts import (
-    THREADS_PER_ROW,
     WARPGROUP_M,
-    thread_row_layout,
+    groups_layout,
+    thread_word_layout,
+    transposed_groups_layout,
 )
-
-ROUNDS = gl.constexpr(10)
-# Words of 32 bits, signed as all integers of the kernels.
-MULTIPLIER_0, MULTIPLIER_1 = gl.constexpr(0xD2511F53 - 2**32), gl.constexpr(0xCD9E8D57 - 2**32)
-WEYL_0, WEYL_1 = gl.constexpr(0x9E3779B9 - 2**32), gl.constexpr(0xBB67AE85 - 2**32)
-SIGN = gl.constexpr(-(2**31))
+from sparseflash.backends.triton_common.dropout import keep_words
 
 
 @gluon.jit
-def dropout_keep_words(dropout, bh, query, key, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words with a 1 for every pair that dropout keeps; tensors as of masking.bit_tile_words.
+def dropout_words(dropout, bh, query, key, TILE_N: gl.constexpr):
+    """Words with a 1 for every pair that dropout keeps, [64 queries, groups of 64 keys, 2].
 
     query, key: first of the 64 queries and first of the TILE_N keys
     """
-    THREAD_LAYOUT: gl.constexpr = thread_row_layout()
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    QUADS: gl.constexpr = TILE_N // (4 * THREADS_PER_ROW)  # of each thread
-    THREADS_PER_WORD: gl.constexpr = 8 // QUADS  # threads that share a word
-    threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, THREAD_LAYOUT)).to(gl.int32)
-    queries = query + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, THREAD_LAYOUT))
-    queries = gl.expand_dims(queries.to(gl.int32), 1)
-    quads = gl.expand_dims(key // 4 + threads * QUADS, 0)
-    bits = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.int32, THREAD_LAYOUT)
-    for i in gl.static_range(QUADS):
-        words = philox(dropout, (quads + i).to(gl.int32), queries, bh.to(gl.int32))
-        for k in gl.static_range(4):
-            keep = (words[k] ^ SIGN) >= dropout.threshold
-            bits = bits | (keep.to(gl.int32) << (4 * i + k))
-    threads = gl.expand_dims(threads, 0)
-    bits = bits << (threads % THREADS_PER_WORD * (4 * QUADS))
-    first = gl.sum(gl.where(threads // THREADS_PER_WORD == 0, bits, 0), axis=1)
-    second = gl.sum(gl.where(threads // THREADS_PER_WORD == 1, bits, 0), axis=1)
-    packed = (
-        gl.convert_layout(first, ROW_LAYOUT, assert_trivial=True),
-        gl.convert_layout(second, ROW_LAYOUT, assert_trivial=True),
-    )
-    if THREADS_PER_WORD == 1:
-        third = gl.sum(gl.where(threads == 2, bits, 0), axis=1)
-        fourth = gl.sum(gl.where(threads == 3, bits, 0), axis=1)
-        packed = (
-            packed[0],
-            packed[1],
-            gl.convert_layout(third, ROW_LAYOUT, assert_trivial=True),
-            gl.convert_layout(fourth, ROW_LAYOUT, assert_trivial=True),
-        )
-    return packed
+    GROUPS: gl.constexpr = TILE_N // 64
+    LAYOUT: gl.constexpr = thread_word_layout(GROUPS)
+    queries = query + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
+    words = key // 32 + gl.arange(0, 2 * GROUPS, layout=gl.SliceLayout(0, LAYOUT))
+    queries, words = gl.expand_dims(queries, 1), gl.expand_dims(words, 0)
+    drawn = keep_words(
+        dropout.seed_low, dropout.seed_high, dropout.threshold,
+        bh.to(gl.int32), queries.to(gl.int32), words.to(gl.int32),
+    )  # fmt: skip
+    return drawn.reshape([WARPGROUP_M, GROUPS, 2])
 
 
 @gluon.jit
-def transposed_element_mask(words, LAYOUT: gl.constexpr):
-    """Element mask [64 keys, 64 queries] from the words of dropout_keep_words.
+def dropout_row_words(dropout, bh, query, key, TILE_N: gl.constexpr):
+    """dropout_words for keep_bits: two threads of a row have the keys of a word."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, groups_layout(TILE_N // 64)))
+    return gl.convert_layout(dropout_words(dropout, bh, query, key, TILE_N), LAYOUT)
+
+
+@gluon.jit
+def keep_bits(words, TILE_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """(word, bit) of each pair [64 queries, TILE_N keys] for where_bit, from dropout_row_words.
+
+    The keys of a thread agree in bit 1, by which one shift is right for all of them.
+    """
+    GROUPS_LAYOUT: gl.constexpr = groups_layout(TILE_N // 64)
+    OF_KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, GROUPS_LAYOUT))
+    SHAPE: gl.constexpr = [WARPGROUP_M, TILE_N // 64, 8, 2, 4]
+    eights = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS)))
+    keys = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, OF_KEYS)))
+    eights = gl.expand_dims(gl.expand_dims(eights, 1), 2)
+    keys = gl.expand_dims(gl.expand_dims(keys, 0), 0)
+    bits = gl.expand_dims(gl.expand_dims(1 << (4 * eights + (keys & 1)), 0), 0)
+    shifts = gl.expand_dims(gl.expand_dims(keys & 2, 0), 0)
+    words = gl.expand_dims(gl.expand_dims(words, 2), 4) >> shifts
+    words = words.broadcast_to(SHAPE).reshape([WARPGROUP_M, TILE_N])
+    bits = bits.broadcast_to(SHAPE).reshape([WARPGROUP_M, TILE_N])
+    return (
+        gl.convert_layout(words, LAYOUT, assert_trivial=True),
+        gl.convert_layout(bits, LAYOUT, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def transposed_keep_bits(dropout, bh, query, key, LAYOUT: gl.constexpr):
+    """(word, bit) of each pair [64 keys, 64 queries] for where_bit.
 
     The two keys of a thread differ in bit 3 alone. So one shift by the other bits is right for
     both.
     """
-    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    keys = gl.expand_dims(gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    first = gl.expand_dims(gl.convert_layout(words[0], COLUMN_LAYOUT), 0)
-    second = gl.expand_dims(gl.convert_layout(words[1], COLUMN_LAYOUT), 0)
-    word = gl.where((keys & 32) == 0, first, second) >> (keys & 23)
-    return (word & (1 << (keys & 8))) != 0
-
-
-@gluon.jit
-def philox(dropout, c0, c1, c2):
-    """Four words for each counter (c0, c1, c2, 0); see sparseflash.dropout.philox."""
-    k0, k1, c3 = dropout.seed_low, dropout.seed_high, c2 * 0
-    for _ in gl.static_range(ROUNDS):
-        high0, high1 = gl.umulhi(c0, MULTIPLIER_0), gl.umulhi(c2, MULTIPLIER_1)
-        low0, low1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + WEYL_0, k1 + WEYL_1
-    return c0, c1, c2, c3
+    GROUPS_LAYOUT: gl.constexpr = transposed_groups_layout()
+    OF_WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, GROUPS_LAYOUT))
+    OF_KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, GROUPS_LAYOUT))
+    SHAPE: gl.constexpr = [8, 2, 4, WARPGROUP_M]
+    words = dropout_words(dropout, bh, query, key, WARPGROUP_M).reshape([WARPGROUP_M, 2])
+    words = gl.convert_layout(words.permute((1, 0)), OF_WORDS)
+    words = gl.expand_dims(gl.expand_dims(words, 1), 0)
+    eights = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, OF_KEYS)), 1)
+    keys = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, OF_KEYS)), 0)
+    shifts = gl.expand_dims(gl.expand_dims(4 * (eights & 6) + keys, 1), 3)
+    bits = gl.expand_dims(gl.expand_dims(1 << (4 * (eights & 1) + keys * 0), 1), 3)
+    words = (words >> shifts).broadcast_to(SHAPE).reshape([WARPGROUP_M, WARPGROUP_M])
+    bits = bits.broadcast_to(SHAPE).reshape([WARPGROUP_M, WARPGROUP_M])
+    return (
+        gl.convert_layout(words, LAYOUT, assert_trivial=True),
+        gl.convert_layout(bits, LAYOUT, assert_trivial=True),
+    )

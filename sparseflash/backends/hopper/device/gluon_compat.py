@@ -85,6 +85,24 @@ def copy_registers(matrix):
     )
 
 
+@gluon.jit
+def where_bit(word, bit, matrix):
+    """`matrix`, of float32, where a word has the bit, else 0.
+
+    A comparison and gl.where make LLVM round before it selects, or pack the results of all
+    comparisons into words of its own.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred has; .reg .b32 masked; and.b32 masked, $1, $2;"
+        " setp.ne.u32 has, masked, 0; selp.f32 $0, $3, 0f00000000, has; }",
+        "=f,r,r,f",
+        [word, bit, matrix],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
 @gluon.constexpr_function
 def _widening(dtype):
     if dtype == gl.bfloat16:

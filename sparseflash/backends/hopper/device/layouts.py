@@ -22,6 +22,39 @@ def thread_row_layout():
 
 
 @gluon.constexpr_function
+def thread_word_layout(groups):
+    """The layout of words [64 queries, 2 * groups], each in one thread."""
+    words = [[0, 2]] if groups == 2 else [[8, 0]]
+    lanes = [*words, [0, 1], [1, 0], [2, 0], [4, 0]]
+    rows = [[8, 0]] if groups == 2 else []
+    return gl.DistributedLinearLayout(rows, lanes, [[16, 0], [32, 0]], [], [64, 2 * groups])
+
+
+@gluon.constexpr_function
+def groups_layout(groups):
+    """accumulator_layout of [64, 64 * groups] as [64, groups, 8, 2, 4]."""
+    eights = [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    registers = [[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], *eights]
+    if groups == 2:
+        registers = [*registers, [0, 1, 0, 0, 0]]
+    rows = [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
+    lanes = [[0, 0, 0, 0, 2], [0, 0, 0, 1, 0], *rows]
+    warps = [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, groups, 8, 2, 4])
+
+
+@gluon.constexpr_function
+def transposed_groups_layout():
+    """accumulator_layout of [64, 64] as [8, 2, 4, 64]."""
+    columns = [[0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 0, 32]]
+    registers = [[0, 0, 0, 1], [1, 0, 0, 0], *columns]
+    lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[2, 0, 0, 0], [4, 0, 0, 0]], [], [8, 2, 4, 64]
+    )
+
+
+@gluon.constexpr_function
 def operand_a_layout(accumulator):
     """The layout of the left operand of a product, of 16 bits in registers."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=2)

@@ -15,7 +15,7 @@ once for dK with grad_values None, and once for dV with grad_keys None.
 
 from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from sparseflash.backends.hopper.device.dropout import dropout_keep_words, transposed_element_mask
+from sparseflash.backends.hopper.device.dropout import transposed_keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
     fence_async_shared,
     gl,
@@ -26,6 +26,7 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
+    where_bit,
 )
 from sparseflash.backends.hopper.device.layouts import (
     WARPGROUP_M,
@@ -359,10 +360,9 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     if params.dropout.threshold is not None or params.has_score_mod:
         query_start = tile_start(params, blocks, i, WARPGROUP_M)
     if params.dropout.threshold is not None:
-        keep_words = dropout_keep_words(
-            params.dropout, bh, query_start, key_start, WARPGROUP_M, const.S_LAYOUT
+        word, bit = transposed_keep_bits(
+            params.dropout, bh, query_start, key_start, const.S_LAYOUT
         )
-        keep = transposed_element_mask(keep_words, const.S_LAYOUT)
     # Products complete in the order of issue. S^T is issued last, except if only dK is computed:
     # then dP^T follows it and may still run.
     scores = warpgroup_mma_wait(0 if COMPUTE_DV else 1, deps=(scores,))
@@ -379,7 +379,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
     if COMPUTE_DV:
         p_dropped = p
         if params.dropout.threshold is not None:
-            p_dropped = gl.where(keep, p, 0.0)
+            p_dropped = where_bit(word, bit, p)
         p_dropped = as_operand_a(p_dropped, query.dtype, DV_LAYOUT)
         # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
         dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
@@ -387,7 +387,7 @@ def mma_one_tile(dk, dv, i, key, value, query_pipeline, grad_out_pipeline, lse_d
         # dV may still run while dS^T is computed.
         dp = warpgroup_mma_wait(1 if COMPUTE_DV else 0, deps=(dp,))
         if params.dropout.threshold is not None:
-            dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
+            dp = where_bit(word, bit, dp) * params.dropout.keep_scale
         if not COMPUTE_BOTH or params.dropout.threshold is not None:
             dp = dp + gl.expand_dims(delta_buffer.load(COLUMN_LAYOUT), 0)
         # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]

@@ -22,7 +22,7 @@ from sparseflash.backends.hopper.device.block_list import (
     tile_start,
 )
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from sparseflash.backends.hopper.device.dropout import dropout_keep_words
+from sparseflash.backends.hopper.device.dropout import dropout_row_words, keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
     fence_async_shared,
     gl,
@@ -31,6 +31,7 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
+    where_bit,
 )
 from sparseflash.backends.hopper.device.layouts import (
     WARPGROUP_M,
@@ -309,9 +310,7 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
     if params.dropout.threshold is not None or params.has_score_mod:
         key_start = tile_start(params, blocks, i, TILE_N)
     if params.dropout.threshold is not None:
-        keep_words = dropout_keep_words(
-            params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
-        )
+        keep_words = dropout_row_words(params.dropout, bh, query_start, key_start, TILE_N)
     # dP may still run while P is computed.
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if params.has_score_mod:
@@ -327,8 +326,8 @@ def mma_one_tile(dq, state, i, lse_log2, minus_delta, query, grad_out, key_pipel
     # V is not needed any more; dS K still reads K.
     consumer_release(value_pipeline, state)
     if params.dropout.threshold is not None:
-        keep = element_mask(keep_words, TILE_N, const.S_LAYOUT)
-        dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0)
+        word, bit = keep_bits(keep_words, TILE_N, const.S_LAYOUT)
+        dp = where_bit(word, bit, dp) * params.dropout.keep_scale
     # dS = P * (dP - delta): [64, N]
     ds = as_operand_a(p * (dp + gl.expand_dims(minus_delta, 1)), key.dtype, const.ACC_LAYOUT)
     # dQ += dS K: [64, N] [N, D] -> [64, D]

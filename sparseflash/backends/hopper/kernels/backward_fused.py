@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from sparseflash.backends.hopper.device.block_list import block_index, tile_start
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from sparseflash.backends.hopper.device.dropout import dropout_keep_words, transposed_element_mask
+from sparseflash.backends.hopper.device.dropout import transposed_keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
     copy_registers,
     fence_async_shared,
@@ -35,6 +35,7 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     to_float32,
     warpgroup_mma,
     warpgroup_mma_wait,
+    where_bit,
 )
 from sparseflash.backends.hopper.device.layouts import (
     WARPGROUP_M,
@@ -401,10 +402,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     dp = warpgroup_mma(value, grad_out.permute((1, 0)), dp, is_async=True)
     if params.dropout.threshold is not None:
         query_start = tile_start(params, blocks, i, WARPGROUP_M)
-        keep_words = dropout_keep_words(
-            params.dropout, bh, query_start, key_start, WARPGROUP_M, S_LAYOUT
-        )
-        keep = transposed_element_mask(keep_words, S_LAYOUT)
+        word, bit = transposed_keep_bits(params.dropout, bh, query_start, key_start, S_LAYOUT)
     # The buffer of dQ is written below, so its previous TMA reduction must have completed.
     if prev_dq_tile is not None:
         tma_store_wait(0)
@@ -412,10 +410,10 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     p = gl.exp2(scores * params.scale_log2)
     if MASKED and i < n_masked:
         p = gl.where(element_mask(words, WARPGROUP_M, S_LAYOUT), p, 0.0)
-    p = p.to(value.dtype)  # 16 bits, so that registers hold dQ beside dV
     p_dropped = p
     if params.dropout.threshold is not None:
-        p_dropped = gl.where(keep, p, 0.0)
+        p_dropped = where_bit(word, bit, p)
+    p = p.to(value.dtype)  # 16 bits, so that registers hold dQ beside dV
     # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
     p_dropped = as_operand_a(p_dropped, value.dtype, GRAD_LAYOUT)
     dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
@@ -424,7 +422,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     # dV and the two products of dQ may still run.
     dp = warpgroup_mma_wait(1 if prev_dq_tile is None else 3, deps=(dp,))
     if params.dropout.threshold is not None:
-        dp = gl.where(keep, dp * params.dropout.keep_scale, 0.0) + minus_delta
+        dp = where_bit(word, bit, dp) * params.dropout.keep_scale + minus_delta
     # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
     ds = (to_float32(p) * dp).to(value.dtype)
     ds_buffer = states.ds.stage * 2 + WARPGROUP

@@ -37,7 +37,7 @@ from sparseflash.backends.hopper.device.budgets import (
     MAX_QUERY_REGISTER_DIMS,
     PRODUCER_REGISTERS,
 )
-from sparseflash.backends.hopper.device.dropout import dropout_keep_words
+from sparseflash.backends.hopper.device.dropout import dropout_row_words, keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
     fence_async_shared,
     gl,
@@ -49,6 +49,7 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
+    where_bit,
 )
 from sparseflash.backends.hopper.device.layouts import (
     THREADS_PER_ROW,
@@ -373,10 +374,8 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
     if params.dropout.threshold is not None:
         key_start = tile_start(params, blocks, 0, TILE_N)
-        keep_words = dropout_keep_words(
-            params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
-        )
-        p = gl.where(element_mask(keep_words, TILE_N, const.S_LAYOUT), p, 0.0)
+        keep_words = dropout_row_words(params.dropout, bh, query_start, key_start, TILE_N)
+        p = where_bit(*keep_bits(keep_words, TILE_N, const.S_LAYOUT), p)
     acc = rescale_rows(acc, correction, const.ACC_LAYOUT)
     p = as_operand_a(p, query.dtype, const.ACC_LAYOUT)
     # Not earlier, so that the store of O of the previous row overlaps the first tile of this row.
@@ -428,9 +427,7 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     if params.dropout.threshold is not None or params.has_score_mod:
         key_start = tile_start(params, blocks, i, TILE_N)
     if params.dropout.threshold is not None:
-        keep_words = dropout_keep_words(
-            params.dropout, bh, query_start, key_start, TILE_N, const.S_LAYOUT
-        )
+        keep_words = dropout_row_words(params.dropout, bh, query_start, key_start, TILE_N)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(key_pipeline, state)
     if params.has_score_mod:
@@ -441,7 +438,7 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
         scores = gl.where(element_mask(words, TILE_N, const.S_LAYOUT), scores, NEG_INF)
     p, softmax, correction = online_softmax(scores, softmax, params, MASKED)
     if params.dropout.threshold is not None:
-        p = gl.where(element_mask(keep_words, TILE_N, const.S_LAYOUT), p, 0.0)
+        p = where_bit(*keep_bits(keep_words, TILE_N, const.S_LAYOUT), p)
     # The compiler moves this wait up, after some of the exponentials or before the row maxima.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     consumer_release(value_pipeline, prev_state)

@@ -36,7 +36,7 @@ def key_value_gradient_kernel(
     key_lengths, bias, bias_head, score_floats, score_integers, score_layout, block_positions,
     heads, q_len, k_len, num_masks, num_rows, use_schedule, longest_first,
     mask_batch_stride, mask_head_stride,
-    scale_log2, softcap, seed: tl.int64, threshold: tl.uint32, keep_scale,
+    scale_log2, softcap, seed: tl.int64, threshold: tl.int32, keep_scale,
     GROUP: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,

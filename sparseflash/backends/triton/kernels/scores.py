@@ -5,11 +5,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton_common.dropout import keep_words
+
 
 class DropoutState(NamedTuple):
     """Dropout of one bh; passed as an argument only, as block_lists.Shape.
 
-    threshold: least random word that keeps a pair; keep_scale: 1 / (1 - dropout_p)
+    threshold: least random number that keeps a pair; keep_scale: 1 / probability of that
     bh: batch index * heads + head, one or a column of them
     """
 
@@ -48,14 +50,19 @@ def element_mask(bit_tiles, index, tokens, key_start, shape, TRANSPOSED: tl.cons
 def dropout_keep_mask(dropout, tokens, key_start, shape, TRANSPOSED: tl.constexpr):
     """Which pairs dropout keeps: (BM, BN), or if TRANSPOSED (BN, BM).
 
-    One Philox call serves four neighbouring keys: (q, k) uses word k % 4 of counter
-    (k // 4, q, bh, 0).
+    A group of 64 keys has two words, each with the bits of half of every eight keys; see
+    sparseflash.dropout.
     """
-    fours = key_start // 4 + tl.arange(0, shape.BN // 4)
-    keys = tl.broadcast_to(fours[None, :], shape.BM, shape.BN // 4)
-    queries = tl.broadcast_to(tokens[:, None], shape.BM, shape.BN // 4)
-    zero = tl.zeros_like(keys)
-    word0, word1, word2, word3 = tl.philox(dropout.seed, keys, queries, zero + dropout.bh, zero)
-    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-    keep = tl.reshape(words, (shape.BM, shape.BN)) >= dropout.threshold.to(tl.uint32)
+    GROUPS: tl.constexpr = (shape.BN + 63) // 64
+    EIGHTS: tl.constexpr = shape.BN // 8 if shape.BN < 64 else 8
+    words = keep_words(
+        dropout.seed.to(tl.int32), (dropout.seed >> 32).to(tl.int32), dropout.threshold,
+        tl.zeros_like(tokens)[:, None] + dropout.bh, tokens[:, None],
+        (key_start // 64 * 2 + tl.arange(0, 2 * GROUPS))[None, :],
+    )  # fmt: skip
+    if shape.BN < 64:
+        words = words >> (key_start % 64 // 2)
+    words = tl.reshape(words, (shape.BM, GROUPS, 1, 2, 1))
+    bits = tl.arange(0, EIGHTS)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    keep = tl.reshape((words >> bits[None, None]) & 1, (shape.BM, shape.BN)) != 0
     return tl.trans(keep) if TRANSPOSED else keep
