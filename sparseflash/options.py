@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from sparseflash.dropout import keep_probability
 from sparseflash.score import ScoreFunction, find_score_function
 
 PRECISIONS = ("ieee", "tf32")
@@ -49,7 +50,8 @@ class AttentionOptions:
         scale: Factor of the scores, positive; 1 / sqrt(head_dim) if None.
         softcap: c > 0 limits scores to (-c, c): softcap(s) = c tanh(s / c); None for none.
         score: A ScoreFunction or the name of one; the attribute is the name.
-        dropout_p: Probability in [0, 1) with which dropout zeroes an entry of P.
+        dropout_p: Probability in [0, 1) with which dropout zeroes an entry of P, rounded to a
+            multiple of 2^-16.
         precision: Precision of float32 products: "ieee", or "tf32". With "tf32" a backend may
             round operands to 10 bits where the device multiplies these faster.
         deterministic: With False a backend may choose a faster backward pass, which adds to the
@@ -109,6 +111,11 @@ def _probability(name: str, value: float) -> float:
     _check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
+    if value > 0 and not 0 < keep_probability(value) < 1:
+        raise ValueError(
+            f"{name} must be 0 or a number that rounds to a multiple of 2^-16 between 0 and 1, "
+            f"got {value}"
+        )
     return float(value)
 
 
