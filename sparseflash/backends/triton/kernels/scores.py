@@ -57,12 +57,13 @@ def dropout_keep_mask(dropout, tokens, key_start, shape, TRANSPOSED: tl.constexp
     EIGHTS: tl.constexpr = shape.BN // 8 if shape.BN < 64 else 8
     words = keep_words(
         dropout.seed.to(tl.int32), (dropout.seed >> 32).to(tl.int32), dropout.threshold,
-        tl.zeros_like(tokens)[:, None] + dropout.bh, tokens[:, None],
-        (key_start // 64 * 2 + tl.arange(0, 2 * GROUPS))[None, :],
+        dropout.bh, tokens[:, None], (key_start // 64 * 2 + tl.arange(0, 2 * GROUPS))[None, :],
     )  # fmt: skip
     if shape.BN < 64:
         words = words >> (key_start % 64 // 2)
-    words = tl.reshape(words, (shape.BM, GROUPS, 1, 2, 1))
-    bits = tl.arange(0, EIGHTS)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-    keep = tl.reshape((words >> bits[None, None]) & 1, (shape.BM, shape.BN)) != 0
+    # Numbers of pairs, not sums of ranges: with these the compiler exchanges bits, not words.
+    pairs = tl.arange(0, shape.BM * shape.BN)
+    keys = tl.reshape(pairs % shape.BN, (shape.BM, GROUPS, EIGHTS, 2, 4))
+    words = tl.reshape(words, (shape.BM, GROUPS, 1, 2, 1)) >> (keys // 8 % 8 * 4 + keys % 4)
+    keep = tl.reshape(words & 1, (shape.BM, shape.BN)) != 0
     return tl.trans(keep) if TRANSPOSED else keep
