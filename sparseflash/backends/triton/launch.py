@@ -48,7 +48,7 @@ class PreparedPass:
         variant, constants: See triton_common.launcher.
         strides: Strides of the tensors, as the kernel takes them.
         tiles: Shapes of the TMA boxes of streamed tensors; None if the loop reads by pointers.
-        scalars: scale * log2(e), soft cap, dropout threshold, 1 / (1 - dropout_p).
+        scalars: scale * log2(e), soft cap, dropout threshold, 1 / keep probability.
         by_key: Whether block rows are those of keys.
         heads, tiles_per_row: Number of programs along the heads, and for each block row.
         resident_programs: About the number of programs that run at a time.

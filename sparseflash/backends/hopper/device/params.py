@@ -49,8 +49,8 @@ class Dropout(NamedTuple):
     """All None without dropout.
 
     seed_low, seed_high: the words of the seed, as signed integers
-    threshold:           the threshold minus 2^31, because words are compared as signed integers
-    keep_scale:          1 / (1 - dropout_p)
+    threshold:           least random number that keeps a pair
+    keep_scale:          1 / probability of that
     """
 
     seed_low: gl.tensor
