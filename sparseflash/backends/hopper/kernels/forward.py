@@ -459,28 +459,22 @@ def online_softmax(scores, softmax, params, MASKED: gl.constexpr):
         max_scaled = gl.where(row_max == NEG_INF, 0.0, max_scaled)
     p = gl.exp2(scores * scale - gl.expand_dims(max_scaled, 1))
     correction = gl.exp2(softmax.row_max * scale - max_scaled)
-    has_dropout: gl.constexpr = params.dropout.threshold is not None
-    row_sum = update_row_sum(softmax.row_sum, correction, p, has_dropout)
+    row_sum = update_row_sum(softmax.row_sum, correction, p)
     return p, SoftmaxState(row_max, row_sum), correction
 
 
 @gluon.jit
-def update_row_sum(row_sum, correction, p, DROPOUT: gl.constexpr):
+def update_row_sum(row_sum, correction, p):
     """row_sum * correction + row sums of P, [64, 4]. Each thread adds up its own columns.
 
     The four threads of a row add their partial sums only after the last tile, so that no step
-    exchanges data between threads. With dropout one thread holds the whole sum of a row: otherwise
-    ptxas of CUDA 13 runs out of registers and waits for every product.
+    exchanges data between threads.
     """
     THREAD_LAYOUT: gl.constexpr = thread_row_layout()
     TILE_N: gl.constexpr = p.shape[1]
     sums = p.reshape([WARPGROUP_M, TILE_N // (2 * THREADS_PER_ROW), THREADS_PER_ROW, 2])
     sums = gl.sum(gl.sum(sums, axis=3), axis=1)  # [64, 4]
     sums = gl.convert_layout(sums, THREAD_LAYOUT, assert_trivial=True)
-    if DROPOUT:
-        threads = gl.arange(0, THREADS_PER_ROW, layout=gl.SliceLayout(0, THREAD_LAYOUT))
-        threads = gl.expand_dims(threads, 0)
-        sums = gl.where(threads == 0, gl.expand_dims(gl.sum(sums, axis=1), 1), 0.0)
     return rescale_rows(row_sum, correction, THREAD_LAYOUT) + sums
 
 
