@@ -2,12 +2,12 @@
 
 Forward and backward, every backend and every tile size make the same mask, and none stores it.
 
-A pair is kept if a random number U of 16 binary digits is at least the threshold. Digit i of the
-numbers of 32 keys is one random word, with a bit for each key, so that one instruction compares a
-digit of all 32. A group of 64 keys has two words of each digit. Four threads hold a row of the
-accumulators of tensor cores, and each has two neighbours out of every eight columns. So that two
-threads hold all keys of a word, the keys k & 4 = 0 of a group have the first word and the others
-the second.
+Dropout keeps a pair if a random number U of 16 binary digits is at least the threshold. Digit i of
+the numbers of 32 keys is one random word, with a bit for each key, so that one instruction
+compares a digit of all 32. A group of 64 keys has two words of each digit. Four threads hold a row
+of the accumulators of tensor cores, and each has two neighbours out of every eight columns. So
+that two threads hold all keys of a word, the keys k & 4 = 0 of a group have the first word and the
+others the second.
 """
 
 from functools import lru_cache
@@ -78,32 +78,32 @@ def keep_mask_of_spans(
     words = keep_words(seed, bh, q_index, words, dropout_p).int()  # (..., spans, 2)
     if span < GROUP:
         words = words >> (first_keys.unsqueeze(-1) % GROUP // 2).int()
-    kept = words.unsqueeze(-1).unsqueeze(-3) & _bits(span).to(words.device)
-    return (kept != 0).flatten(-4)
+    keep = words.unsqueeze(-1).unsqueeze(-3) & _bits(span).to(words.device)
+    return (keep != 0).flatten(-4)
 
 
 def keep_words(seed: int, bh: Tensor, q_index: Tensor, word: Tensor, dropout_p: float) -> Tensor:
-    """The bits of 32 pairs each, 1 for those that are kept: int64, to which the indices broadcast.
+    """The bits of 32 pairs each, 1 where dropout keeps them: int64; the indices are broadcast.
 
     The digits are compared from the lowest one on. Those below the lowest 1 of the threshold
     decide nothing.
     """
     key = (seed & _LOW, (seed >> 32) & _LOW)
-    least, kept = threshold(dropout_p), None
+    least, keep = threshold(dropout_p), None
     for i in range(DIGITS):
-        if kept is None and least >> i & 1 == 0:
+        if keep is None and least >> i & 1 == 0:
             continue
-        if kept is None or i % 4 == 0:
+        if keep is None or i % 4 == 0:
             digits = philox(key, (word, q_index, bh, torch.full_like(bh, i // 4)))
-        if kept is None:
-            kept = digits[i % 4]
+        if keep is None:
+            keep = digits[i % 4]
         elif least >> i & 1:
-            kept = kept & digits[i % 4]
+            keep = keep & digits[i % 4]
         else:
-            kept = kept | digits[i % 4]
-    if kept is None:
-        return torch.full(torch.broadcast_shapes(bh.shape, q_index.shape, word.shape), _LOW)
-    return kept
+            keep = keep | digits[i % 4]
+    if keep is None:
+        return _LOW + 0 * (bh + q_index + word)
+    return keep
 
 
 def threshold(dropout_p: float) -> int:
@@ -115,7 +115,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def keep_probability(dropout_p: float) -> float:
-    """The probability with which a pair is kept: that of its threshold, not 1 - dropout_p."""
+    """The probability with which dropout keeps a pair: of its threshold, not 1 - dropout_p."""
     return 1 - threshold(dropout_p) / 2**DIGITS
 
 

@@ -281,7 +281,7 @@ def flash_backward(
 ) -> SlowMemory:
     """The backward pass of FlashAttention, which computes P again from m and l.
 
-        P = exp(S - m) / l              Z: 1 / keep_probability(dropout_p) where kept, else 0
+        P = exp(S - m) / l              Z: 1 / keep_probability where dropout keeps, else 0
         D = rowsum(dO * O)              dS = P * (Z * dO V^T - D)
         dV += (Z * P)^T dO              dQ += scale dS K              dK += scale dS^T Q
 
@@ -347,7 +347,7 @@ def _divisor(row_sum: Tensor) -> Tensor:
 
 
 def _keep_factor(rows: slice, columns: slice, dropout_p: float, seed: int) -> Tensor:
-    """1 / keep_probability(dropout_p) for the pairs of a tile that dropout keeps, and 0 for the others."""
+    """The factor of each pair: 1 / keep_probability where dropout keeps it, else 0."""
     if dropout_p == 0:
         return torch.ones((), dtype=torch.float64)
     q, k = (torch.arange(tokens.start, tokens.stop) for tokens in (rows, columns))

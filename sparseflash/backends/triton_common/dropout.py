@@ -17,14 +17,14 @@ def keep_words(seed_low, seed_high, threshold, bh, query, word):
 
     query, word: int32, in one shape or broadcast to it
     """
-    kept = query * 0 + word * 0 - 1
+    keep = query * 0 + word * 0 - 1
     for i in tl.static_range(DIGITS):
         if i % 4 == 0:
             digits = philox(seed_low, seed_high, word, query, bh, i // 4)
         # All ones where the threshold has a 0: a number with a 1 there is larger.
         zero_digit = (threshold >> i & 1) - 1
-        kept = (digits[i % 4] & kept) | (zero_digit & (digits[i % 4] | kept))
-    return kept
+        keep = (digits[i % 4] & keep) | (zero_digit & (digits[i % 4] | keep))
+    return keep
 
 
 @triton.jit
