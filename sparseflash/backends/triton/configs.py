@@ -180,8 +180,8 @@ def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: 
     resident, streamed = (config.bn, config.bm) if pass_name == "dkdv" else (config.bm, config.bn)
     operands = _products(pass_name) * resident * row + config.stages * 2 * streamed * row
     vectors = config.stages * config.bm * 4 * (max(1, config.bn // 32) + 2)
-    # Of an element mask; the transposed bits of dropout are exchanged in words.
-    mask = config.bm * config.bn * (4 if pass_name == "dkdv" else 1)
+    # Of an element mask; the transposed one of dropout is exchanged in two halves and as a whole.
+    mask = config.bm * config.bn * (2 if pass_name == "dkdv" else 1)
     return operands + vectors + mask
 
 

@@ -54,6 +54,9 @@ def dropout_keep_mask(dropout, tokens, key_start, shape, TRANSPOSED: tl.constexp
     sparseflash.dropout.
     """
     GROUPS: tl.constexpr = (shape.BN + 63) // 64
+    # Transposed, the bits of two keys are joined. Without the join every thread draws the words of
+    # all its pairs with Triton 3.6.
+    STEP: tl.constexpr = 2 if TRANSPOSED else 1
     EIGHTS: tl.constexpr = shape.BN // 8 if shape.BN < 64 else 8
     words = keep_words(
         dropout.seed.to(tl.int32), (dropout.seed >> 32).to(tl.int32), dropout.threshold,
@@ -61,9 +64,13 @@ def dropout_keep_mask(dropout, tokens, key_start, shape, TRANSPOSED: tl.constexp
     )  # fmt: skip
     if shape.BN < 64:
         words = words >> (key_start % 64 // 2)
-    # Numbers of pairs, not sums of ranges: with these the compiler exchanges bits, not words.
-    pairs = tl.arange(0, shape.BM * shape.BN)
-    keys = tl.reshape(pairs % shape.BN, (shape.BM, GROUPS, EIGHTS, 2, 4))
+    # The numbers of all pairs. Of sums of ranges the compiler would exchange bits between threads,
+    # and not words.
+    pairs = tl.arange(0, shape.BM * shape.BN // STEP) * STEP
+    keys = tl.reshape(pairs % shape.BN, (shape.BM, GROUPS, EIGHTS, 2, 4 // STEP))
     words = tl.reshape(words, (shape.BM, GROUPS, 1, 2, 1)) >> (keys // 8 % 8 * 4 + keys % 4)
-    keep = tl.reshape(words & 1, (shape.BM, shape.BN)) != 0
+    keep = (words & 1) != 0
+    if TRANSPOSED:
+        keep = tl.join(keep, (words & 2) != 0)
+    keep = tl.reshape(keep, (shape.BM, shape.BN))
     return tl.trans(keep) if TRANSPOSED else keep
