@@ -110,8 +110,17 @@ def threshold(dropout_p: float) -> int:
     """The least random number, of DIGITS binary digits, that keeps its pair.
 
     The probability of dropout is rounded to a multiple of 2^-16.
+
+    Raises:
+        ValueError: A probability above 0 rounds to 0 or to 1.
     """
-    return round(dropout_p * 2**DIGITS)
+    least = round(dropout_p * 2**DIGITS)
+    if dropout_p != 0 and not 0 < least < 2**DIGITS:
+        raise ValueError(
+            "dropout_p must be 0 or a number that rounds to a multiple of 2^-16 between 0 and 1, "
+            f"got {dropout_p}"
+        )
+    return least
 
 
 def keep_probability(dropout_p: float) -> float:

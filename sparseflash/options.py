@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from sparseflash.dropout import keep_probability
+from sparseflash.dropout import threshold
 from sparseflash.score import ScoreFunction, find_score_function
 
 PRECISIONS = ("ieee", "tf32")
@@ -111,11 +111,7 @@ def _probability(name: str, value: float) -> float:
     _check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
-    if value > 0 and not 0 < keep_probability(value) < 1:
-        raise ValueError(
-            f"{name} must be 0 or a number that rounds to a multiple of 2^-16 between 0 and 1, "
-            f"got {value}"
-        )
+    threshold(value)
     return float(value)
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import masks
 from sparseflash import AttentionOptions
 from sparseflash.dropout import (
     DIGITS,
@@ -11,6 +12,7 @@ from sparseflash.dropout import (
     philox,
     threshold,
 )
+from sparseflash.nn import SparseAttention
 
 ONES = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -73,9 +75,11 @@ def test_kept_pairs_are_as_many_as_if_independent(dropout_p):
     kept = keep_mask(1, *indices(4, 256, 256), dropout_p).double() - keep_probability(dropout_p)
     variance = keep_probability(dropout_p) * (1 - keep_probability(dropout_p))
     assert abs(float(kept.mean())) < 5 * (variance / kept.numel()) ** 0.5
-    # Sums of rows, of columns and of the keys of a word: none spreads less or more than the rest.
+    # Sums of rows, of columns, of tiles and of the keys of a word are spread as if independent.
+    tiles = kept.view(4, 16, 16, 16, 16).sum((2, 4))
     words = kept.view(4, 256, 4, 8, 2, 4).transpose(-2, -3).reshape(4, 256, -1, 32)
-    for sums, of in ((kept.sum(-1), 256), (kept.sum(1), 256), (words.sum(-1), 32)):
+    rows, columns = kept.sum(-1), kept.sum(1)
+    for sums, of in ((rows, 256), (columns, 256), (tiles, 256), (words.sum(-1), 32)):
         spread = float(sums.square().mean()) / (of * variance)
         assert abs(spread - 1) < 5 * (3 / sums.numel()) ** 0.5
 
@@ -119,5 +123,10 @@ def test_the_probability_is_a_multiple_of_two_to_the_minus_16():
 
 @pytest.mark.parametrize("p", [1e-6, 1 - 1e-6, 2**-18])
 def test_a_probability_that_rounds_to_0_or_1_is_refused(p):
-    with pytest.raises(ValueError, match=r"dropout_p must be 0 or .* 2\^-16 .* got"):
+    error = r"dropout_p must be 0 or .* 2\^-16 .* got"
+    with pytest.raises(ValueError, match=error):
         AttentionOptions(dropout_p=p)
+    with pytest.raises(ValueError, match=error):
+        keep_mask(1, *indices(2, 8, 8), p)
+    with pytest.raises(ValueError, match=error):
+        SparseAttention(32, 2, masks.full(), dropout=p)
