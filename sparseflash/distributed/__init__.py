@@ -1,4 +1,4 @@
-"""Attention over a sequence that several ranks share, planned from the mask."""
+"""Context parallelism: attention over a sequence that is sharded over ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

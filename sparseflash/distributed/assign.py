@@ -1,7 +1,8 @@
-"""Which rank owns which part of a sequence: the strategies, and the model that compares them.
+"""The assignment of a sequence to ranks: the strategies, and the model that compares them.
 
-A sequence is cut into units, each of the larger side of a block, so that a unit is made of whole
-block rows and whole block columns. The rank that owns a unit has its queries, keys and values.
+A sequence consists of units of as many tokens as the larger side of a block, so that a unit has
+whole block rows and whole block columns. The rank that owns a unit has its queries, keys and
+values.
 """
 
 import heapq
@@ -15,19 +16,20 @@ from torch import Tensor
 
 from masks import BlockMask
 
-CHUNKS_PER_RANK = 8  # that balanced chunks and repair deal with: more balance, and fetch more
-HEAVY, FEW = 8, 16  # rows of so many times the mean work, at most one of so many rows
+CHUNKS_PER_RANK = 8  # of balanced chunks and of repair; more chunks balance better, fetch more
+# Rows with more than HEAVY times the mean work may be shared if less than 1 / FEW of all rows are.
+HEAVY, FEW = 8, 16
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
-RANKS_AT_ONCE = 64  # whose key blocks are marked together
+RANKS_AT_ONCE = 64  # ranks whose key blocks are marked in one operation
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What the strategies see of a mask of as many queries as keys, on the CPU.
+    """A mask in the form that the strategies read.
 
     Attributes:
-        whole: The mask.
-        shared: int64, block rows that all ranks share; each attends its own keys.
+        whole: The mask, with as many queries as keys, on the CPU.
+        shared: int64, block rows that all ranks share.
     """
 
     whole: BlockMask
@@ -35,7 +37,7 @@ class Workload:
 
     @cached_property
     def mask(self) -> BlockMask:
-        """The mask without the rows that ranks share."""
+        """The mask without shared rows."""
         if not len(self.shared):
             return self.whole
         rows = torch.ones(self.whole.grid.nq, dtype=torch.bool).index_fill_(0, self.shared, False)
@@ -43,7 +45,7 @@ class Workload:
         return self.whole.keep_rows(rows) if len(rows) else self.whole - self.whole
 
     def shared_work(self, owner: Tensor, ranks: int) -> Tensor:
-        """int64 (ranks,): non-zero blocks of the shared rows whose keys each rank owns."""
+        """int64 (ranks,): non-zero blocks of shared rows that each rank computes."""
         work = torch.zeros(ranks, dtype=torch.int64)
         if not len(self.shared):
             return work
@@ -57,7 +59,7 @@ class Workload:
 
     @property
     def units(self) -> int:
-        """How many there are; the last one may be clipped."""
+        """Number of units; the last one may be clipped."""
         return -(-self.whole.grid.q_len // self.unit)
 
     def tokens_of(self, owner: Tensor, ranks: int) -> Tensor:
@@ -95,15 +97,16 @@ class Workload:
 
     @cached_property
     def spans(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(row, first column, column after the last) of every run of full blocks and of every
-        partial block, of all masks: int64 (spans,) each.
+        """(row, first column, last column + 1) of the runs of full blocks and the partial blocks.
+
+        int64 (spans,) each, for all masks.
         """
         _, row, begin, end = self.spans_of_masks
         return row, begin, end
 
     @cached_property
     def spans_of_masks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(mask, row, first column, column after the last), as in spans."""
+        """(mask, row, first column, last column + 1), as in `spans`."""
         blocks, g = self.mask.block_set, self.whole.grid
         mask, row, begin, end = g.locate_runs(blocks.full)
         partial_mask, partial_row, column = g.locate(blocks.partial)
@@ -116,12 +119,14 @@ class Workload:
 
     @cached_property
     def documents(self) -> Tensor:
-        """int64 (documents + 1,): where the parts of the sequence begin and end, in units, between
-        which no query attends a key of another part.
+        """int64 (documents + 1,): bounds of documents, in units.
+
+        A document is a part of the sequence whose queries attend no key outside of it, and whose
+        keys are attended by no query outside of it.
         """
         row, begin, end = self.spans
         own, first, last = self.rows[row], self.columns[begin], self.columns[end - 1]
-        # A block joins all units between those of its queries and of its keys.
+        # A block connects all units between the unit of its queries and the unit of its keys.
         change = torch.zeros(self.units + 2, dtype=torch.int64)
         one = torch.ones_like(own)
         change.index_add_(0, torch.minimum(own, first) + 1, one)
@@ -131,8 +136,9 @@ class Workload:
         return (joined == 0).nonzero().flatten()
 
     def needed(self, owner: Tensor, ranks: int, first: int = 0, last: int | None = None) -> Tensor:
-        """bool (ranks, nk): the key blocks that the queries of each rank attend; of the ranks from
-        `first` to before `last`.
+        """bool (last - first, nk): key blocks that the queries of ranks first to last - 1 attend.
+
+        By default all ranks.
         """
         last = ranks if last is None else last
         row, begin, end = self.spans
@@ -146,18 +152,18 @@ class Workload:
         return change.view(-1, stride).cumsum(1, dtype=torch.int32)[:, :-1] > 0
 
     def fetched(self, owner: Tensor, ranks: int) -> Tensor:
-        """bool (ranks, nk): the key blocks that each rank attends and does not own."""
+        """bool (ranks, nk): the key blocks that each rank attends but does not own."""
         own = owner[self.columns] == torch.arange(ranks).unsqueeze(1)
         return self.needed(owner, ranks) & ~own
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What an assignment asks of each rank, by which the strategies are compared.
+    """The work and traffic of each rank, by which the strategies are compared.
 
-    blocks:  int64 (ranks,) non-zero blocks that it computes, summed over heads
-    traffic: int64 (ranks, ranks) key tokens that [receiver, sender] move; 0 on the diagonal
-    shared:  int64 (ranks,) tokens that it owns of rows that ranks share
+    blocks:  int64 (ranks,), non-zero blocks that it computes, summed over heads
+    traffic: int64 (ranks, ranks), key tokens that [receiver, sender] exchange; 0 on the diagonal
+    shared:  int64 (ranks,), tokens of shared rows that it owns
     """
 
     blocks: Tensor
@@ -176,28 +182,30 @@ class Costs:
 
     @property
     def moved(self) -> tuple[Tensor, Tensor]:
-        """float64 (ranks,): tokens that each rank receives and sends, in sizes of a key and value;
-        of shared rows a query is half of one, and what a rank found about one.
+        """float64 (ranks,) twice: what each rank receives and sends, in tokens of key and value.
+
+        For shared rows, a query counts as half a token, and O with LSE as one.
         """
         received, sent = self.moved_of_shared(0.5, 1.0)
         return self.receive + received, self.send + sent
 
     def moved_of_shared(self, there: float, back: float) -> tuple[Tensor, Tensor]:
-        """float64 (ranks,): what each rank receives and sends of shared rows, of which a token is
-        worth `there` on the way to each other rank, and `back` on the way to its owner.
+        """float64 (ranks,) twice: what each rank receives and sends for shared rows.
+
+        A token counts `there` when it is sent to a rank, and `back` when its owner receives it.
         """
         copies = self.shared.double() * (len(self.shared) - 1)
         others = (self.shared.sum() - self.shared).double()
         return others * there + copies * back, copies * there + others * back
 
     def time(self, heads: int, block: int, fetch_cost: float) -> float:
-        """The modelled time of the slowest rank, in times to compute a block of all heads."""
+        """The predicted time of the slowest rank; the unit is the time of a block of all heads."""
         moved = torch.maximum(*self.moved) * fetch_cost / block
         return float(torch.maximum(self.blocks.double() / heads, moved).max())
 
 
 def costs(workload: Workload, owner: Tensor, ranks: int) -> Costs:
-    """What the assignment `owner`, int64 (units,), asks of each rank."""
+    """The work and traffic of each rank with the assignment `owner`, int64 (units,)."""
     blocks = workload.shared_work(owner, ranks).index_add(0, owner, workload.work)
     traffic = torch.zeros(ranks, ranks, dtype=torch.int64)
     sender = owner[workload.columns]
@@ -212,24 +220,24 @@ def costs(workload: Workload, owner: Tensor, ranks: int) -> Costs:
 
 
 def heavy_rows(mask: BlockMask) -> Tensor:
-    """int64: the few block rows that attend far more keys than others, which ranks may share."""
+    """int64: block rows that attend far more keys than others; none if there are many of them."""
     work = mask.blocks_per_row().sum(0)
     heavy = (work > HEAVY * work.double().mean()).nonzero().flatten()
     return heavy if len(heavy) * FEW < len(work) else NO_ROWS
 
 
 def contiguous(workload: Workload, ranks: int) -> Tensor:
-    """One run of units for each rank."""
+    """Assigns one run of consecutive units to each rank."""
     return torch.arange(workload.units) * ranks // workload.units
 
 
 def zigzag(workload: Workload, ranks: int) -> Tensor:
-    """Twice as many runs as ranks: rank r has run r from the start and run r from the end."""
+    """Cuts the sequence into 2 * ranks runs; rank r has run r from the start and from the end."""
     return _levelled(_zigzag(workload.units, ranks), ranks)
 
 
 def zigzag_by_document(workload: Workload, ranks: int) -> Tensor:
-    """Each document in zigzag; one too short for that goes whole to the rank with least work."""
+    """Assigns each document by zigzag; short documents go whole to the rank with least work."""
     owner = torch.empty(workload.units, dtype=torch.int64)
     capacity = torch.full((ranks,), -(-workload.units // ranks))
     load = torch.zeros(ranks, dtype=torch.int64)
@@ -243,7 +251,8 @@ def zigzag_by_document(workload: Workload, ranks: int) -> Tensor:
         load.index_add_(0, owner[begin:end], workload.work[begin:end])
         capacity -= torch.bincount(owner[begin:end], minlength=ranks)
     for work, begin, end in sorted(short):
-        # What fits nowhere goes where most capacity is left, and levelling moves the rest.
+        # A document that fits nowhere goes to the rank with the most capacity; `_levelled` then
+        # moves the surplus.
         fits = capacity >= end - begin
         rank = int(
             load.masked_fill(~fits, load.max() + 1).argmin() if fits.any() else capacity.argmax()
@@ -255,7 +264,7 @@ def zigzag_by_document(workload: Workload, ranks: int) -> Tensor:
 
 
 def balanced_chunks(workload: Workload, ranks: int) -> Tensor:
-    """Chunks dealt to the rank with least work, those of most work first (LPT)."""
+    """Assigns each chunk to the rank with least work, chunks with the most work first (LPT)."""
     chunk, work = _chunks(workload, ranks)
     most = -(-len(work) // ranks)
     taken = torch.empty_like(work)
@@ -269,8 +278,9 @@ def balanced_chunks(workload: Workload, ranks: int) -> Tensor:
 
 
 def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.05) -> Tensor:
-    """Contiguous, then chunks of the rank with most work are exchanged for chunks of the rank with
-    least, until the most is within `tolerance` of the mean.
+    """Contiguous, with chunks swapped between the ranks with the most and the least work.
+
+    Ends when the largest work is at most `tolerance` times the mean.
     """
     chunk, work = _chunks(workload, ranks)
     taken = torch.arange(len(work)) * ranks // len(work)
@@ -281,7 +291,7 @@ def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.
             break
         mine, theirs = ((taken == rank).nonzero().flatten() for rank in (high, low))
         gain = work[mine].unsqueeze(1) - work[theirs]
-        # The exchange after which the larger of both loads is least.
+        # The swap that minimises the larger of both loads.
         larger = torch.maximum(load[high] - gain, load[low] + gain)
         best = int(larger.argmin())
         if int(larger.flatten()[best]) >= int(load[high]):
@@ -309,7 +319,7 @@ def _zigzag(units: int, ranks: int) -> Tensor:
 
 
 def _chunks(workload: Workload, ranks: int) -> tuple[Tensor, Tensor]:
-    """The chunk of each unit, and the work of each chunk."""
+    """(chunk of each unit, work of each chunk)"""
     count = min(CHUNKS_PER_RANK * ranks, workload.units)
     chunk = torch.arange(workload.units) * count // workload.units
     work = torch.zeros(count, dtype=torch.int64).index_add(0, chunk, workload.work)
@@ -317,9 +327,9 @@ def _chunks(workload: Workload, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def _levelled(owner: Tensor, ranks: int) -> Tensor:
-    """The assignment with the last units of ranks that own too many given to ranks with too few.
+    """Moves the last units of ranks that own too many units to ranks that own too few.
 
-    Every rank then has a sixteenth more or fewer units than the mean at most, and at least one.
+    Then the units of a rank differ from the mean by at most a sixteenth, and are at least one.
     """
     count = torch.bincount(owner, minlength=ranks)
     slack = len(owner) // ranks // 16

@@ -1,4 +1,4 @@
-"""Attention over a sequence that ranks share: the public function."""
+"""Context-parallel attention: the public function."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
@@ -55,56 +55,59 @@ def context_parallel_attention(
     check: bool | None = None,
     **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """sparseflash.attention over a sequence of which each rank has the shard that a plan gives it.
+    """sparseflash.attention over a sequence whose tokens are sharded over ranks by a plan.
 
-    What every rank gets is what one process would get for these queries, up to rounding: pairs,
-    lengths, dropout, scores and biases are those of the whole sequence. On GPUs the backend triton
-    serves calls with dropout, a score function or a bias; hopper refuses them. All ranks of the
-    group must call it, in the same order, and run the backward pass if one does.
+    The result equals that of a single process up to rounding: the mask, key lengths, dropout,
+    score functions and biases refer to positions in the whole sequence. On GPUs, calls with
+    dropout, a score function or a bias run on the backend triton; hopper refuses them. All ranks
+    of the group must call the function, in the same order, and all must run the backward pass if
+    one of them does.
 
-    In one round the fetched keys and values are saved for the backward pass; in several they are
-    fetched again, and no more than round_tokens of two rounds are in memory at a time. The same
-    inputs give the same bits.
+    If the plan has one round, the fetched keys and values are saved for the backward pass. If it
+    has several, they are fetched again, and at most the keys and values of two rounds are in
+    memory. Equal inputs give equal bits.
 
     Args:
         query: (batch, heads, tokens of this rank, head_dim); the tokens of plan.positions(rank).
         key: (batch, kv_heads, tokens of this rank, head_dim).
         value: (batch, kv_heads, tokens of this rank, value_dim).
-        plan: Equal on all ranks.
-        group: The ranks, as a group or a mesh of one dimension; by default all processes. Of a
-            mesh of two dimensions, (sequence, heads), the plan is that of the first, and the ranks
-            of the second share the heads of its shards: each passes its part of the tokens,
-            plan.shard(...).tensor_split(ranks, dim), with all heads. Then heads must be multiples
-            of these ranks, the mask that of all heads, dropout_p 0, and the score function one
-            that does not depend on the head.
-        mask: Blocks that the device selects for this rank's queries, out of plan.mask_of(rank); by
-            default all. What is fetched remains what the plan says.
-        key_lengths: Integers (batch,), as in sparseflash.attention: of the whole sequence.
-        bias: As in sparseflash.attention, of the whole sequence. Its gradient is a part, as is
-            that of sinks and of score tensors: the sum over ranks is the whole, as of any
-            parameter that ranks share.
+        plan: The plan, equal on all ranks.
+        group: The ranks, as a process group or a mesh of one dimension; by default all processes.
+            With a mesh of two dimensions, (sequence, heads), the plan is made for the first
+            dimension, and the ranks of the second divide the heads of a shard among them. Each
+            passes its part of the tokens, plan.shard(...).tensor_split(ranks, dim), with all
+            heads. The numbers of heads must then be multiples of the ranks of the second
+            dimension, the plan must have one mask for all heads, dropout_p must be 0, and the
+            score function must not depend on the head.
+        mask: Selects blocks of plan.mask_of(rank) for the queries of this rank; by default all of
+            them. It does not change which keys are fetched.
+        key_lengths: Integers (batch,), in tokens of the whole sequence, as in
+            sparseflash.attention.
+        bias: As in sparseflash.attention, for the whole sequence. Each rank computes a partial
+            gradient of bias, sinks and score tensors. The gradient is the sum over ranks, as for
+            any parameter that is replicated.
         sinks: As in sparseflash.attention.
-        seed: Seed of dropout: it drops the same pairs as in one process.
-        score_tensors: As in sparseflash.attention, of the whole sequence: positions index them.
-        return_lse: Also return the LSE of this rank's queries.
-        check: Before anything is exchanged, ask all ranks whether their plans and arguments agree
-            and none is refused. Where not, all raise. It waits for the device. None: in the first
-            call with this plan and group.
-        **options: Keywords of AttentionOptions.
+        seed: Seed of dropout, equal on all ranks. The same pairs are dropped as in one process.
+        score_tensors: As in sparseflash.attention, for the whole sequence.
+        return_lse: Also return the LSE of the queries of this rank.
+        check: Whether all ranks first compare their plans and arguments. If they differ, or a rank
+            has an invalid argument, all ranks raise an error. The check waits for the device. By
+            default it is done in the first call with this plan and group.
+        **options: Fields of AttentionOptions.
 
     Returns:
-        out (batch, heads, tokens of this rank, value_dim), and with return_lse the LSE, (batch,
-        heads, tokens of this rank).
+        out (batch, heads, tokens of this rank, value_dim), and with return_lse also the LSE
+        (batch, heads, tokens of this rank).
 
     Raises:
-        TypeError, ValueError: An argument is wrong; the message names it. Where nothing is
-            checked, ranks on which it is right wait for this one until the time-out of the group.
-        BackendError: No backend can serve the call.
+        TypeError, ValueError: An argument is invalid; the message names it. Without the check, the
+            other ranks wait until the time-out of the group.
+        BackendError: No backend can compute the call.
         RuntimeError: Another rank died or did not answer within the time-out of the group.
 
     Reference:
-        Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers", 2023, moves all keys;
-        Jiang et al., "DCP: dynamic context parallelism", 2025, plans what is moved.
+        Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers", 2023, exchanges all
+        keys; Jiang et al., "DCP: dynamic context parallelism", 2025, plans the exchange.
     """
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
@@ -152,7 +155,7 @@ def _with_shared_heads(
     check: bool | None,
     options: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of own tokens and all heads, computed of more tokens and fewer heads."""
+    """(out, lse) of own tokens and all heads; each rank computes all tokens and own heads."""
     group, heads_group = mesh.get_group(0), mesh.get_group(1)
     resolved(group, plan.ranks)
     shard = len(plan.positions(group.rank()))
@@ -161,7 +164,7 @@ def _with_shared_heads(
         check = ("agreed", heads_group) not in plan.cache
     problem = _problem_of_shared_heads(sharing, (query, key, value), plan, mask, options)
     if check:
-        # Along both dimensions of the mesh, so that what is wrong anywhere is known everywhere.
+        # Along both dimensions of the mesh, so that every rank raises the error of any rank.
         problem = disagreement(heads_group, {"plan": plan.digest}, problem)
         check_agreement(group, {}, problem)
         plan.cache["agreed", heads_group] = True
@@ -192,19 +195,19 @@ def _problem_of_shared_heads(
     mask: DynamicMask | None,
     options: Mapping[str, Any],
 ) -> str | None:
-    """Why ranks cannot share the heads of a call."""
+    """The reason why the heads of a call cannot be divided among ranks; None if they can."""
     try:
         query, key, value = tensors
         checked_tensors(query, key, value, None)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             sharing.check(name, tensor)
         if plan.mask.num_heads > 1 or (mask is not None and mask.num_heads > 1):
-            return "plan must be of one mask for all heads where ranks share the heads"
+            return "plan must have one mask for all heads if heads are divided among ranks"
         checked = AttentionOptions(**options)
         if checked.dropout_p > 0:
-            return "dropout_p must be 0 where ranks share the heads"
+            return "dropout_p must be 0 if heads are divided among ranks"
         if isinstance(checked.score, str) and find_score_function(checked.score).of_head:
-            return "score must not depend on the head where ranks share the heads"
+            return "score must not depend on the head if heads are divided among ranks"
     except (TypeError, ValueError) as error:
         return str(error)
     return None

@@ -1,8 +1,8 @@
-"""Heads over the ranks of a node, the sequence over the nodes.
+"""Heads divided among the ranks of a node, the sequence sharded over nodes.
 
-The ranks of one row of a mesh share the shard that a plan gives the row: each comes with a part of
-its tokens and all heads. An all-to-all gives each of them all tokens of the shard and a part of
-the heads, for the attention; another one takes the result back.
+The ranks of one row of a mesh share one shard of the sequence. Each starts with a part of the
+tokens of the shard and all heads. An all-to-all gives it all tokens of the shard and a part of
+the heads, for which it computes attention. Another all-to-all returns the result.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from sparseflash.distributed.transport import Exchange
 
 @dataclass(frozen=True)
 class HeadSharing:
-    """The ranks that share the heads of one shard.
+    """The ranks among which the heads of one shard are divided.
 
     Attributes:
-        group: These ranks.
-        tokens: How many tokens of the shard each of them has.
+        group: The process group of these ranks.
+        tokens: Number of tokens of the shard with which each rank starts.
     """
 
     group: ProcessGroup
@@ -29,28 +29,29 @@ class HeadSharing:
 
     @staticmethod
     def of(group: ProcessGroup, shard: int) -> "HeadSharing":
-        """The ranks of a group, which come with equal parts of `shard` tokens, the first ones with
-        one more where it is no multiple.
+        """The ranks of a group, which start with equal parts of `shard` tokens.
+
+        If the parts cannot be equal, the first ranks have one token more.
         """
         each, more = divmod(shard, group.size())
         return HeadSharing(group, tuple(each + (rank < more) for rank in range(group.size())))
 
     @property
     def own(self) -> int:
-        """Tokens with which this rank comes."""
+        """Number of tokens with which this rank starts."""
         return self.tokens[self.group.rank()]
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError where the heads cannot be shared or the tokens are not `own`."""
+        """Raises ValueError if the heads cannot be divided or the tokens are not `own`."""
         if tensor.shape[1] % len(self.tokens):
             raise ValueError(
-                f"{name} must have a multiple of {len(self.tokens)} heads, as many ranks share "
-                f"them, got {tuple(tensor.shape)}"
+                f"{name} must have a multiple of {len(self.tokens)} heads, to be divided among as "
+                f"many ranks, got {tuple(tensor.shape)}"
             )
         if tensor.shape[2] != self.own:
             raise ValueError(
-                f"{name} must have {self.own} tokens in dim 2, this rank's of a shard of "
-                f"{sum(self.tokens)}, got {tuple(tensor.shape)}"
+                f"{name} must have {self.own} tokens in dim 2, the part of this rank of a shard "
+                f"with {sum(self.tokens)}, got {tuple(tensor.shape)}"
             )
 
     def of_own_heads(self, tensor: Tensor | None) -> Tensor | None:
@@ -60,7 +61,7 @@ class HeadSharing:
         return tensor.tensor_split(len(self.tokens))[self.group.rank()]
 
     def by_heads(self, tensor: Tensor) -> Tensor:
-        """(batch, heads, own tokens, dims) to (batch, own heads, all tokens, dims)."""
+        """Exchanges (batch, heads, own tokens, dims) to (batch, own heads, all tokens, dims)."""
         return cast(Tensor, _Swap.apply(tensor, self, True))
 
     def by_tokens(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The time that a rank takes, modelled of what it computes and of what it exchanges."""
+"""A model of the time of a rank, from what it computes and what it exchanges."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,24 +9,24 @@ from torch import Tensor
 from sparseflash.distributed.assign import RANKS_AT_ONCE, Workload
 
 Split = Literal["rows", "keys"]
-# In how many groups heads are fetched, of which one attends while the next ones travel.
+# (split, groups): heads are fetched in groups; one group is computed while the next is fetched.
 CHOICES: tuple[tuple[Split, int], ...] = (("rows", 1), ("rows", 2), ("rows", 4), ("keys", 1))
-WORTH = 1.02  # more groups, and merging, must pay by this factor
-# What merging two results of a row takes, in times to compute a block: the bytes that are read and
-# written are those of about two blocks, and kernels of few blocks have time of their own.
+WORTH = 1.02  # a choice with more groups or with merging must be faster by this factor
+# The time to merge two results of a row, over the time to compute a block: the bytes that are read
+# and written are those of about two blocks, and short kernels have a fixed time.
 MERGED_ROW = 4.0
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """How the blocks of each rank divide; float64 (ranks,) each, summed over heads.
+    """The non-zero blocks of each rank by kind; float64 (ranks,) each, summed over heads.
 
     Attributes:
-        own: Non-zero blocks whose keys the rank owns.
-        fetched: The others.
-        ready: Blocks of rows that attend own keys only.
-        waiting: Blocks of the other rows.
-        waiting_rows: How many these are.
+        own: Blocks whose keys the rank owns.
+        fetched: Blocks whose keys it fetches.
+        ready: Blocks of ready rows, which attend only own keys.
+        waiting: Blocks of waiting rows, which attend fetched keys too.
+        waiting_rows: Number of waiting rows.
     """
 
     own: Tensor
@@ -36,15 +36,18 @@ class Division:
     waiting_rows: Tensor
 
     def elapsed(self, split: Split, groups: int, block: float, exchange: Tensor) -> Tensor:
-        """float64 (ranks,): the time of one pass.
+        """The predicted time of one pass, for each rank.
 
         rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
-        keys    max(own, exchange) + fetched + merge of the waiting rows
+        keys    max(own, exchange) + fetched + merging of the waiting rows
 
         Args:
             split, groups: As in ContextPlan.
-            block: The time of a block.
-            exchange: (ranks,), that of the exchange.
+            block: Time of a block, in any unit.
+            exchange: Time of the exchange of each rank (ranks,), in the same unit.
+
+        Returns:
+            float64 (ranks,), in the same unit.
         """
         if split == "keys":
             merged = self.fetched + MERGED_ROW * self.waiting_rows
@@ -55,7 +58,7 @@ class Division:
 
 
 def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
-    """How the assignment `owner`, int64 (units,), divides the blocks of each rank."""
+    """The blocks of each rank by kind, with the assignment `owner`, int64 (units,)."""
     mask, row, begin, end = workload.spans_of_masks
     owner_of_row, owner_of_column = owner[workload.rows], owner[workload.columns]
     rank, fetched = owner_of_row[row], torch.empty_like(row)
@@ -76,19 +79,19 @@ def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
     sums = torch.zeros(len(counts), ranks, dtype=torch.float64)
     sums.index_add_(1, owner_of_row, of_heads)
     own, fetched, ready, waiting, rows = sums
-    shared = workload.shared_work(owner, ranks)  # of own keys, and ready
+    shared = workload.shared_work(owner, ranks)  # these blocks have own keys and are ready
     return Division(own + shared, fetched, ready + shared, waiting, rows)
 
 
 def chosen_split(
     workload: Workload, owner: Tensor, ranks: int, exchange: Tensor, split: str
 ) -> tuple[Split, int]:
-    """The split, and the groups of heads, of about the least modelled time.
+    """The split and number of groups of heads with about the least predicted time.
 
     Args:
-        workload, owner, ranks: The mask, and which rank owns which unit.
-        exchange: (ranks,), that of all keys, in times to compute a block of a head.
-        split: One to keep to, or "auto".
+        workload, owner, ranks: The mask, the rank of each unit, and the number of ranks.
+        exchange: (ranks,), time of the exchange of all keys over the time of a block of one head.
+        split: "rows", "keys" or "auto".
     """
     division = divided(workload, owner, ranks)
     allowed = [choice for choice in CHOICES if split in (choice[0], "auto")]

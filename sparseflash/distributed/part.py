@@ -1,9 +1,9 @@
-"""What one rank does by a plan: its parts of the mask, and the exchanges between them.
+"""The part of one rank in a plan: the masks of its calls, and the exchanges between them.
 
-split="rows"   ready rows attend own keys while the others' keys travel; then waiting rows
-               attend own and fetched keys together, one group of heads after another
-split="keys"   all rows attend own keys while the first fetched keys travel, then these, round
-               after round, and the results are merged by LSE
+split="rows"   ready rows attend own keys during the exchange; after it, waiting rows attend own
+               and fetched keys in one call, one group of heads after another
+split="keys"   all rows attend own keys during the first exchange, then fetched keys round by
+               round, and the results are merged by LSE
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from masks.lookup_table import moved
 from sparseflash.dispatch.call import Positions
 from sparseflash.distributed.assign import Workload
 
-Tokens = Tensor | slice  # some tokens: int64, or a slice where they follow one another
+Tokens = Tensor | slice  # indices of tokens: int64, or a slice if they are consecutive
 
 
 class Heads(NamedTuple):
-    """One of `groups` equal groups of heads, by its number."""
+    """Group `number` of `groups` equal groups of heads."""
 
     number: int = 0
     groups: int = 1
 
     def of(self, count: int) -> slice:
-        """Which of `count` heads these are; a single one stands for all."""
+        """The indices of these heads among `count` heads; a single head applies to all groups."""
         if count == 1:
             return slice(None)
         return slice(*(count * i // self.groups for i in (self.number, self.number + 1)))
@@ -39,20 +39,21 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One all-to-all of keys and values, and the attention to what it brings to one rank.
+    """One all-to-all of keys and values, and the attention of one rank to the received keys.
 
     Attributes:
-        send: The own tokens that go to each rank.
-        send_splits, receive_splits: How many tokens go to and come from each rank.
-        columns: int64 (blocks,), numbers in the sequence of the key blocks that are attended,
-            ascending: the received ones, and by rows those own ones that waiting rows attend.
-        received_at: Where received tokens, in the order in which they come, stand among these.
-        own: The own tokens among these.
-        own_at: Where they stand.
-        rows: int64, which of the own block rows attend them, ascending.
-        positions: Where these rows and columns stand in the sequence.
-        queries: The own tokens of these rows.
-        mask: These queries against these keys; None where no query attends any.
+        send: For each rank, the own tokens that are sent to it.
+        send_splits, receive_splits: Number of tokens sent to and received from each rank.
+        columns: int64 (blocks,), ascending: key blocks of the sequence that are attended. These
+            are the received ones and, with split="rows", the own ones of waiting rows.
+        received_at: Index among the tokens of `columns` of each received token, in the order in
+            which they arrive.
+        own: Own tokens that belong to `columns`.
+        own_at: Index of each of them among the tokens of `columns`.
+        rows: int64, ascending: the own block rows that attend `columns`.
+        positions: Positions of these rows and columns in the sequence.
+        queries: Own tokens of `rows`.
+        mask: The mask of these queries and keys; None if no query attends any key.
     """
 
     send: tuple[Tokens, ...]
@@ -69,12 +70,12 @@ class Round:
 
     @property
     def received(self) -> int:
-        """Tokens that come in."""
+        """Number of tokens that are received."""
         return sum(self.receive_splits)
 
     @cached_property
     def attended(self) -> int:
-        """Tokens of the keys that are attended."""
+        """Number of key tokens that are attended."""
         return self.received + count(self.own)
 
     def to(self, device: torch.device) -> "Round":
@@ -83,7 +84,7 @@ class Round:
 
 
 class Step(NamedTuple):
-    """A round, and the heads that it is of."""
+    """A round, and the heads for which it is run."""
 
     round: Round
     heads: Heads
@@ -91,16 +92,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """Block rows that all ranks share, and what one rank has to do with them.
+    """Block rows that all ranks share, for one rank.
 
     Attributes:
-        own: The own tokens of these rows.
-        own_tokens: How many these are.
-        tokens: How many each rank owns.
-        order: int64, of the tokens of all rows in the order of the sequence where each stands
-            among those of one rank after another.
-        positions: Where these rows and the own columns stand in the sequence.
-        mask: All of these rows against the own keys.
+        own: Own tokens of these rows.
+        own_tokens: Number of own tokens of these rows.
+        tokens: Number of tokens of these rows that each rank owns.
+        order: int64: for each token of these rows, in the order of the sequence, its index if the
+            tokens are ordered by rank.
+        positions: Positions of these rows and of the own columns in the sequence.
+        mask: The mask of all these rows and the own keys.
     """
 
     own: Tokens
@@ -116,17 +117,17 @@ class SharedRows:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one rank does.
+    """The masks and exchanges of one rank.
 
     Attributes:
-        rows, columns: int64, numbers of its block rows and block columns in the sequence.
-        positions: Where they stand in the sequence.
-        mask: Its queries against its own keys; by rows that of the ready rows, the others empty.
-            None where there is no pair.
-        rounds: What is exchanged.
-        order: Which round comes when, and of which heads; as many entries on every rank.
-        summands: Most gradients that are added up for one of its keys.
-        shared: The rows that all ranks share; None where there are none.
+        rows, columns: int64, block rows and block columns of the sequence that it owns.
+        positions: Their positions in the sequence.
+        mask: The mask of its queries and its own keys. With split="rows" the waiting rows are
+            empty. None if no pair attends.
+        rounds: The exchanges.
+        order: The order of rounds: index and heads of each, as many on every rank.
+        summands: Largest number of gradients that are added for one of its keys.
+        shared: The rows that all ranks share; None if there are none.
     """
 
     rows: Tensor
@@ -140,7 +141,7 @@ class Part:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """The rounds in their order."""
+        """The rounds in the order in which they run."""
         return [Step(self.rounds[index], heads) for index, heads in self.order]
 
     def to(self, device: torch.device) -> "Part":
@@ -153,10 +154,10 @@ class Fetches:
     """Which key blocks ranks fetch for the heads of one mask, and in how many rounds.
 
     Attributes:
-        workload: The mask as the strategies see it.
-        owner: int64 (units,), the rank of each unit.
+        workload: The mask in the form that the strategies read.
+        owner: int64 (units,), the rank that owns each unit.
         fetched: bool (ranks, nk), the key blocks that each rank receives.
-        num_rounds: All-to-alls, the same on every rank.
+        num_rounds: Number of all-to-alls, the same on every rank.
     """
 
     workload: Workload
@@ -165,7 +166,7 @@ class Fetches:
     num_rounds: int
 
     def round(self, rank: int, number: int, by_rows: bool) -> Round:
-        """One of the rounds of a rank."""
+        """Round `number` of a rank."""
         tokens, grid = self.workload.column_tokens, self.workload.mask.grid
         own_columns = self.columns_of(rank)
         own_first = torch.zeros(grid.nk, dtype=torch.int64)
@@ -203,7 +204,7 @@ class Fetches:
         )
 
     def ready_rows(self, rank: int) -> Tensor:
-        """Which of the own block rows attend no fetched key."""
+        """int64: the own block rows of a rank that attend no fetched key."""
         ready = torch.ones(len(self.rows_of(rank)), dtype=torch.bool)
         ready[self._attending(rank, self.fetched[rank].nonzero().flatten())] = False
         return ready.nonzero().flatten()
@@ -220,9 +221,9 @@ class Fetches:
         return self.owner[self.workload.columns[columns]]
 
     def _received(self, rank: int, number: int) -> Tensor:
-        """The key blocks that a rank receives in one round, in the order in which they come."""
+        """The key blocks that a rank receives in one round, in the order of arrival."""
         columns = self.fetched[rank].nonzero().flatten()
-        # A rank starts with those of the next one, so that no rank is asked by all at once.
+        # A rank starts with the keys of the next rank, so that not all ranks need the same sender.
         distance = (self._owner_of(columns) - rank - 1) % len(self.fetched)
         columns = columns[torch.argsort(distance, stable=True)]
         bounds = [len(columns) * i // self.num_rounds for i in (number, number + 1)]
@@ -230,7 +231,7 @@ class Fetches:
         return columns[torch.argsort(self._owner_of(columns), stable=True)]
 
     def _attending(self, rank: int, columns: Tensor) -> Tensor:
-        """Which of the own block rows attend some of the columns."""
+        """The own block rows that attend any of the columns."""
         own = self.rows_of(rank)
         if not len(columns):
             return own[:0]
@@ -238,7 +239,7 @@ class Fetches:
         return mask.blocks_per_row().sum(0).nonzero().flatten()
 
     def _own_columns_of(self, rank: int, rows: Tensor) -> Tensor:
-        """The own block columns that some of the own block rows attend."""
+        """The own block columns that any of the given own block rows attends."""
         own, numbers = self.columns_of(rank), self.rows_of(rank)[rows]
         mask = self.workload.mask.take_blocks(numbers, own)
         return own[Workload(mask).needed(torch.zeros(len(rows), dtype=torch.int64), 1)[0]]
@@ -252,7 +253,7 @@ class Fetches:
 
 
 def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
-    """What a rank has to do with the shared block rows of the mask of the whole sequence."""
+    """The shared block rows of the mask of the whole sequence, for one rank."""
     grid, workload = mask.grid, fetches.workload
     shared, sizes = workload.shared, workload.shared_tokens
     owner = fetches.owner[workload.rows[shared]]
@@ -276,7 +277,7 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
 def part_of(
     fetches: Sequence[Fetches], groups: int, rank: int, by_rows: bool, shared: SharedRows | None
 ) -> Part:
-    """What a rank does, of what ranks fetch for each group of heads, or for all of them alike."""
+    """The part of a rank; `fetches` has an entry for each group of heads, or one for all."""
     grid, rounds, order = fetches[0].workload.mask.grid, [], []
     for number, each in enumerate(fetches):
         alike = range(groups) if len(fetches) == 1 else (number,)
@@ -303,7 +304,7 @@ def part_of(
 
 
 def _own_mask(fetches: Sequence[Fetches], rank: int, by_rows: bool) -> BlockMask | None:
-    """The mask of a Part, of the heads of all `fetches`."""
+    """The mask of a Part, for the heads of all `fetches`."""
     of_heads: list[BlockMask] = []
     for each in fetches:
         mask = each.workload.mask.take_blocks(each.rows_of(rank), each.columns_of(rank))
@@ -322,7 +323,7 @@ def _positions(grid: Grid, rows: Tensor, columns: Tensor) -> Positions:
 
 
 def _as_slice(tokens: Tensor) -> Tokens:
-    """Tokens as a slice where they follow one another: views cost no copy."""
+    """Tokens as a slice if they are consecutive: indexing by a slice makes a view, not a copy."""
     if not len(tokens):
         return slice(0, 0)
     first = int(tokens[0])
@@ -331,11 +332,11 @@ def _as_slice(tokens: Tensor) -> Tokens:
 
 
 def count(tokens: Tokens) -> int:
-    """How many tokens these are."""
+    """The number of tokens."""
     return len(tokens) if isinstance(tokens, Tensor) else tokens.stop - tokens.start
 
 
 def _tokens_of(first: Tensor, count: Tensor) -> Tensor:
-    """The `count` numbers from `first` on, block after block."""
+    """The concatenation of arange(first, first + count) of each block."""
     start = torch.cumsum(count, 0) - count
     return torch.arange(int(count.sum())) + torch.repeat_interleave(first - start, count)

@@ -1,15 +1,16 @@
 """Both passes of one rank.
 
-By rows, the ready rows attend own keys while keys travel, and then the waiting rows attend own and
-fetched keys, one group of heads after another. Each row is computed once, so nothing is merged.
+split="rows": the ready rows attend own keys during the exchange. Then the waiting rows attend own
+and fetched keys, one group of heads after another. Each row is computed once, so nothing is
+merged.
 
-By keys, all rows attend own keys while keys travel, then these, round after round:
+split="keys": all rows attend own keys during the exchange, then fetched keys round by round:
 
     O, LSE = merge of (own part, round 0, round 1, ...)
 
-The backward pass of every part is that of the whole softmax: with the LSE and the O of all parts,
-P = exp(S - LSE) and dS = P * (dP - rowsum(dO * O)) need nothing of another part. The gradients of
-fetched keys and values go back to their owners, which add them in the order of rounds and ranks.
+In the backward pass the parts are independent: with the final LSE and O, P = exp(S - LSE) and
+dS = P * (dP - rowsum(dO * O)) need nothing from another part. The gradients of fetched keys and
+values are sent to their owners, which add them in the order of rounds and ranks.
 """
 
 import math
@@ -30,7 +31,7 @@ from sparseflash.merge import merge_in_place
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """(out, lse) of this rank's queries."""
+    """(out, lse) of the queries of this rank."""
 
     @staticmethod
     def forward(
@@ -66,7 +67,7 @@ Result = tuple[Tensor, Tensor, list[Call | None], list[Tensor]]
 def _forward_by_rows(
     prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
 ) -> Result:
-    """out, lse, the call of each step (None without keys), and its keys and values."""
+    """(out, lse, call of each step or None, keys and values of each step)"""
     fetches = [_Fetch(prepared, key, value, step) for step in prepared.part.steps]
     out, lse = _own_part(prepared, query, key, value, shared)
     calls, saved = [], []
@@ -83,7 +84,7 @@ def _forward_by_rows(
 def _forward_by_keys(
     prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
 ) -> Result:
-    """Like _forward_by_rows; of several rounds no keys and values are saved."""
+    """Like _forward_by_rows, but with several rounds the keys and values are not saved."""
     steps = prepared.part.steps
     fetch = _Fetch(prepared, key, value, steps[0]) if steps else None
     out, lse = _own_part(prepared, query, key, value, shared)
@@ -101,7 +102,7 @@ def _forward_by_keys(
             queries = step.round.queries
             merged = (out[:, :, queries], lse[:, :, queries])
             merge_in_place(*merged, *result)
-            if not isinstance(queries, slice):  # which gave views
+            if not isinstance(queries, slice):  # a slice gives views, which merge_in_place changes
                 out[:, :, queries], lse[:, :, queries] = merged
     saved = [packed] if packed is not None and len(steps) == 1 else []
     return out.to(query.dtype), lse, calls, saved
@@ -110,7 +111,7 @@ def _forward_by_keys(
 def _own_part(
     prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of own queries and keys; then the shared rows are attended and sent back."""
+    """(out, lse) of own queries and keys. Then computes shared rows and sends the results."""
     if prepared.own is not None:
         out, lse = prepared.own.forward(query, key, value)
     else:
@@ -125,7 +126,7 @@ def _own_part(
 def _fetched_part(
     prepared: Prepared, step: Step, packed: Tensor, query: Tensor
 ) -> tuple[Call | None, tuple[Tensor, Tensor] | None]:
-    """The call of a step and its (out, lse); None where it has no pair."""
+    """(call of a step, (out, lse) of it); both None if no pair of the step attends."""
     if step.round.mask is None:
         return None, None
     here, (key, value) = _queries_of(query, step), _Packing.of(prepared, step).views(packed)
@@ -134,7 +135,7 @@ def _fetched_part(
 
 
 def _queries_of(tensor: Tensor, step: Step) -> Tensor:
-    """The heads and tokens of (batch, heads, own tokens, ...) that a step is of."""
+    """The heads and tokens of a step out of a tensor (batch, heads, own tokens, ...)."""
     return tensor[:, step.heads.of(tensor.shape[1])][:, :, step.round.queries]
 
 
@@ -162,7 +163,7 @@ class _Backward:
         """The gradients of query, key, value, bias, block scores and all score tensors."""
         returning: list[_Return] = []
         if len(self._saved) == len(self._steps):
-            # What was saved first, so that its gradients travel while the own part is computed.
+            # Saved steps first, so that their gradients are sent while the own part is computed.
             grads_of_steps = []
             for number, packed in enumerate(self._saved):
                 grads_of_steps.append(self._grads_of_step(number, packed))
@@ -214,7 +215,7 @@ class _Backward:
             self._grads = [*grads]
             if grads[4] is not None:
                 self._grads[4] = self._scattered(grads[4], None, prepared.part.columns, Heads())
-        # Where more than two gradients are added up they are rounded once.
+        # Sums of more than two gradients are computed in float32, and rounded once.
         several = len(self._steps) > 1 or self._shared is not None
         many = prepared.part.summands > 2
         by_keys = len(self._steps) > 1 and prepared.plan.split == "keys"
@@ -255,7 +256,7 @@ class _Backward:
         return call.backward(*grads, saved, self._needs)
 
     def _returned(self, number: int, grads: tuple[Tensor | None, ...] | None) -> "list[_Return]":
-        """The gradients of what a step brought, sent back; nothing where none are wanted."""
+        """Sends the gradients of received keys and values, if they are needed."""
         if not (self._needs[1] or self._needs[2]):
             return []
         step = self._steps[number]
@@ -291,7 +292,7 @@ class _Backward:
     def _scattered(
         self, blocks: Tensor, rows: Tensor | None, columns: Tensor, heads: Heads
     ) -> Tensor:
-        """The gradients of some blocks, in zeros for all of this rank."""
+        """The gradients of all block scores of this rank: those of given blocks, and zeros."""
         scores = self._prepared.block_scores
         assert scores is not None
         total = blocks.new_zeros(scores.shape)
@@ -304,7 +305,7 @@ class _Backward:
 def _add(
     total: Tensor | None, step: Step, tokens: Tokens, grad: Tensor | None, *, first: bool
 ) -> None:
-    """Adds the gradients of some tokens; or writes them, as the first ones that are not 0."""
+    """Adds the gradients of some tokens to `total`, or writes them if they are the first."""
     if total is None or grad is None:
         return
     total = total[:, step.heads.of(total.shape[1])]
@@ -317,8 +318,10 @@ def _add(
 
 
 class _Packing(NamedTuple):
-    """How keys and values, or their gradients, share a packed tensor (tokens, numbers of a token):
-    first those of its key, (batch, heads, head_dim), then those of its value.
+    """The layout of keys and values, or their gradients, in one tensor for an exchange.
+
+    It has a row for each token: the key (batch, heads, head_dim), then the value (batch, heads,
+    value_dim).
     """
 
     batch: int
@@ -327,19 +330,17 @@ class _Packing(NamedTuple):
 
     @staticmethod
     def of(prepared: Prepared, step: Step) -> "_Packing":
-        """That of the heads of a step."""
+        """The layout for the heads of a step."""
         batch, kv_heads, _, head_dim = prepared.key.shape
         heads = len(range(kv_heads)[step.heads.of(kv_heads)])
         return _Packing(batch, heads, (head_dim, prepared.value.shape[3]))
 
     def empty(self, like: Tensor, tokens: int) -> Tensor:
-        """A packed tensor of unset numbers."""
+        """An uninitialised packed tensor."""
         return like.new_empty(tokens, self.batch * self.heads * sum(self.dims))
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """Its keys (batch, heads, tokens, head_dim) and its values (batch, heads, tokens,
-        value_dim).
-        """
+        """Views of the keys and the values of a packed tensor, (batch, heads, tokens, dims)."""
         of_token = [self.batch * self.heads * dims for dims in self.dims]
         return [
             part.unflatten(1, (self.batch, self.heads, dims)).permute(1, 2, 0, 3)
@@ -349,14 +350,14 @@ class _Packing(NamedTuple):
     def put(
         self, packed: Tensor, at: Tokens, both: Sequence[Tensor | None], tokens: Tokens
     ) -> None:
-        """Writes some tokens of keys and values into a packed tensor, zeros where one is None."""
+        """Writes some tokens of keys and values into a packed tensor; None gives zeros."""
         for view, tensor in zip(self.views(packed), both, strict=True):
             view[:, :, at] = 0 if tensor is None else tensor[:, :, tokens]
 
     def pack(
         self, like: Tensor, both: Sequence[Tensor | None], chosen: Sequence[Tokens]
     ) -> Tensor:
-        """Chosen tokens of keys and values, one choice after another."""
+        """Packs the chosen tokens of keys and values, one choice after another."""
         packed, begin = self.empty(like, sum(map(count, chosen))), 0
         for tokens in chosen:
             end = begin + count(tokens)
@@ -366,7 +367,7 @@ class _Packing(NamedTuple):
 
 
 class _Fetch:
-    """The keys and values that a step attends; those of other ranks are under way."""
+    """The keys and values that a step attends; the constructor starts the exchange."""
 
     def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
         each = self._round = step.round
@@ -382,7 +383,7 @@ class _Fetch:
         packing.put(self._packed, each.own_at, both, each.own)
 
     def wait(self) -> Tensor:
-        """Packed, in the order of the sequence."""
+        """The packed keys and values, in the order of the sequence."""
         received = self._exchange.wait()
         if isinstance(self._round.received_at, Tensor):
             self._packed[self._round.received_at] = received
@@ -390,7 +391,7 @@ class _Fetch:
 
 
 class _Return:
-    """Gradients of the keys and values that a step received, on their way to the owners."""
+    """Sends the gradients of the keys and values that a step received to their owners."""
 
     def __init__(self, prepared: Prepared, packed: Tensor, step: Step):
         self._step, each = step, step.round
@@ -399,7 +400,7 @@ class _Return:
         self._exchange = Exchange(prepared.group, packed, *splits, "gradients of keys and values")
 
     def add_to(self, *totals: Tensor | None) -> None:
-        """Adds what came back, one rank after another: a token may have gone to several."""
+        """Adds the received gradients, rank by rank: a token may have been sent to several."""
         each = self._step.round
         parts = self._exchange.wait().split(each.send_splits)
         for part, tokens in zip(parts, each.send, strict=True):

@@ -1,7 +1,7 @@
-"""ContextPlan: how a sequence is sharded over ranks, and which key blocks they exchange.
+"""ContextPlan: how a sequence is sharded over ranks, and which key blocks the ranks exchange.
 
-Everything follows from the mask and the assignment of its units to ranks. So every rank makes the
-same plan without asking another.
+A plan follows from the mask and from the assignment of units to ranks. So every rank makes the
+same plan without communication.
 """
 
 import hashlib
@@ -41,27 +41,29 @@ from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_r
 from sparseflash.distributed.report import Report, report_of
 
 FETCH_COST = 4.0  # time to fetch a block of keys and values over the time to compute a block
-ABOUT = 1.05  # modelled times within this factor count as equal
+ABOUT = 1.05  # predicted times within this factor count as equal
 HEADER = "context_plan"  # the key of the safetensors metadata
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ContextPlan(Caching):
-    """How a sequence is sharded over ranks, and which key blocks they exchange.
+    """How a sequence is sharded over ranks, and which key blocks the ranks exchange.
 
-    Made by make_plan. It knows no process group: a rank is a number from 0 to before `ranks`.
+    `make_plan` makes it. It refers to no process group: a rank is a number in range(ranks).
 
     Attributes:
         mask: The mask of the whole sequence, on the CPU.
-        ranks: How many share the sequence.
-        strategy: The one that assigned the units to ranks; "own" where the caller did.
-        owner: int64 (units,), the rank of each run of max(block_size) tokens.
-        round_tokens: Most tokens of keys that a rank receives in one round; None for one round.
-        split: "rows": those that attend fetched keys wait for them. "keys": every row attends own
-            keys first, then fetched ones, and both are merged.
-        groups: In how many groups, at most, heads of one mask are fetched one after another.
-        shared: int64, block rows that all ranks share: each attends its own keys, and the owner of
-            a row merges. All else is planned without them.
+        ranks: Number of ranks.
+        strategy: Name of the strategy that assigned units to ranks; "own" for an assignment by
+            the caller.
+        owner: int64 (units,), the rank that owns each unit of max(block_size) tokens.
+        round_tokens: Largest number of key tokens that a rank receives in a round; None for one
+            round.
+        split: "rows" if rows that attend fetched keys wait for them. "keys" if every row attends
+            own keys first and fetched keys later, and the results are merged.
+        groups: Largest number of groups in which the heads of one mask are fetched.
+        shared: int64, the block rows that all ranks share: each rank computes their attention to
+            its own keys, and the owner of a row merges the results.
     """
 
     mask: BlockMask
@@ -75,14 +77,17 @@ class ContextPlan(Caching):
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the whole sequence."""
+        """Number of tokens of the whole sequence."""
         return self.mask.grid.q_len
 
     def positions(self, rank: int) -> Tensor:
-        """Positions of a rank's tokens in the sequence, ascending: int64 (tokens of the rank,).
+        """Positions in the sequence of the tokens that a rank owns.
 
         Args:
             rank: Number of the rank, from 0.
+
+        Returns:
+            int64 (tokens of the rank,), ascending.
         """
         rank = self._rank(rank)
         if ("positions", rank) not in self.cache:
@@ -99,12 +104,19 @@ class ContextPlan(Caching):
             tensor: A tensor with all tokens of the sequence along `dim`.
             rank: Number of the rank, from 0.
             dim: The dimension of tokens.
+
+        Returns:
+            A copy of the tensor at self.positions(rank) of `dim`.
+
+        Raises:
+            TypeError, ValueError: `tensor` does not have seq_len tokens in `dim`, or there is no
+                such rank.
         """
         _check_tokens("tensor", tensor, dim, self.seq_len, f"{self.seq_len} tokens")
         return tensor.index_select(dim, self.positions(rank).to(tensor.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The inverse of shard, for one process that has the shards of all ranks.
+        """The inverse of `shard`, for one process that has the shards of all ranks.
 
         If each rank has its own shard, use `gather`.
 
@@ -112,14 +124,19 @@ class ContextPlan(Caching):
             shards: shards[rank] has the tokens of that rank along `dim`.
             dim: The dimension of tokens.
 
+        Returns:
+            A tensor with all tokens of the sequence along `dim`.
+
         Raises:
-            TypeError, ValueError: `shards` is no list of one tensor for each rank, or a tensor has
-                not as many tokens as its rank.
+            TypeError, ValueError: `shards` is not a list of one tensor for each rank, or a tensor
+                has another number of tokens than its rank.
         """
         if not isinstance(shards, Sequence):
             raise TypeError(f"shards must be a list of tensors, got {type(shards).__name__}")
         if len(shards) != self.ranks:
-            raise ValueError(f"shards must be of {self.ranks} ranks, got {len(shards)}")
+            raise ValueError(
+                f"shards must have {self.ranks} tensors, one a rank, got {len(shards)}"
+            )
         for rank, shard in enumerate(shards):
             self.check_length(f"shards[{rank}]", shard, rank, dim)
         position = torch.cat([self.positions(rank) for rank in range(self.ranks)])
@@ -139,10 +156,13 @@ class ContextPlan(Caching):
         _check_tokens(name, tensor, dim, expected, f"the {expected} tokens of rank {rank}")
 
     def mask_of(self, rank: int) -> BlockMask:
-        """The mask of one rank's queries and all keys, from which a DynamicMask can select.
+        """The mask of the queries of one rank and all keys, from which a DynamicMask can select.
 
         Args:
             rank: Number of the rank, from 0.
+
+        Returns:
+            A BlockMask whose block rows are those that the rank owns.
         """
         rank = self._rank(rank)
         if ("mask", rank) not in self.cache:
@@ -151,19 +171,19 @@ class ContextPlan(Caching):
         return self.cache["mask", rank]
 
     def is_support(self, support: BlockMask, rank: int) -> bool:
-        """Whether a mask, on any device, is mask_of(rank)."""
+        """Whether a mask, on any device, equals mask_of(rank)."""
         key = ("support", rank, support.handle)
         if key not in self.cache:
             self.cache[key] = support.to("cpu") == self.mask_of(rank)
         return self.cache[key]
 
     def part(self, rank: int, device: torch.device | str = "cpu", groups: int = 1) -> Part:
-        """What one rank does; its tensors on a device. Made once.
+        """The masks and exchanges of one rank, cached for each device.
 
         Args:
-            rank: Its number.
-            device: Device of the tensors.
-            groups: Into how many groups heads are parted, that are fetched one after another.
+            rank: Number of the rank, from 0.
+            device: Device of the tensors of the part.
+            groups: Number of groups of heads that are fetched one after another.
         """
         rank, device = self._rank(rank), torch.device(device)
         key = ("part", rank, groups)
@@ -179,14 +199,17 @@ class ContextPlan(Caching):
     def head_groups(self, kv_heads: int) -> int:
         """The number of groups of key heads that are exchanged one after another.
 
-        If heads have masks of their own, each key head is a group, so that each one fetches only
+        If heads have different masks, each key head is a group, so that each one fetches only
         the keys that it needs.
 
         Args:
-            kv_heads: Key heads of the call.
+            kv_heads: Number of key heads of the call.
+
+        Returns:
+            A divisor of kv_heads.
 
         Raises:
-            ValueError: Masks of heads are not of as many heads of keys or a multiple.
+            ValueError: kv_heads does not divide the number of heads of the mask.
         """
         if self.split == "keys":
             return 1
@@ -199,12 +222,14 @@ class ContextPlan(Caching):
         return kv_heads
 
     def traffic(self, groups: int = 1) -> Tensor:
-        """Key tokens of a forward pass from each rank to each other: int64 (ranks, ranks).
-
-        Entry [receiver, sender] is summed over groups of heads; the diagonal is 0.
+        """The number of key tokens that each rank receives from each other in a forward pass.
 
         Args:
-            groups: Groups of heads, as head_groups returns.
+            groups: Number of groups of heads, from head_groups.
+
+        Returns:
+            int64 (ranks, ranks). Entry [receiver, sender] is summed over groups of heads; the
+            diagonal is 0.
         """
         if groups == 1 or self.mask.num_heads == 1:
             return self.costs.traffic * groups
@@ -213,7 +238,7 @@ class ContextPlan(Caching):
 
     @cached_property
     def num_rounds(self) -> int:
-        """All-to-alls of one pass: the same on every rank, 0 where no rank needs another."""
+        """All-to-alls of one pass, the same on every rank; 0 if no rank fetches keys."""
         most = max(int(needed.sum()) for needed in self._fetched)
         if self.round_tokens is None:
             return min(most, 1)
@@ -222,7 +247,7 @@ class ContextPlan(Caching):
 
     @cached_property
     def workload(self) -> Workload:
-        """The mask as the strategies see it: without the rows that ranks share."""
+        """The mask without shared rows, in the form that the strategies read."""
         return Workload(self.mask, self.shared)
 
     @cached_property
@@ -232,7 +257,7 @@ class ContextPlan(Caching):
 
     @cached_property
     def digest(self) -> str:
-        """64 hexadecimal digits that two plans share only if they are equal."""
+        """SHA-256 of the plan, by which ranks check that their plans are equal."""
         blocks, digest = self.mask.block_set, hashlib.sha256()
         shape = (self.mask.seq_len, self.mask.block_size, self.mask.head_to_mask)
         digest.update(
@@ -253,15 +278,19 @@ class ContextPlan(Caching):
         heads: int | None = None,
         value_dim: int | None = None,
     ) -> Report:
-        """Bytes and blocks of every rank, beside a ring, an all-gather and lower bounds.
+        """Bytes and blocks of every rank, compared with an all-gather and a lower bound.
 
         Args:
             kv_heads, head_dim, dtype, batch: Sizes and dtype of keys and values.
-            heads: Heads of queries, which travel where rows are shared; by default kv_heads.
+            heads: Number of query heads, by default kv_heads. It counts if there are shared rows,
+                whose queries are sent.
             value_dim: Dims of a value; by default head_dim.
 
+        Returns:
+            A Report.
+
         Raises:
-            TypeError, ValueError: An argument is wrong; the message names it.
+            TypeError, ValueError: An argument is invalid; the message names it.
         """
         heads = kv_heads if heads is None else heads
         value_dim = head_dim if value_dim is None else value_dim
@@ -274,7 +303,7 @@ class ContextPlan(Caching):
         return report_of(self, batch, kv_heads, queries, (head_dim, value_dim), dtype)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan to a safetensors file; masks.load reads its mask.
+        """Writes the plan to a safetensors file. `masks.load` can read the mask from this file.
 
         Args:
             path: The file, which is overwritten if it exists.
@@ -295,9 +324,12 @@ class ContextPlan(Caching):
         Args:
             path: The file.
 
+        Returns:
+            The plan.
+
         Raises:
-            ValueError: The file holds no plan, or a damaged one.
-            OSError: There is no such file, or it cannot be read.
+            ValueError: The file contains no valid plan.
+            OSError: The file does not exist or cannot be read.
         """
         mask = masks.load(path)
         try:
@@ -306,7 +338,7 @@ class ContextPlan(Caching):
                 header = json.loads((file.metadata() or {})[HEADER])
             return _saved_plan(mask, header, owner, shared)
         except (SafetensorError, *UNREADABLE) as error:
-            raise ValueError(f"file {path} holds no context plan: {error!r}") from error
+            raise ValueError(f"file {path} contains no valid context plan: {error!r}") from error
 
     def __repr__(self) -> str:
         report = self.report()
@@ -324,7 +356,7 @@ class ContextPlan(Caching):
         return self.workload.fetched(self.owner, self.ranks)
 
     def _fetches(self, groups: int) -> list[Fetches]:
-        """What ranks fetch: for all heads, or for each group of those that have masks."""
+        """What ranks fetch for all heads, or for each group if heads have different masks."""
         if groups == 1 or self.mask.num_heads == 1:
             return [Fetches(self.workload, self.owner, self._fetched, self.num_rounds)]
         if ("fetches", groups) not in self.cache:
@@ -385,8 +417,11 @@ def make_plan(
             the time to compute one non-zero block of all heads, forward and backward. If a
             DynamicMask selects k of n blocks, computing takes k / n of the time: use 4 n / k.
 
+    Returns:
+        The plan.
+
     Raises:
-        TypeError, ValueError: An argument is wrong; the message names it.
+        TypeError, ValueError: An argument is invalid; the message names it.
     """
     _check_mask(mask)
     ranks = _ranks(ranks, Workload(mask).units)
@@ -410,7 +445,7 @@ def _planned(
     shared_rows: tuple[int, ...] | None,
     fetch_cost: float,
 ) -> ContextPlan:
-    """The plan of checked arguments."""
+    """The plan for arguments that have been checked."""
     workloads = [Workload(mask, torch.tensor(shared_rows or (), dtype=torch.int64))]
     if shared_rows is None and ranks > 1 and len(heavy := heavy_rows(mask)):
         workloads.append(Workload(mask, heavy))
@@ -439,7 +474,7 @@ def _strategies(
 
 
 def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tensor) -> ContextPlan:
-    """The plan of what a file holds. Raises where a part of it is missing or makes no sense."""
+    """The plan in the contents of a file. Raises if a part is missing or invalid."""
     _check_mask(mask)
     chosen = saved["split"], check_integer("groups", saved["groups"])
     if chosen not in CHOICES:
@@ -460,7 +495,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def _check_tokens(name: str, tensor: Any, dim: Any, count: int, tokens: str) -> None:
-    """Raises where a tensor has not `count` tokens, called `tokens`, along `dim`."""
+    """Raises if a tensor does not have `count` tokens, described by `tokens`, along `dim`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     dim = check_integer("dim", dim, least=-tensor.dim(), most=tensor.dim() - 1)
@@ -484,7 +519,7 @@ def _fastest(
     ranks: int,
     fetch_cost: float,
 ) -> tuple[str, Tensor, Workload]:
-    """The choice that moves least, of those whose modelled time is about the least."""
+    """The choice with the least traffic among those with about the least predicted time."""
     candidates = []
     for workload in workloads:
         for name, assign in strategies.items():

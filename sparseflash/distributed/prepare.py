@@ -1,4 +1,4 @@
-"""One call of one rank: its arguments, checked, and the calls of the parts that it is made of."""
+"""One call of context_parallel_attention on one rank: its checks, and the calls of its parts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from sparseflash.score import (
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Everything about one call of one rank, checked."""
+    """The checked arguments of one call on one rank."""
 
     query: Tensor
     key: Tensor
@@ -56,7 +56,7 @@ class Prepared:
     differentiates_score_tensors: bool
 
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """Properties of the call that must be equal on all ranks, by name."""
         return {
             "plan": self.plan.digest,
             "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
@@ -68,7 +68,7 @@ class Prepared:
         }
 
     def check_backend(self) -> None:
-        """What a backend refuses, it refuses before anything is exchanged."""
+        """Raises BackendError if no backend can compute the call, before anything is exchanged."""
         waiting = [step for step in self.part.steps if step.round.mask is not None]
         if self.own is None and waiting:
             each, heads = waiting[0]
@@ -82,7 +82,7 @@ class Prepared:
 
     @cached_property
     def own(self) -> Call | None:
-        """The call of the own queries and keys; None where they share no pair."""
+        """The call for own queries and own keys; None if no pair of them attends."""
         part = self.part
         if part.mask is None:
             return None
@@ -90,16 +90,16 @@ class Prepared:
         return self._call(*tensors, part.mask, part.positions, None, part.columns, Heads())
 
     def call_of(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Call:
-        """The call of the queries of a step and of its keys."""
+        """The call for the queries and keys of a step."""
         each, heads = step
-        assert each.mask is not None, "a round that brings nothing has no call"
+        assert each.mask is not None, "a round without attended keys has no call"
         blocks = (each.positions, each.rows, each.columns)
         return self._call(query, key, value, each.mask, *blocks, heads)
 
     def call_of_shared(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
-        """The call of the rows that all ranks share, and of the own keys."""
+        """The call for shared rows and own keys."""
         shared, part = self.part.shared, self.part
-        assert shared is not None, "no rows are shared"
+        assert shared is not None, "the plan has no shared rows"
         blocks = (shared.positions, None, part.columns)
         return self._call(query, key, value, shared.mask, *blocks, Heads())
 
@@ -153,7 +153,12 @@ def prepare(
     score_tensors: Sequence[Tensor],
     options: Mapping[str, Any],
 ) -> Prepared:
-    """The call after all checks, but for those of the backend."""
+    """Checks all arguments of a call.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+        BackendError: No backend can compute the call.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor) and not is_plain(tensor):
             kind = "negated view" if tensor.is_neg() else type(tensor).__name__
@@ -179,7 +184,8 @@ def prepare(
         raise ValueError(
             f"plan must be made for a mask of {names} heads, got {plan.mask.num_heads}"
         )
-    # A group of heads is numbered from 0, which dropout and score functions would notice.
+    # In a call for a group of heads, heads are numbered from 0. So dropout and score functions of
+    # the head need all heads in one call.
     of_head = isinstance(checked.score, str) and find_score_function(checked.score).of_head
     alone = checked.dropout_p > 0 or of_head
     groups = 1 if alone else plan.head_groups(key.shape[1])
@@ -206,8 +212,8 @@ def _check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
         )
     if len(plan.shared):
         raise ValueError(
-            "mask must be None with a plan of rows that ranks share, since only the owner of a "
-            "row knows what it selects: make_plan(..., shared_rows=()) makes a plan without"
+            "mask must be None if the plan has shared rows, because only the owner of a row knows "
+            "which blocks it selects: make_plan(..., shared_rows=()) makes a plan without them"
         )
     if not plan.is_support(mask.support, rank):
         raise ValueError(f"mask must be selected from plan.mask_of({rank}), got {mask}")

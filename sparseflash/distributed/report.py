@@ -1,4 +1,4 @@
-"""What a context plan asks of its ranks, as numbers, as text and as a plot."""
+"""The work and traffic of each rank under a context plan, as numbers, as text and as a plot."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,31 +11,33 @@ if TYPE_CHECKING:
     from sparseflash.distributed.plan import ContextPlan
 
 
-BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe and Ito: apart for everyone
+BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe and Ito, for readers with colour blindness too
 
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes are those of keys and values, and of what shared rows need.
+    """The work and traffic of each rank under a context plan.
 
-    The backward pass sends back the gradients of keys and values, as many bytes; where there are
-    several rounds it also fetches the keys and values again. Of shared rows it moves O, LSE and
-    their gradients to all ranks, and a gradient of the queries back.
+    In the forward pass the ranks exchange keys and values, and for shared rows the queries, O and
+    LSE. In the backward pass they return the gradients of keys and values, which have as many
+    bytes, and fetch the keys and values again if there are several rounds. For shared rows they
+    exchange O, LSE, their gradients, and dQ.
 
     Attributes:
-        strategy, split: Those of the plan.
-        tokens: Tokens that each rank owns.
-        blocks: Non-zero blocks that each rank computes, summed over heads of the mask.
-        receive_bytes, send_bytes: Of each rank in a forward pass.
-        backward_receive_bytes, backward_send_bytes: Of each rank in a backward pass.
-        shared_rows: Block rows that all ranks share: their queries go to all ranks, and O and LSE
-            come back.
-        shared_bytes: What these are of the bytes that all ranks receive in a forward pass.
-        imbalance: Most blocks of a rank over the mean.
-        gathered_bytes: What each rank would receive if it got all keys and values, by an
-            all-gather or around a ring: these move the same bytes.
-        least_bytes: No assignment of as many tokens to every rank receives less on average of keys
-            and values: a row attends so many blocks, and a rank owns so few.
+        strategy, split: Strategy and split of the plan.
+        tokens: Number of tokens that each rank owns.
+        blocks: Number of non-zero blocks that each rank computes, summed over heads of the mask.
+        receive_bytes, send_bytes: Bytes that each rank receives and sends in a forward pass.
+        backward_receive_bytes, backward_send_bytes: The same in a backward pass.
+        shared_rows: Number of shared block rows.
+        shared_bytes: The part of the bytes received by all ranks in a forward pass that belongs to
+            shared rows.
+        imbalance: Largest number of blocks of a rank over the mean.
+        gathered_bytes: Bytes that each rank would receive if it fetched all keys and values, by an
+            all-gather or ring attention.
+        least_bytes: Lower bound of the mean bytes of keys and values that a rank receives, over
+            all assignments with the same number of tokens for each rank. A row attends a given
+            number of blocks, and a rank owns only its share of them.
     """
 
     strategy: str
@@ -54,12 +56,12 @@ class Report:
 
     @property
     def share(self) -> float:
-        """Bytes moved over those of an all-gather or a ring."""
+        """Bytes received over those of an all-gather or ring attention."""
         return sum(self.receive_bytes) / max(sum(self.gathered_bytes), 1)
 
     @property
     def least_share(self) -> float:
-        """The lower bound of keys and values over the bytes of an all-gather or a ring."""
+        """The lower bound `least_bytes` over the bytes of an all-gather or ring attention."""
         return self.least_bytes * len(self.tokens) / max(sum(self.gathered_bytes), 1)
 
     def __str__(self) -> str:
@@ -86,7 +88,11 @@ class Report:
         return "\n".join(lines)
 
     def plot(self) -> "Figure":
-        """Blocks, and bytes received and sent, of every rank."""
+        """Draws the blocks that each rank computes, and the bytes that it receives and sends.
+
+        Returns:
+            A matplotlib figure.
+        """
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 3), layout="constrained")
@@ -120,8 +126,13 @@ def report_of(
     dims: tuple[int, int],
     dtype: torch.dtype,
 ) -> Report:
-    """The report of a plan for keys and values of some heads, and for `queries` rows of queries
-    over all heads and batch elements; dims: of queries and keys, and of values.
+    """The report of a plan.
+
+    Args:
+        plan: The plan.
+        batch, kv_heads, dtype: Sizes and dtype of keys and values.
+        queries: Batch elements times query heads.
+        dims: Head dim and value dim.
     """
     head_dim, value_dim = dims
     mask, token_bytes = plan.workload.mask, batch * kv_heads * sum(dims) * dtype.itemsize
@@ -135,7 +146,7 @@ def report_of(
     returned, sent_back = (x.long() for x in plan.costs.moved_of_shared(there, back))
     tokens = plan.workload.tokens_of(plan.owner, plan.ranks).tolist()
     blocks = plan.costs.blocks.tolist()
-    # Heads of a group share what is fetched, so a row fetches at least what the densest attends.
+    # Heads of a group fetch together, so a row fetches at least the keys of its densest head.
     parts = groups if mask.num_heads > 1 else 1
     of_heads = mask.blocks_per_row().unflatten(0, (parts, -1)).amax(1)
     mean_degree = float(of_heads.double().mean()) * mask.grid.bk

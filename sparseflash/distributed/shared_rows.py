@@ -1,7 +1,8 @@
-"""Rows that attend so much that all ranks share them: each rank attends its own keys.
+"""Shared rows: rows with so many blocks that each rank computes their attention to its own keys.
 
-Their owners send the queries to all ranks, which send back O and LSE over their own keys; owners
-merge. Backward, owners send dO, O and LSE, and get back a dQ from every rank, which they add up.
+The owner of a row sends its queries to all ranks. Each rank returns O and LSE over its own keys,
+and the owner merges them. In the backward pass the owner sends dO, O and LSE, and adds the dQ that
+all ranks return.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from sparseflash.distributed.prepare import Prepared
 from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import merge_attention
 
-WHAT = "rows that ranks share"
+WHAT = "shared rows"
 
 
 class SharedForward:
-    """The forward pass of the shared rows, begun when the object is made."""
+    """The forward pass of shared rows; the constructor starts sending the queries."""
 
     def __init__(self, prepared: Prepared, rows: SharedRows, query: Tensor):
         self._prepared, self._rows = prepared, rows
@@ -28,7 +29,7 @@ class SharedForward:
         self._answer: Exchange | None = None
 
     def attend(self, key: Tensor, value: Tensor) -> None:
-        """Attends own keys, and sends the result to the owners."""
+        """Computes attention to own keys, and sends the result to the owners."""
         self.query = _of_all(self._rows, self._sent)
         self.call = self._prepared.call_of_shared(self.query, key, value)
         out, lse = self.call.forward(self.query, key, value)
@@ -36,8 +37,8 @@ class SharedForward:
         self._answer = _to_owners(self._prepared, self._rows, results)
 
     def merge_into(self, out: Tensor, lse: Tensor) -> None:
-        """Writes the own ones of the rows."""
-        assert self._answer is not None, "attend comes first"
+        """Merges the results of all ranks for own rows, and writes them into out and lse."""
+        assert self._answer is not None, "attend was not called"
         parts = _of_every_rank(self._rows, self._answer)
         results = merge_attention(parts[..., :-1].unbind(), parts[..., -1].unbind())
         out[:, :, self._rows.own], lse[:, :, self._rows.own] = (
@@ -46,7 +47,7 @@ class SharedForward:
 
 
 class SharedBackward:
-    """The backward pass of the shared rows, begun when the object is made."""
+    """The backward pass of shared rows; the constructor starts sending dO, O and LSE."""
 
     def __init__(
         self,
@@ -70,8 +71,11 @@ class SharedBackward:
     def run(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, needs: tuple[bool, ...]
     ) -> tuple[tuple[Tensor | None, ...], Callable[[], Tensor | None]]:
-        """The gradients of query, key, value, bias and block scores of this rank's keys; and a
-        function that gives the sum over ranks of the first, of the own ones of the rows.
+        """Computes the gradients of shared rows over the keys of this rank.
+
+        Returns:
+            The gradients of query, key, value, bias, block scores and score tensors; and a
+            function that waits for the dQ of own rows, summed over ranks.
         """
         packed = _of_all(self._rows, self._sent)
         dims = value.shape[3]
@@ -90,7 +94,7 @@ def _column(tensor: Tensor) -> Tensor:
 
 
 def _to_all(prepared: Prepared, rows: SharedRows, own: Tensor) -> Exchange:
-    """Sends (batch, heads, own ones of the rows, dims) to all ranks."""
+    """Sends (batch, heads, tokens of own rows, dims) to all ranks."""
     packed = own.permute(2, 0, 1, 3).repeat(len(rows.tokens), 1, 1, 1)
     splits = [own.shape[2]] * len(rows.tokens)
     return Exchange(prepared.group, packed, splits, rows.tokens, WHAT)
@@ -102,7 +106,7 @@ def _of_all(rows: SharedRows, exchange: Exchange) -> Tensor:
 
 
 def _to_owners(prepared: Prepared, rows: SharedRows, results: Tensor) -> Exchange:
-    """Sends what was found of (batch, heads, tokens of all rows, dims) to the owners."""
+    """Sends results (batch, heads, tokens of all rows, dims) to the owners of the rows."""
     packed = torch.empty_like(results.permute(2, 0, 1, 3), memory_format=torch.contiguous_format)
     packed[rows.order] = results.permute(2, 0, 1, 3)
     splits = [rows.own_tokens] * len(rows.tokens)
@@ -110,6 +114,6 @@ def _to_owners(prepared: Prepared, rows: SharedRows, results: Tensor) -> Exchang
 
 
 def _of_every_rank(rows: SharedRows, exchange: Exchange) -> Tensor:
-    """(ranks, batch, heads, own ones of the rows, dims): what every rank found."""
+    """(ranks, batch, heads, tokens of own rows, dims): the results of every rank."""
     results = exchange.wait().unflatten(0, (len(rows.tokens), rows.own_tokens))
     return results.permute(0, 2, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""The command `simulate` of sparseflash as a program of its own.
+"""The command `python -m sparseflash simulate` under its own module name.
 
 python -m sparseflash.distributed.simulate "local((4095, 0))" --tokens 16M --ranks 8,64,512
 """

@@ -1,18 +1,18 @@
-"""How long attention over many ranks would take, modelled from the plan alone.
+"""Predicts the time of context-parallel attention on many ranks from the plan.
 
     python -m sparseflash simulate "local((4095, 0))" --tokens 16M --ranks 8,64,512
 
-No GPU and no other process is needed. The model of one pass of one rank:
+It needs no GPU and no other process. The model of one pass of one rank:
 
     by keys   call + max(own blocks, exchange) + fetched blocks + merge of rows
     by rows   call + max(blocks, exchange / groups + waiting blocks,
                          exchange + waiting blocks / groups)
     exchange  latency + max(bytes received, bytes sent) / bandwidth
 
-where waiting blocks are of rows that attend fetched keys, and blocks take their useful FLOPs at
-the rate of the machine, forward 4 d bq bk and backward 2.5 times that. The slowest rank counts.
-`efficiency` is the time that evenly shared blocks alone would take over that of the model; where
-`exposed` is not 0, communication no longer hides.
+Waiting blocks belong to rows that attend fetched keys. The time of a block is its useful FLOPs,
+4 d bq bk forward and 2.5 times as many backward, over the rate of the machine. The time of a pass
+is that of the slowest rank. `efficiency` is the time of evenly divided blocks alone over the
+predicted time. If `exposed` is not 0, communication is not hidden by computation.
 """
 
 import json
@@ -31,17 +31,17 @@ BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank can do.
+    """The rates of a rank.
 
     Attributes:
-        tflops: Useful TFLOP/s of attention kernels, forward.
-        bandwidth: GB/s in which it receives, and as many in which it sends.
-        latency_us: Microseconds of an exchange beside its bytes.
-        backward_tflops: Useful TFLOP/s of the backward pass; as many as forward if None.
-        call_us: Microseconds of a pass beside its blocks and its exchange.
+        tflops: Useful TFLOP/s of attention kernels in the forward pass.
+        bandwidth: GB/s of each direction of an exchange.
+        latency_us: Fixed time of an exchange, in microseconds.
+        backward_tflops: Useful TFLOP/s in the backward pass; by default `tflops`.
+        call_us: Fixed time of a pass, in microseconds.
 
     Raises:
-        ValueError: A rate is not above 0, or a time is below it.
+        ValueError: A rate is not positive, or a time is negative.
     """
 
     tflops: float = 400.0
@@ -63,25 +63,38 @@ class Machine:
 
     @staticmethod
     def load(path: str | Path) -> "Machine":
-        """The machine of a JSON file that `experiments.long_context.calibrate` wrote.
+        """Reads a machine from a JSON file that `experiments.long_context.calibrate` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The machine.
 
         Raises:
-            ValueError: The file describes no machine.
+            ValueError: The file does not describe a machine.
         """
         try:
             return Machine(**json.loads(Path(path).read_text())["machine"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             names = [each.name for each in fields(Machine)]
-            raise ValueError(f'file {path} must hold "machine" with some of {names}') from error
+            raise ValueError(f'file {path} must have "machine" with some of {names}') from error
 
     def exchange_ms(self, moved: Tensor) -> Tensor:
-        """float64 (ranks,): of an exchange in which each rank moves so many bytes one way."""
+        """The time of an exchange, in milliseconds.
+
+        Args:
+            moved: (ranks,), the larger of the bytes that each rank receives and sends.
+
+        Returns:
+            float64 (ranks,).
+        """
         return moved / (self.bandwidth * 1e6) + (moved > 0) * self.latency_us / 1e3
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Sizes of the attention."""
+    """The sizes of a call of attention."""
 
     heads: int = 16
     kv_heads: int = 16
@@ -90,21 +103,22 @@ class Attention:
     dtype: torch.dtype = torch.bfloat16
 
     def report(self, plan: ContextPlan) -> Report:
-        """What a plan moves of it."""
+        """The report of a plan for these sizes."""
         sizes = (self.kv_heads, self.head_dim, self.dtype, self.batch, self.heads)
         return plan.report(*sizes)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a plan asks of each rank: all that the model of time reads. As JSON with `asdict`.
+    """The work and traffic of each rank: the input of the time model.
 
     Attributes:
         split, groups: As in the plan.
-        block_flops: Useful FLOPs of a block of all heads of its mask and the batch, forward.
+        block_flops: Useful FLOPs of the forward pass for one block, all heads that share its mask,
+            and the whole batch.
         own, fetched, ready, waiting, waiting_rows: For each rank, as in Division.
-        moved, returned: Bytes of each rank, the more of received and sent ones, forward and
-            backward.
+        moved, returned: The larger of the bytes that each rank receives and sends, in the forward
+            and in the backward pass.
     """
 
     split: Split
@@ -120,7 +134,7 @@ class Demand:
 
     @staticmethod
     def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
-        """The demand of a plan; see `predict`."""
+        """The demand of a plan; arguments as in `predict`."""
         report = attention.report(plan)
         division = divided(plan.workload, plan.owner, plan.ranks)
         heads = attention.batch * attention.heads / plan.mask.num_heads
@@ -145,13 +159,13 @@ class Demand:
         return torch.tensor([self.own, self.fetched]).double().sum(0)
 
     def block_ms(self, machine: Machine) -> tuple[float, float]:
-        """Milliseconds of a block, forward and backward."""
+        """Milliseconds of a block in the forward and in the backward pass."""
         backward = machine.backward_tflops or machine.tflops
         rates = (machine.tflops, backward / BACKWARD)
         return self.block_flops / (rates[0] * 1e9), self.block_flops / (rates[1] * 1e9)
 
     def times(self, machine: Machine) -> tuple[Tensor, Tensor]:
-        """Modelled milliseconds of each rank, forward and backward; float64 (ranks,)."""
+        """Predicted milliseconds of each rank, forward and backward, float64 (ranks,) each."""
         names = ("own", "fetched", "ready", "waiting", "waiting_rows")
         division = Division(*(torch.tensor(getattr(self, name)).double() for name in names))
         forward, backward = (
@@ -167,16 +181,16 @@ class Demand:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Modelled milliseconds of the slowest rank.
+    """The predicted time of the slowest rank.
 
     Attributes:
         ranks, strategy: As in the plan.
-        imbalance: Most blocks of a rank over the mean.
-        share: Bytes moved over those of an all-gather or a ring.
-        receive_mb: Most megabytes that a rank receives in a forward pass.
-        forward_ms, total_ms: Forward; forward and backward.
-        exposed_ms: How much longer total_ms is than the blocks alone would take.
-        efficiency: The share of total_ms that evenly shared blocks alone would take.
+        imbalance: Largest number of blocks of a rank over the mean.
+        share: Bytes received over those of an all-gather or ring attention.
+        receive_mb: Largest number of megabytes that a rank receives in a forward pass.
+        forward_ms, total_ms: Milliseconds of the forward pass, and of both passes.
+        exposed_ms: total_ms less the time of the blocks alone.
+        efficiency: Time of evenly divided blocks alone over total_ms.
     """
 
     ranks: int
@@ -193,11 +207,16 @@ class Prediction:
 def predict(
     plan: ContextPlan, machine: Machine, attention: Attention, selected: float = 1.0
 ) -> Prediction:
-    """The modelled time of attention by a plan, in one round.
+    """Predicts the time of attention with a plan, in one round.
 
     Args:
-        plan, machine, attention: Who computes and moves what, at what rates, of what sizes.
-        selected: The share of the blocks that a DynamicMask selects; all are fetched.
+        plan: The plan.
+        machine: The rates of a rank.
+        attention: The sizes of the call.
+        selected: The share of the blocks that a DynamicMask selects; the keys of all are fetched.
+
+    Returns:
+        The prediction.
     """
     demand = Demand.of(plan, attention, selected)
     forward, backward = demand.times(machine)

@@ -1,4 +1,4 @@
-"""What ranks say to one another: all-to-alls of keys, values and gradients, checks, gathers."""
+"""Communication of ranks: all-to-alls of keys, values and gradients; checks; `gather`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ Group = ProcessGroup | DeviceMesh | None
 
 
 def resolved(group: Group, ranks: int) -> ProcessGroup | None:
-    """The process group of a call; None stands for no group, which one rank does not need.
+    """The process group of a call; None if the plan has one rank and no group is given.
 
     Raises:
-        TypeError: `group` is of another type.
-        ValueError: There is no group of `ranks` ranks.
+        TypeError: `group` has another type.
+        ValueError: `group` does not have `ranks` ranks.
     """
     if not isinstance(group, Group):
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
@@ -37,10 +37,9 @@ def resolved(group: Group, ranks: int) -> ProcessGroup | None:
 
 
 class Exchange:
-    """An all-to-all under way: rows of `source`, split by rank, go out, others come in.
+    """An asynchronous all-to-all of the rows of `source`, which are split by rank.
 
-    Everything is started when the object is made, and `wait` gives what came, in `received` if
-    there is one.
+    The constructor starts it. `wait` returns the received rows, in `received` if it is given.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Exchange:
         what: str,
         received: Tensor | None = None,
     ):
-        self._source, self._what = source, what  # the source must live until it is sent
+        self._source, self._what = source, what  # the source must not be freed before it is sent
         if received is None:
             received = source.new_empty(sum(receive_splits), *source.shape[1:])
         self._received = received
@@ -62,7 +61,7 @@ class Exchange:
             )
 
     def wait(self) -> Tensor:
-        """What came; on a GPU the current stream waits, on a CPU the caller."""
+        """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""
         with _explained(self._what):
             cast(dist.Work, self._work).wait()
         return self._received
@@ -74,19 +73,28 @@ def _explained(data: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"context_parallel_attention could not exchange {data}: another rank failed, was too "
-            "late or made another call; check=True reports which on every rank"
+            f"context_parallel_attention could not exchange {data}: another rank failed, timed "
+            "out or made a different call; with check=True every rank reports which one"
         ) from error
 
 
 def disagreement(group: ProcessGroup, values: dict[str, Any], problem: str | None) -> str | None:
-    """What is wrong on a rank of the group or differs between two; the same text on every rank.
+    """Compares the arguments of all ranks of a group.
+
+    Args:
+        group: The ranks.
+        values: Values that must be equal on all ranks, by name.
+        problem: An error of this rank; None if its arguments are valid.
+
+    Returns:
+        The errors of all ranks, or the first difference, the same text on every rank; None if all
+        ranks agree.
 
     Raises:
         RuntimeError: A rank did not answer.
     """
     answers: list[Any] = [None] * group.size()
-    with _explained("what they were called with"):
+    with _explained("its arguments"):
         dist.all_gather_object(answers, (values, problem), group=group)
     problems = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text is not None]
     if problems:
@@ -102,25 +110,28 @@ def disagreement(group: ProcessGroup, values: dict[str, Any], problem: str | Non
 
 
 def check_agreement(group: ProcessGroup, values: dict[str, Any], problem: str | None) -> None:
-    """Raises ValueError on every rank where there is a disagreement."""
+    """Raises ValueError on every rank if there is a disagreement."""
     message = disagreement(group, values, problem)
     if message is not None:
         raise ValueError(message)
 
 
 def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> Tensor:
-    """The whole sequence on every rank, from the shards that ranks have; without a gradient.
+    """Gathers the shards of all ranks; every rank gets the whole sequence, without a gradient.
 
     Args:
-        shard: The tokens of this rank along `dim`, as plan.shard gives them.
-        plan: By which the sequence is sharded.
-        dim: The dimension of the tokens.
-        group: The ranks; by default all processes.
+        shard: The tokens of this rank along `dim`, as plan.shard returns them.
+        plan: The plan by which the sequence is sharded.
+        dim: The dimension of tokens.
+        group: The ranks, as a process group or a mesh of one dimension; by default all processes.
+
+    Returns:
+        A tensor with all tokens of the sequence along `dim`.
 
     Raises:
-        TypeError, ValueError: An argument is wrong, or the shard requires a gradient, which would
-            be lost; the message names it. Ranks on which all is right wait for this one until the
-            time-out of the group.
+        TypeError, ValueError: An argument is invalid, or the shard requires a gradient, which
+            would be lost; the message names it. The other ranks wait until the time-out of the
+            group.
     """
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")

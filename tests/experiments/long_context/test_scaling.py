@@ -110,7 +110,7 @@ def test_a_dry_run_predicts_what_a_run_would_measure(tmp_path, monkeypatch):
 def test_wrong_options_are_named():
     assert "--ranks needs --dry-run" in run("weak", "--ranks", "8").output
     arguments = ["weak", "--dry-run", "--machine", __file__]
-    assert "must hold" in run(*arguments).output
+    assert "must have" in run(*arguments).output
     assert "patterns must be of ['window'" in run("weak", "--dry-run", "--only", "diagonal").output
 
 

@@ -95,8 +95,8 @@ def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, spli
 def test_what_shared_heads_do_not_take_is_named(four_ranks):
     for answers in four_ranks.run(cases.refused_with_shared_heads):
         assert len(answers) == 5, answers
-        assert "dropout_p must be 0 where ranks share the heads" in answers[0]
-        assert "plan must be of one mask for all heads" in answers[1]
+        assert "dropout_p must be 0 if heads are divided among ranks" in answers[0]
+        assert "plan must have one mask for all heads" in answers[1]
         assert "rank 1: query must have 56 tokens in dim 2" in answers[2]
         assert "key must have a multiple of 2 heads" in answers[3]
         assert "score must not depend on the head" in answers[4]
@@ -211,7 +211,7 @@ def test_wrong_arguments_are_named():
         context_parallel_attention(*tensors, plan, mask=plan.mask)
     mask = masks.full()(100, 16).select_topk(torch.randn(7, 7), 2)
     shared = make_plan(masks.full()(100, 16), 1, shared_rows=[0])
-    with pytest.raises(ValueError, match="mask must be None with a plan of rows that ranks share"):
+    with pytest.raises(ValueError, match="mask must be None if the plan has shared rows"):
         context_parallel_attention(*tensors, shared, mask=mask)
     with pytest.raises(ValueError, match=r"mask must be selected from plan.mask_of\(0\)"):
         context_parallel_attention(*tensors, plan, mask=mask)

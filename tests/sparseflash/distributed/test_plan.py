@@ -229,7 +229,7 @@ def test_a_saved_plan_comes_back(tmp_path):
     assert (loaded.digest, loaded.strategy) == (plan.digest, plan.strategy)
     assert masks.load(tmp_path / "plan.safetensors") == plan.mask
     masks.save(CAUSAL, tmp_path / "mask.safetensors")
-    with pytest.raises(ValueError, match="holds no context plan"):
+    with pytest.raises(ValueError, match="contains no valid context plan"):
         ContextPlan.load(tmp_path / "mask.safetensors")
 
 
@@ -361,7 +361,7 @@ def test_a_damaged_plan_is_named(part, other, tmp_path):
     whole = path.read_bytes()
     assert part.encode() in whole
     path.write_bytes(whole.replace(part.encode(), other.encode()))
-    with pytest.raises(ValueError, match="safetensors holds no context plan: "):
+    with pytest.raises(ValueError, match="safetensors contains no valid context plan: "):
         ContextPlan.load(path)
 
 

@@ -100,7 +100,7 @@ def test_a_machine_is_read_from_a_file(tmp_path):
     assert Machine.load(path) == Machine(tflops=1.5, call_us=2.0)
     for wrong in ("{", "{}", '{"machine": {"rate": 1}}', '{"machine": 3}'):
         path.write_text(wrong)
-        with pytest.raises(ValueError, match=r'must hold "machine" with some of .*tflops'):
+        with pytest.raises(ValueError, match=r'must have "machine" with some of .*tflops'):
             Machine.load(path)
     for name in ("tflops", "bandwidth", "backward_tflops", "latency_us", "call_us"):
         with pytest.raises(ValueError, match=f"{name} must be"):
@@ -143,7 +143,7 @@ def test_command_shows_every_strategy_and_names_what_is_wrong(tmp_path):
         ("ranks must", "causal()", "--ranks", "0"),
         ("ranks must", "causal()", "--ranks", "2,a"),
         ("bandwidth", "causal()", "--bandwidth", "0"),
-        ("hold", "causal()", "--machine", __file__),
+        ("have", "causal()", "--machine", __file__),
     ):
         done = run(app, wrong)
         assert done.exit_code == 2
