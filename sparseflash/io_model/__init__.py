@@ -1,19 +1,19 @@
-"""What attention costs: products, exponentials, bytes of each level of memory, the least time.
+"""The IO model: FLOPs, exponentials and bytes of each level of memory, and the least time.
 
-For one head of N queries and keys of d dims, in numbers (not bytes):
+Accesses, in elements (not bytes), for one head with N queries and N keys of d dims:
 
-- standard attention (Algorithm 0 and its backward pass) writes and reads S and P, N x N each:
-  Theta(N d + N^2) accesses of slow memory (Theorem 2);
-- FlashAttention keeps a tile of B queries in fast memory and reads all keys and values once for
-  each of N / B tiles: N / B * 2 N d = Theta(N^2 d^2 / M) accesses, for B d = Theta(M) numbers fit
-  into fast memory (Theorem 2); Proposition 3 says that no exact algorithm does better for all M;
-- block-sparse FlashAttention reads those of non-zero blocks: Theta(N d + N^2 d^2 s / M)
-  (Proposition 4), and its backward pass as many (Theorem 5).
+- Standard attention (Algorithm 0 and its backward pass) writes and reads S and P, N x N each:
+  Theta(N d + N^2) accesses of slow memory (Theorem 2).
+- FlashAttention holds a tile of B queries in fast memory and reads all keys and values once for
+  each of N / B tiles: N / B * 2 N d = Theta(N^2 d^2 / M) accesses, because B d = Theta(M) elements
+  fit into fast memory (Theorem 2). By Proposition 3 no exact algorithm is better for all M.
+- Block-sparse FlashAttention reads only the keys and values of non-zero blocks:
+  Theta(N d + N^2 d^2 s / M) accesses (Proposition 4). So does its backward pass (Theorem 5).
 
-Here the tiles are those that the backends choose, and blocks are counted in the lookup table that
-their kernels read. On a GPU there are two slow memories. Every tile comes through L2: that is the
-count of the theorems, `l2_bytes`. What L2 still holds from another tile is not read from device
-memory again: `memory_bytes`.
+The model uses the tiles that the backends choose, and counts blocks in the lookup table that the
+kernels read. A GPU has two slow memories. All tiles are loaded through L2; their bytes,
+`l2_bytes`, are what the theorems count. A tile that L2 still holds is not read from device memory
+again; the bytes of device memory are `memory_bytes`.
 
 Reference:
     Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022, sections 3.1 to 3.3, appendices B to D.

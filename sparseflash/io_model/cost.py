@@ -1,4 +1,4 @@
-"""What kernels compute and move, and the least time that a device takes for it."""
+"""The work and traffic of kernels, and the least time that a device takes for them."""
 
 import math
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ DIRECTIONS = ("forward", "backward")
 
 
 class KernelCost(NamedTuple):
-    """What one kernel does, of all heads.
+    """The work and traffic of one kernel, for all heads and batch elements.
 
     Args:
         name: Name of the kernel.
-        flops: FLOPs of its products.
-        exponentials: One for each pair that it computes.
-        memory_bytes: Read from and written to device memory where L2 keeps what it can.
-        l2_bytes: The same where every tile is loaded anew: what goes through L2.
-        shared_bytes: Written to and read from shared memory by loads and products.
-        waves: Its work tiles over those that run at a time; 0 for kernels that are not ours.
+        flops: FLOPs of its matrix products.
+        exponentials: Number of exponentials, one for each pair that it computes.
+        memory_bytes: Bytes read from and written to device memory, with reuse in L2.
+        l2_bytes: Bytes that go through L2: those of all tiles that are loaded and stored.
+        shared_bytes: Bytes that loads and products write to and read from shared memory.
+        waves: Work tiles over work tiles that run at a time; 0 for kernels of standard attention.
     """
 
     name: str
@@ -32,7 +32,14 @@ class KernelCost(NamedTuple):
     waves: float = 0.0
 
     def seconds(self, device: Device) -> dict[str, float]:
-        """The least time of each unit of the device: its work over its rate."""
+        """The least time of each unit of the device, in seconds: its work over its rate.
+
+        Args:
+            device: The device.
+
+        Returns:
+            Seconds by unit: products, exponentials, shared memory, L2 and memory.
+        """
         needs = (
             *(self.flops, self.exponentials, self.shared_bytes),
             *(self.l2_bytes, self.memory_bytes),
@@ -45,19 +52,19 @@ class KernelCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """The kernels of a pass, one after the other, on a device."""
+    """The cost of a pass: its kernels, which run one after the other, on a device."""
 
     device: Device
     kernels: tuple[KernelCost, ...]
 
     @property
     def flops(self) -> float:
-        """FLOPs of all products."""
+        """FLOPs of all matrix products."""
         return sum(kernel.flops for kernel in self.kernels)
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes of device memory, read and written, where L2 keeps what it can."""
+        """Bytes read from and written to device memory, with reuse in L2."""
         return sum(kernel.memory_bytes for kernel in self.kernels)
 
     @property
@@ -77,12 +84,12 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The least time: the sum over kernels of that of the unit that bounds each."""
+        """The least time in seconds: the sum over kernels of the time of their slowest unit."""
         return sum(max(kernel.seconds(self.device).values()) for kernel in self.kernels)
 
     @property
     def bound_by(self) -> str:
-        """The unit of the device that bounds most of that time."""
+        """The unit of the device that is the slowest one for most of the time."""
         total: dict[str, float] = {}
         for kernel in self.kernels:
             part, seconds = max(kernel.seconds(self.device).items(), key=lambda entry: entry[1])
@@ -91,7 +98,7 @@ class Cost:
 
     @property
     def filled_waves(self) -> float:
-        """Work tiles over those of whole waves: the share of the device that tails leave busy."""
+        """Work tiles over the work tiles of whole waves: below 1 if the last wave is not full."""
         filled = sum(k.flops * k.waves / max(math.ceil(k.waves), 1) for k in self.kernels)
         return filled / self.flops if filled else 1.0
 
@@ -103,7 +110,8 @@ class Cost:
         lines = [
             f"{self.flops / 1e9:,.1f} GFLOP, {device_memory} of device memory, {l2} through L2, "
             f"{shared} of shared memory, {self.arithmetic_intensity:,.0f} FLOP/B",
-            f"at least {self.seconds * 1e3:.3f} ms on {self.device.name}, by its {self.bound_by}",
+            f"at least {self.seconds * 1e3:.3f} ms on {self.device.name}, "
+            f"bound by {self.bound_by}",
         ]
         for kernel in self.kernels:
             times = kernel.seconds(self.device)
@@ -113,7 +121,7 @@ class Cost:
 
 
 def check_case(direction: str, **sizes: int) -> None:
-    """Raises where a size is no positive integer, or the direction is unknown."""
+    """Raises if a size is not a positive integer, or the direction is unknown."""
     for name, size in sizes.items():
         check_integer(name, size, least=1)
     if direction not in DIRECTIONS:

@@ -13,13 +13,13 @@ class Device:
     Args:
         name: Name of the device.
         capability: Compute capability.
-        multiprocessors: How many there are.
-        clock: Cycles a second.
-        matrix_flops: FLOP/s of the tensor cores, of 16-bit operands.
-        memory_bandwidth: Bytes a second of device memory.
-        l2_bytes: Capacity of L2.
-        l2_bytes_per_cycle: That L2 delivers.
-        shared_bytes: Bytes of shared memory that one program may take.
+        multiprocessors: Number of multiprocessors.
+        clock: Clock rate in Hz.
+        matrix_flops: FLOP/s of the tensor cores with 16-bit operands.
+        memory_bandwidth: Bandwidth of device memory in bytes per second.
+        l2_bytes: Capacity of L2 in bytes.
+        l2_bytes_per_cycle: Bandwidth of L2 in bytes per cycle.
+        shared_bytes: Largest shared memory of a CTA in bytes.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Device:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The rate of each unit: FLOPs, exponentials or bytes a second.
+        """The rate of each unit: FLOPs, exponentials or bytes per second.
 
-        A multiprocessor computes 16 exponentials and reads or writes 128 bytes of shared memory
+        A multiprocessor computes 16 exponentials, and reads or writes 128 bytes of shared memory,
         in a cycle (CUDA C++ Programming Guide, throughput of native arithmetic instructions, and
         shared memory).
         """
@@ -55,6 +55,9 @@ class Device:
         Args:
             roofline: The rates that `experiments.roofline` measured, by name:
                 matrix_product_tflops in TFLOP/s, copy_terabytes_per_second in TB/s.
+
+        Returns:
+            A Device with these rates of products and of device memory.
         """
         return replace(
             self,
@@ -85,7 +88,7 @@ def device_named(device: str | Device) -> Device:
         The device.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: No device has this name.
     """
     if isinstance(device, Device):
         return device

@@ -18,22 +18,22 @@ from sparseflash.io_model.cost import Cost, KernelCost, check_case
 from sparseflash.io_model.device import Device, device_named
 
 BACKENDS = {"hopper": hopper, "triton": triton}
-WARPGROUP_ROWS = 64  # of one product; its right operand comes from shared memory once for them
+WARPGROUP_ROWS = 64  # rows of one wgmma, which reads its right operand from shared memory once
 LSE_BYTES = 4
-WAVES = 4  # of the simulation of L2, at least
+WAVES = 4  # the simulation of L2 has at least so many waves
 
 
 class _Kernel(NamedTuple):
     """One kernel of FlashAttention.
 
     Args:
-        name: The name by which backends call it.
-        by_key: Whether its work tiles are rows of keys.
-        products: (queries x keys x dims) of a block.
-        left_in_shared: How many of these have the left operand in shared memory too.
-        resident: Tensors (tokens x dims) read or written once for a row.
-        resident_bytes: Further bytes for a token of a row.
-        streamed_bytes: Bytes for a token of a listed block besides those of two tensors.
+        name: The name of the kernel in the backends.
+        by_key: Whether its work tiles are block rows of keys.
+        products: Number of matrix products (queries x keys x dims) of a block.
+        left_in_shared: How many of these read the left operand from shared memory too.
+        resident: Number of tensors (tokens x dims) that are read or written once for a row.
+        resident_bytes: Further bytes for each token of a row.
+        streamed_bytes: Bytes for each token of a listed block besides those of two tensors.
     """
 
     name: str
@@ -49,7 +49,7 @@ class _Kernel(NamedTuple):
         return table.by_key if self.by_key else table.by_query
 
     def row_heads(self, spec: AttentionSpec) -> int:
-        """Heads that have such rows."""
+        """Number of heads in its direction: key heads if by_key, else query heads."""
         return spec.kv_heads if self.by_key else spec.heads
 
 
@@ -66,14 +66,14 @@ KERNELS = {
 
 
 class _WorkTiles(NamedTuple):
-    """How a kernel runs.
+    """The work tiles of a kernel.
 
     Args:
-        rows: Tokens of a work tile's row.
-        rows_per_block: Work tiles of a block row.
+        rows: Tokens of the row of a work tile.
+        rows_per_block: Number of work tiles of a block row.
         dims: Dims of a tile.
-        per_wave: Work tiles that run at a time.
-        heads_per_group: Heads whose work tiles are scheduled together.
+        per_wave: Number of work tiles that run at a time.
+        heads_per_group: Number of heads whose work tiles are scheduled together.
     """
 
     rows: int
@@ -95,37 +95,37 @@ def attention(
     backend: str = "auto",
     device: str | Device = "H200",
 ) -> Cost:
-    """The cost of FlashAttention under a mask: of all pairs, or of its non-zero blocks.
+    """The cost of FlashAttention with a mask, of which only non-zero blocks are computed.
 
-    A kernel takes a row of B tokens and reads two tensors (K and V, or Q and dO) of n blocks of b
-    tokens that the row lists; nnz is the sum of n over rows of B tokens.
+    A work tile is a row of B tokens. Its kernel reads two tensors (K and V, or Q and dO) of the n
+    blocks of b tokens that the row lists. With nnz, the sum of n over all rows of B tokens:
 
         FLOPs         2 B b d nnz for each product: 2 forward, 3 for dQ and 4 for dK and dV
-        L2            resident tensors once, 2 nnz b d numbers streamed
-        device memory resident tensors once, and of the streamed ones
-                      what L2 does not hold any more when it is loaded again (l2_reuse)
-        shared memory what is streamed is written once and read by every product of 64 rows
+        L2            resident tensors once, 2 nnz b d elements streamed
+        device memory resident tensors once, and the streamed tiles that L2 does not hold
+                      when they are loaded (simulated by l2_reuse)
+        shared memory a streamed tile is written once, and read by each product of 64 rows
 
-    The gradients are those with a fixed order of sums (`deterministic=True`).
+    The backward pass is the one of `deterministic=True`.
 
     Args:
-        mask: The mask; `masks.full()` compiled for FlashAttention of all pairs.
+        mask: The mask; `masks.full()(seq_len)` for dense FlashAttention.
         head_dim: d.
-        batch, heads: Batch elements, and heads of the queries.
-        kv_heads: Heads of keys and values, by default `heads`.
+        batch, heads: Number of batch elements and of query heads.
+        kv_heads: Number of heads of keys and values, by default `heads`.
         direction: "forward" or "backward".
-        dtype: Dtype of the inputs. Rates are those of 16-bit operands: others take longer.
-        backend: "hopper", "triton", or "auto" for that which serves such a call on the device.
+        dtype: Dtype of the inputs. Rates are those of 16-bit operands; others take longer.
+        backend: "hopper", "triton", or "auto" for the one that `attention` would choose.
         device: Name of one of DEVICES, or a Device.
 
     Returns:
-        A Cost with one kernel forward and two backward.
+        A Cost with one kernel for the forward pass, two for the backward pass.
 
     Raises:
-        TypeError: The mask is no BlockMask, or the dtype none of torch.
-        ValueError: The direction, the backend or the device is unknown, or has no kernel for it; a
-            size is not positive; `heads` is no multiple of `kv_heads` or of the heads of the mask;
-            there are as few queries as in a step of decoding.
+        TypeError: `mask` is not a BlockMask, or `dtype` is not a torch.dtype.
+        ValueError: The direction, backend or device is unknown, or the backend has no kernel for
+            the sizes; a size is not positive; `heads` is not a multiple of `kv_heads` or of the
+            heads of the mask; there are so few queries that the decoding kernel would run.
 
     Reference:
         Dao et al. 2022, Theorem 2, Theorem 5, Proposition 4; the order of loops is that of Dao
@@ -161,8 +161,8 @@ def attention(
     )
     if spec.few_queries:
         raise ValueError(
-            f"mask must have more than {q_len} queries: decoding has a kernel of its own, which is"
-            " not modelled"
+            f"mask must have more than {q_len} queries: so few use the decoding kernel, which "
+            "is not modelled"
         )
     name = _backend_for(spec, mask, chosen) if backend == "auto" else backend
     if name not in BACKENDS:
@@ -178,13 +178,13 @@ def attention(
 
 
 def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:
-    """The backend that "auto" takes on the device."""
-    served = (
+    """The backend that "auto" would choose on the device."""
+    supported = (
         device.capability == hopper_select.CAPABILITY
         and spec.dtype in hopper_select.DTYPES
         and spec.head_dim in hopper_select.HEAD_DIMS
     )
-    return "hopper" if served and not hopper.auto_skip(spec, mask) else "triton"
+    return "hopper" if supported and not hopper.auto_skip(spec, mask) else "triton"
 
 
 def _hopper_work_tiles(
@@ -247,7 +247,7 @@ def _cost_of(
     row_heads = kernel.row_heads(spec)
     passes = work.rows_per_block  # over the blocks of a row
     token = 2 * spec.head_dim * spec.dtype.itemsize + kernel.streamed_bytes
-    # Query heads that read each of the masks.
+    # Number of (batch, query head) that read each mask.
     mask_of_head = table.head_to_mask[0].cpu().expand(spec.heads)
     readers = torch.bincount(mask_of_head, minlength=len(rows.row_ptr)) * spec.batch
     listed = rows.row_ptr[..., [1, 3]].sum((1, 2)).cpu()  # blocks of all rows of each mask
@@ -285,7 +285,7 @@ def _cost_of(
 
 
 def _listed_tokens(columns: BlockLists, column_len: int, side: int) -> Tensor:
-    """(masks,): tokens of all blocks that rows list, without those past the end."""
+    """(masks,): tokens of all listed blocks, without those past the end of the sequence."""
     tokens = torch.full((columns.num_rows,), side)
     tokens[-1] = column_len - (columns.num_rows - 1) * side
     return (columns.row_ptr[..., [1, 3]].sum(-1).cpu() * tokens).sum(1)
@@ -300,9 +300,9 @@ def _memory_reads(
     block_bytes: int,
     device: Device,
 ) -> float:
-    """Bytes of streamed tensors that come from device memory: see l2_reuse.
+    """Bytes of streamed tensors that are read from device memory; see l2_reuse.
 
-    A few waves of the first heads stand for all of them.
+    Simulates a few waves of the first heads and scales the result to all heads.
     """
     group, heads = spec.heads // spec.kv_heads, spec.heads
     if kernel.by_key:  # a row of keys streams the queries of all heads of its group

@@ -1,10 +1,10 @@
-"""Which blocks are loaded from device memory again: a simulation of L2.
+"""A simulation of L2, which finds how often blocks are read from device memory.
 
-Each CTA takes the next work tile as soon as it is free, and loads one block in a step. Steps take
-unequal times, so CTAs that begin together drift apart: a block that several of them list is read
-once only as long as L2 holds it. Each load may replace any other block: NVIDIA does not say which
-one L2 replaces, and one at random explains what counters measure, where the least recently used
-one does not (a cyclic pass over slightly more than fits would find nothing).
+Each CTA takes the next work tile as soon as it is idle, and loads one block in each step. The time
+of a step is random, so CTAs that start at the same time drift apart. A block that several of them
+list is read from device memory only once if L2 still holds it. A load replaces a random block:
+NVIDIA does not document the policy of L2. Random replacement agrees with hardware counters; least
+recently used does not, because a cyclic pass over slightly more than fits would never hit.
 """
 
 import heapq
@@ -18,20 +18,20 @@ from torch import Tensor
 from masks.lookup_table import BlockLists
 
 # Both are fitted to records io-complexity of an H200.
-USABLE_SHARE = 0.8  # of the bytes of L2: what holds operands
-DRIFT = 0.5  # standard deviation of the time of a step, over its mean
-SHORTEST_STEP = 0.1  # of the mean
-BETWEEN = 1.0  # steps from the end of a work tile to the next
-# Longer rows are cut: what they find in L2 does not change any more.
-MOST_STEPS = 4  # times what L2 holds
-# How far CTAs drift apart is bounded: one that is ahead waits for device memory, those behind it
-# find its blocks in L2. So all begin together again after so many waves of work tiles.
+USABLE_SHARE = 0.8  # share of L2 that holds operands
+DRIFT = 0.5  # standard deviation of the time of a step over its mean
+SHORTEST_STEP = 0.1  # over the mean
+BETWEEN = 1.0  # steps from the end of a work tile to the beginning of the next
+# Rows are cut to this multiple of the blocks that L2 holds: more steps do not change the hit rate.
+MOST_STEPS = 4
+# The drift of CTAs is bounded: a CTA that is ahead waits for device memory, and those behind it
+# hit its blocks in L2. So all CTAs start at the same time again after so many waves of work tiles.
 PART_WAVES = 8
-MOST_LOADS = 1 << 22  # Of more, evenly spaced parts stand for all.
+MOST_LOADS = 1 << 22  # if there are more loads, evenly spaced parts are simulated
 
 
 class RandomReplacement:
-    """A cache of equal entries that replaces any of them, the same in every run."""
+    """A cache of entries of equal size with random replacement, deterministic by its seed."""
 
     def __init__(self, capacity: int):
         self.capacity = max(capacity, 1)
@@ -40,7 +40,7 @@ class RandomReplacement:
         self._random = random.Random(0)
 
     def load(self, key: object) -> bool:
-        """Whether an entry had to be read."""
+        """Loads an entry; returns whether it was a miss."""
         if key in self._where:
             return False
         if len(self._slots) < self.capacity:
@@ -54,14 +54,14 @@ class RandomReplacement:
 
 
 def reads(tiles: Sequence[np.ndarray], ctas: int, capacity: int, resident: float) -> int:
-    """How many blocks are read from device memory.
+    """The number of blocks that are read from device memory.
 
     Args:
-        tiles: Of each work tile, in the order in which they begin, int64: the numbers of the
-            blocks that it loads.
-        ctas: Work tiles that run at a time.
-        capacity: Blocks that L2 holds.
-        resident: What a work tile reads and writes besides, in blocks; it takes its share of L2.
+        tiles: For each work tile, in the order in which they start, the blocks that it loads,
+            int64.
+        ctas: Number of work tiles that run at a time.
+        capacity: Number of blocks that fit in L2.
+        resident: What a work tile reads and writes besides, in blocks; it also occupies L2.
     """
     loads = np.concatenate([*tiles, np.empty(0, np.int64)])
     order = np.argsort(_load_times(tiles, ctas), kind="stable")
@@ -76,7 +76,7 @@ def reads(tiles: Sequence[np.ndarray], ctas: int, capacity: int, resident: float
 
 
 def _load_times(tiles: Sequence[np.ndarray], ctas: int) -> np.ndarray:
-    """When each load begins, in steps."""
+    """The time at which each load starts, in steps."""
     draw = np.random.default_rng(0)
     times, free = [np.empty(0)], [0.0]
     for number, tile in enumerate(tiles):
@@ -98,17 +98,21 @@ def tiles_of(
     ctas: int,
     capacity: int,
 ) -> tuple[list[np.ndarray], float]:
-    """The blocks that work tiles of the first heads load, in the order in which they begin; and
-    the share of all loads of these heads that they are. Partial blocks come first.
+    """The blocks that each work tile of the first heads loads, partial blocks first.
 
     Args:
         rows: The direction of the table that the kernel reads.
         mask_of_head: The mask of each head.
-        stream_of_head: The streamed tensors that each head reads: heads of a group the same.
-        heads_per_group: Heads whose work tiles are scheduled together, row after row.
-        rows_per_block: Work tiles of a block row.
-        ctas: Work tiles that run at a time.
-        capacity: Blocks that L2 holds.
+        stream_of_head: For each head, which streamed tensors it reads: the same for all query
+            heads of a key head.
+        heads_per_group: Number of heads whose work tiles are scheduled together, row after row.
+        rows_per_block: Number of work tiles of a block row.
+        ctas: Number of work tiles that run at a time.
+        capacity: Number of blocks that fit in L2.
+
+    Returns:
+        The blocks of each work tile, in the order in which they start; and the share of all loads
+        of these heads that they contain.
     """
     masks, schedule = mask_of_head.tolist(), rows.schedule.tolist()
     order = [
@@ -133,7 +137,7 @@ def tiles_of(
 
 
 def _spread(order: list[tuple[int, int]], steps: float, part: int) -> list[tuple[int, int]]:
-    """All of them, or evenly spaced parts of about MOST_LOADS steps, one at least."""
+    """All work tiles, or evenly spaced parts with about MOST_LOADS loads, at least one part."""
     parts = [order[begin : begin + part] for begin in range(0, len(order), part)]
     num_parts = max(int(MOST_LOADS / max(part * steps, 1)), 1)
     if num_parts >= len(parts):

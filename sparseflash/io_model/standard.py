@@ -24,16 +24,16 @@ def standard_attention(
     Args:
         seq_len: N, in tokens.
         head_dim: d.
-        batch, heads: Each of both alike.
+        batch, heads: Number of batch elements and of heads.
         direction: "forward" or "backward".
-        itemsize: Bytes of a number.
+        itemsize: Bytes of an element.
         device: Name of one of DEVICES, or a Device.
 
     Returns:
-        A Cost with a kernel for each step. L2 keeps none of N x N numbers of all heads.
+        A Cost with a kernel for each step. Reuse in L2 is not counted: S and P do not fit in it.
 
     Raises:
-        TypeError, ValueError: A size is no positive integer, or the direction or the device is
+        TypeError, ValueError: A size is not a positive integer, or the direction or the device is
             unknown.
 
     Reference:

@@ -101,7 +101,7 @@ def test_least_time_is_that_of_the_busiest_part():
     assert diagonal.seconds == diagonal.memory_bytes / h200.memory_bandwidth
     slow = h200.with_roofline({"matrix_product_tflops": 100, "copy_terabytes_per_second": 1})
     assert attention(masks.full()(8192), D, heads=16, device=slow).seconds == full.flops / 1e14
-    assert "by its products" in str(full)
+    assert "bound by products" in str(full)
     assert "forward, ms: products" in str(full)
 
 
