@@ -25,6 +25,7 @@ from masks.builders import check_memory
 from masks.patterns import causal
 
 WORDS_AT_ONCE = 1 << 22  # words of 64 bits that are gathered at a time
+BYTES_OF_RANGE = 96  # in partial blocks, with the temporaries
 
 
 class Ranges(NamedTuple):
@@ -57,8 +58,9 @@ class Layer:
 
     Attributes:
         block_of_class: int64 (classes,), the block of each class.
-        full: Ranges that all classes of a block row attend. Rows are block rows.
-        partial: Ranges that a class attends inside partial blocks. Rows are classes.
+        full: Ranges that all classes of a block row attend, in full blocks and in partial blocks
+            whose rows are equal. Rows are block rows.
+        partial: Ranges that a class attends in other partial blocks. Rows are classes.
         attends_itself: bool (classes,), whether a token of the class attends itself.
     """
 
@@ -240,20 +242,24 @@ def _hash64(x: np.ndarray) -> np.ndarray:
 def _layer(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -> Layer:
     g = blocks.grid
     _, row, first, last = (t.numpy() for t in g.locate_runs(blocks.full))
-    full = Ranges(row, start[first], start[last])
+    by_row, by_class = _partial_ranges(blocks, is_first, start)
+    full = _sorted(
+        *map(np.concatenate, zip((row, start[first], start[last]), by_row, strict=True))
+    )
     block_of_class = np.repeat(np.arange(g.nq), np.diff(start))
     codes = blocks.tile_codes(g.flat_index(0, *(torch.arange(g.nq),) * 2)).numpy()
     diagonal = unpack(blocks.tiles_by_code(), g.bk).diagonal(dim1=1, dim2=2).numpy()[codes]
-    return Layer(
-        block_of_class, full, _partial_ranges(blocks, is_first, start), diagonal[is_first]
-    )
+    return Layer(block_of_class, full, by_class, diagonal[is_first])
 
 
-def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -> Ranges:
-    """The ranges of classes in each row of each partial block.
+def _partial_ranges(
+    blocks: BlockSet, is_first: np.ndarray, start: np.ndarray
+) -> tuple[Ranges, Ranges]:
+    """The ranges of classes in partial blocks: of whole block rows; of classes.
 
-    Blocks with the same bit tile and the same classes have the same ranges; these are computed
-    once.
+    A block whose rows are equal, such as one of global keys, has the ranges of one row, and its
+    block row attends them. Blocks with the same bit tile and the same classes have the same
+    ranges; these are computed once.
     """
     g = blocks.grid
     _, row, column = (t.numpy() for t in g.locate(blocks.partial))
@@ -264,10 +270,12 @@ def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -
         (tile * len(kinds) + kind[row]) * len(kinds) + kind[column], return_inverse=True
     )
     parts = []
-    for code in codes:
+    equal = np.zeros(len(codes), dtype=bool)
+    for i, code in enumerate(codes):
         bits = unpack(blocks.bit_tiles[code // len(kinds) ** 2], g.bk).numpy()
         bits = bits[kinds[code // len(kinds) % len(kinds)]][:, kinds[code % len(kinds)]]
-        padded = np.pad(bits, ((0, 0), (1, 1))).astype(np.int8)
+        equal[i] = (bits == bits[0]).all()
+        padded = np.pad(bits[:1] if equal[i] else bits, ((0, 0), (1, 1))).astype(np.int8)
         change = np.diff(padded, axis=1)
         parts.append(
             np.stack(
@@ -276,18 +284,24 @@ def _partial_ranges(blocks: BlockSet, is_first: np.ndarray, start: np.ndarray) -
         )
     count = np.array([part.shape[1] for part in parts], dtype=np.int64)
     runs = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64)
-    check_memory("masks", 6 * 8 * int(count[code_of_block].sum()) if len(codes) else 0)
-    first = np.cumsum(count) - count
-    repeated = count[code_of_block] if len(codes) else np.zeros(0, dtype=np.int64)
-    run_index = np.arange(repeated.sum()) + np.repeat(
-        (first[code_of_block] if len(codes) else repeated) - (np.cumsum(repeated) - repeated),
-        repeated,
-    )
-    row_in_block, begin, end = runs[:, run_index]
-    shift = np.repeat(start[column], repeated)
-    class_row = row_in_block + np.repeat(start[row], repeated)
-    order = np.argsort(class_row, kind="stable")
-    return Ranges(class_row[order], (begin + shift)[order], (end + shift)[order])
+    repeated = count[code_of_block]
+    check_memory("masks", BYTES_OF_RANGE * int(repeated.sum()))
+    equal = equal[code_of_block]
+
+    def expand(chosen: np.ndarray, first: np.ndarray) -> Ranges:
+        number, code = repeated[chosen], code_of_block[chosen]
+        skipped = (np.cumsum(count) - count)[code] - (np.cumsum(number) - number)
+        row_in_block, begin, end = runs[:, np.arange(number.sum()) + np.repeat(skipped, number)]
+        shift = np.repeat(start[column[chosen]], number)
+        row_of_range = row_in_block + np.repeat(first[chosen], number)
+        return _sorted(row_of_range, begin + shift, end + shift)
+
+    return expand(equal, row), expand(~equal, start[row])
+
+
+def _sorted(row: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Ranges:
+    order = np.argsort(row, kind="stable")
+    return Ranges(row[order], begin[order], end[order])
 
 
 def _levels(ranges: Ranges) -> list[_Level]:

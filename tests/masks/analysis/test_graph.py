@@ -36,6 +36,14 @@ def test_sums_over_keys_and_queries_are_those_of_the_dense_mask(size):
     assert (layer.attends_itself[graph.class_of_token] == dense.diagonal().numpy()).all()
 
 
+def test_blocks_with_equal_rows_take_one_range_for_each_run_of_keys_not_for_each_query():
+    pattern = masks.pattern(lambda q, k: (k % 10 == 0) | ((q - k).abs() < 64))
+    (layer,) = token_graph([pattern(1280, 128)]).layers
+    blocks, near, most_runs = 10, 3, 14
+    assert len(layer.full.row) <= blocks**2 * most_runs
+    assert len(layer.partial.row) <= 1280 * near * most_runs
+
+
 def test_a_mask_that_sees_one_later_key_is_not_causal():
     dense = torch.ones(100, 100, dtype=torch.bool).tril()
     assert is_causal([BlockMask.from_dense(dense, 16)])
