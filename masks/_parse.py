@@ -1,6 +1,4 @@
-"""Patterns written as text: "local(256) & causal()", or "my_patterns.py:name" for one from a
-file.
-"""
+"""Parses patterns written as text: "local(256) & causal()", or "my_patterns.py:name"."""
 
 import ast
 import operator
@@ -13,7 +11,7 @@ from typing import Any
 
 from masks._pattern import BUILTIN, Pattern
 
-# What Python raises where a text, or data of a file, is no pattern or nested too deeply.
+# Errors that Python raises if a text or the contents of a file are not a pattern, or too deep.
 UNREADABLE = (
     ArithmeticError,
     AttributeError,
@@ -34,20 +32,19 @@ _OPERATORS = {
 
 
 def parse(text: str) -> Pattern:
-    """The pattern that a text describes, such as "local(64) & causal()".
+    """Reads a pattern from text, such as "local(64) & causal()".
 
     Args:
-        text: Calls of built-in patterns with literal arguments, joined by & | ^ - ~ and
-            parentheses; or path.py:name for a pattern of a Python file. A bare name is a call
-            without arguments: "butterfly" is butterfly(). Such a file is run; nothing else in the
-            text is evaluated.
+        text: Calls of built-in patterns with literal arguments, combined by & | ^ - ~ and
+            parentheses. A bare name is a call without arguments: "butterfly" is butterfly(). Or
+            path.py:name for a pattern of a Python file, which is run. No other code is run.
 
     Returns:
         The pattern.
 
     Raises:
-        TypeError: `text` is no string.
-        ValueError: It cannot be read; the message lists the known patterns.
+        TypeError: `text` is not a string.
+        ValueError: `text` cannot be parsed; the message lists the known patterns.
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a string, got {type(text).__name__}")
@@ -64,13 +61,13 @@ def parse(text: str) -> Pattern:
 
 
 def shortened(value: Any) -> str:
-    """The value as Python writes it, for a message."""
+    """The repr of a value, shortened for a message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def as_pattern(pattern: Pattern | str) -> Pattern:
-    """A pattern, or the one that a text names. Raises TypeError for anything else."""
+    """A pattern, parsed if it is given as text. Raises TypeError for other types."""
     if isinstance(pattern, str):
         return parse(pattern)
     if not isinstance(pattern, Pattern):
@@ -79,7 +76,7 @@ def as_pattern(pattern: Pattern | str) -> Pattern:
 
 
 def optional_pattern(pattern: Pattern | str | None) -> Pattern | None:
-    """See as_pattern; None stays None."""
+    """as_pattern, or None for None."""
     return None if pattern is None else as_pattern(pattern)
 
 
@@ -113,8 +110,8 @@ def _literal(node: ast.expr):
 def call_builtin(maker: str, /, *args: Any, **kwargs: Any) -> Pattern:
     """The built-in pattern `maker` with arguments that were read from a text or a file.
 
-    Such arguments are data. One that names a Python file would run code in the process that reads
-    it, so it is refused. Raises ValueError for that, and for an unknown maker.
+    An argument that names a Python file would run code in the process that reads it, so it is
+    refused. Raises ValueError for such an argument and for an unknown maker.
     """
     makers = _makers()
     if maker not in makers:
@@ -129,18 +126,18 @@ def call_builtin(maker: str, /, *args: Any, **kwargs: Any) -> Pattern:
 
 
 def _makers() -> dict[str, Callable[..., Pattern]]:
-    """The built-in patterns by name, also where nothing has imported them yet."""
+    """The built-in patterns by name; imports them first."""
     import_module("masks.patterns")  # a layer above this one
     return BUILTIN
 
 
 def names_file(text: str) -> bool:
-    """Whether parsing a text may run a Python file, which what was read from a file must not."""
+    """Whether parsing a text may run a Python file; text that was read from a file must not."""
     return ".py:" in text
 
 
 def run_file(path: Path) -> dict[str, Any]:
-    """What a Python file, which is run, defines. Raises ValueError where there is none."""
+    """Runs a Python file; returns its names. Raises ValueError if the file does not exist."""
     if not path.is_file():
         raise ValueError(f"file {path} does not exist")
     try:
@@ -150,9 +147,7 @@ def run_file(path: Path) -> dict[str, Any]:
 
 
 def defined_in(path: Path, name: str) -> Any:
-    """What the Python file `path`, which is run, defines as `name`. Raises ValueError where there
-    is no such file or name.
-    """
+    """Runs a Python file; returns the value of `name`. Raises ValueError if either is missing."""
     defined = run_file(path)
     if name not in defined:
         raise ValueError(f"{path} defines no {name!r}")

@@ -1,4 +1,4 @@
-"""Pattern: a sparsity pattern as an idea, before any sequence length."""
+"""Pattern: a sparsity pattern for every sequence length."""
 
 import hashlib
 import inspect
@@ -26,14 +26,14 @@ DEFAULT_SIZE = (128, 128)
 class Pattern(Handled):
     """A named sparsity pattern without a length: `pattern(seq_len, block_size)` is its BlockMask.
 
-    `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns again.
+    `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns too.
 
     Attributes:
-        name: How it is shown.
-        build: Makes the mask on a grid.
-        recipe: How the pattern came about, or None for one of a function. A pattern with a recipe
-            can be saved, and equals every pattern with the same one.
-        block_size: Tokens of its blocks unless others are asked for; see with_block_size.
+        name: The name that is printed.
+        build: A function that makes the mask on a grid.
+        recipe: The expression that made the pattern; None for a pattern of a Python function. A
+            pattern with a recipe can be saved, and patterns with equal recipes are equal.
+        block_size: Default block size (bq, bk), in tokens; see with_block_size.
     """
 
     name: str
@@ -48,15 +48,18 @@ class Pattern(Handled):
         block_size: int | tuple[int, int] | None = None,
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The mask at one length.
+        """Compiles the pattern for one sequence length.
 
         Args:
-            seq_len: Tokens, an int or (q_len, k_len).
-            block_size: Tokens, an int or (bq, bk); by default the pattern's own.
-            device: On which the mask is made; the CPU by default.
+            seq_len: Length in tokens, an int or (q_len, k_len).
+            block_size: Block size in tokens, an int or (bq, bk); by default that of the pattern.
+            device: Device of the mask; the CPU by default.
+
+        Returns:
+            The block mask.
 
         Raises:
-            TypeError: A length or a side is no integer.
+            TypeError: A length or a side is not an integer.
             ValueError: A length is below 1, or a side other than 16, 32, 64, 128, 256 or 512.
         """
         size = self.block_size if block_size is None else block_size
@@ -67,7 +70,13 @@ class Pattern(Handled):
         """The same pattern with another default block size, which attention and modules use.
 
         Args:
-            block_size: Tokens of a block, one number or (bq, bk).
+            block_size: Block size in tokens, one number or (bq, bk).
+
+        Returns:
+            A pattern.
+
+        Raises:
+            TypeError, ValueError: As in a call of the pattern.
         """
         size = Grid.of(1, block_size).block_size
         recipe = Recipe("with_block_size", {"pattern": self, "block_size": size})
@@ -123,13 +132,13 @@ class Pattern(Handled):
 
 @dataclass(frozen=True)
 class _Operation:
-    """How the mask of a pattern is made of those of one or two others."""
+    """Makes the mask of a pattern from the masks of one or two operands."""
 
     rule: Callable[..., BlockMask]
     operands: tuple[Pattern, ...]
 
     def __call__(self, grid: Grid) -> BlockMask:
-        # Patterns may be nested deeper than Python recurses: an operation waits for its operands.
+        # Patterns may be nested deeper than Python's recursion limit, so this uses a stack.
         pending: list[Any] = [self]
         operands: list[BlockMask] = []
         while pending:
@@ -145,7 +154,7 @@ class _Operation:
 
 
 def _digestible(value: Any) -> Any:
-    """A recipe or a part of one in values whose repr says all about them."""
+    """A recipe or a part of one, in values that are equal if their repr is."""
     if isinstance(value, Pattern):
         return f"pattern {value._identity}"
     if isinstance(value, dict):
@@ -154,7 +163,7 @@ def _digestible(value: Any) -> Any:
 
 
 class Recipe(NamedTuple):
-    """How a pattern came about: a function of BUILTIN or an operation, with its arguments."""
+    """The function of BUILTIN or the operation that made a pattern, with its arguments."""
 
     maker: str
     arguments: dict[str, Any]
@@ -166,11 +175,11 @@ BUILTIN: dict[str, Callable[..., Pattern]] = {}
 def builtin(
     **resolve: Callable[[Any], Any],
 ) -> Callable[[Callable[P, Pattern]], Callable[P, Pattern]]:
-    """Decorator of a function that makes patterns: `parse` knows it by its name, and what it makes
+    """Decorator for functions that make patterns: `parse` finds them by name, and their patterns
     can be saved.
 
     Args:
-        resolve: For arguments that may name something else, a function that finds it. It is called
+        resolve: For arguments that may be names, a function that resolves the name. It is called
             once, before the argument is used and recorded.
     """
 
@@ -194,39 +203,45 @@ def builtin(
 
 
 def pattern(attends: Callable) -> Pattern:
-    """Decorator: the pattern of a vectorised function of token indices, (q, k) -> bool.
+    """Decorator that makes a pattern from a vectorised function of token indices.
 
-    Compiled strip by strip, never through an N x N array, on all cores of a CPU. Of elementwise
-    functions what depends on the query, the key, the distance or another sum a q + b k of small
-    factors alone is computed once for each of these, and a row that queries share, such as those
-    with one value of q // 1000 or q % 64, once for all of them; every other operation for every
-    pair: 0.1 ns for bools and 1 ns for integers, on one core. So 64K tokens take seconds and 1M
-    minutes; on a GPU with `device="cuda"` far less.
+    The function is evaluated in strips of queries on all cores of a CPU; no N x N array is made.
+    In elementwise functions, an expression of the query, the key, the distance, or another sum
+    a q + b k with small factors is computed once for each of its values. Rows that are equal for
+    several queries, such as those with one value of q // 1000 or q % 64, are computed once. Every
+    other operation is computed for each pair, in 0.1 ns for bools and 1 ns for integers on one
+    core. So 64K tokens take seconds and 1M tokens minutes, and much less with `device="cuda"`.
 
-    It is called without gradients and without autocast, so that the mask is the same at any length
-    and wherever it is made.
+    The function is called without gradients and without autocast, so that the mask does not depend
+    on where it is made.
 
     Args:
-        attends: A function of q, int64 (n, 1), and k, int64 (1, k_len), on the device where the
-            mask is wanted. It returns a bool tensor that broadcasts to (n, k_len), and does not
-            change its arguments.
+        attends: A function of q, int64 (n, 1), and k, int64 (1, k_len), on the device of the mask.
+            It returns a bool tensor that broadcasts to (n, k_len), true where query q attends key
+            k, and does not change its arguments.
+
+    Returns:
+        The pattern.
 
     Raises:
-        TypeError: `attends` is no function.
+        TypeError: `attends` is not a function.
     """
     return _of_function(attends, from_predicate)
 
 
 def block_pattern(attends: Callable) -> Pattern:
-    """Decorator: the pattern of a vectorised function of block indices, (i, j) -> bool; its blocks
-    are full.
+    """Decorator that makes a pattern of full blocks from a vectorised function of block indices.
 
     Args:
-        attends: A function of i, int64 (n, 1), and j, int64 (1, nk). It returns a bool tensor that
-            broadcasts to (n, nk), and does not change its arguments.
+        attends: A function of block rows i, int64 (n, 1), and block columns j, int64 (1, nk). It
+            returns a bool tensor that broadcasts to (n, nk), true for full blocks, and does not
+            change its arguments.
+
+    Returns:
+        The pattern.
 
     Raises:
-        TypeError: `attends` is no function.
+        TypeError: `attends` is not a function.
     """
     return _of_function(attends, from_block_predicate)
 
@@ -250,9 +265,12 @@ def stack(masks):
     Args:
         masks: One pattern or one block mask for each head; head h gets masks[h].
 
+    Returns:
+        A Pattern or a BlockMask with as many heads as `masks` has entries.
+
     Raises:
-        TypeError: `masks` is no list, or a mixture.
-        ValueError: It is empty.
+        TypeError: `masks` is not a list, or mixes patterns and block masks.
+        ValueError: `masks` is empty, or its entries differ in block size, lengths or device.
     """
     if not isinstance(masks, Sequence):
         raise TypeError(f"stack takes a list of masks, one for each head, got {masks!r}")

@@ -37,14 +37,14 @@ def check_integers(name: str, values: Any, least: int = -INT64_MAX) -> list[int]
 
 
 def check_floating(name: str, tensor: Any) -> None:
-    """Raises TypeError for what is no floating-point tensor."""
+    """Raises TypeError for anything but a floating-point tensor."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         got = getattr(tensor, "dtype", type(tensor).__name__)
         raise TypeError(f"{name} must be a floating-point tensor, got {got}")
 
 
 def check_dtype(name: str, tensor: Any, *dtypes: torch.dtype) -> None:
-    """Raises TypeError for what is no tensor of one of the dtypes."""
+    """Raises TypeError for anything but a tensor of one of the dtypes."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
         got = getattr(tensor, "dtype", type(tensor).__name__)
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -53,7 +53,7 @@ def check_dtype(name: str, tensor: Any, *dtypes: torch.dtype) -> None:
 
 
 def check_floating_dtype(name: str, dtype: Any) -> None:
-    """Raises TypeError for what is no floating-point dtype of torch."""
+    """Raises TypeError for anything but a floating-point dtype of torch."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
 

@@ -49,31 +49,31 @@ def untraced() -> ExitStack:
 class BlockMask(OnGrid, Caching, Handled):
     """Which (query, key) pairs attend, in blocks that are full, partial or empty.
 
-    Immutable. Lengths and block sizes are in tokens. `&`, `|`, `-`, `^`, `~` and `==` are exact
-    for every pair. Both operands need the same length, block size and device. A mask of one head
-    applies to any number of heads.
+    A BlockMask is immutable. Lengths and block sizes are in tokens. `&`, `|`, `-`, `^`, `~` and
+    `==` are exact for every pair. Both operands must have the same lengths, block size and device.
+    A mask of one head applies to any number of heads.
     """
 
     block_set: BlockSet
 
     @staticmethod
     def from_blocks(blocks, block_size: Size = 128, seq_len: Size | None = None) -> "BlockMask":
-        """The mask whose blocks are full where `blocks` is true.
+        """The mask whose blocks are full where `blocks` is true, and empty elsewhere.
 
         Args:
-            blocks: (nq, nk), or (heads, nq, nk) for heads with masks of their own: a tensor of any
+            blocks: (nq, nk), or (heads, nq, nk) with a matrix for each head: a tensor on any
                 device, a numpy array or nested lists, of bool or of the integers 0 and 1; or a
-                scipy.sparse matrix (nq, nk) of them.
-            block_size: Tokens of a block, one number or (bq, bk).
-            seq_len: Tokens, one number or (q_len, k_len), that need exactly nq by nk blocks; by
-                default whole blocks.
+                scipy.sparse matrix (nq, nk) of such values.
+            block_size: Block size in tokens, one number or (bq, bk).
+            seq_len: Length in tokens, one number or (q_len, k_len), which must give nq by nk
+                blocks; by default that of nq by nk whole blocks.
 
         Returns:
             A mask on the device of `blocks`.
 
         Raises:
-            TypeError: `blocks` are of another type.
-            ValueError: They hold other numbers, are of another shape, or do not fit seq_len.
+            TypeError: `blocks` has another type.
+            ValueError: `blocks` has other values or another shape, or does not fit seq_len.
         """
         blocks = convert.checked_blocks(blocks)
         grid = convert.grid_of_blocks("blocks", blocks, block_size, seq_len)
@@ -84,13 +84,16 @@ class BlockMask(OnGrid, Caching, Handled):
         """The block mask of a dense mask, exact for every pair.
 
         Args:
-            dense: bool (q_len, k_len), or (heads, q_len, k_len) for heads with masks of their
-                own; True means attend.
-            block_size: Tokens of a block, one number or (bq, bk).
+            dense: bool (q_len, k_len), or (heads, q_len, k_len) with a mask for each head; True
+                means attend.
+            block_size: Block size in tokens, one number or (bq, bk).
+
+        Returns:
+            A mask on the device of `dense`.
 
         Raises:
-            TypeError: `dense` is no bool tensor.
-            ValueError: It is empty or has another number of dimensions.
+            TypeError: `dense` is not a bool tensor.
+            ValueError: `dense` is empty or has another number of dimensions.
         """
         return BlockMask(convert.from_dense(dense, block_size))
 
@@ -103,78 +106,84 @@ class BlockMask(OnGrid, Caching, Handled):
 
         Args:
             matrix: scipy.sparse array or matrix (q_len, k_len).
-            block_size: Tokens of a block, one number or (bq, bk).
+            block_size: Block size in tokens, one number or (bq, bk).
+
+        Returns:
+            A mask on the CPU.
 
         Raises:
-            TypeError: `matrix` is no scipy.sparse array or matrix.
-            ValueError: It has not 2 dimensions.
+            TypeError: `matrix` is not a scipy.sparse array or matrix.
+            ValueError: `matrix` does not have 2 dimensions.
         """
         return BlockMask(convert.from_scipy(matrix, block_size))
 
     @property
     def grid(self) -> Grid:
-        """Lengths, block size and device, with the numbers of block rows and columns nq and nk."""
+        """Lengths, block size, device, and the numbers nq and nk of block rows and columns."""
         return self.block_set.grid
 
     @property
     def head_to_mask(self) -> tuple[int, ...]:
-        """The distinct mask that each head reads."""
+        """For each head, the index of its mask among the distinct masks."""
         return self.block_set.head_to_mask
 
     @property
     def num_heads(self) -> int:
-        """Heads with a mask of their own; a mask with 1 applies to any number of heads."""
+        """Number of heads; a mask with 1 head applies to any number of heads."""
         return len(self.head_to_mask)
 
     @property
     def num_batches(self) -> int:
-        """Batch elements with a mask of their own: 1, since all batch elements share the mask."""
+        """Number of batch elements with different masks: 1, all batch elements share the mask."""
         return 1
 
     @property
     def num_masks(self) -> int:
-        """Distinct masks stored."""
+        """Number of distinct masks that are stored."""
         return self.block_set.num_masks
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(q_len, k_len), or (num_heads, q_len, k_len) when heads have masks of their own."""
+        """(q_len, k_len), or (num_heads, q_len, k_len) if there are several heads."""
         return self.seq_len if self.num_heads == 1 else (self.num_heads, *self.seq_len)
 
     @cached_property
     def nnz_blocks(self) -> int:
-        """Non-zero blocks, summed over num_heads."""
+        """Number of non-zero blocks, summed over num_heads."""
         return int(self.blocks_per_row().sum())
 
     @property
     def density(self) -> float:
-        """s: non-zero blocks over all blocks."""
+        """The density s: non-zero blocks over all blocks."""
         return self.nnz_blocks / (self.num_heads * self.grid.nq * self.grid.nk)
 
     @cached_property
     def partial_blocks(self) -> int:
-        """Blocks that carry an element mask, summed over num_heads."""
+        """Number of partial blocks, summed over num_heads."""
         return self.block_set.count_partial()
 
     @property
     def num_bit_tiles(self) -> int:
-        """Distinct element masks of partial blocks."""
+        """Number of distinct bit tiles, the element masks of partial blocks."""
         return len(self.block_set.bit_tiles)
 
     def blocks_per_row(self) -> Tensor:
-        """int64 (num_heads, nq): non-zero blocks in each block row."""
+        """The number of non-zero blocks in each block row: int64 (num_heads, nq)."""
         return self.block_set.count_per_row()
 
     def to_blocks(self) -> Tensor:
-        """bool (nq, nk), or (num_heads, nq, nk): the non-zero blocks."""
+        """The non-zero blocks: bool (nq, nk), or (num_heads, nq, nk) for several heads."""
         return self._by_head(convert.to_blocks(self.block_set))
 
     def to_dense(self) -> Tensor:
-        """bool `shape`: every pair. Takes q_len * k_len bytes per head."""
+        """The dense mask: bool with shape `shape`, which takes q_len * k_len bytes per head."""
         return self._by_head(convert.to_dense(self.block_set))
 
     def to_scipy(self) -> "scipy.sparse.bsr_array":
-        """A bool bsr_array (nq * bq, nk * bk) of whole blocks, indices ascending.
+        """The mask as a sparse matrix of scipy.
+
+        Returns:
+            A bool bsr_array (nq * bq, nk * bk) of whole blocks with ascending indices.
 
         Raises:
             ValueError: The mask has several heads.
@@ -185,10 +194,13 @@ class BlockMask(OnGrid, Caching, Handled):
         """The mask of one head.
 
         Args:
-            index: Number of the head; negative numbers count from the last head.
+            index: Index of the head; negative ones count from the last head.
+
+        Returns:
+            A mask with one head.
 
         Raises:
-            TypeError: `index` is no integer.
+            TypeError: `index` is not an integer.
             IndexError: There is no such head.
         """
         index = check_integer("index", index)
@@ -202,6 +214,9 @@ class BlockMask(OnGrid, Caching, Handled):
 
         Args:
             device: A torch device or its name.
+
+        Returns:
+            A mask; this object if it is on the device already.
         """
         same = canonical_device(device) == self.device
         return self if same else BlockMask(self.block_set.to(device))
@@ -211,12 +226,15 @@ class BlockMask(OnGrid, Caching, Handled):
     ) -> LookupTable:
         """The lookup table that kernels read.
 
-        It is compiled once per device and block size, and cached with the mask.
+        It is compiled once for each device and block size, and cached with the mask.
 
         Args:
             device: Device of the table; by default that of the mask.
-            block_size: Tokens of a block of the table, one number or (bq, bk); by default that of
-                the mask. With another one the mask is re-blocked: the same pairs attend.
+            block_size: Block size of the table in tokens, one number or (bq, bk); by default that
+                of the mask. With another one the mask is re-blocked, and the same pairs attend.
+
+        Returns:
+            The table.
         """
         device = self.device if device is None else canonical_device(device)
         key = (device, self.block_size if block_size is None else checked_block_size(block_size))
@@ -225,14 +243,17 @@ class BlockMask(OnGrid, Caching, Handled):
         return self._tables[key]
 
     def coverage(self, block_size: Size) -> float:
-        """How much of larger blocks the blocks of this mask fill.
+        """The share of larger blocks that the blocks of this mask cover.
 
-        coverage = area of this mask's blocks / area of all larger blocks that contain any of them
+        coverage = area of the blocks of this mask / area of the larger blocks that contain any
 
-        It is 1 if the blocks of this mask are no smaller. Computed once per block size.
+        It is cached for each block size.
 
         Args:
-            block_size: Tokens of a larger block, one number or (bq, bk).
+            block_size: Size of the larger blocks in tokens, one number or (bq, bk).
+
+        Returns:
+            A number from 0 to 1; 1 if the blocks of this mask are at least as large.
         """
         block_size = checked_block_size(block_size)
         if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
@@ -251,18 +272,21 @@ class BlockMask(OnGrid, Caching, Handled):
 
     @property
     def T(self) -> "BlockMask":
-        """The transpose: keys as queries."""
+        """The transpose, in which keys become queries."""
         return BlockMask(transpose(self.block_set))
 
     def crop(self, q_len: int, k_len: int) -> "BlockMask":
         """The mask of the first queries and keys.
 
         Args:
-            q_len: Queries, in tokens.
-            k_len: Keys, in tokens.
+            q_len: Number of queries, in tokens.
+            k_len: Number of keys, in tokens.
+
+        Returns:
+            A mask with these lengths.
 
         Raises:
-            TypeError, ValueError: A length is no integer, below 1, or above that of the mask.
+            TypeError, ValueError: A length is not an integer, below 1, or above that of the mask.
         """
         return BlockMask(slicing.crop(self.block_set, q_len, k_len))
 
@@ -275,34 +299,43 @@ class BlockMask(OnGrid, Caching, Handled):
             begin: First query, in tokens.
             end: Query after the last one, in tokens.
 
+        Returns:
+            A mask with end - begin queries and all keys.
+
         Raises:
-            TypeError, ValueError: An argument is no integer, or not 0 <= begin < end <= q_len.
+            TypeError, ValueError: An argument is not an integer, or not 0 <= begin < end <= q_len.
         """
         return BlockMask(slicing.slice_queries(self.block_set, begin, end))
 
     def take_blocks(self, rows: Tensor, columns: Tensor) -> "BlockMask":
         """The mask of some block rows and block columns, in their order.
 
-        Context parallelism makes the mask of one rank with it. Its time is proportional to the
-        number of runs and partial blocks of the mask.
+        Context parallelism uses it for the mask of a rank. Its time is proportional to the number
+        of runs and partial blocks of the mask.
 
         Args:
-            rows: int64 (n,), numbers of block rows, ascending, on the mask's device.
-            columns: Likewise of block columns.
+            rows: Indices of block rows, int64 (n,), ascending, on the device of the mask.
+            columns: Indices of block columns, int64 (m,), ascending, on the device of the mask.
+
+        Returns:
+            A mask with n block rows and m block columns.
 
         Raises:
-            TypeError, ValueError: Either is of another type or order, or there are none.
+            TypeError, ValueError: `rows` or `columns` has another type or order, or is empty.
         """
         return BlockMask(slicing.take_blocks(self.block_set, rows, columns))
 
     def keep_rows(self, rows: Tensor) -> "BlockMask":
-        """The mask with all blocks but those of some block rows empty.
+        """The mask with all block rows but the given ones empty.
 
         Args:
-            rows: int64 (n,), numbers of block rows, ascending, on the mask's device.
+            rows: Indices of block rows, int64 (n,), ascending, on the device of the mask.
+
+        Returns:
+            A mask with the same lengths.
 
         Raises:
-            TypeError, ValueError: They are of another type or order, or there are none.
+            TypeError, ValueError: `rows` has another type or order, or is empty.
         """
         return BlockMask(slicing.keep_rows(self.block_set, rows))
 
@@ -310,21 +343,27 @@ class BlockMask(OnGrid, Caching, Handled):
         """The same pairs in blocks of another size.
 
         Args:
-            block_size: Tokens of a block, one number or (bq, bk).
+            block_size: Block size in tokens, one number or (bq, bk).
+
+        Returns:
+            A mask in which the same pairs attend.
         """
         return BlockMask(reblock.reblock(self.block_set, block_size))
 
     def select(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
-        """The blocks of this mask where `blocks` is true.
+        """Selects the blocks of this mask where `blocks` is true.
 
-        Never waits for the device. `blocks` is read by the first call that uses the mask, and may
-        not change from then on: make a new mask of it.
+        It does not wait for the device. `blocks` is read by the first call that uses the mask, and
+        must not be changed after that.
 
         Args:
-            blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk), on the mask's device,
-                where 1 stands for any number of heads or batch elements.
-            scores: Floating-point, of the same shape. If they require a gradient, attention's
-                gradient of them is that of the blocks; see DynamicMask.
+            blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk), on the device of the
+                mask. A size of 1 applies to all heads or batch elements.
+            scores: Floating-point tensor with the shape of `blocks`. If it requires a gradient, it
+                gets the straight-through gradient of the blocks; see DynamicMask.
+
+        Returns:
+            A dynamic mask.
 
         Raises:
             TypeError: An argument has another type.
@@ -333,14 +372,20 @@ class BlockMask(OnGrid, Caching, Handled):
         return DynamicMask(self, blocks, scores)
 
     def select_topk(self, scores: Tensor, k: int) -> "DynamicMask":
-        """In every block row, the k blocks of this mask with the highest scores.
+        """Selects in every block row the k blocks of this mask with the highest scores.
 
-        A row gets fewer blocks if fewer of its scores are above -inf. A block whose score is NaN
-        is never selected.
+        Fewer than k blocks are selected if fewer scores of the row are above -inf. A block whose
+        score is NaN is never selected.
 
         Args:
             scores: As in select.
-            k: At least 1.
+            k: Number of blocks in a row, at least 1.
+
+        Returns:
+            A dynamic mask.
+
+        Raises:
+            TypeError, ValueError: As select does.
         """
         k = check_integer("k", k, least=1)
         check_floating("scores", scores)
@@ -352,11 +397,14 @@ class BlockMask(OnGrid, Caching, Handled):
         return self.select(blocks.scatter_(-1, column, best > -torch.inf), scores)
 
     def select_threshold(self, scores: Tensor, threshold: float | Tensor) -> "DynamicMask":
-        """The blocks of this mask whose scores are above a threshold.
+        """Selects the blocks of this mask whose scores are above a threshold.
 
         Args:
             scores: As in select.
             threshold: A number, or a tensor that broadcasts to the scores.
+
+        Returns:
+            A dynamic mask.
 
         Raises:
             TypeError, ValueError: As select does.
@@ -418,7 +466,7 @@ class BlockMask(OnGrid, Caching, Handled):
         )
 
     def _tile_codes(self) -> Tensor:
-        """int64 (num_heads, nq, nk). Never waits for the device."""
+        """int64 (num_heads, nq, nk); does not wait for the device."""
         masks = self.block_set.tile_code_grid().view(self.num_masks, self.grid.nq, self.grid.nk)
         return torch.stack([masks[mask] for mask in self.head_to_mask])
 
@@ -429,7 +477,7 @@ def from_full_runs(grid: Grid) -> BlockMask:
 
 
 def stack(masks: Sequence[BlockMask]) -> BlockMask:
-    """The mask whose head h has masks[h]; heads with equal masks share storage.
+    """The mask whose head h is masks[h]; heads with equal masks share storage.
 
     Raises:
         ValueError: A mask has several heads, or lengths, block size or device differ.
@@ -449,24 +497,24 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask:
 class DynamicMask(OnGrid, Caching):
     """The blocks of a BlockMask that a tensor selects, for each batch element and head.
 
-    Making one and attending with it takes operations of the device only, of fixed sizes. Nothing
-    waits, and a CUDA graph may hold it all, from the scores to the gradients; a graph of
-    torch.compile too, if `support` was made outside. Its table has storage for every block. What
-    the host reads of it waits for the device: density, to_blocks, to_dense, to_block_mask.
+    A dynamic mask is made and used by operations on the device with fixed sizes. The host does not
+    wait, so a CUDA graph can contain everything from the scores to the gradients. So can a graph
+    of torch.compile, if `support` is made outside of it. The table has space for every block. The
+    methods density, to_blocks, to_dense and to_block_mask wait for the device.
 
-    Where scores require a gradient, attention gives them the straight-through one: what a gate g
-    of each selected block would get, at g = 1, in
+    If the scores require a gradient, attention computes the straight-through gradient: that of a
+    gate g of each selected block, at g = 1, in
 
         S[q, k] = softcap(scale Q K^T)[q, k] + bias + log g[i, j]    for q in row i, k in column j
         dL/dscores[i, j] = dL/dg[i, j] = sum over q in i, k in j of dS[q, k]
         dS = P * (dropout(dO V^T) - rowsum(dO * O) + dLSE)
 
-    and 0 for blocks that are not selected, which were not computed.
+    Blocks that are not selected are not computed and get the gradient 0.
 
     Attributes:
-        support: The mask whose blocks are selected from.
-        blocks: bool (batch or 1, heads or 1, nq, nk).
-        scores: Floating-point, of the same shape, or None.
+        support: The mask from which blocks are selected.
+        blocks: The selected blocks, bool (batch or 1, heads or 1, nq, nk).
+        scores: Floating-point tensor with the same shape, or None.
 
     Raises:
         TypeError, ValueError: As BlockMask.select does, which takes the same tensors.
@@ -495,7 +543,7 @@ class DynamicMask(OnGrid, Caching):
                 )
             object.__setattr__(self, "scores", _batch_of_blocks("scores", scores, support))
         object.__setattr__(self, "blocks", _batch_of_blocks("blocks", blocks, support))
-        # A graph takes the blocks, and what runs in it compiles them.
+        # A graph of torch.compile takes the blocks as input, and compiles the table when it runs.
         if not torch.compiler.is_compiling():
             self.__dict__["_table"] = compile_selected(self.support.block_set, self.blocks)
 
@@ -503,17 +551,20 @@ class DynamicMask(OnGrid, Caching):
     def from_blocks(
         blocks: Tensor, block_size: Size = 128, seq_len: Size | None = None
     ) -> "DynamicMask":
-        """The blocks where `blocks` is true; see BlockMask.select.
+        """Selects the blocks where `blocks` is true; see BlockMask.select.
 
         Args:
             blocks: bool (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
-            block_size: Tokens of a block, one number or (bq, bk).
-            seq_len: Tokens, one number or (q_len, k_len), that need exactly nq by nk blocks; by
-                default whole blocks.
+            block_size: Block size in tokens, one number or (bq, bk).
+            seq_len: Length in tokens, one number or (q_len, k_len), which must give nq by nk
+                blocks; by default that of nq by nk whole blocks.
+
+        Returns:
+            A dynamic mask on the device of `blocks`.
 
         Raises:
-            TypeError: `blocks` is no bool tensor.
-            ValueError: Its shape does not fit.
+            TypeError: `blocks` is not a bool tensor.
+            ValueError: The shape of `blocks` does not fit.
         """
         return _full_mask_like("blocks", blocks, block_size, seq_len).select(blocks)
 
@@ -521,13 +572,19 @@ class DynamicMask(OnGrid, Caching):
     def from_topk(
         scores: Tensor, k: int, block_size: Size = 128, seq_len: Size | None = None
     ) -> "DynamicMask":
-        """In every block row the k blocks with the highest scores, of all blocks.
+        """Selects in every block row the k blocks with the highest scores.
 
         Args:
             scores: Floating-point (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
-            k: Blocks of a row, at least 1; see BlockMask.select_topk.
-            block_size: Tokens of a block, one number or (bq, bk).
+            k: Number of blocks in a row, at least 1; see BlockMask.select_topk.
+            block_size: Block size in tokens, one number or (bq, bk).
             seq_len: As in from_blocks.
+
+        Returns:
+            A dynamic mask on the device of `scores`.
+
+        Raises:
+            TypeError, ValueError: An argument has another type, value or shape.
         """
         return _full_mask_like("scores", scores, block_size, seq_len).select_topk(scores, k)
 
@@ -538,30 +595,36 @@ class DynamicMask(OnGrid, Caching):
         block_size: Size = 128,
         seq_len: Size | None = None,
     ) -> "DynamicMask":
-        """The blocks, of all blocks, whose scores are above a threshold.
+        """Selects the blocks whose scores are above a threshold.
 
         Args:
             scores: Floating-point (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
             threshold: A number, or a tensor that broadcasts to the scores.
-            block_size: Tokens of a block, one number or (bq, bk).
+            block_size: Block size in tokens, one number or (bq, bk).
             seq_len: As in from_blocks.
+
+        Returns:
+            A dynamic mask on the device of `scores`.
+
+        Raises:
+            TypeError, ValueError: An argument has another type, value or shape.
         """
         support = _full_mask_like("scores", scores, block_size, seq_len)
         return support.select_threshold(scores, threshold)
 
     @property
     def grid(self) -> Grid:
-        """Lengths, block size and device, with the numbers of block rows and columns nq and nk."""
+        """Lengths, block size, device, and the numbers nq and nk of block rows and columns."""
         return self.support.grid
 
     @property
     def num_batches(self) -> int:
-        """Batch elements with a mask of their own; with 1 all batch elements share the mask."""
+        """Number of batch elements; with 1 all batch elements share the mask."""
         return self.blocks.shape[0]
 
     @property
     def num_heads(self) -> int:
-        """Heads with a mask of their own; a mask with 1 applies to any number of heads."""
+        """Number of heads; a mask with 1 head applies to any number of heads."""
         return self.blocks.shape[1]
 
     def to(self, device: torch.device | str) -> "DynamicMask":
@@ -569,6 +632,9 @@ class DynamicMask(OnGrid, Caching):
 
         Args:
             device: A torch device or its name.
+
+        Returns:
+            A mask; this object if it is on the device already.
         """
         if canonical_device(device) == self.device:
             return self
@@ -582,7 +648,10 @@ class DynamicMask(OnGrid, Caching):
 
         Args:
             device: Device of the table; by default that of the mask.
-            block_size: That of the mask, or None: a dynamic mask is not re-blocked.
+            block_size: The block size of the mask, or None: a dynamic mask is not re-blocked.
+
+        Returns:
+            The table.
 
         Raises:
             ValueError: `block_size` is not that of the mask.
@@ -595,30 +664,36 @@ class DynamicMask(OnGrid, Caching):
         return compile_selected(self.support.block_set, self.blocks) if table is None else table
 
     def coverage(self, block_size: Size) -> float | None:
-        """See BlockMask.coverage; None for blocks of another size: only the device knows."""
+        """See BlockMask.coverage; None for another block size, as the host does not know it."""
         return 1.0 if checked_block_size(block_size) == self.block_size else None
 
     @cached_property
     def density(self) -> float:
-        """s: non-zero blocks over all blocks."""
+        """The density s: non-zero blocks over all blocks."""
         return float(self.to_blocks().double().mean())
 
     def to_blocks(self) -> Tensor:
-        """bool (batch or 1, heads or 1, nq, nk): the non-zero blocks."""
+        """The non-zero blocks: bool (batch or 1, heads or 1, nq, nk)."""
         support = self.support
         return self.blocks & (support._tile_codes() != support.num_bit_tiles + EMPTY)
 
     def to_dense(self) -> Tensor:
-        """bool (batch or 1, heads or 1, q_len, k_len): every pair."""
+        """The dense mask: bool (batch or 1, heads or 1, q_len, k_len)."""
         g = self.grid
         pairs = self.blocks.repeat_interleave(g.bq, 2).repeat_interleave(g.bk, 3)
         return pairs[..., : g.q_len, : g.k_len] & self.support.to_dense()
 
     def to_block_mask(self, batch_index: int = 0) -> BlockMask:
-        """The mask of a batch element as it is now.
+        """The mask of a batch element as a static BlockMask; waits for the device.
+
+        Args:
+            batch_index: Index of the batch element; negative ones count from the last one.
+
+        Returns:
+            The block mask.
 
         Raises:
-            TypeError: `batch_index` is no integer.
+            TypeError: `batch_index` is not an integer.
             IndexError: There is no such batch element.
         """
         batch_index = check_integer("batch_index", batch_index)
@@ -638,7 +713,7 @@ class DynamicMask(OnGrid, Caching):
 
 
 def _full_mask_like(name: str, like: Tensor, block_size: Size, seq_len: Size | None) -> BlockMask:
-    """All pairs in as many blocks as the last two dimensions of `like` say."""
+    """The full mask with as many blocks as the last two dimensions of `like`."""
     if not isinstance(like, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(like).__name__}")
     if not 2 <= like.ndim <= 4:
@@ -647,7 +722,7 @@ def _full_mask_like(name: str, like: Tensor, block_size: Size, seq_len: Size | N
 
 
 def _batch_of_blocks(name: str, blocks: Tensor, support: BlockMask) -> Tensor:
-    """A tensor of blocks with all four dimensions, and the heads of the support."""
+    """`blocks` as (batch, heads, nq, nk), with the heads of the support."""
     g, heads = support.grid, support.num_heads
     shape = (1,) * (4 - blocks.ndim) + tuple(blocks.shape)
     if not 2 <= blocks.ndim <= 4 or 0 in shape or shape[2:] != (g.nq, g.nk):

@@ -88,7 +88,7 @@ def from_offsets(
         shift: Tokens by which the diagonal is shifted.
     """
     reach = min(reach, grid.q_len + grid.k_len)
-    if step <= grid.bq + grid.bk:  # every block of the band holds a multiple
+    if step <= grid.bq + grid.bk:  # every block of the band contains a multiple
         q = torch.arange(grid.q_len, device=grid.device) + shift
         band = from_intervals(grid, q - reach, q + reach + 1).block_set
         check_memory("dilated", BYTES_OF_PARTIAL * (band.full.size() + len(band.partial)))

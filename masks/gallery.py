@@ -1,7 +1,7 @@
-"""The gallery: a picture, a histogram, a receptive field and figures of patterns, on one page.
+"""The gallery: an HTML page with a picture, a histogram and the receptive field of each pattern.
 
-It shows every built-in pattern and those of modules of one's own; the gallery of the documentation
-is made of the same entries. Pictures of two patterns show where they differ.
+It shows every built-in pattern and the patterns of a user's modules. The gallery of the
+documentation has the same entries. `difference` compares two patterns.
 """
 
 import html
@@ -25,11 +25,11 @@ from masks.block_mask import BlockMask
 
 TOKENS, BLOCK = 1024, 64
 LAYERS = 12
-SAMPLES = 256  # keys that are followed where not all are
-PAIRS = 1 << 22  # more pairs are drawn cell by cell
-STEEP = 16  # most blocks in a row over the median: more are drawn on a logarithmic axis
-DPI = {"png": 150, "svg": 300}  # of SVG, that of pictures of masks
-# Colours of: empty blocks; masked pairs of partial blocks; attended pairs of those; full blocks.
+SAMPLES = 256  # number of random keys if the receptive field is sampled
+PAIRS = 1 << 22  # masks with more pairs are drawn in cells of several blocks
+STEEP = 16  # the axis is logarithmic if most blocks in a row over the median are more
+DPI = {"png": 150, "svg": 300}  # in SVG, of embedded pictures of masks
+# Colours of empty blocks; masked pairs and attended pairs of partial blocks; full blocks.
 KINDS = ["#ffffff", "#dde3ea", "#6d9bd1", "#1f4e8c"]
 # Distinct for every kind of colour vision (Okabe and Ito 2008).
 BLUE, VERMILION, GREY = "#0072b2", "#d55e00", "#7f7f7f"
@@ -40,11 +40,11 @@ class Entry:
     """One pattern of the gallery.
 
     Attributes:
-        title: Its name.
+        title: The title of the entry.
         pattern: The pattern or its text.
-        good_for: What it is good for.
-        seq_len: Tokens, one number or (q_len, k_len).
-        block_size: Tokens.
+        good_for: What the pattern is used for.
+        seq_len: Length in tokens, one number or (q_len, k_len).
+        block_size: Block size in tokens.
     """
 
     title: str
@@ -54,12 +54,12 @@ class Entry:
     block_size: int = BLOCK
 
     def build(self) -> BlockMask:
-        """Its mask."""
+        """The mask of the pattern."""
         return as_pattern(self.pattern)(self.seq_len, self.block_size)
 
     @property
     def file_name(self) -> str:
-        """A name for its pictures, without a suffix."""
+        """The file name of the pictures, without a suffix."""
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
@@ -101,12 +101,12 @@ ENTRIES = [
 
 @dataclass(frozen=True)
 class Section:
-    """What a page shows of one entry.
+    """The section of a page about one entry.
 
     Attributes:
         entry: The entry.
-        figures: What it costs and sees, by name.
-        pictures: The content of its pictures, by suffix: "png" and "svg".
+        figures: Figures about cost and receptive field, by name.
+        pictures: Contents of the pictures by suffix, "png" and "svg".
     """
 
     entry: Entry
@@ -115,7 +115,7 @@ class Section:
 
 
 def sections(entries: Sequence[Entry]) -> Iterator[Section]:
-    """The sections of a page, each made when it is asked for.
+    """Yields the sections of a page.
 
     Raises:
         ValueError: The mask of an entry cannot be built.
@@ -138,10 +138,10 @@ def sections(entries: Sequence[Entry]) -> Iterator[Section]:
 
 
 def of_module(path: Path, seq_len: Any = 4096, block_size: Any = 128) -> list[Entry]:
-    """An entry for every Pattern that a Python file, which is run, defines.
+    """Runs a Python file; returns an entry for every Pattern that it defines.
 
     Raises:
-        ValueError: There is no such file, or no pattern in it.
+        ValueError: The file does not exist or defines no Pattern.
     """
     patterns = {name: v for name, v in run_file(path).items() if isinstance(v, Pattern)}
     if not patterns:
@@ -153,7 +153,7 @@ def of_module(path: Path, seq_len: Any = 4096, block_size: Any = 128) -> list[En
 
 
 def page(shown: Sequence[Section]) -> str:
-    """The page, HTML that stands alone beside the pictures."""
+    """The page as HTML, which refers to the pictures in its folder."""
     parts = []
     for section in shown:
         entry, name = section.entry, section.entry.file_name
@@ -175,12 +175,12 @@ def page(shown: Sequence[Section]) -> str:
 
 
 LEGEND = (
-    "Queries go down, keys to the right. Full blocks are dark, attended pairs of partial blocks "
-    "lighter, masked pairs of partial blocks grey, empty blocks white: what is white costs "
-    "nothing. Past four million pairs, and for several heads, a cell is darker where more of its "
-    "pairs attend. The second picture has the non-zero blocks of every row of query blocks, the "
-    "third the share of pairs that are connected over the layers, with its 95 % interval where "
-    "keys are a sample."
+    "Rows are queries, columns are keys. Full blocks are dark, attended pairs of partial blocks "
+    "lighter, masked pairs of partial blocks grey, and empty blocks, which are not computed, "
+    "white. With more than four million pairs or several heads, the shade of a cell is the share "
+    "of its pairs that attend. The second picture shows the number of non-zero blocks in each "
+    "block row, the third the share of connected pairs over the layers, with its 95 % interval if "
+    "keys are sampled."
 )
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Patterns</title>
@@ -226,10 +226,14 @@ class Difference:
 
 
 def difference(a: BlockMask, b: BlockMask, names: tuple[str, str] = ("A", "B")) -> Difference:
-    """Which pairs two masks share, and which one of them has alone.
+    """Compares two masks.
+
+    Args:
+        a, b: The masks, with equal lengths, block size and number of heads.
+        names: Their names in the picture.
 
     Raises:
-        ValueError: Their lengths, block sizes or heads differ.
+        ValueError: Lengths, block sizes or numbers of heads differ.
     """
     parts = a & b, a - b, b - a
     labels = "both", f"only {names[0]}", f"only {names[1]}"

@@ -1,7 +1,7 @@
-"""Masks of other libraries, both ways and exact: FlexAttention, FlashAttention-4, cuDNN,
-FlashInfer, torch sparse.
+"""Exact conversion of masks to and from other libraries.
 
-scipy and dense matrices are read and made by BlockMask itself.
+The libraries are FlexAttention, FlashAttention-4, cuDNN, FlashInfer and torch.sparse. BlockMask
+itself converts dense matrices and those of scipy.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,14 @@ from masks.mask_batch import check_block_mask
 
 
 class BlockSparseTensors(NamedTuple):
-    """FlashAttention-4's lists of blocks: its BlockSparseTensorsTorch takes them by name.
+    """Block lists of FlashAttention-4, with the fields of its BlockSparseTensorsTorch.
 
-    Partial (mask_) and full blocks of every block row: int32 counts (1, heads, rows) and ascending
-    columns (1, heads, rows, columns), undefined past the count. block_size is (bq, bk) in tokens,
-    also where the rows are blocks of keys.
+    Attributes:
+        mask_block_cnt: Number of partial blocks in each block row, int32 (1, heads, rows).
+        mask_block_idx: Their columns, int32 (1, heads, rows, columns), ascending, undefined past
+            the count.
+        full_block_cnt, full_block_idx: The same for full blocks.
+        block_size: (bq, bk) in tokens, also if the rows are block rows of keys.
     """
 
     mask_block_cnt: Tensor
@@ -39,12 +42,13 @@ class BlockSparseTensors(NamedTuple):
 
 
 class CudnnBlocks(NamedTuple):
-    """The lists of cuDNN's block-sparse attention, whose functions take them by name.
+    """Block lists of cuDNN's block-sparse attention, with the names of its arguments.
 
-    q2k_block_index:   int32 (batch, heads, nq, most), ascending columns, 0 past the count
-    q2k_block_nums:    int32 (batch, heads, nq)
-    block_sizes:       int32 (nk,), the keys of each block; None where no block is clipped
-    sparse_block_size: tokens of a side
+    Attributes:
+        q2k_block_index: Columns, int32 (batch, heads, nq, most), ascending, 0 past the count.
+        q2k_block_nums: Number of blocks in each block row, int32 (batch, heads, nq).
+        block_sizes: Number of keys in each block, int32 (nk,); None if no block is clipped.
+        sparse_block_size: Side of a block, in tokens.
     """
 
     q2k_block_index: Tensor
@@ -54,14 +58,14 @@ class CudnnBlocks(NamedTuple):
 
 
 class FlashInferBlocks(NamedTuple):
-    """The block-sparse rows of FlashInfer, whose BlockSparseAttentionWrapper.plan takes them by
-    name.
+    """Blocks in CSR form, with the names of arguments of FlashInfer's block-sparse plan.
 
-    indptr:  int32 (rows + 1,)
-    indices: int32 (n,), ascending in each row
-    M, N:    queries and keys, in tokens
-    R, C:    queries and keys of a block, in tokens
-    mask:    bool (n, R, C), the pairs of each block; None where all blocks are full
+    Attributes:
+        indptr: Row pointers, int32 (rows + 1,).
+        indices: Columns, int32 (n,), ascending in each row.
+        M, N: Number of queries and of keys.
+        R, C: Number of queries and of keys in a block.
+        mask: The pairs of each block that attend, bool (n, R, C); None if all blocks are full.
     """
 
     indptr: Tensor
@@ -74,12 +78,18 @@ class FlashInferBlocks(NamedTuple):
 
 
 def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
-    """The FlexAttention mask with the same elements, lists and block size.
+    """Converts a mask to a mask of FlexAttention with the same pairs and block size.
 
-    Its mask_mod looks a pair up in the bit tiles; that takes 4 bytes for every block.
+    Its mask_mod looks pairs up in the bit tiles, with an index of 4 bytes for every block.
+
+    Args:
+        mask: The mask.
+
+    Returns:
+        A BlockMask of FlexAttention.
 
     Raises:
-        TypeError: `mask` is no BlockMask.
+        TypeError: `mask` is not a BlockMask.
     """
     lists = to_block_lists(mask)
     return flex_attention.BlockMask.from_kv_blocks(
@@ -88,16 +98,23 @@ def to_flex(mask: BlockMask) -> flex_attention.BlockMask:
 
 
 def from_flex(mask: flex_attention.BlockMask, batch: int | None = None) -> BlockMask:
-    """The elements that a FlexAttention mask attends: all of its full blocks, and those of its
-    partial blocks for which mask_mod holds.
+    """Converts a mask of FlexAttention.
+
+    All pairs of its full blocks attend, and the pairs of its partial blocks for which mask_mod is
+    true.
 
     Args:
-        mask: Not one that was indexed, which has no mask_mod any more.
-        batch: Which batch element, if there are several: masks.MaskBatch.from_masks joins them.
+        mask: A BlockMask of FlexAttention. It must not be the result of indexing another one,
+            because indexing drops mask_mod.
+        batch: Index of the batch element, if there are several. masks.MaskBatch.from_masks joins
+            the results.
+
+    Returns:
+        The mask of the batch element.
 
     Raises:
-        TypeError: `mask` is no BlockMask of FlexAttention, or `batch` no integer.
-        ValueError: The mask has several batch elements and `batch` is none of them.
+        TypeError: `mask` is not a BlockMask of FlexAttention, or `batch` is not an integer.
+        ValueError: The mask has several batch elements, and `batch` is not the index of one.
     """
     if not isinstance(mask, flex_attention.BlockMask):
         raise TypeError(f"mask must be a BlockMask of FlexAttention, got {type(mask)}")
@@ -120,14 +137,20 @@ def from_flex(mask: flex_attention.BlockMask, batch: int | None = None) -> Block
 
 
 def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockSparseTensors:
-    """FlashAttention-4's lists of a mask: rows of queries for the forward pass, `by_key` rows of
-    keys for the backward.
+    """Converts a mask to block lists of FlashAttention-4.
 
-    They say which blocks are partial, and not which of their elements attend: that is the
-    kernel's own mask_mod.
+    The lists do not contain the element masks of partial blocks. The kernel needs a mask_mod for
+    these.
+
+    Args:
+        mask: The mask.
+        by_key: Whether rows are block rows of keys, as in the backward pass, not of queries.
+
+    Returns:
+        The lists.
 
     Raises:
-        TypeError: `mask` is no BlockMask.
+        TypeError: `mask` is not a BlockMask.
     """
     check_block_mask(mask)
     blocks = (mask.T if by_key else mask).block_set
@@ -141,26 +164,27 @@ def to_block_lists(mask: BlockMask, *, by_key: bool = False) -> BlockSparseTenso
 def from_block_lists(
     lists: BlockSparseTensors, seq_len: int | tuple[int, int], pattern: Pattern | None = None
 ) -> BlockMask:
-    """The mask of FlashAttention-4's forward lists.
+    """Converts block lists of FlashAttention-4.
 
     Args:
         lists: The lists of the forward pass.
-        seq_len: Tokens, one number or (q_len, k_len).
-        pattern: Which elements of the partial blocks attend.
+        seq_len: Length in tokens, one number or (q_len, k_len).
+        pattern: Which pairs of the partial blocks attend.
+
+    Returns:
+        The mask.
 
     Raises:
-        TypeError: `lists` are no BlockSparseTensors, or `pattern` no Pattern.
-        ValueError: The lists are of several batch elements or another length, have partial blocks
-            and no pattern, a count is beyond its list, or a column beyond the grid or twice in a
-            row.
+        TypeError: `lists` is not a BlockSparseTensors, or `pattern` is not a Pattern.
+        ValueError: The lists have several batch elements or another length; they have partial
+            blocks, but there is no pattern; a count exceeds its list; or a column is outside of
+            the grid or listed twice in a row.
     """
     _check_lists("lists", lists, BlockSparseTensors)
     if not isinstance(pattern, Pattern | None):
         raise TypeError(f"pattern must be a Pattern or None, got {type(pattern).__name__}")
     if lists.full_block_cnt.shape[0] != 1:
-        raise ValueError(
-            f"lists must be of one batch element, got {lists.full_block_cnt.shape[0]}"
-        )
+        raise ValueError(f"lists must have one batch element, got {lists.full_block_cnt.shape[0]}")
     if pattern is None:
         if lists.mask_block_cnt.any():
             raise ValueError("lists with partial blocks need a pattern for their elements")
@@ -171,16 +195,21 @@ def from_block_lists(
 
 
 def to_cudnn_blocks(mask: BlockMask, batch: int = 1, heads: int | None = None) -> CudnnBlocks:
-    """The lists of cuDNN's block-sparse attention (cudnn.block_sparse_attention).
+    """Converts a mask to block lists of cuDNN's block-sparse attention.
 
     Args:
-        mask: In square blocks without partial ones; the kernels take sides of 64 and 128.
-        batch: Batch elements, each of which gets the lists.
-        heads: Query heads, by default those of the mask.
+        mask: A mask with square blocks and without partial blocks. The kernels of cuDNN take sides
+            of 64 and 128.
+        batch: Number of batch elements. All get the same lists.
+        heads: Number of query heads, by default that of the mask.
+
+    Returns:
+        The arguments of cudnn.block_sparse_attention.
 
     Raises:
-        TypeError: `mask` is no BlockMask, or a number no integer.
-        ValueError: The mask has partial blocks, blocks that are not square, or other heads.
+        TypeError: `mask` is not a BlockMask, or a number is not an integer.
+        ValueError: The mask has partial blocks, blocks that are not square, or another number of
+            heads.
     """
     check_block_mask(mask)
     g, batch = mask.grid, check_integer("batch", batch, least=1)
@@ -198,17 +227,20 @@ def to_cudnn_blocks(mask: BlockMask, batch: int = 1, heads: int | None = None) -
 
 
 def from_cudnn_blocks(blocks: CudnnBlocks, seq_len: int | tuple[int, int]) -> BlockMask:
-    """The mask of cuDNN's lists, of one batch element.
+    """Converts block lists of cuDNN.
 
     Args:
-        blocks: Its block_sizes are those that seq_len says, or None.
-        seq_len: Tokens, one number or (q_len, k_len).
+        blocks: The lists of one batch element.
+        seq_len: Length in tokens, one number or (q_len, k_len).
+
+    Returns:
+        The mask.
 
     Raises:
-        TypeError: `blocks` are no CudnnBlocks.
-        ValueError: The lists are of several batch elements or another length, a count is beyond
-            its list, a column beyond the grid or twice in a row, or a block has other keys than
-            seq_len says.
+        TypeError: `blocks` is not a CudnnBlocks.
+        ValueError: The lists have several batch elements or another length; a count exceeds its
+            list; a column is outside of the grid or listed twice in a row; or block_sizes do not
+            agree with seq_len.
     """
     _check_lists("blocks", blocks, CudnnBlocks)
     index, count, sizes, side = blocks
@@ -220,19 +252,20 @@ def from_cudnn_blocks(blocks: CudnnBlocks, seq_len: int | tuple[int, int]) -> Bl
 
 
 def to_cudnn_intervals(mask: BlockMask, batch: int = 1) -> Tensor:
-    """The `mask_func` of cudnn.flex_attention.create_mask_plan: the keys of each query as the
-    intervals [0, F0), [F1, F2), ..., which may be empty.
+    """Converts a mask to the argument `mask_func` of cudnn.flex_attention.create_mask_plan.
+
+    It has the keys of each query as intervals [0, F0), [F1, F2), ..., which may be empty.
 
     Args:
-        mask: Any.
-        batch: Batch elements, each of which gets the intervals.
+        mask: The mask.
+        batch: Number of batch elements. All get the same intervals.
 
     Returns:
         int32 (heads, endpoints, batch * q_len), on the device of the mask. The number of endpoints
-        is odd, the most that any query needs; where one needs fewer, its last one is repeated.
+        is odd. If a query needs fewer than others, its last endpoint is repeated.
 
     Raises:
-        TypeError: `mask` is no BlockMask, or `batch` no integer.
+        TypeError: `mask` is not a BlockMask, or `batch` is not an integer.
         ValueError: `batch` is below 1.
     """
     check_block_mask(mask)
@@ -251,17 +284,20 @@ def to_cudnn_intervals(mask: BlockMask, batch: int = 1) -> Tensor:
 def from_cudnn_intervals(
     intervals: Tensor, k_len: int, block_size: int | tuple[int, int] = 128
 ) -> BlockMask:
-    """The mask of the intervals of one batch element; see to_cudnn_intervals.
+    """Converts the intervals of one batch element; see to_cudnn_intervals.
 
     Args:
-        intervals: Integers (heads, endpoints, q_len), of an odd number of endpoints, from 0 to
-            k_len.
-        k_len: Keys, in tokens.
-        block_size: Tokens, one number or (bq, bk).
+        intervals: Integers (heads, endpoints, q_len) from 0 to k_len, with an odd number of
+            endpoints.
+        k_len: Number of keys, in tokens.
+        block_size: Block size in tokens, one number or (bq, bk).
+
+    Returns:
+        The mask.
 
     Raises:
-        TypeError: `intervals` are no tensor of integers.
-        ValueError: The shape is another, there is no head, or an endpoint is beyond the keys.
+        TypeError: `intervals` is not a tensor of integers.
+        ValueError: `intervals` has another shape, or an endpoint is past the keys.
     """
     check_dtype("intervals", intervals, torch.int32, torch.int64)
     if intervals.dim() != 3 or intervals.shape[1] % 2 == 0 or 0 in intervals.shape:
@@ -285,10 +321,16 @@ def from_cudnn_intervals(
 
 
 def to_flashinfer(mask: BlockMask) -> FlashInferBlocks:
-    """The block-sparse rows of a mask for FlashInfer.
+    """Converts a mask to arguments of FlashInfer's BlockSparseAttentionWrapper.plan.
+
+    Args:
+        mask: A mask of one head, whose lengths are multiples of its block size.
+
+    Returns:
+        The arguments.
 
     Raises:
-        TypeError: `mask` is no BlockMask.
+        TypeError: `mask` is not a BlockMask.
         ValueError: The mask has several heads, or lengths that are not whole blocks.
     """
     check_block_mask(mask)
@@ -305,13 +347,19 @@ def to_flashinfer(mask: BlockMask) -> FlashInferBlocks:
 
 
 def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
-    """The mask of FlashInfer's block-sparse rows.
+    """Converts blocks in the form of FlashInfer.
+
+    Args:
+        blocks: The blocks.
+
+    Returns:
+        A mask on the device of `blocks`.
 
     Raises:
-        TypeError: `blocks` are no FlashInferBlocks.
-        ValueError: The sides of a block are none that a mask may have; indptr does not ascend from
-            0 to the number of blocks; a column is beyond the grid or twice in a row; or `mask` is
-            of another shape.
+        TypeError: `blocks` is not a FlashInferBlocks.
+        ValueError: A mask cannot have blocks of this size; indptr does not ascend from 0 to the
+            number of blocks; a column is outside of the grid or listed twice in a row; or `mask`
+            has another shape.
     """
     _check_lists("blocks", blocks, FlashInferBlocks)
     indptr, indices, *sizes, pairs = blocks
@@ -336,12 +384,18 @@ def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
 
 
 def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor:
-    """A sparse bool tensor: sparse_bsr of whole blocks, (nq * bq, nk * bk), or sparse_csr of
-    elements, (q_len, k_len).
+    """Converts a mask to a sparse tensor of torch.
+
+    Args:
+        mask: A mask of one head.
+        layout: torch.sparse_bsr for whole blocks, torch.sparse_csr for pairs.
+
+    Returns:
+        A bool tensor, (nq * bq, nk * bk) for sparse_bsr, (q_len, k_len) for sparse_csr.
 
     Raises:
-        TypeError: `mask` is no BlockMask.
-        ValueError: The layout is another, or the mask has several heads.
+        TypeError: `mask` is not a BlockMask.
+        ValueError: Another layout is given, or the mask has several heads.
     """
     check_block_mask(mask)
     blocks = mask.to_scipy()
@@ -361,16 +415,23 @@ def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor
 
 
 def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:
-    """The mask of a sparse tensor (Nq, Nk) in layout sparse_bsr, sparse_csr or sparse_coo: stored
-    non-zero entries attend.
+    """Converts a sparse tensor of torch: stored non-zero entries attend.
 
-    A mask from to_torch whose last blocks are clipped comes back unclipped: crop it.
+    A sparse_bsr tensor has whole blocks. If it was made by to_torch from a mask with clipped
+    blocks, crop the result to the lengths of that mask.
+
+    Args:
+        matrix: A tensor (q_len, k_len) with layout sparse_bsr, sparse_csr or sparse_coo.
+        block_size: Block size in tokens, one number or (bq, bk).
+
+    Returns:
+        A mask on the device of `matrix`.
 
     Raises:
-        TypeError: `matrix` is no tensor.
-        ValueError: The layout is another.
+        TypeError: `matrix` is not a tensor.
+        ValueError: `matrix` has another layout.
     """
-    import scipy.sparse  # here, for it takes longer to import than all of masks
+    import scipy.sparse  # here, because it takes longer to import than all of masks
 
     if not isinstance(matrix, Tensor):
         raise TypeError(f"matrix must be a sparse tensor, got {type(matrix).__name__}")
@@ -415,17 +476,17 @@ def _check_lists(name: str, lists: Any, expected: type) -> None:
 
 
 def _keys_of_blocks(grid: Grid) -> Tensor:
-    """int32 (nk,): the keys of each block column, on the CPU."""
+    """int32 (nk,): the number of keys in each block column, on the CPU."""
     first = torch.arange(grid.nk, dtype=torch.int32, device="cpu") * grid.bk
     return (grid.k_len - first).clamp(max=grid.bk)
 
 
 def _endpoints(dense: Tensor) -> Tensor:
-    """int32 (heads, odd number, rows): where the runs of keys of bool rows begin and end."""
+    """int32 (heads, odd number, rows): beginnings and ends of the runs of keys of bool rows."""
     dense = dense.view(-1, *dense.shape[-2:])
     padded = torch.nn.functional.pad(dense, (1, 1))
     changes = padded[..., 1:] != padded[..., :-1]
-    # The first interval begins at 0, so that no endpoint says so; where no run does, it is empty.
+    # The first interval begins at 0, which is not stored. If no run begins at 0, it is empty.
     changes[..., 0] ^= True
     head, row, position = changes.nonzero(as_tuple=True)
     count = changes.sum(-1)
@@ -454,8 +515,9 @@ def _from_lists(
     seq_len: int | tuple[int, int],
     attends: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
 ) -> BlockMask:
-    """The mask of lists of one batch element; attends(head, q, k), of one pair, says which
-    elements of the partial blocks do, None that all do.
+    """The mask of the lists of one batch element.
+
+    attends(head, q, k) is true for pairs of partial blocks that attend; None if all do.
     """
     grid = Grid.of(seq_len, lists.block_size, lists.full_block_cnt.device)
     if lists.full_block_cnt.shape[-1] != grid.nq:
@@ -480,7 +542,7 @@ def _flat(grid: Grid, count: Tensor, index: Tensor) -> Tensor:
     """The ascending flat indices of the listed blocks.
 
     Raises:
-        ValueError: A count is beyond the list, or a column beyond the grid or listed twice.
+        ValueError: A count exceeds the list, or a column is outside of the grid or listed twice.
     """
     most = index.shape[1]
     if bool(((count < 0) | (count > most)).any()):
@@ -491,10 +553,10 @@ def _flat(grid: Grid, count: Tensor, index: Tensor) -> Tensor:
 
 
 def _sorted_blocks(grid: Grid, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """(flat indices, order): those of the blocks, ascending, and where each of them came.
+    """(ascending flat indices of the blocks, the permutation that sorts them)
 
     Raises:
-        ValueError: A column is beyond the grid, or a block is listed twice.
+        ValueError: A column is outside of the grid, or a block is listed twice.
     """
     wrong = (column < 0) | (column >= grid.nk)
     if bool(wrong.any()):
@@ -510,7 +572,7 @@ def _sorted_blocks(grid: Grid, row: Tensor, column: Tensor) -> tuple[Tensor, Ten
 def _evaluated(
     grid: Grid, flat: Tensor, head: int, attends: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(bit_tiles, tile) of the elements of these blocks for which attends(head, q, k) holds."""
+    """(bit_tiles, tile) of the pairs of these blocks for which attends(head, q, k) is true."""
     by_key = torch.vmap(attends, in_dims=(None, None, 0))
     by_query = torch.vmap(by_key, in_dims=(None, 0, None))
     by_block = torch.vmap(by_query, in_dims=(None, 0, 0))

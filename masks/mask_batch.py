@@ -20,8 +20,9 @@ from masks.registry import Caching, Handled
 class MaskBatch(OnGrid, Caching, Handled):
     """One block mask for each batch element, all with the same number of heads.
 
-    Immutable. All masks are in one lookup table, which stores equal masks once. `==` compares all
-    pairs. To save a batch, save `stacked`: MaskBatch(stacked, num_batches) is equal to the batch.
+    A MaskBatch is immutable. All masks are in one lookup table, which stores equal masks once.
+    `==` compares all pairs. To save a batch, save `stacked`: MaskBatch(stacked, num_batches) is
+    equal to the batch.
 
     Attributes:
         stacked: The masks of all heads of the first batch element, then those of the next one.
@@ -54,10 +55,13 @@ class MaskBatch(OnGrid, Caching, Handled):
             masks: Batch element b gets masks[b]. The masks have the same lengths, block size,
                 device and number of heads; a mask of one head applies to all heads.
 
+        Returns:
+            The batch.
+
         Raises:
-            TypeError: `masks` is no list of block masks.
-            ValueError: It is empty; or the masks differ in length, block size, device or, where
-                that is not 1, in heads.
+            TypeError: `masks` is not a list of block masks.
+            ValueError: `masks` is empty, or the masks differ in length, block size, device, or
+                number of heads other than 1.
         """
         if not isinstance(masks, Sequence) or not all(isinstance(m, BlockMask) for m in masks):
             raise TypeError(f"from_masks takes a list of block masks, got {masks!r}")
@@ -76,18 +80,21 @@ class MaskBatch(OnGrid, Caching, Handled):
 
     @staticmethod
     def with_keys(mask: "BlockMask | MaskBatch", keys: Tensor) -> "MaskBatch":
-        """The pairs of `mask` whose keys are valid, for padding anywhere in a sequence.
+        """Restricts a mask to the valid keys of each batch element, for padding at any position.
 
-        Waits for the device. If all padding comes after the keys, key_lengths of attention is
+        It waits for the device. If all padding comes after the keys, key_lengths of attention is
         faster.
 
         Args:
-            mask: The mask of all batch elements, or a batch with one for each.
+            mask: The mask of all batch elements, or a batch with a mask for each.
             keys: bool (batch, k_len), false at padding.
 
+        Returns:
+            The batch of restricted masks.
+
         Raises:
-            TypeError: `mask` is no block mask or batch of them, or `keys` no bool tensor.
-            ValueError: It has another shape.
+            TypeError: `mask` is not a BlockMask or a MaskBatch, or `keys` is not a bool tensor.
+            ValueError: `keys` has another shape.
         """
         if not isinstance(mask, BlockMask | MaskBatch):
             raise TypeError(f"mask must be a BlockMask or a MaskBatch, got {type(mask).__name__}")
@@ -106,17 +113,17 @@ class MaskBatch(OnGrid, Caching, Handled):
 
     @property
     def grid(self) -> Grid:
-        """Lengths, block size and device, with the numbers of block rows and columns nq and nk."""
+        """Lengths, block size, device, and the numbers nq and nk of block rows and columns."""
         return self.stacked.grid
 
     @property
     def num_heads(self) -> int:
-        """Heads with a mask of their own; a mask with 1 applies to any number of heads."""
+        """Number of heads; masks with 1 head apply to any number of heads."""
         return self.stacked.num_heads // self.num_batches
 
     @property
     def density(self) -> float:
-        """s: non-zero blocks over all blocks."""
+        """The density s: non-zero blocks over all blocks."""
         return self.stacked.density
 
     def __len__(self) -> int:
@@ -126,7 +133,7 @@ class MaskBatch(OnGrid, Caching, Handled):
         """The mask of a batch element.
 
         Raises:
-            TypeError: `batch_index` is no integer.
+            TypeError: `batch_index` is not an integer.
             IndexError: There is no such batch element.
         """
         batch_index = check_integer("batch_index", batch_index)
@@ -139,11 +146,11 @@ class MaskBatch(OnGrid, Caching, Handled):
         return stack([self.stacked.head(first + h) for h in range(self.num_heads)])
 
     def to_blocks(self) -> Tensor:
-        """bool (batch, heads or 1, nq, nk): the non-zero blocks."""
+        """The non-zero blocks: bool (batch, heads or 1, nq, nk)."""
         return self._by_element(self.stacked.to_blocks())
 
     def to_dense(self) -> Tensor:
-        """bool (batch, heads or 1, q_len, k_len): every pair."""
+        """The dense masks: bool (batch, heads or 1, q_len, k_len)."""
         return self._by_element(self.stacked.to_dense())
 
     def to(self, device: torch.device | str) -> "MaskBatch":
@@ -151,6 +158,9 @@ class MaskBatch(OnGrid, Caching, Handled):
 
         Args:
             device: A torch device or its name.
+
+        Returns:
+            A batch; this object if it is on the device already.
         """
         same = canonical_device(device) == self.device
         return self if same else MaskBatch(self.stacked.to(device), self.num_batches)
@@ -163,6 +173,9 @@ class MaskBatch(OnGrid, Caching, Handled):
         Args:
             device: As in BlockMask.table.
             block_size: As in BlockMask.table.
+
+        Returns:
+            The table.
         """
         table = self.stacked.table(device, block_size)
         key = (table.device, table.block_size)
@@ -172,10 +185,13 @@ class MaskBatch(OnGrid, Caching, Handled):
         return self._tables[key]
 
     def coverage(self, block_size: Size) -> float:
-        """How much of larger blocks the blocks of these masks fill; see BlockMask.coverage.
+        """The share of larger blocks that the blocks of these masks cover; see BlockMask.coverage.
 
         Args:
-            block_size: Tokens of a larger block, one number or (bq, bk).
+            block_size: Size of the larger blocks in tokens, one number or (bq, bk).
+
+        Returns:
+            A number from 0 to 1.
         """
         return self.stacked.coverage(block_size)
 
@@ -198,10 +214,10 @@ class MaskBatch(OnGrid, Caching, Handled):
         return stacked.view(self.num_batches, self.num_heads, *stacked.shape[-2:])
 
 
-_ONE_OF = {
-    "Pattern": "pattern(seq_len) is one",
-    "MaskBatch": "mask[b] is one, of a batch element",
-    "DynamicMask": "mask.to_block_mask() is one",
+_HINTS = {
+    "Pattern": "pass pattern(seq_len)",
+    "MaskBatch": "pass mask[b], the mask of one batch element",
+    "DynamicMask": "pass mask.to_block_mask()",
 }
 
 
@@ -209,7 +225,7 @@ def check_block_mask(mask: Any) -> None:
     """Raises TypeError for other types than BlockMask, with a hint how to convert them."""
     if not isinstance(mask, BlockMask):
         kind = type(mask).__name__
-        hint = f"; {_ONE_OF[kind]}" if kind in _ONE_OF else ""
+        hint = f"; {_HINTS[kind]}" if kind in _HINTS else ""
         raise TypeError(f"mask must be a BlockMask, got {kind}{hint}")
 
 

@@ -11,14 +11,16 @@ from masks._core.bit_tiles import unpack
 from masks.block_mask import BlockMask
 
 _SHADES = " ░▒▓█"
-MAX_CELLS = 512  # fewer than pixels, so that every cell is seen
+MAX_CELLS = 512  # fewer than the pixels of a picture, so that every cell is visible
 MAX_PICTURES = 16
 FORMATS = (".png", ".svg", ".pdf")
-FAINTEST = 0.3  # of the colour scale: a row of global tokens is seen among a million tokens
+FAINTEST = (
+    0.3  # least shade of a non-empty cell: a row of global tokens among a million is visible
+)
 
 
 def check_picture(name: str, path: Path | None) -> None:
-    """Raises ValueError for a path that ends in none of FORMATS or is in no folder."""
+    """Raises ValueError if the suffix is not one of FORMATS or the folder does not exist."""
     if path is None:
         return
     if path.suffix not in FORMATS:
@@ -28,9 +30,7 @@ def check_picture(name: str, path: Path | None) -> None:
 
 
 def figures(mask: BlockMask) -> dict[str, str]:
-    """What the mask costs: density, blocks per row, partial blocks, distinct tiles, bytes of
-    lookup table.
-    """
+    """Figures of a mask, by name: density, blocks per row, partial blocks, size of the table."""
     per_row = mask.blocks_per_row().flatten()
     low, middle, high = (int(f(per_row)) for f in (torch.min, torch.median, torch.max))
     return {
@@ -46,8 +46,10 @@ def figures(mask: BlockMask) -> dict[str, str]:
 
 
 def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
-    """float32 (rows, columns), each at most `most`: the share of the pairs of the sequence that
-    attend, in cells of as many blocks as it takes.
+    """The share of attending pairs in each cell of whole blocks.
+
+    Returns:
+        float32 (rows, columns), at most `most` of each.
     """
     g, blocks = mask.grid, mask.head(head).block_set
     step_q, step_k = _blocks_per_cell(mask, most)
@@ -55,8 +57,8 @@ def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
         (length - torch.arange(0, length, side, device=g.device)).clamp(max=side)
         for length, side in ((g.q_len, g.bq), (g.k_len, g.bk))
     )
-    # Queries in full blocks for each row of cells and each column: the cumulative sum of what runs
-    # add where they begin and subtract where they end.
+    # The number of queries in full blocks, for each row of cells and each block column: a
+    # cumulative sum, to which a run adds at its beginning and from which it subtracts at its end.
     change = torch.zeros(-(-g.nq // step_q), g.nk + 1, dtype=torch.int64, device=g.device)
     _, row, begin, end = g.locate_runs(blocks.full)
     for column, sign in ((begin, 1), (end, -1)):
@@ -79,18 +81,24 @@ def _blocks_per_cell(mask: BlockMask, most: int) -> tuple[int, int]:
 
 
 def text(mask: BlockMask, most: int = 48) -> str:
-    """The mask of the first head in block characters, darker where more pairs attend, never blank
-    where one does; queries go down, keys to the right.
+    """The mask of the first head as text; rows are queries, columns are keys.
+
+    A character is darker if more pairs attend, and blank only if none does.
     """
     cells = (cell_density(mask, most) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(_SHADES[c] * 2 for c in row) for row in cells.tolist())
 
 
 def save(mask: BlockMask, path: Path, title: str) -> None:
-    """Writes a picture of one of FORMATS: one cell a block (fewer when there are more than 512),
-    darker when fuller.
+    """Writes a picture with one cell for each block, or at most 512 cells in a row.
 
-    Heads with masks of their own have a picture each, the first MAX_PICTURES of them.
+    A cell is darker if more of its pairs attend. Each distinct mask of a head gets a picture, up
+    to MAX_PICTURES.
+
+    Args:
+        mask: The mask.
+        path: The file, whose suffix is one of FORMATS.
+        title: Title of the picture.
     """
     from matplotlib.figure import Figure  # it takes longer to import than masks itself
 
@@ -121,18 +129,18 @@ def _draw(axes, mask: BlockMask, head: int) -> None:
 
 
 def shades(shares: Tensor) -> Tensor:
-    """How dark cells are, 0 to 1, of which these shares attend: none that attends is blank."""
+    """Shades of cells, 0 to 1, from the shares that attend; 0 only if no pair attends."""
     return torch.where(shares > 0, FAINTEST + (1 - FAINTEST) * shares, 0).cpu()
 
 
 def extent(mask: BlockMask, cells: Tensor) -> tuple[int, int, int, int]:
-    """Tokens that cells of one size span: the last ones reach past the sequence."""
+    """The extent of all cells in tokens; the last cells may extend past the sequence."""
     step_q, step_k = _blocks_per_cell(mask, MAX_CELLS)
     return 0, cells.shape[1] * step_k * mask.grid.bk, cells.shape[0] * step_q * mask.grid.bq, 0
 
 
 def label(axes, mask: BlockMask) -> None:
-    """Makes queries go down and keys to the right, up to the end of the sequence."""
+    """Labels the axes, with queries as rows and keys as columns, up to the end of the sequence."""
     q_len, k_len = mask.seq_len
     axes.set(xlabel="key (tokens)", ylabel="query (tokens)", xlim=(0, k_len), ylim=(q_len, 0))
     for axis in (axes.xaxis, axes.yaxis):
@@ -140,7 +148,7 @@ def label(axes, mask: BlockMask) -> None:
 
 
 def in_thousands(axis) -> None:
-    """Writes the tokens of an axis as 512, 1k, 2k."""
+    """Formats the tokens of an axis as 512, 1k, 2k."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))

@@ -1,4 +1,4 @@
-"""What outlives a call: handles by which graphs find masks, and caches that masks carry."""
+"""Handles by which compiled graphs find masks, and caches that are stored with masks."""
 
 from dataclasses import fields
 from functools import cached_property
@@ -25,11 +25,11 @@ class Cache(dict):
 
 
 class Caching:
-    """What has a cache of its own."""
+    """A base class of objects with a cache."""
 
     @cached_property
     def cache(self) -> Cache:
-        """What others store with this object, under keys of their own."""
+        """Values that other modules store with this object, each under its own keys."""
         return Cache()
 
 
@@ -37,8 +37,8 @@ class Handled:
     """An immutable dataclass with a `handle`, a string by which `find` returns the object.
 
     Compiled graphs hold tensors, numbers and strings, so they refer to a mask by its handle. A
-    handle is valid in its own process, as long as the object exists. Copies are the object itself;
-    pickles hold the fields alone.
+    handle is valid in one process, as long as the object exists. Copies are the object itself;
+    pickles contain only the fields.
     """
 
     handle: str
@@ -48,7 +48,7 @@ class Handled:
         _objects[self.handle] = self
 
     def __bool__(self) -> bool:
-        # Otherwise `a and b` would be b, without a word.
+        # Otherwise `a and b` would silently be b.
         raise TypeError(
             f"a {type(self).__name__} has no truth value: combine masks with & | - ^ ~, not with "
             "and, or, not"
@@ -72,7 +72,7 @@ def find(handle: str) -> Any:
     """The Pattern or BlockMask with this handle.
 
     Raises:
-        LookupError: It is gone, or of another process.
+        LookupError: The mask was deleted or is in another process.
     """
     mask = _objects.get(handle)
     if mask is None:

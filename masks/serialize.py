@@ -1,7 +1,7 @@
-"""Masks and patterns in files: safetensors with a JSON header, and JSON alone for patterns.
+"""Saves and loads masks (safetensors with a JSON header) and patterns (also as JSON text).
 
-Files carry a version and no code: reading one runs nothing that it holds. What pickles a pattern,
-as torch.save does a module, keeps the same JSON.
+Files have a version and contain no code, so loading one runs nothing. A pickle of a pattern, such
+as one by torch.save of a module, contains the same JSON.
 """
 
 import json
@@ -43,13 +43,13 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
     """Writes a mask or a pattern to a safetensors file.
 
     Args:
-        mask: What is written.
+        mask: The mask or pattern.
         path: The file, which is overwritten if it exists.
 
     Raises:
-        TypeError: It is neither.
-        ValueError: A pattern of a function, which no file can hold; its mask at a length can be
-            saved.
+        TypeError: `mask` is neither a BlockMask nor a Pattern.
+        ValueError: `mask` is a pattern of a Python function, which cannot be saved. Its mask at a
+            length can be saved.
         OSError: The file cannot be written.
     """
     if isinstance(mask, Pattern):
@@ -76,8 +76,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Pattern | Bloc
         A mask or pattern that is equal to the saved one.
 
     Raises:
-        ValueError: The file holds neither, is of another version or makes no sense.
-        OSError: There is no such file, or it cannot be read.
+        ValueError: The file contains no valid mask or pattern, or has another version.
+        OSError: The file does not exist or cannot be read.
     """
     name = f"file {path}"
     try:
@@ -105,8 +105,8 @@ def to_json(pattern: Pattern) -> str:
         Text that from_json reads.
 
     Raises:
-        TypeError: It is no pattern.
-        ValueError: It is a pattern of a function, which no text can hold.
+        TypeError: `pattern` is not a Pattern.
+        ValueError: It is a pattern of a Python function, which cannot be saved.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
@@ -123,8 +123,8 @@ def from_json(text: str) -> Pattern:
         A pattern that is equal to the one that was written.
 
     Raises:
-        TypeError: `text` is no string.
-        ValueError: It is anything else than what to_json writes.
+        TypeError: `text` is not a string.
+        ValueError: `text` was not written by to_json.
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be what to_json wrote, got {type(text).__name__}")
@@ -135,7 +135,7 @@ def from_json(text: str) -> Pattern:
 
 
 def _written(value: Any) -> Any:
-    """A recipe as {maker: arguments}; other values as JSON has them."""
+    """A recipe as {maker: arguments}; other values as values of JSON."""
     if isinstance(value, Pattern):
         if value.recipe is None:
             raise ValueError(f"pattern {value} has a Python function, which cannot be saved")
@@ -219,8 +219,9 @@ def _block_set(header: dict[str, Any], tensors: dict[str, Tensor]) -> BlockSet:
 def _checks(
     grid: Grid, head_to_mask, full: Runs, partial: Tensor, tile: Tensor, bit_tiles: Tensor
 ) -> Iterator[tuple[str, bool]]:
-    """Kernels trust a table: what it is made of must lie within the grid and the bit tiles. Each
-    check relies on those before it.
+    """Checks that indices are inside the grid and the bit tiles, since kernels do not check them.
+
+    Each check relies on those before it.
     """
     masks = len(set(head_to_mask))
     limit = grid.mask_stride * masks
@@ -239,13 +240,13 @@ def _checks(
 
 
 def _alike(*columns: Tensor) -> bool:
-    """Whether these are one-dimensional int64 tensors of one length."""
+    """Whether these are one-dimensional int64 tensors of equal lengths."""
     return all(c.dtype == torch.int64 and c.shape == (c.numel(),) for c in columns) and (
         len({c.shape for c in columns}) == 1
     )
 
 
 def _ascends(numbers: Tensor, limit: int) -> bool:
-    """Whether these are distinct integers from 0 to before `limit`, in order."""
+    """Whether these are strictly ascending integers from 0 to limit - 1."""
     inside = bool(((numbers >= 0) & (numbers < limit)).all())
     return inside and bool((numbers.diff() > 0).all())

@@ -27,7 +27,7 @@ def pack(pairs: Tensor) -> Tensor:
 def pack_bytes(pairs: Tensor) -> Tensor:
     """bool (..., bk) -> uint8 (..., bk / 8); bk is a multiple of 8."""
     # Eight bools are the bytes of an int64. One product gathers their low bits in its top byte:
-    # that of byte i becomes bit i.
+    # the low bit of byte i becomes bit i.
     octets = _viewable(pairs).view(torch.int64)
     return (octets * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
 

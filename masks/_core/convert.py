@@ -302,7 +302,7 @@ def _padded_bsr(matrix, grid: Grid) -> "scipy.sparse.bsr_array":
 
 def to_scipy(blocks: BlockSet) -> "scipy.sparse.bsr_array":
     """See BlockMask.to_scipy."""
-    import scipy.sparse  # here, for it takes longer to import than all of masks
+    import scipy.sparse  # here, because it takes longer to import than all of masks
 
     if len(blocks.head_to_mask) != 1:
         raise ValueError(

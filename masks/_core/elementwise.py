@@ -115,7 +115,7 @@ class ElementwiseFunction:
         self.bounds: dict[int, Range | None] = {}  # ranges of values for any tokens
         self.values: dict[int, Tensor] = {}  # tabulated values
         self.pair_steps: list[tuple[_Step, set[int]]] = []  # and the values that each reads last
-        # For values that are tabulated in one row: where the row of each query begins in it.
+        # For values that are tabulated in one row: the beginning of the row of each query in it.
         self.row_begins: dict[Dependence, Tensor] = {}
         self.token_values: dict[int, Tensor] = {}  # values of the query or the key, as integers
         self.ranges: dict[int, Range | None] = {}  # of values for all tokens

@@ -1,5 +1,6 @@
-"""The built-in patterns, one family per file. A new one is a function that returns a Pattern, with
-the decorator `builtin`.
+"""The built-in patterns, one family per file.
+
+A new pattern is a function with the decorator `builtin` that returns a Pattern.
 """
 
 from masks.patterns.butterfly import butterfly

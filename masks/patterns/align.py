@@ -1,4 +1,4 @@
-"""Where the diagonal lies when q_len and k_len differ."""
+"""The position of the diagonal if q_len and k_len differ."""
 
 from masks._core.grid import Grid
 
@@ -6,18 +6,18 @@ ALIGNMENTS = ("top-left", "bottom-right")
 
 
 def check_align(align: str | None) -> None:
-    """Raises ValueError for what is neither None nor one of ALIGNMENTS."""
+    """Raises ValueError unless `align` is None or one of ALIGNMENTS."""
     if align is not None and align not in ALIGNMENTS:
         raise ValueError(f"align must be one of {ALIGNMENTS} or None, got {align!r}")
 
 
 def diagonal(grid: Grid, name: str, align: str | None) -> int:
-    """The key (in tokens) that lies on the diagonal with query 0.
+    """The key, in tokens, that is on the diagonal with query 0.
 
     "top-left" puts query 0 on key 0, "bottom-right" the last query on the last key.
 
     Raises:
-        ValueError: The lengths differ and no alignment was chosen.
+        ValueError: The lengths differ and `align` is None.
     """
     if align is None and grid.q_len != grid.k_len:
         raise ValueError(

@@ -10,8 +10,7 @@ from masks.builders import from_columns, on_square_blocks
 
 @builtin()
 def butterfly(max_stride: int | None = None) -> Pattern:
-    """Fixed flat block butterfly: block i attends itself and the blocks i xor m for m = 1, 2, 4,
-    ..., max_stride / 2.
+    """Flat block butterfly: block i attends i and i xor m for m = 1, 2, 4, ..., max_stride / 2.
 
     This is the sum of the butterfly factors of stride 2, 4, ..., max_stride. The number of blocks
     need not be a power of two: blocks past the end are left out. If q_len and k_len differ, query
@@ -19,11 +18,12 @@ def butterfly(max_stride: int | None = None) -> Pattern:
     is made in square blocks of the longer side.
 
     Args:
-        max_stride: In blocks, a power of two. 1 gives the block diagonal; None gives all factors.
+        max_stride: Largest stride in blocks, a power of two. 1 gives the block diagonal; None
+            gives all factors.
 
     Raises:
-        TypeError: max_stride is no integer.
-        ValueError: max_stride is no power of two.
+        TypeError: max_stride is not an integer.
+        ValueError: max_stride is not a power of two.
 
     Reference:
         Dao et al. 2022, Pixelated Butterfly, section 3.

@@ -12,8 +12,12 @@ def causal(*, align: str | None = None) -> Pattern:
     """Query q attends the keys k <= q + offset.
 
     Args:
-        align: "top-left" (offset 0) or "bottom-right" (offset k_len - q_len); must be given when
-            the lengths differ.
+        align: "top-left" (offset 0) or "bottom-right" (offset k_len - q_len); must be given if the
+            lengths differ.
+
+    Raises:
+        ValueError: `align` has another value. In a call of the pattern: the lengths differ, and
+            `align` is None.
     """
     check_align(align)
 

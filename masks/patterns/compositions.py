@@ -1,4 +1,4 @@
-"""Compositions that people ask for by name."""
+"""Combinations of patterns that are known by a name of their own."""
 
 import torch
 
@@ -17,11 +17,11 @@ def longformer(window: int, num_global: int) -> Pattern:
     """local(window) | global_tokens(num_global): |q - k| <= window, or q or k among the first.
 
     Args:
-        window: Tokens on either side, at least 0.
-        num_global: Tokens, at least 1.
+        window: Number of tokens to each side, at least 0.
+        num_global: Number of global tokens, at least 1.
 
     Raises:
-        TypeError: An argument is no integer.
+        TypeError: An argument is not an integer.
         ValueError: An argument is too small.
 
     Reference:
@@ -37,13 +37,13 @@ def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int
     """Full blocks: a window around the diagonal, the first rows and columns, and random ones.
 
     Args:
-        window: Blocks around the diagonal, an odd number.
-        num_global: First rows and columns of blocks.
-        num_random: Blocks drawn in every row, which may be among the others.
+        window: Number of blocks in each row around the diagonal, odd.
+        num_global: Number of first block rows and block columns that are full.
+        num_random: Number of random blocks in each row, which may coincide with the others.
         seed: Seed of the random blocks.
 
     Raises:
-        TypeError: An argument is no integer.
+        TypeError: An argument is not an integer.
         ValueError: `window` is even, or a number is negative.
 
     Reference:

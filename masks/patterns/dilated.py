@@ -13,12 +13,12 @@ def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
     """Dilated sliding window: query q attends k = q + m * dilation for |m| <= window.
 
     Args:
-        window: Neighbours on each side, at least 0.
-        dilation: Tokens between neighbours, at least 1.
-        align: As in causal, when the lengths differ.
+        window: Number of neighbours on each side, at least 0.
+        dilation: Distance of two neighbours in tokens, at least 1.
+        align: As in causal.
 
     Raises:
-        TypeError: An argument is no integer.
+        TypeError: An argument is not an integer.
         ValueError: An argument is too small.
 
     Reference:

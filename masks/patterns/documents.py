@@ -22,24 +22,24 @@ def documents(
     """Packed sequences: the queries of document n attend keys of document n, and no others.
 
     Args:
-        lengths: Tokens of each document, summing to q_len.
-        k_lengths: The same for the keys; by default equal to `lengths`.
-        pattern: Which keys of its document a query attends; by default all of them. A Pattern, or
-            the text of one. It is applied at the lengths of the document, and its blocks are
-            counted from the first token of the document. A text is resolved once, when `documents`
-            is called: a file that it names is run then, and not when a saved pattern is loaded.
+        lengths: Number of queries of each document, with the sum q_len.
+        k_lengths: Number of keys of each document, with the sum k_len; by default `lengths`.
+        pattern: A Pattern or its text: which keys of its document a query attends, by default all.
+            It is applied to each document, whose first token is the first token of a block. Text
+            is parsed once, when `documents` is called: a file that it names is run then, and not
+            when a saved pattern is loaded.
 
     Raises:
-        TypeError: Lengths are no integers, or `pattern` has another type.
-        ValueError: There are no lengths, some are below 0, the lists differ in length, or the sums
-            are not the sequence length.
+        TypeError: Lengths are not integers, or `pattern` has another type.
+        ValueError: `lengths` is empty, a length is below 0, or the lists differ in length. In a
+            call of the pattern: the sums are not the sequence length.
     """
     assert not isinstance(pattern, str), "the decorator has resolved it"
     q_lengths = check_integers("lengths", lengths, least=0)
     k_lengths = q_lengths if k_lengths is None else check_integers("k_lengths", k_lengths, least=0)
     if not q_lengths or len(q_lengths) != len(k_lengths):
         raise ValueError(
-            "lengths must have at least one document, and as many as k_lengths, got "
+            "lengths must have at least one entry, and as many as k_lengths, got "
             f"{q_lengths} and {k_lengths}"
         )
 

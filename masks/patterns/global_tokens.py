@@ -13,15 +13,15 @@ from masks.builders import from_cross
 
 @builtin()
 def global_tokens(tokens: int | Sequence[int]) -> Pattern:
-    """Chosen tokens attend every key and are attended by every query: q in tokens or k in tokens.
+    """Global tokens attend every key and are attended by every query: q in tokens or k in tokens.
 
     Args:
-        tokens: How many of the first tokens, or their indices. Indices past the end of a sequence
-            are left out.
+        tokens: The number of global tokens, which are the first ones, or their indices. Indices
+            past the end of a sequence are ignored.
 
     Raises:
-        TypeError: `tokens` are no integers.
-        ValueError: A number below 1, a negative index, or no index at all.
+        TypeError: `tokens` are not integers.
+        ValueError: The number is below 1, an index is negative, or there is no index.
 
     Reference:
         Beltagy et al. 2020, Longformer; Zaheer et al. 2020, BigBird.

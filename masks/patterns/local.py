@@ -13,9 +13,9 @@ def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern
     """Sliding window: query q attends the keys with |q - k| <= window, in tokens.
 
     Args:
-        window: One integer for both sides, or (left, right) for q - left <= k <= q + right; (w, 0)
-            looks at the past only.
-        align: As in causal, when the lengths differ.
+        window: One integer for both sides, or (left, right) for q - left <= k <= q + right, in
+            tokens. (w, 0) is a window of the past.
+        align: As in causal.
 
     Raises:
         TypeError: `window` is not one or two integers.

@@ -9,20 +9,19 @@ from masks.builders import from_spans, on_square_blocks
 
 @builtin()
 def neighborhood2d(columns: int, radius: int) -> Pattern:
-    """Two-dimensional local attention: a block attends blocks at most `radius` rows and columns
-    away.
+    """Two-dimensional local attention: block i attends blocks within `radius` rows and columns.
 
     Blocks form a grid with `columns` blocks in a row. The pattern is for images whose pixels are
     ordered by patches, with one patch in each block. If q_len and k_len differ, query block i has
     the position of key block floor(i * nk / nq).
 
     Args:
-        columns: Blocks in a row, at least 1: block i is in row i // columns and column
+        columns: Number of blocks in a row, at least 1: block i is in row i // columns and column
             i % columns.
-        radius: In blocks, at least 0.
+        radius: Radius in blocks, at least 0.
 
     Raises:
-        TypeError: An argument is no integer.
+        TypeError: An argument is not an integer.
         ValueError: An argument is too small.
 
     Reference:

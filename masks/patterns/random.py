@@ -14,18 +14,17 @@ from masks.builders import BLOCKS_AT_ONCE, DENSE_SHARE, check_memory, from_runs,
 
 @builtin()
 def random(density: float, seed: int = 0) -> Pattern:
-    """Every block row holds exactly max(1, round(density * nk)) full blocks, uniformly without
-    replacement.
+    """Each block row has max(1, round(density * nk)) full blocks, drawn without replacement.
 
     Equal seeds give equal masks on every device. To give heads different masks, use stack with
     different seeds.
 
     Args:
-        density: In (0, 1].
+        density: Share of blocks that are full, in (0, 1].
         seed: Seed of the random numbers.
 
     Raises:
-        TypeError: `seed` is no integer.
+        TypeError: `seed` is not an integer.
         ValueError: `density` is outside (0, 1].
     """
     if not isinstance(density, Real) or not 0 < density <= 1:
@@ -39,7 +38,7 @@ def random(density: float, seed: int = 0) -> Pattern:
 
 
 def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
-    """`count` full blocks in every row (all of them when there are fewer)."""
+    """A mask with `count` full blocks in every row, or all if there are fewer."""
     if count >= grid.nk:
         return from_full_runs(grid)
     check_memory("random", 16 * grid.nq * count)
@@ -61,8 +60,9 @@ def random_blocks(grid: Grid, count: int, seed: int) -> BlockMask:
 
 
 def _first_distinct(draws: Tensor, count: int, nk: int, complement: bool) -> Runs | None:
-    """The blocks of the first `count` distinct draws of every row, or all others; None where a row
-    has fewer.
+    """The blocks of the first `count` distinct draws of every row, or all others.
+
+    None if a row has fewer distinct draws.
     """
     if DENSE_SHARE * nk < count:  # marking all blocks of a row takes less than a sort of the draws
         block, number = draws.long(), torch.arange(draws.shape[1], dtype=torch.int32, device="cpu")

@@ -11,20 +11,20 @@ from masks.patterns.align import check_align, diagonal
 
 @builtin()
 def strided(stride: int, *, window: int = 0, align: str | None = None) -> Pattern:
-    """Block (i, j) is full where (i - j) mod stride = 0 or |i - j| <= window.
+    """Block (i, j) is full if (i - j) mod stride = 0 or |i - j| <= window.
 
     This is the strided attention of Sparse Transformers with blocks in place of tokens, like their
     GPU kernels. For one key in every `dilation` tokens use dilated. If blocks are not square, the
     pattern is made in square blocks of the longer side.
 
     Args:
-        stride: In blocks, at least 1.
-        window: In blocks, at least 0.
+        stride: Distance of two full blocks of a row, in blocks, at least 1.
+        window: Number of blocks on each side of the diagonal, at least 0.
         align: Which blocks of queries and keys are aligned if the lengths differ: "top-left" the
             first ones, "bottom-right" the last ones.
 
     Raises:
-        TypeError: An argument is no integer.
+        TypeError: An argument is not an integer.
         ValueError: An argument is too small.
 
     Reference:

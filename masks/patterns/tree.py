@@ -16,12 +16,12 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
     The queries are the nodes; the keys are the cached tokens and then the nodes.
 
     Args:
-        parents: The parent of each node, a node before it, or -1 for a root.
-        prefix_len: Cached tokens.
+        parents: The parent of each node: an earlier node, or -1 for a root.
+        prefix_len: Number of cached tokens.
 
     Raises:
-        ValueError: A parent is neither an earlier node nor -1, there are no nodes, prefix_len is
-            below 0, or the lengths are not (nodes, prefix_len + nodes).
+        ValueError: A parent is neither an earlier node nor -1, there is no node, or prefix_len is
+            below 0. In a call of the pattern: seq_len is not (nodes, prefix_len + nodes).
 
     Reference:
         Miao et al. 2023, SpecInfer.

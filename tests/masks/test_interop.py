@@ -149,7 +149,7 @@ def test_entries_of_a_sparse_tensor_may_be_stored_twice():
                 ),
                 64,
             ),
-            "lists must be of one batch element, got 2",
+            "lists must have one batch element, got 2",
         ),
         (
             lambda: interop.from_block_lists(
@@ -275,11 +275,11 @@ MASK = masks.causal()(32, 16)
                 *(interop.to_cudnn_blocks, interop.to_cudnn_intervals, interop.to_flashinfer),
             )
             for given, message in (
-                (masks.causal(), r"Pattern; pattern\(seq_len\) is one"),
-                (masks.MaskBatch(MASK, 1), r"MaskBatch; mask\[b\] is one"),
+                (masks.causal(), r"Pattern; pass pattern\(seq_len\)"),
+                (masks.MaskBatch(MASK, 1), r"MaskBatch; pass mask\[b\]"),
                 (
                     masks.DynamicMask.from_topk(torch.rand(2, 2), 1),
-                    r"DynamicMask; mask[.]to_block",
+                    r"DynamicMask; pass mask[.]to_block",
                 ),
                 (None, "NoneType$"),
             )

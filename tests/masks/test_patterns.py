@@ -294,7 +294,7 @@ def test_parse_says_what_a_file_lacks(name, message, tmp_path):
         (lambda: masks.global_tokens([]), "tokens must be at least 1"),
         (lambda: masks.longformer(3, 0), "num_global must be at least 1"),
         (lambda: masks.documents([10.5, 1.9]), "lengths.0. must be an integer, got 10.5"),
-        (lambda: masks.documents([]), "lengths must have at least one document"),
+        (lambda: masks.documents([]), "lengths must have at least one entry"),
         (lambda: masks.documents(300), "lengths must be a sequence of integers, got 300"),
         (lambda: masks.full()("300"), "seq_len must be an integer, got '300'"),
         (lambda: masks.pattern(masks.full()), r"attends must be a function .*, got full\(\)"),

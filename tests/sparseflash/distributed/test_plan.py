@@ -280,7 +280,7 @@ def test_a_plan_says_what_it_moves():
     ("arguments", "error", "message"),
     [
         ((masks.causal(), 2), TypeError, "mask must be a BlockMask, got Pattern"),
-        ((masks.MaskBatch(CAUSAL, 1), 2), TypeError, r"got MaskBatch; mask\[b\] is one"),
+        ((masks.MaskBatch(CAUSAL, 1), 2), TypeError, r"got MaskBatch; pass mask\[b\]"),
         ((CAUSAL, 2, torch.zeros(4, 4)), TypeError, r"strategy\[0\] must be an integer, got \["),
         ((CAUSAL, 2, 0.01), TypeError, "strategy must be a sequence of integers, got 0.01"),
         ((masks.full()((64, 128), 16), 2), ValueError, "mask must have as many queries as keys"),
