@@ -1,8 +1,7 @@
 """Compiles the Hopper kernels without a GPU, and reports on them.
 
 What a `Compiler` may ask of it:
-    variants HEAD_DIM VALUE_DIM BLOCK EVERY    what the compiler made of all that ships, or of two
-                        variants that between them have both loops and all that is optional
+    variants HEAD_DIM VALUE_DIM BLOCK NAMES    what the compiler made of calls that CALLS names
     calls HEAD_DIM      kernels compiled by calls of many lengths
     layouts HEAD_DIM    kernels compiled for tensors of many strides
     refused HEAD_DIM    what is said of score functions that return tiles of other shapes
@@ -98,27 +97,28 @@ READS = {
 }
 
 
-def report_variants(head_dim: int, value_dim: int, block: int, every: bool):
-    """Full masks without all that is optional and with score tensors, causal ones without it, with
-    it and with changes of scores.
-    """
-    optional = {
-        "dtype": torch.float16,
-        "kv_heads": 1,
-        "key_lengths": torch.ones(1, dtype=torch.int32),
-        "with_grad_lse": True,
-        "dropout_p": 0.1,
-        "max_logits": True,
-    }
-    for name, pattern, options in (
-        ("full", masks.full(), {}),
-        ("causal", masks.causal(), {}),
-        ("causal, with options", masks.causal(), optional),
-        ("causal, with changed scores", masks.causal(), CHANGES),
-        ("full, with changed scores", masks.full(), READS),
-    ):
-        if not every and name not in ("causal", "causal, with options"):
-            continue
+CALLS = {
+    "full": (masks.full(), {}),
+    "causal": (masks.causal(), {}),
+    "causal, with options": (
+        masks.causal(),
+        {
+            "dtype": torch.float16,
+            "kv_heads": 1,
+            "key_lengths": torch.ones(1, dtype=torch.int32),
+            "with_grad_lse": True,
+            "dropout_p": 0.1,
+            "max_logits": True,
+        },
+    ),
+    "causal, with changed scores": (masks.causal(), CHANGES),
+    "full, with changed scores": (masks.full(), READS),
+}
+
+
+def report_variants(head_dim: int, value_dim: int, block: int, *names: str):
+    for name in names:
+        pattern, options = CALLS[name]
         for kernel in KERNELS.values():
             kernel.device_caches.clear()
         call(pattern(512, block), head_dim, value_dim=value_dim, **options)
@@ -218,11 +218,11 @@ def report_refused(head_dim: int):
             yield {"function": function.__name__, "error": str(error)}
 
 
-def reports(what: str, *numbers: int):
+def reports(what: str, *choices: int | str):
     global VARIANTS
     VARIANTS = compile_instead_of_launching(90)
     if what in ("calls", "layouts"):
         count_instead_of_compiling()
     launch.multiprocessors = lambda device: 132
     configs.MIN_FUSED_BLOCKS = 0
-    yield from globals()[f"report_{what}"](*numbers)
+    yield from globals()[f"report_{what}"](*choices)

@@ -29,9 +29,9 @@ class Compiler:
             text=True,
         )
 
-    def reports(self, backend: str, what: str, *numbers: int) -> list[dict]:
+    def reports(self, backend: str, what: str, *choices: int | str) -> list[dict]:
         """What the module of a backend reports of the kernels that it compiled."""
-        print(json.dumps([backend, what, *numbers]), file=self.server.stdin, flush=True)
+        print(json.dumps([backend, what, *choices]), file=self.server.stdin, flush=True)
         said = json.loads(self.server.stdout.readline())
         assert "error" not in said, said["error"]
         return said["reports"]
@@ -45,9 +45,9 @@ def serve() -> None:
 
     modules = {"hopper": compile_hopper, "triton": compile_triton}
 
-    def answer(backend: str, what: str, *numbers: int) -> None:
+    def answer(backend: str, what: str, *choices: int | str) -> None:
         try:
-            said = {"reports": list(modules[backend].reports(what, *numbers))}
+            said = {"reports": list(modules[backend].reports(what, *choices))}
         except Exception:
             said = {"error": traceback.format_exc()}
         print(json.dumps(said), flush=True)
