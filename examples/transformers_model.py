@@ -1,4 +1,7 @@
-"""A model of Hugging Face transformers with a sparsity pattern: train a step, generate."""
+"""A model of Hugging Face transformers with a sparsity pattern: train a step, generate.
+
+It needs the extra `hf`: pip install -e '.[hf]'.
+"""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

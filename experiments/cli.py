@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import StrEnum
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -214,10 +215,20 @@ def usage_errors(*kinds: type[Exception]) -> AbstractContextManager[None, bool |
     return commands.usage_errors(kinds=kinds or (ValueError,))
 
 
+def help_of(doc: str | None) -> str:
+    """A module's docstring as help of typer without markup, which joins lines unless told so."""
+    return str(doc).replace("\n\n", "\n\n\b\n")
+
+
 def needs(found: object, what: str) -> None:
     """Raises typer.BadParameter that says what a command needs, unless it was found."""
     if not found:
         raise typer.BadParameter(f"this command needs {what}")
+
+
+def needs_extra(extra: str, module: str) -> None:
+    """Raises typer.BadParameter that says how to install an extra, unless its module is there."""
+    needs(find_spec(module), f"{module}: pip install -e '.[{extra}]'")
 
 
 def needs_cuda() -> None:

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.cli import RESULTS, Output, Overwrite, output_file, usage_errors
+from experiments.cli import (
+    RESULTS,
+    Output,
+    Overwrite,
+    help_of,
+    needs_extra,
+    output_file,
+    usage_errors,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,8 +35,7 @@ if TYPE_CHECKING:
 
     from experiments.language_model.books import Books
 
-HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
-app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, help=help_of(__doc__), rich_markup_mode=None)
 # Layers, dim, heads of the configurations; the tiny ones are for tests.
 GPT2 = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-tiny": (2, 32, 2)}
 BERT = {"bert-large": (24, 1024, 16), "bert-tiny": (2, 32, 2)}
@@ -332,6 +339,7 @@ def measure(
     """Train with each attention at each length; the same command resumes an interrupted run."""
     import torch
 
+    needs_extra("hf", "transformers")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = output_file(output, "pretraining", device, overwrite)
     torch.set_float32_matmul_precision("high")

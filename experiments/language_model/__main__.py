@@ -22,13 +22,14 @@ from experiments.cli import (
     Output,
     Overwrite,
     building,
+    help_of,
+    needs_extra,
     output_folder,
     usage_errors,
 )
 from experiments.language_model.presets import PRESETS
 
-HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
-app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, help=help_of(__doc__), rich_markup_mode=None)
 DATA = Path("data/books")
 Folder = Annotated[Path, typer.Option(file_okay=False, help="Folder of the run.")]
 
@@ -64,6 +65,7 @@ def tokenize(
     vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 16_384,
 ) -> None:
     """Train a tokenizer on the training split, and write the books as its tokens."""
+    needs_extra("hf", "tokenizers")
     from experiments.language_model.tokens import encode
 
     with building(output.parent, output.name) as draft, usage_errors():
@@ -110,6 +112,7 @@ def train(
         raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     if positions not in ("rotary", "learned"):
         raise typer.BadParameter(f"--positions must be rotary or learned, got {positions!r}")
+    needs_extra("lra", "lightning")
     from shutil import copyfile
 
     import torch
@@ -160,6 +163,7 @@ def sample(
     seed: int = 0,
 ) -> None:
     """Print text that a trained model generates after a prompt."""
+    needs_extra("lra", "lightning")
     from itertools import islice
 
     import torch

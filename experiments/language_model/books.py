@@ -75,7 +75,8 @@ class Books:
             dtype = np.uint8 if len(sizes) == BYTES else np.uint16
             splits = {s: np.memmap(folder / f"{s}.bin", dtype, "r") for s in SPLITS}
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder} has no books that `data` wrote: {error}") from error
+            command = "python -m experiments.language_model data"
+            raise ValueError(f"{folder} has no books that `{command}` wrote: {error}") from error
         for split, content in splits.items():
             if hashlib.sha256(content.data).hexdigest() != hashes[split]:
                 raise ValueError(f"{folder / split}.bin is damaged: its SHA-256 has changed")

@@ -9,13 +9,12 @@ from the last one, exactly, also on another number of ranks but for rounding. `-
 the same model on the same samples by Lightning's loop, with its checkpoints.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from experiments.cli import needs
+from experiments.cli import needs_extra
 from experiments.instruments import command
 from experiments.long_context.choices import Settings, Task
 
@@ -64,7 +63,7 @@ def main(
     device = training.start()
     folder.mkdir(parents=True, exist_ok=True)
     if lightning:
-        needs(find_spec("lightning"), "Lightning, of the extra lra: pip install sparseflash[lra]")
+        needs_extra("lra", "lightning")
         from experiments.long_context.learner import fit
 
         fit(Settings(**chosen), folder, device)

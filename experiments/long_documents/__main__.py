@@ -14,10 +14,18 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import RESULTS, SHIPPED, Output, Overwrite, output_folder, usage_errors
+from experiments.cli import (
+    RESULTS,
+    SHIPPED,
+    Output,
+    Overwrite,
+    help_of,
+    needs_extra,
+    output_folder,
+    usage_errors,
+)
 
-HELP = str(__doc__).replace("\n\n", "\n\n\b\n")  # which keeps the lines
-app = typer.Typer(add_completion=False, help=HELP, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, help=help_of(__doc__), rich_markup_mode=None)
 LENGTHS = tuple(2**n for n in range(9, 17))
 FLOORS = SHIPPED / "long-documents-floors.json"
 STEP_BYTES = 2**18  # of a training step, whatever the length is
@@ -41,6 +49,7 @@ def floors(
     overwrite: Overwrite = False,
 ) -> None:
     """Measure linear models of word and byte counts; the same command resumes."""
+    needs_extra("lra", "numba")
     from experiments.long_documents.floors import measure
 
     output_folder(output.parent, overwrite)
@@ -65,6 +74,7 @@ def train(
 ) -> None:
     """Train and test several seeds; the same command resumes. Other options are those of
     `python -m experiments.lra fit`, such as --model.encoder.attention."""
+    needs_extra("lra", "lightning")
     from experiments.files import write_json
     from experiments.language_model.books import Books
     from experiments.long_documents.authors import DATA, Authors
@@ -126,6 +136,7 @@ def tune(
 ) -> None:
     """Fine-tune a pre-trained encoder on documents with several labels, in the folder
     OUTPUT/SOURCE/TOKENS/seedN; the same command resumes."""
+    needs_extra("hf", "transformers")
     from experiments.long_documents.labelled import SOURCES
     from experiments.long_documents.pretrained import Run, Settings
 

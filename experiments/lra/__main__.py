@@ -9,6 +9,7 @@ changed on the command line.
 """
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 OPTIONS = {
@@ -60,6 +61,8 @@ def main() -> None:
     if "--help-all" in arguments:
         given = [argument for argument in arguments if argument != "--help-all"]
         sys.argv[1:] = [*(given or ["fit"]), "--help"]
+    if find_spec("lightning") is None:
+        sys.exit("training needs lightning: pip install -e '.[lra]'")
     from experiments.lra import command
 
     command.main()

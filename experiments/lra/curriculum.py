@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import ExportTo, ImportFrom, Seconds, usage_errors
+from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
 from experiments.files import write_json
 from experiments.lra.exported import EVALUATION_SECONDS, compact
 from experiments.pieces import export, restore
@@ -96,6 +96,7 @@ def main(
     resume: ImportFrom = None,
 ) -> None:
     """Train on Pathfinder in stages; the same command resumes."""
+    needs_extra("lra", "lightning")
     end = None if seconds is None else time.time() + seconds
     with usage_errors():
         if resume is not None and not (output / PROGRESS).exists():

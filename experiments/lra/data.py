@@ -24,9 +24,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import building, usage_errors
+from experiments.cli import building, help_of, usage_errors
 
-app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, help=help_of(__doc__), rich_markup_mode=None)
 Root = Annotated[Path, typer.Option(file_okay=False, help="Folder that the tasks read.")]
 DATA = Path("data")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import SHIPPED, Overwrite, output_folder, usage_errors
+from experiments.cli import SHIPPED, Overwrite, needs_extra, output_folder, usage_errors
 from experiments.files import write_json
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def main(
     """
     import torch
 
+    needs_extra("lra", "numba")
     from experiments.environment import environment
     from experiments.lra import floor_readers
     from experiments.lra.tasks import FilmPairs, ListOps, MissingData, Pathfinder, films

@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import ExportTo, ImportFrom, Seconds, usage_errors
+from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
 from experiments.files import RESULT, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
 from experiments.pieces import export, restore
@@ -52,6 +52,7 @@ def main(
     resume: ImportFrom = None,
 ) -> None:
     """Train with several seeds, and print their mean, deviation and stuck runs."""
+    needs_extra("lra", "lightning")
     if resume is not None and not any(output.glob("seed*")):
         with usage_errors():
             restore(resume, output)

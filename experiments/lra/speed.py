@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import RESULTS, Output, Overwrite, output_file, usage_errors
+from experiments.cli import RESULTS, Output, Overwrite, needs_extra, output_file, usage_errors
 from experiments.files import write_json
 from experiments.lra import TASKS
 
@@ -45,6 +45,7 @@ def main(
     """Measure a training step of every attention on every task."""
     import torch
 
+    needs_extra("lra", "lightning")
     from experiments.environment import environment
     from experiments.lra import steps
     from experiments.lra.tasks import MissingData

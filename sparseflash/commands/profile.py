@@ -39,7 +39,9 @@ def profile_command(
 ) -> None:
     """Measure the attention mass that patterns keep in each head of a model."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # they take long to import
+
+    with usage_errors("profile needs `pip install -e '.[hf]'`", (ModuleNotFoundError,)):
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # they take long to import
 
     from masks.plot import check_picture
     from sparseflash.lab.profiler import profile

@@ -110,3 +110,10 @@ def test_a_folder_that_is_not_completed_leaves_nothing(there, tmp_path):
     with cli.building(root, "books") as draft:
         draft.mkdir()
     assert (root / "books").is_dir()
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch):
+    cli.needs_extra("lra", "typer")
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(typer.BadParameter, match=r"needs lightning: pip install -e '\.\[lra\]'"):
+        cli.needs_extra("lra", "lightning")

@@ -83,7 +83,7 @@ def test_damage_is_found(tmp_path):
     content.tofile(tmp_path / "train.bin")
     with pytest.raises(ValueError, match=r"train\.bin is damaged"):
         Books.read(tmp_path)
-    with pytest.raises(ValueError, match="has no books that `data` wrote"):
+    with pytest.raises(ValueError, match=r"has no books that `python -m .* data` wrote"):
         Books.read(tmp_path / "source")
 
 

@@ -245,7 +245,10 @@ def test_commands(tmp_path):
         ([*given, "--step-tokens", "1000"], "multiple of the context"),
         ([*given, "--attention", "nothing"], "nothing"),
         ([*given, "--short-context", "512"], "short_context and short_steps must be given"),
-        ([*given, "--data", folder], "no books that `data` wrote"),
+        (
+            [*given, "--data", folder],
+            "no books that `python -m experiments.language_model data` wrote",
+        ),
         (["sample", str(tmp_path)], "cannot be read as a checkpoint"),
     ):
         result = invoke(app, wrong)
