@@ -1,4 +1,4 @@
-"""How much of the attention each block gets."""
+"""The attention mass of each block."""
 
 import torch
 from einops import reduce
@@ -82,7 +82,7 @@ def block_mass(
 
 
 def _mask_of_keys(mask: CompiledMask, start: int, end: int) -> CompiledMask:
-    """The mask of the keys from `start`, where a block begins, to before `end`."""
+    """The mask of the keys `start` to `end - 1`; `start` is the first key of a block."""
     q_len, k_len = mask.seq_len
     if (start, end) == (0, k_len):
         return mask

@@ -1,4 +1,4 @@
-"""What a call would do, and whether it pays."""
+"""explain: how a call would be computed, and how long it takes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,12 +37,12 @@ from sparseflash.timing import Progress, Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
 SIDES = (64, 128)  # of blocks in which a mask may be faster
-FASTER = 0.9  # least times nearer to one another decide nothing
+FASTER = 0.9  # blocks of another size are recommended below this ratio of predicted times
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a call, of calls one after another."""
+    """Milliseconds of both passes of a call, if calls follow one another."""
 
     forward: float
     backward: float
@@ -69,8 +69,8 @@ class Explanation:
             nothing was timed.
         full: Rested time of the full mask on this backend.
         dense: Rested time of torch's own attention with all pairs.
-        sustained: Time of this mask under continuous load, where a GPU may lower its clock; None
-            on a CPU.
+        sustained: Time of this mask under continuous load, under which a GPU may lower its clock;
+            None on a CPU.
         forward_gap, backward_gap: Causes of the time beyond density times the full mask; None if
             nothing was timed, for mask batches and for dynamic masks.
     """
@@ -90,7 +90,7 @@ class Explanation:
 
     @property
     def predicted(self) -> Times | None:
-        """Density times the time of the full mask: what the non-zero blocks should take."""
+        """Density times the time of the full mask: the ideal time of the non-zero blocks."""
         if self.full is None:
             return None
         return Times(self.full.forward * self.density, self.full.backward * self.density)
@@ -157,7 +157,7 @@ def explain(
     Args:
         query, key, value, mask, key_lengths, bias, sinks: As in sparseflash.attention.
         score_tensors, return_max_logits: As in sparseflash.attention.
-        seed, return_lse: Likewise; they decide nothing.
+        seed, return_lse: As in sparseflash.attention. They do not change the report.
         measure: Also time the call, the full mask and torch's dense attention, forward and
             backward. The options are those of the call, but without maximum logits; torch's
             dense attention is also without softcap, score, bias, sinks and key_lengths. The times
@@ -183,7 +183,7 @@ def explain(
     facts = CallFacts.of(mask, key_lengths is not None, bias, return_max_logits, score_tensors)
     spec = AttentionSpec.from_call(query, key, value, compiled, AttentionOptions(**options), facts)
     checked_score_tensors(spec.score, score_tensors, query)
-    checked_seed(seed, dropout_p=0.0)  # with dropout it would draw one, which a call alone may do
+    checked_seed(seed, dropout_p=0.0)  # with dropout it would draw a seed; only a call may do that
     why_not = {
         b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, compiled))
     }
@@ -305,7 +305,7 @@ def _better_blocks(
 
 
 def _filled(spec: AttentionSpec, backend: Backend, mask: BlockMask, direction: str) -> float:
-    """Share of the waves of work tiles that is filled; 1 where no model says it."""
+    """Share of the waves of work tiles that is filled; 1 if the call is not modelled."""
     cost = _model(spec, backend)
     return (
         1.0 if cost is None else cost(mask, direction=direction, backend=backend.name).filled_waves
@@ -313,7 +313,7 @@ def _filled(spec: AttentionSpec, backend: Backend, mask: BlockMask, direction: s
 
 
 def _model(spec: AttentionSpec, backend: Backend) -> Callable[..., io_model.Cost] | None:
-    """io_model.attention of a call but for its mask; None of a call that is not modelled."""
+    """io_model.attention with all arguments of a call except the mask; None if not modelled."""
     modelled = backend.name in io_model.BACKENDS and not spec.few_queries
     device = device_like(spec.device) if modelled else None
     sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}

@@ -1,4 +1,4 @@
-"""Whether Python finds the package `masks` that belongs to this sparseflash."""
+"""Checks that `import masks` finds the package of sparseflash, not a folder of the user."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,10 +7,10 @@ OURS = Path(__file__).parents[1] / "masks"
 
 
 def check_masks() -> None:
-    """Nothing of what Python finds is run.
+    """Checks which module `masks` Python finds, without running it.
 
     Raises:
-        ImportError: Another module or folder of this name comes first; the message says which.
+        ImportError: Python finds another module or folder of this name; the message names it.
     """
     try:
         spec = find_spec("masks")

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of the first call that needs them."""
+"""warmup: compiles kernels before the first call that needs them."""
 
 from collections.abc import Sequence
 from typing import Unpack
@@ -46,13 +46,13 @@ def warmup(
     compiled.
 
     Args:
-        *masks: As in `attention`, of any number; None, or no mask at all, for all pairs.
-        heads: Heads of query.
-        head_dim: Dims of a head.
-        seq_len: Tokens, or (q_len, k_len), for a Pattern; other masks have lengths of their own.
-        kv_heads: Heads of key and value; if None, as many as of query.
-        value_dim: Dims of a head of value; if None, head_dim.
-        batch: Batch elements.
+        *masks: Any number of masks as in `attention`; None or no mask for all pairs.
+        heads: Number of query heads.
+        head_dim: Head dim of query and key.
+        seq_len: Length in tokens, or (q_len, k_len), for a Pattern. Other masks have a length.
+        kv_heads: Number of key heads; by default as many as query heads.
+        value_dim: Head dim of value; by default head_dim.
+        batch: Number of batch elements.
         dtype: Dtype of query, key and value.
         device: Device of the calls.
         backward: Whether gradients of query, key and value will be needed.
@@ -62,8 +62,8 @@ def warmup(
         **options: As in `attention`.
 
     Raises:
-        TypeError, ValueError, BackendError: As `attention` raises for such a call; ValueError also
-            where seq_len is missing.
+        TypeError, ValueError, BackendError: As `attention` for such a call. Also ValueError if
+            seq_len is missing.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim

@@ -7,7 +7,7 @@ from masks.arguments import check_floating, check_integer
 
 
 def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
-    """The bias -slopes[h] |k - q|, where the last query is at the last key. Differentiable.
+    """The bias -slopes[h] |k - q|, with the last query at the last key. Differentiable.
 
     Args:
         slopes: Floating-point (heads,).
@@ -29,8 +29,9 @@ def alibi(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
 
 
 def relative_bias(weights: Tensor, q_len: int, k_len: int) -> Tensor:
-    """The bias weights[h, r + k - q], the distance clamped to -r to r, where the last query is at
-    the last key. Differentiable.
+    """The bias weights[h, r + clamp(k - q, -r, r)], with the last query at the last key.
+
+    It is differentiable with respect to the weights.
 
     Args:
         weights: Floating-point (heads, 2 r + 1).
@@ -54,6 +55,6 @@ def relative_bias(weights: Tensor, q_len: int, k_len: int) -> Tensor:
 
 
 def _distances(q_len: int, k_len: int, device: torch.device) -> Tensor:
-    """k - q at every entry of a bias, where the last query is at the last key."""
+    """k - q for every entry of a bias, with the last query at the last key."""
     q_len, k_len = check_integer("q_len", q_len, least=1), check_integer("k_len", k_len, least=1)
     return torch.arange(1 - k_len, q_len, device=device)

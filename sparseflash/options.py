@@ -28,7 +28,7 @@ class OptionKeywords(TypedDict, total=False):
 
 
 class CallKeywords(OptionKeywords, total=False):
-    """What every function of the attention family takes besides, for the overloads of each."""
+    """Further keywords of every attention function, for the overloads."""
 
     bias: Tensor | None
     sinks: Tensor | None
@@ -36,7 +36,7 @@ class CallKeywords(OptionKeywords, total=False):
 
 
 class AttentionKeywords(CallKeywords, total=False):
-    """The keywords of attention but those that ask for more results."""
+    """The keywords of attention except return_lse and return_max_logits."""
 
     key_lengths: Tensor | None
     score_tensors: Sequence[Tensor]
@@ -53,7 +53,7 @@ class AttentionOptions:
         dropout_p: Probability in [0, 1) with which dropout zeroes an entry of P, rounded to a
             multiple of 2^-16.
         precision: Precision of float32 products: "ieee", or "tf32". With "tf32" a backend may
-            round operands to 10 bits where the device multiplies these faster.
+            round operands to 10 bits if the device multiplies these faster.
         deterministic: With False a backend may choose a faster backward pass, which adds to the
             gradients of query and score tensors in varying order. Their last bits then differ
             from run to run. It needs a float32 accumulator for the gradient of query. Always True
@@ -62,7 +62,7 @@ class AttentionOptions:
 
     Raises:
         TypeError: An option is unknown or of another type; the message names it.
-        ValueError: An option is out of range; the message names it and what is allowed.
+        ValueError: An option is out of range; the message names it and the allowed values.
     """
 
     scale: float | None = None

@@ -146,7 +146,7 @@ def _packed(
     mask: Pattern | BlockMask | DynamicMask | None,
     device: torch.device,
 ) -> BlockMask | DynamicMask:
-    """The mask of all documents, on `device` where it is made of a pattern."""
+    """The mask of all documents; on `device` if it is made from a pattern."""
     if mask is None or isinstance(mask, Pattern):
         return _documents(q_lengths, k_lengths, mask, device)
     if mask.seq_len != (sum(q_lengths), sum(k_lengths)):
@@ -174,7 +174,7 @@ def _documents(
 def _within_documents(
     q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], mask: BlockMask
 ) -> BlockMask:
-    """The pairs of a mask that lie within documents; cached with the mask."""
+    """The pairs of a mask that are inside documents; cached with the mask."""
     signature = ("documents", q_lengths, k_lengths)
     if signature not in mask.cache:
         own = documents(q_lengths, k_lengths)(mask.seq_len, mask.block_size, mask.device)
@@ -194,7 +194,7 @@ def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         The tokens, (total, ...), and their cu_seqlens: int32 (batch + 1,), on the device of x.
 
     Raises:
-        TypeError, ValueError: `x` is no such tensor, or `keep` has another dtype or shape.
+        TypeError, ValueError: `x` is not such a tensor, or `keep` has another dtype or shape.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -215,8 +215,8 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
         (batch, seq, ...).
 
     Raises:
-        TypeError, ValueError: `x` is no tensor, `keep` has another dtype, or the tokens are more
-            or fewer.
+        TypeError, ValueError: `x` is not a tensor, `keep` has another dtype, or the number of
+            tokens differs.
     """
     if not isinstance(x, Tensor) or x.dim() < 1:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -1,7 +1,7 @@
-"""Backends: each module is a sparseflash.backends.base.Backend and knows no other."""
+"""The backends: modules that implement sparseflash.backends.base.Backend, each independently."""
 
 from sparseflash.backends import cpu, hopper, triton
 from sparseflash.backends.base import Backend
 
-# Fastest first for the device that it serves: "auto" takes the first that can.
+# "auto" selects the first one without a reason against it. For a GPU the faster one is first.
 BACKENDS: tuple[Backend, ...] = (cpu, hopper, triton)

@@ -1,4 +1,4 @@
-"""What a backend is: one implementation of both passes."""
+"""The protocol of backends. A backend is one implementation of both passes."""
 
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class Backend(Protocol):
         ...
 
     def auto_skip(self, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-        """The reasons for which "auto" asks another backend; empty if this one is the fastest."""
+        """The reasons for which "auto" skips the backend; empty if it is the fastest one."""
         ...
 
     def block_size_for(self, spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
@@ -44,17 +44,17 @@ class Backend(Protocol):
     def describe(
         self, call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
     ) -> dict[str, str]:
-        """How the backend would run a call, as text by subject; empty if there is one way."""
+        """How the backend would run a call, as text by subject; empty if it has no choice."""
         ...
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention of checked tensors.
+        """Computes attention of checked tensors.
 
         Returns:
-            out (batch, heads, q_len, value_dim) in the dtype of query; lse natural-log float32
-            (float64 for float64 inputs), (batch, heads, q_len), contiguous.
+            out (batch, heads, q_len, value_dim) in the dtype of query, and lse (batch, heads,
+            q_len), a natural logarithm in float32 (float64 for float64 inputs), contiguous.
         """
         ...
 

@@ -24,18 +24,17 @@ def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
                 return backend
             reasons[backend.name] = against
     listing = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
-    raise BackendError(f"no backend can serve this call ({spec}):\n{listing}")
+    raise BackendError(f"no backend can compute this call ({spec}):\n{listing}")
 
 
 def select_passes(spec: AttentionSpec, mask: CompiledMask) -> tuple[Backend, Backend]:
-    """The backend of a call, and that of its forward pass.
+    """The backend of a call, and the backend of its forward pass.
 
-    They differ if "auto" finds a faster backend that supports all of the call but the gradients of
-    a bias or of score tensors. A backward pass may start from the O and LSE of any backend.
+    They differ if "auto" finds a faster backend that supports the call except for the gradients of
+    a bias or of score tensors. A backward pass can start from the O and LSE of any backend.
 
     Raises:
-        ValueError: As select raises it.
-        BackendError: As select raises it.
+        ValueError, BackendError: As in select.
     """
     backend, other = select(spec, mask), spec.without_sums_of_ds
     same = other == spec or spec.backend != "auto"
@@ -43,7 +42,7 @@ def select_passes(spec: AttentionSpec, mask: CompiledMask) -> tuple[Backend, Bac
 
 
 def reasons_against(backend: Backend, spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-    """The reasons for which a backend is not selected for a call; empty if it is."""
+    """The reasons for which a backend is not selected for a call; empty if it can be."""
     unknown = [f"does not support {extra}" for extra in sorted(spec.extras - backend.extras)]
     against = unknown + backend.why_not(spec, mask)
     return against or (backend.auto_skip(spec, mask) if spec.backend == "auto" else [])

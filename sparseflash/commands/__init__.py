@@ -1,3 +1,4 @@
-"""The commands of `python -m sparseflash`. What needs torch is imported by one that runs: `--help`
-takes no seconds.
+"""The commands of `python -m sparseflash`.
+
+A command imports torch when it runs, so that `--help` is quick.
 """

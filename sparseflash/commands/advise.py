@@ -41,7 +41,7 @@ class Shared:
     as_json: Json = False
 
     def workload(self, causal: bool = False) -> "Workload":
-        """What attends. Raises ValueError for an option that this machine cannot serve."""
+        """The workload. Raises ValueError for an option that this machine does not support."""
         from masks.plot import check_picture
         from sparseflash.advisor.choices import Workload
 
@@ -52,7 +52,7 @@ class Shared:
 
 
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, its signature with the fields of Shared in place of `**shared`."""
+    """The command with a signature in which the fields of Shared replace `**shared`."""
     *own, _ = signature(command).parameters.values()
     shared = signature(Shared).parameters.values()
     command.__signature__ = Signature([*own, *shared])  # type: ignore
@@ -126,7 +126,7 @@ def _of_this_machine() -> "str | Device":
 
 
 def _check_measure(measure: bool) -> None:
-    """Raises where there is no GPU to measure on: a CPU would take minutes for each choice."""
+    """Raises ValueError without a GPU, because a CPU would take minutes for each choice."""
     import torch
 
     if measure and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""`python -m sparseflash explain`: what a call with a pattern does, and why it takes its time."""
+"""`python -m sparseflash explain`: how a call is computed, and the causes of its time."""
 
 import json
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ def explain_command(
 
 
 def to_dict(explanation: "Explanation") -> dict[str, Any]:
-    """All values as JSON has them, with what is computed of them."""
+    """All fields and properties of an explanation as values of JSON."""
     derived = {"spec": str(explanation.spec), "dense_is_faster": explanation.dense_is_faster}
     values: dict[str, Any] = asdict(explanation) | derived
     for name in ("forward_gap", "backward_gap"):

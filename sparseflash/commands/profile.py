@@ -68,7 +68,7 @@ def profile_command(
         if plot is not None:
             found.plot(plot)
         if not as_json:
-            print(found)  # first: a budget that no pattern keeps loses nothing of it
+            print(found)  # before `suggest`, which raises an error if no pattern fits the budget
         suggestion = None if budget is None else suggest(found, budget, by=by)
         if suggestion is not None and output is not None:
             suggestion.save(output)

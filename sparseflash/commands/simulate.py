@@ -1,4 +1,4 @@
-"""`python -m sparseflash simulate`: attention over many ranks, modelled."""
+"""`python -m sparseflash simulate`: predicts context-parallel attention on many ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from masks import BlockMask
     from sparseflash.distributed.simulation import Prediction
 
-HIDDEN = 0.01  # of the time of both passes
+HIDDEN = 0.01  # communication is hidden if it adds less than this share to both passes
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
@@ -85,7 +85,7 @@ def simulate(
 
 
 def hiding(found: "Sequence[Prediction]") -> str:
-    """The numbers of ranks that hide communication, all but HIDDEN of the time of both passes."""
+    """Text: on how many ranks communication is hidden (see HIDDEN)."""
     ordered = sorted(found, key=lambda each: each.ranks)
     shown = [each.ranks for each in ordered if each.exposed_ms > HIDDEN * each.total_ms]
     if not shown:

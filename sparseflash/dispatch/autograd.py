@@ -1,4 +1,4 @@
-"""The autograd boundary of eager calls: forward and backward of whichever backend was selected."""
+"""The autograd function of eager calls, which runs both passes of the selected backend."""
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ def run(
     """(out, lse) of a call, differentiable.
 
     Args:
-        call: Everything about it but the tensors.
+        call: The call.
         query, key, value: Checked tensors.
-        block_scores: The scores of a DynamicMask, if they get the gradient of its blocks.
+        block_scores: The scores of a DynamicMask, if they need a gradient.
     """
     score_tensors = () if call.score_tensors is None else call.score_tensors.tensors
     if not _is_differentiated(query, key, value, call.bias, block_scores, *score_tensors):
@@ -32,7 +32,7 @@ def run(
 
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether autograd, backward or forward, has to see what is made of some tensors."""
+    """Whether autograd, in backward or forward mode, has to record operations on the tensors."""
     if forward_ad._current_level >= 0:
         return True
     if torch.is_grad_enabled():
@@ -43,9 +43,9 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 class _BlockSparseAttention(torch.autograd.Function):
-    """(out, lse) of one call. What the backward needs is O(N): the inputs, out and lse.
+    """(out, lse) of one call. It saves O(N) memory for the backward pass: the inputs, out and lse.
 
-    Every tensor that the backward reads is saved, so that a change in place is an error.
+    Every tensor that the backward pass reads is saved, so that a change in place is an error.
     """
 
     @staticmethod
@@ -67,7 +67,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         if len(tensors) > 7:
             score_tensors = call.score_tensors = ScoreTensors(tensors[7:])
         needs = (*ctx.needs_input_grad[:5], any(ctx.needs_input_grad[6:]))
-        if torch.is_grad_enabled():  # the gradients may be differentiated once more
+        if torch.is_grad_enabled():  # the gradients may be differentiated again
             grads = _Gradients.apply(call, needs, grad_out, grad_lse, *saved)
         else:
             grads = call.backward(grad_out, grad_lse, saved, needs)
@@ -81,8 +81,10 @@ class _BlockSparseAttention(torch.autograd.Function):
 
 
 def plain(name: str, grad: Tensor | None) -> Tensor | None:
-    """The gradient as kernels read it. A copy if it is of a subclass, such as what a collective
-    sends, or a negated view, such as the gradient of the imaginary part of a conjugate.
+    """The gradient in a form that kernels can read.
+
+    It is a copy if the gradient is of a subclass, such as the result of a collective, or a negated
+    view, such as the gradient of the imaginary part of a conjugate.
     """
     if grad is None or is_plain(grad):
         return grad
@@ -98,7 +100,7 @@ _apply = super(torch.autograd.Function, _BlockSparseAttention).apply  # pyright:
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of one call, which have none of their own."""
+    """The gradients of one call. They cannot be differentiated."""
 
     @staticmethod
     def forward(ctx, call, needs, grad_out, grad_lse, *saved):
@@ -110,7 +112,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def refuse_second_derivative(ctx, *grads):
-    """The backward of a backward."""
+    """Raises the error for second derivatives."""
     raise NotImplementedError(
         "sparseflash.attention has no second derivative; use "
         "sparseflash.reference.standard_attention"
@@ -118,7 +120,7 @@ def refuse_second_derivative(ctx, *grads):
 
 
 def refuse_tangents(ctx, *tangents):
-    """The forward-mode derivative (jvp) of either pass."""
+    """Raises the error for forward-mode derivatives (jvp) of either pass."""
     raise NotImplementedError(
         "sparseflash.attention has no forward-mode derivative, which torch.func.jvp, jacfwd, "
         "linearize and hessian need; use torch.func.grad, vjp and jacrev, or "

@@ -1,4 +1,4 @@
-"""Plan and Call: what a backend gets besides query, key and value."""
+"""Plan and Call: the arguments of a backend besides query, key and value."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,15 +27,15 @@ Gradients = tuple[Tensor | None, ...]  # of query, key, value, bias, blocks and 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What calls with equal signatures share.
+    """The parts of a call that are equal for all calls with equal signatures.
 
     Args:
         spec: The properties of the calls.
         backend: The backend that computes them.
         table: The lookup table that the backend reads.
-        cache: What the backend stores for these calls, such as prepared launches.
-        forward: The plan of their forward pass if another backend runs it: one that is faster and
-            cannot compute all gradients. Otherwise None.
+        cache: Objects that the backend stores for these calls, such as prepared launches.
+        forward: The plan of the forward pass if another backend runs it, which is faster but
+            cannot compute all gradients; else None.
     """
 
     spec: AttentionSpec
@@ -71,7 +71,7 @@ class OutputLayout(NamedTuple):
 
 
 def empty_tensors(layouts: Iterable[OutputLayout | None], device: torch.device) -> list[Any]:
-    """Uninitialized tensors on the CPU or the current GPU; None where the layout is None.
+    """Uninitialized tensors on the CPU or the current GPU; None for a layout that is None.
 
     This takes less host time than torch.empty_like, because nothing is inferred or dispatched.
     Code that torch.compile generates allocates its tensors by the same functions.
@@ -160,7 +160,7 @@ class Call:
     """A call without query, key and value.
 
     Args:
-        plan: What the call shares with all calls of its signature.
+        plan: The plan of all calls with its signature.
         key_lengths: int32 (batch,), in tokens, on the device; None if no key is masked by it.
         seed: Seed of dropout.
         bias: float32 (1 or heads, q_len + k_len - 1), contiguous; float64 for float64 inputs. If

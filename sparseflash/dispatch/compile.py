@@ -15,7 +15,7 @@ _compiled = Cache()
 def compile_passes(
     calls: Iterable[tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[bool, ...]]],
 ) -> None:
-    """Compiles the kernels of some calls in parallel, and launches none.
+    """Compiles the kernels of some calls in parallel, without launching them.
 
     Args:
         calls: (call, (query, key, value), needs) of each call, with `needs` as in
@@ -41,7 +41,7 @@ def _pass_through(call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tup
 def compile_before_first_call(
     call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]
 ) -> None:
-    """Compiles the kernels of both passes of a call, unless a call with its spec has."""
+    """Compiles the kernels of both passes of a call, unless a call with this spec did."""
     variant = (call.spec, call.table.by_query.has_partial, needs)
     if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return

@@ -1,8 +1,8 @@
 """The operators `sparseflash::attention` and `sparseflash::attention_backward`.
 
 torch.compile, torch.export, torch.func and dispatch modes trace attention as these two operators.
-An eager call does not use them, because their dispatch would double its host time. A graph holds
-the handle of its mask. A pattern is compiled when the graph runs, at the lengths of that run, so
+An eager call does not use them, because their dispatch would double its host time. A graph refers
+to its mask by a handle. A pattern is compiled when the graph runs, at the lengths of that run, so
 one graph is valid for every sequence length.
 """
 
@@ -89,8 +89,8 @@ def traced_attention(
 
     Args:
         query, key, value: Checked tensors.
-        mask: The mask of the call. A graph holds its handle.
-        bias: As backends read it: see arguments.checked_bias.
+        mask: The mask of the call. A graph refers to it by its handle.
+        bias: In the form that backends read: see arguments.checked_bias.
         block_scores: The scores of a DynamicMask, if they get a gradient.
         key_lengths: Checked key lengths.
         seed: int64 () on the CPU, None without dropout.
@@ -153,7 +153,8 @@ def _bind(operator, arguments: tuple) -> dict[str, Any]:
     return dict(zip(_ARGUMENTS[operator], arguments, strict=True))
 
 
-# The names of an operator's arguments; torch's compiler does not trace how a schema is read.
+# The names of the arguments of an operator. They are stored here, because torch.compile does not
+# trace code that reads a schema.
 _ARGUMENTS = {
     operator: [argument.name for argument in operator._opoverload._schema.arguments]
     for operator in (attention, attention_backward)
@@ -161,7 +162,7 @@ _ARGUMENTS = {
 
 
 def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) -> Call:
-    """The call of the arguments of an operator; needs: of bias, block_scores, score_tensors."""
+    """The call with the arguments of an operator; needs: of bias, block_scores, score_tensors."""
     mask, seed = find(bound["mask"]), bound["seed"]
     call = plan_call(
         *(bound["query"], bound["key"], bound["value"]),
@@ -217,7 +218,7 @@ def save_for_backward(ctx, inputs, output):
     ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
     ctx.save_for_backward(*(bound.pop(name) for name in ctx.tensors))
     ctx.others = bound
-    ctx.mask = find(bound["mask"])  # nothing else may hold it
+    ctx.mask = find(bound["mask"])  # this may be the only reference to the mask
     ctx.set_materialize_grads(False)
 
 

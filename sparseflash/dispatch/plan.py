@@ -17,7 +17,7 @@ from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions
 
-_checked = Cache()  # shapes, dtypes and devices of tensors that check_tensors let pass
+_checked = Cache()  # shapes, dtypes and devices of tensors that check_tensors accepted
 
 
 def plan_call(
@@ -79,16 +79,16 @@ def find_plan(
         query.device, key.device, value.device,
     )  # fmt: skip
     if isinstance(mask, Pattern):
-        if tensor_properties not in _checked:  # whose check takes as long as the rest
+        if tensor_properties not in _checked:  # the check takes as long as the rest of find_plan
             check_tensors(query, key, value)
             _checked[tensor_properties] = True
         mask = _compiled(mask, query.shape[2], key.shape[2], query.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    kind = type(options.get("deterministic"))  # 1 is equal to True, and is refused
+    kind = type(options.get("deterministic"))  # 1 equals True but is refused
     signature = (tensor_properties, facts, deterministic, kind, *options.items())
     try:
         plan = mask.cache.get(signature)
-    except TypeError:  # an option that cannot be hashed: its check names it
+    except TypeError:  # an option cannot be hashed; its check names it
         AttentionOptions(**options)
         raise
     if plan is not None:
@@ -141,5 +141,5 @@ def _check_count(name: str, count: int, allowed: set[int]) -> None:
 
 @stores_masks(maxsize=128)
 def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    """The mask of a pattern. Equal patterns share it, also if each call makes a new one."""
+    """The mask of a pattern. Equal patterns share it, even if each call makes a new pattern."""
     return pattern((q_len, k_len), device=device)

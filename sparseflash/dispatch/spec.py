@@ -13,7 +13,7 @@ from sparseflash.arguments import AnyMask, checked_block_scores, wants_gradient
 from sparseflash.options import AttentionOptions
 from sparseflash.score import any_requires_grad, find_score_function
 
-FEW_QUERIES = 16  # the smallest side of a block: so few queries are one block row of any mask
+FEW_QUERIES = 16  # the smallest side of a block: up to 16 queries are one block row of any mask
 
 
 class CallFacts(NamedTuple):
@@ -155,7 +155,7 @@ class AttentionSpec(AttentionOptions):
 
     @property
     def few_queries(self) -> bool:
-        """Whether all queries lie in one block row, as in a step of decoding."""
+        """Whether all queries are in one block row, as in a decoding step."""
         return self.q_len <= FEW_QUERIES
 
     @property
@@ -178,8 +178,8 @@ class AttentionSpec(AttentionOptions):
         )
 
 
-# Gradients that the forward pass does not prepare, and for which it pays to run it elsewhere. With
-# block scores both passes together took longer on two backends (measured on an H200).
+# Gradients for which the forward pass may run on a faster backend, because it does not prepare
+# them. With block scores, both passes together took longer on two backends (measured on an H200).
 SUMS_OF_DS = ("differentiates_bias", "differentiates_score_tensors")
 POSITIONS = "dropout, score function or bias of a part of a sequence"
 _HAS_EXTRA: dict[str, Callable[[AttentionSpec], bool]] = {

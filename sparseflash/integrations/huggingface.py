@@ -253,7 +253,7 @@ def _attend(
         raise ValueError("blocksparse attention does not support position_bias")
     if options.get("output_attentions"):
         logger.warning_once(
-            "block-sparse attention has no output_attentions: it never holds all probabilities. "
+            "block-sparse attention has no output_attentions: it never stores all probabilities. "
             "sparseflash.lab.profile measures them; eager attention returns them."
         )
     call = partial(

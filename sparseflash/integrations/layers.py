@@ -58,8 +58,8 @@ def _read_profile(path: Path) -> Layers:
         raise ValueError(f"pattern cannot be read from {path}: {error}") from error
     if names_file(json.dumps(read)):
         raise ValueError(
-            f"pattern of {path} must not name a Python file, which would be run: where you trust "
-            "it, give what it holds as a dict"
+            f"pattern of {path} must not name a Python file, which would be run: if you trust the "
+            "file, pass its contents as a dict"
         )
     return read
 
@@ -93,14 +93,14 @@ def _layer_pattern(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Patt
 def _restricted_to_heads(pattern: Pattern, chosen: set[int], num_heads: int) -> Pattern:
     """The pattern in the chosen heads, and all pairs in the others."""
     if pattern.recipe is not None and pattern.recipe.maker == "stack":
-        raise ValueError("heads must be None where the pattern is one for each head")
+        raise ValueError("heads must be None if the pattern has one for each head")
     return _layer_pattern(
         [pattern if h in chosen else None for h in range(num_heads)], [num_heads]
     )
 
 
 def _check_indices(name: str, numbers: Sequence[int] | None, count: int) -> set[int]:
-    """Indices from 0; negative ones count from the end, and None stands for all."""
+    """The indices as a set from 0; negative ones count from the end, and None means all."""
     if numbers is None:
         return set(range(count))
     if not isinstance(numbers, Sequence) or not all(

@@ -66,7 +66,7 @@ class replace_sdpa(TorchFunctionMode):
             return scaled_dot_product_attention(query, key, value, *torch_arguments, **options)
         if attn_mask is not None:
             raise ValueError(
-                f"attn_mask must be None where attention is replaced, got {tuple(attn_mask.shape)}"
+                f"attn_mask must be None if attention is replaced, got {tuple(attn_mask.shape)}"
             )
         tensors = _broadcast(query, key, value, enable_gqa)
         mask = self._causal() if is_causal else self.mask

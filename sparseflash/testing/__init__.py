@@ -1,4 +1,4 @@
-"""What tests of attention need: inputs, poisoned memory, the error budget."""
+"""Tools to test attention: the float64 reference, inputs, poisoned memory, the error budget."""
 
 from sparseflash.testing.error_budget import (
     STRIDES,

@@ -1,8 +1,8 @@
-"""The algorithms of the FlashAttention paper, step by step, with every access counted.
+"""The algorithms of the FlashAttention paper, step by step, with every memory access counted.
 
-One head, float64. Fast memory holds M numbers; all tensors lie in slow memory, and what is read
-from it or written to it is counted in numbers. Masks and random numbers are not counted, as in the
-paper. In exact arithmetic N queries and N keys of d dims take
+One head, in float64. Fast memory has space for M elements. All tensors are in slow memory. An
+access is an element that is read from or written to slow memory. As in the paper, masks and random
+numbers are not counted. For N queries and N keys of d dims the numbers of accesses are
 
     Algorithm 0, standard attention              4 N d + 4 N^2
     Algorithm 3, its backward pass               8 N d + 7 N^2
@@ -11,8 +11,8 @@ paper. In exact arithmetic N queries and N keys of d dims take
     Algorithm 5, block-sparse FlashAttention     3 N d + 2 N + s T_c (3 N d + 4 N)
     FlashAttention-2, tiles of queries outside   2 N d + N + s T_r 2 N d
 
-accesses, where T_c = N / B_c, T_r = N / B_r and B_c = ceil(M / 4d): Theorems 2 and 5 and
-Proposition 4 with their constants.
+with T_c = N / B_c, T_r = N / B_r and B_c = ceil(M / 4d): Theorems 2 and 5 and Proposition 4 with
+their constants.
 
 Reference:
     Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022.
@@ -33,9 +33,9 @@ AfterBlock = Callable[[int, int, "SlowMemory"], None]
 
 
 class SlowMemory:
-    """Tensors by name, and how many numbers were read from them and written to them.
+    """Tensors by name, with counts of the elements that are read from and written to them.
 
-    `memory[name]` is a tensor without a count, to look at results.
+    `memory[name]` is the tensor; reading it in this way is not counted.
     """
 
     def __init__(self, **tensors: Tensor):
@@ -44,17 +44,17 @@ class SlowMemory:
 
     @property
     def accesses(self) -> int:
-        """Numbers read and written."""
+        """The number of elements that were read and written."""
         return self.reads + self.writes
 
     def read(self, name: str, rows: slice = ALL) -> Tensor:
-        """A copy of some rows in fast memory."""
+        """Reads some rows; returns a copy in fast memory."""
         rows_read = self.tensors[name][rows].clone()
         self.reads += rows_read.numel()
         return rows_read
 
     def write(self, name: str, value: Tensor, rows: slice = ALL) -> None:
-        """Stores some rows; all of them make a new tensor."""
+        """Writes some rows; writing all rows makes a new tensor."""
         self.writes += value.numel()
         if rows == ALL:
             self.tensors[name] = value.clone()
@@ -66,23 +66,26 @@ class SlowMemory:
 
 
 def tile_sizes(fast_memory: int, head_dim: int) -> Tiles:
-    """(B_r, B_c) for M numbers of fast memory: B_c = ceil(M / 4d), B_r = min(B_c, d).
+    """The tile size (B_r, B_c) for a fast memory: B_c = ceil(M / 4d), B_r = min(B_c, d).
 
-    Four tiles (B x d) of Q, K, V and O then take M numbers, and S (B_r x B_c) a quarter of it.
+    Then four tiles (B x d) of Q, K, V and O have M elements, and S (B_r x B_c) a quarter of M.
 
     Args:
-        fast_memory: M, from d to N d.
+        fast_memory: M, in elements, from d to N d.
         head_dim: d.
 
+    Returns:
+        (B_r, B_c), queries and keys of a tile.
+
     Raises:
-        ValueError: M is less than d: fast memory holds no row.
+        ValueError: M is less than d, so a row does not fit in fast memory.
 
     Reference:
         Algorithm 1, line 1.
     """
     if fast_memory < head_dim:
         raise ValueError(
-            f"fast_memory must be at least head_dim, {head_dim} numbers, got {fast_memory}"
+            f"fast_memory must be at least head_dim, {head_dim} elements, got {fast_memory}"
         )
     keys = -(-fast_memory // (4 * head_dim))
     return min(keys, head_dim), keys
@@ -161,26 +164,26 @@ def flash_forward(
         m' = max(m, m~)       l' = exp(m - m') l + exp(m~ - m') l~
         O' = (exp(m - m') l O + exp(m~ - m') dropout(P~) V) / l'
 
-    After j tiles of keys, O, l and m are those of attention to these keys alone (Theorem 1). A
-    query that has seen no key has m = -inf, l = 0 and O = 0: exp(m - m') of two infinities and
-    division by l = 0 would be NaN.
+    After j tiles of keys, O, l and m are those of attention to these keys (Theorem 1). A query
+    without a key so far has m = -inf, l = 0 and O = 0. For such queries exp(m - m') and the
+    division by l are replaced, because they would give NaN.
 
     Args:
         query: (q_len, head_dim).
         key, value: (k_len, head_dim).
-        tiles: (B_r, B_c), as `tile_sizes` says; of a BlockMask its block size.
+        tiles: (B_r, B_c), the result of `tile_sizes`, or the block size of a BlockMask.
         scale: Factor of the scores; 1 is Algorithm 1.
         mask: bool (q_len, k_len), True means attend: Algorithm 2. Or a BlockMask, whose empty
             blocks are skipped: Algorithm 5.
-        dropout_p, seed: As in sparseflash.attention, of the head with index 0.
-        after_block: Called with the numbers of the tile of keys and of queries, and slow memory.
+        dropout_p, seed: As in sparseflash.attention, for head 0.
+        after_block: Called with the index of the tile of keys, that of queries, and slow memory.
 
     Returns:
         Slow memory with O, l (row sums) and m (row maxima).
 
     Raises:
-        ValueError: Shapes do not fit, the mask is of another length, or a BlockMask has other
-            blocks or several heads.
+        ValueError: Shapes do not match, the mask has another length, or a BlockMask has another
+            block size or several heads.
 
     Reference:
         Algorithms 1, 2 and 5.
@@ -224,11 +227,11 @@ def flash_forward_by_query(
     scale: float = 1.0,
     mask: Tensor | BlockMask | None = None,
 ) -> SlowMemory:
-    """FlashAttention in the order of our kernels: a tile of queries keeps O, m and l in fast
-    memory until it has seen all keys.
+    """FlashAttention with the loop order of our kernels: queries outside, keys inside.
 
-    Accesses: 2Nd + N for Q, O and LSE, and 2Nd of K and V for each of T_r = N / B_r tiles of
-    queries, s times that where blocks are skipped. io_model counts the same.
+    O, m and l of a tile of queries stay in fast memory during the loop over keys. Accesses:
+    2Nd + N for Q, O and LSE, and 2Nd for K and V in each of T_r = N / B_r tiles of queries, times
+    s if empty blocks are skipped. io_model counts the same accesses.
 
     Args:
         query, key, value, tiles, scale, mask: As in flash_forward.
@@ -287,7 +290,7 @@ def flash_backward(
 
     Args:
         query, key, value: As in flash_forward.
-        forward: What flash_forward returned: O, l and m.
+        forward: The result of flash_forward, with O, l and m.
         grad_out: dO, like query.
         tiles, scale, mask, dropout_p, seed: As in flash_forward.
 
@@ -327,7 +330,7 @@ def flash_backward(
 
 
 def _tiles(length: int, side: int) -> Iterator[tuple[int, slice]]:
-    """Number and tokens of each tile; the last ends with the sequence."""
+    """(index, tokens) of each tile; the last tile ends with the sequence."""
     for number, begin in enumerate(range(0, length, side)):
         yield number, slice(begin, min(begin + side, length))
 
@@ -337,17 +340,17 @@ def _scores(products: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """Row maxima to subtract: of rows without a key 0, for -inf less -inf is NaN."""
+    """Row maxima to subtract; 0 for rows without a key, because -inf - -inf is NaN."""
     return maximum.masked_fill(maximum == -math.inf, 0.0)
 
 
 def _divisor(row_sum: Tensor) -> Tensor:
-    """Row sums to divide by: of rows without a key 1, for 0 over 0 is NaN."""
+    """Row sums to divide by; 1 for rows without a key, because 0 / 0 is NaN."""
     return row_sum.masked_fill(row_sum == 0, 1.0)
 
 
 def _keep_factor(rows: slice, columns: slice, dropout_p: float, seed: int) -> Tensor:
-    """The factor of each pair: 1 / keep_probability where dropout keeps it, else 0."""
+    """The factor of each pair: 1 / keep_probability if dropout keeps it, else 0."""
     if dropout_p == 0:
         return torch.ones((), dtype=torch.float64)
     q, k = (torch.arange(tokens.start, tokens.stop) for tokens in (rows, columns))
@@ -375,5 +378,5 @@ def _checked_mask(
             )
         mask, blocks = mask.to_dense(), mask.to_blocks()
     if mask.shape != lengths:
-        raise ValueError(f"mask must be of {lengths} tokens, got {tuple(mask.shape)}")
+        raise ValueError(f"mask must have {lengths} tokens, got {tuple(mask.shape)}")
     return mask, blocks

@@ -1,7 +1,7 @@
-"""What tests of attention share: inputs of all strides, poisoned memory, a measure of the error.
+"""Inputs with all kinds of strides, poisoned memory, and the error budget, for tests of attention.
 
-The measure has no tolerance to tune. Materialised attention in the dtype of the inputs makes some
-error against float64 on the very same inputs; a kernel may make about twice as much.
+The error budget has no tolerance to tune: the error of a kernel may be about twice the error of
+materialised attention in the same dtype, both relative to float64 on the same inputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from sparseflash.testing.reference import standard_attention
 
 STRIDES = ("contiguous", "bshd", "sliced", "expanded", "strided_last")
 
-# How much more than materialised attention a kernel may err.
+# Factor by which the error of a kernel may exceed that of materialised attention.
 _FACTOR = 2
-# Roundings on top of that, of results in their dtype and of sums in float32. The backward
-# subtracts rowsum(dO * O), of rounded numbers, where materialised attention subtracts its own
-# products: for a query of few keys those cancel exactly, and its error is no measure.
+# Additional roundings of results in their dtype, and of sums in float32. The backward pass
+# subtracts rowsum(dO * O) of rounded numbers, while materialised attention subtracts its own
+# products. With few keys these cancel exactly, so its error is too small for a bound.
 _RESULT_ROUNDINGS = 2
 _SUM_ROUNDINGS = 32
 
@@ -45,18 +45,21 @@ def make_inputs(
 
     Args:
         batch, heads, q_len, k_len, head_dim: Sizes of query and key.
-        value_dim: Dims of value and grad_out, head_dim if None.
-        kv_heads: Heads of key and value, heads if None.
+        value_dim: Head dim of value and grad_out; by default head_dim.
+        kv_heads: Number of heads of key and value; by default heads.
         dtype, device: Dtype and device of the tensors.
         strides: "contiguous", (batch, heads, seq, head_dim) in this order; "bshd", a transposed
             view of (batch, seq, heads, head_dim); "sliced", a window of a larger tensor in every
             dimension; "expanded", one batch element with stride 0 over the batch; or
             "strided_last", every second number of the last dimension.
         seed: Seed of the random numbers.
-        scale: Their standard deviation.
+        scale: Standard deviation of the random numbers.
+
+    Returns:
+        The four tensors.
 
     Raises:
-        ValueError: `strides` is none of these.
+        ValueError: `strides` has another value.
     """
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -91,7 +94,10 @@ def _with_strides(strides, shape, generator, dtype, scale) -> Tensor:
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Lets uninitialised tensors hold NaN or the largest integer, so that reading them shows."""
+    """A context that fills uninitialised tensors with NaN or the largest integer.
+
+    So a result that depends on uninitialised memory is wrong.
+    """
     functions = [
         (torch, "empty"),
         (torch, "empty_like"),
@@ -124,12 +130,12 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 
 
 def error_budget(reference: Tensor, eager: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The error that a kernel may make: largest absolute error, and relative Frobenius error.
+    """The error budget of a kernel: largest absolute error, and relative Frobenius error.
 
     2 error(eager) + 2 eps(dtype) + 32 eps(float32)
 
-    For the first error the roundings are relative to the largest entry of the reference, for the
-    second to its norm.
+    For the first error roundings are relative to the largest entry of the reference, for the
+    second error to its norm.
 
     Args:
         reference: The float64 result.
@@ -150,17 +156,19 @@ def error_budget(reference: Tensor, eager: Tensor, dtype: torch.dtype) -> tuple[
 def assert_close_to_reference(
     actual: Tensor, reference: Tensor, eager: Tensor, *, dtype: torch.dtype, name: str = "result"
 ):
-    """Raises AssertionError where `actual` errs by more than the error budget.
+    """Checks that the error of a result is within the error budget.
 
-    Infinities must stand where the reference has them, and NaN nowhere.
+    The result must have infinities at the same positions as the reference, and no NaN.
 
     Args:
         actual: The result to be checked.
         reference: The result in float64.
         eager: The result of materialised attention in `dtype`.
-        dtype: Dtype of the inputs; float32 or narrower, for float64 would be measured against
-            itself.
+        dtype: Dtype of the inputs: float32 or narrower, because the reference is float64.
         name: Name of the result, for the message.
+
+    Raises:
+        AssertionError: The error exceeds the budget.
     """
     assert actual.shape == reference.shape, f"{name}: shape {actual.shape}, not {reference.shape}"
     assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
@@ -195,11 +203,11 @@ def check_attention(
     grad_lse: Tensor | None = None,
     **options,
 ) -> dict[str, Tensor]:
-    """Holds out, lse, dq, dk and dv of attention_fn(query, key, value) to the error budget.
+    """Checks out, lse, dq, dk and dv of an attention function against the error budget.
 
     Args:
         attention_fn: (query, key, value) -> (out, lse), with this mask and these options.
-        query, key, value: What it is called with.
+        query, key, value: The arguments of attention_fn.
         mask: As in standard_attention.
         grad_out, grad_lse: Gradients of the results, random by default.
         **options: Options of standard_attention.
@@ -208,7 +216,7 @@ def check_attention(
         The results by name.
 
     Raises:
-        AssertionError: A result errs by more than its budget; the message names it.
+        AssertionError: The error of a result exceeds its budget; the message names the result.
     """
     generator = torch.Generator(query.device).manual_seed(1)
     random = partial(torch.randn, generator=generator, device=query.device)

@@ -1,8 +1,8 @@
-"""Attention in float64 that materialises its scores: what every backend is tested against.
+"""The reference for tests of backends: attention that materialises its scores, usually in float64.
 
-Shapes: query (batch, heads, q_len, head_dim); key (batch, kv_heads, k_len, head_dim) and value
-(batch, kv_heads, k_len, value_dim), where query head h reads key head h // (heads // kv_heads);
-out (batch, heads, q_len, value_dim); lse (batch, heads, q_len).
+Shapes: query (batch, heads, q_len, head_dim); key (batch, kv_heads, k_len, head_dim); value
+(batch, kv_heads, k_len, value_dim); out (batch, heads, q_len, value_dim); lse (batch, heads,
+q_len). Query head h reads key head h // (heads // kv_heads).
 """
 
 import math
@@ -33,8 +33,7 @@ def standard_attention(
     seed: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention that materialises its scores: (out, lse), differentiable any number of
-    times.
+    """Softmax attention that materialises its scores, differentiable any number of times.
 
     S = score(softcap(scale Q K^T)) + bias, -inf where masked;  P = exp(S - lse);  O = dropout(P) V
     lse = log(sum_k exp(S) + exp(sink))
@@ -45,10 +44,10 @@ def standard_attention(
             h // (heads // kv_heads).
         value: (batch, kv_heads, k_len, value_dim).
         mask: bool, broadcastable to (batch, heads or kv_heads, q_len, k_len), True means attend;
-            or anything with a .to_dense() that returns such a tensor; None for all pairs.
+            or an object with a method to_dense that returns such a tensor; None for all pairs.
         scale, softcap, score, score_tensors, bias, sinks, dropout_p, key_lengths, seed: As in
             sparseflash.attention.
-        dtype: Dtype of the products and of `out`; the softmax and lse are float32 at least.
+        dtype: Dtype of the products and of `out`. The softmax and lse are at least float32.
 
     Returns:
         out (batch, heads, q_len, value_dim) in `dtype`, and lse (batch, heads, q_len). A query
@@ -76,7 +75,7 @@ def standard_attention(
     scores = scores.masked_fill(~allowed, -math.inf)
     scores = scores.to(torch.promote_types(dtype, torch.float32))
 
-    # A row of nothing but -inf has no softmax. Zeros stand in for it and its results are replaced.
+    # The softmax of a row of only -inf is undefined. It is computed for zeros, and then replaced.
     empty = ~allowed.any(dim=-1)
     scores = scores.masked_fill(empty.unsqueeze(-1), 0.0)
     lse = torch.logsumexp(scores, dim=-1).masked_fill(empty, -math.inf)
@@ -121,19 +120,19 @@ def _allowed(query, key, mask, key_lengths) -> Tensor:
 
 
 def _prepare(query, key, value, dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in `dtype`, with as many key heads as query heads."""
+    """query, key and value in `dtype`, with key heads repeated to the number of query heads."""
     group = query.shape[1] // key.shape[1]
     key, value = (repeat(x.to(dtype), "b h k d -> b (h g) k d", g=group) for x in (key, value))
     return query.to(dtype), key, value
 
 
 def _indices(scores: Tensor) -> list[Tensor]:
-    """Batch element, head, query and key of every score, to broadcast."""
+    """Batch element, head, query and key of every score, in shapes that broadcast."""
     sizes = [torch.arange(n, device=scores.device) for n in scores.shape]
     return [n.view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate(sizes)]
 
 
 def _by_pair(bias: Tensor, q_len: int, k_len: int) -> Tensor:
-    """(1 or heads, q_len, k_len): the bias of every pair, from that of every distance."""
+    """(1 or heads, q_len, k_len): the bias of every pair, from the bias of every distance."""
     query = torch.arange(q_len, device=bias.device).unsqueeze(1)
     return bias[:, torch.arange(k_len, device=bias.device) - query + q_len - 1]

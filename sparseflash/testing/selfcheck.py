@@ -1,4 +1,4 @@
-"""Every backend of this machine against float64."""
+"""The self-check: compares every backend of this machine with float64."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -38,14 +38,14 @@ CHECKS: tuple[tuple[masks.Pattern, Lengths], ...] = (
     *((pattern, LENGTHS) for pattern in PATTERNS),
     (masks.causal(align="bottom-right"), (3, 500)),  # few queries, as in decoding
 )
-# The checks of a case that run one after another. Masks of full blocks have kernels of their own,
-# which take longer to compile than to check: other processes compile the others meanwhile.
+# The checks of a case, in parts for parallel processes. Masks of full blocks need other kernels,
+# and compiling a kernel takes longer than a check.
 PARTS = (slice(0, 1), slice(1, None))
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is checked with every pattern, forward and backward."""
+    """A combination of options that is checked with every pattern, forward and backward."""
 
     backend: str
     device: str
@@ -61,7 +61,7 @@ class Case:
         )
 
     def why_not(self) -> list[str]:
-        """The backend's reasons against this case."""
+        """The reasons for which the backend cannot compute this case."""
         query, key, value, _ = self.inputs(LENGTHS)
         mask = PATTERNS[0](LENGTHS, self.block_size, self.device)
         options = AttentionOptions(dropout_p=self.dropout_p, backend=self.backend)
@@ -70,7 +70,7 @@ class Case:
         return reasons_against(backend, spec, mask)
 
     def run(self, pattern: masks.Pattern, lengths: Lengths) -> None:
-        """Checks one pattern. Raises AssertionError where a result exceeds the error budget."""
+        """Checks one pattern. Raises AssertionError if an error exceeds the error budget."""
         query, key, value, grad_out = self.inputs(lengths)
         mask = pattern(lengths, self.block_size, self.device)
         options = {}
@@ -90,17 +90,17 @@ class Case:
 def selfcheck(console: Console | None = None, processes: int = 1) -> int:
     """Compares every backend of this machine with float64: out, lse and gradients.
 
-    Over dtypes, head dims, block sizes and patterns, with dropout and padded keys. A check fails
-    when an error is more than about twice that of materialised attention in the same dtype. The
-    results are printed as a table.
+    The cases have several dtypes, head dims, block sizes and patterns, with dropout and padded
+    keys. A check fails if an error is more than about twice that of materialised attention in the
+    same dtype. The results are printed as a table.
 
     Args:
-        console: Where to print.
-        processes: How many to check with, for kernels take most of the time to compile. More than
-            one are spawned, so a script needs its `if __name__ == "__main__":`.
+        console: The console to which the table is printed.
+        processes: Number of parallel processes, which compile kernels. If there are several, they
+            are spawned, so a script must call this under `if __name__ == "__main__":`.
 
     Returns:
-        The number of checks that failed, 1 when there was none.
+        The number of checks that failed; 1 if there was no check.
     """
     console = console or Console()
     table = Table("backend", "device", "dtype", "head dim", "block", "options", "result")
@@ -128,14 +128,14 @@ def selfcheck(console: Console | None = None, processes: int = 1) -> int:
 
 
 def cases() -> Iterator[Case]:
-    """The cases that the backends of this machine can serve."""
+    """The cases that the backends of this machine can compute."""
     for backend in backends.BACKENDS:
         for device in _devices():
-            # Every other combination: kernels take longer to compile than to check.
+            # Every second combination, because compiling a kernel takes longer than a check.
             combinations = [(dtype, dim) for dtype in DTYPES for dim in HEAD_DIMS][::2]
             for i, (dtype, head_dim) in enumerate(combinations):
-                # Every block size and option comes up in a few cases: the first variant that the
-                # backend can serve.
+                # Every block size and option occurs in a few cases: the first variant that the
+                # backend can compute.
                 variants = (_case(backend.name, device, dtype, head_dim, i + n) for n in range(12))
                 yield from islice((case for case in variants if not case.why_not()), 1)
 
@@ -147,13 +147,13 @@ def _case(backend: str, device: str, dtype: torch.dtype, head_dim: int, i: int) 
 
 
 def unavailable() -> dict[str, list[str]]:
-    """The backends that serve no case, with their reasons on the first device."""
-    served = {case.backend for case in cases()}
+    """The backends that can compute no case, with their reasons on the first device."""
+    used = {case.backend for case in cases()}
     first = partial(Case, device=_devices()[0], dtype=torch.float16, head_dim=64)
     return {
         b.name: first(b.name, block_size=(128, 128), dropout_p=0.0, padded=False).why_not()
         for b in backends.BACKENDS
-        if b.name not in served
+        if b.name not in used
     }
 
 
@@ -163,7 +163,7 @@ def _devices() -> list[str]:
 
 @contextmanager
 def _mapping(processes: int) -> Iterator[Callable]:
-    """`map`, or that of a pool of processes."""
+    """`map`, or the map of a pool of processes."""
     if processes == 1:
         yield map
         return
@@ -183,9 +183,9 @@ def _failures(case: Case, part: slice) -> list[str]:
 
 
 def _failure(check: Callable[[], None]) -> str:
-    """The message of a check if it fails."""
+    """Runs a check; returns its message if it fails, else None."""
     try:
         check()
-    except Exception as error:  # a kernel may fail in any way, and the others are to be checked
+    except Exception as error:  # a kernel may fail in any way; the other checks must still run
         return f"{type(error).__name__}: {error}"
     return ""

@@ -339,7 +339,7 @@ REFUSED = {
     "cannot be traced": lambda s, *pair: s if s > 0 else -s,
     "it may index only tensors that it gets": lambda s, batch, head, *pair: s + TABLE[head],
     "f must be of a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,
-    "more than one number is translated only as a score tensor": lambda s, *pair: s + TABLE.sum(),
+    "more than one element must be a score tensor": lambda s, *pair: s + TABLE.sum(),
     r"f must be one number for each pair, got \(3,\)": lambda s, *pair: s + TABLE,
     "f must be a tensor, got float": lambda s, *pair: 1.0,
     "function must be a function, got 3": 3,

@@ -23,17 +23,17 @@ compiles = False
 
 
 def why_not(spec: AttentionSpec, mask) -> list[str]:
-    """The reasons for which it cannot serve a call; empty when it can."""
+    """The reasons for which it cannot compute a call; empty if it can."""
     return [] if spec.device.type == "cpu" else [f"needs CPU tensors, got {spec.device}"]
 
 
 def auto_skip(spec: AttentionSpec, mask) -> list[str]:
-    """Nothing: where it can serve a call no other backend can."""
+    """Always empty: no other backend can compute calls on a CPU, except in the interpreter."""
     return []
 
 
 def describe(call: Call, mask, query, key, value) -> dict[str, str]:
-    """The blocks in which those of the mask are read; see sparseflash.backends.base."""
+    """The block size in which the mask is read; see sparseflash.backends.base."""
     tile, own = call.table.block_size, call.spec.block_size
     verb = "merged" if tile > own else "split"
     return {} if tile == own else {"tiles": f"{tile}, {verb} from blocks of {own}"}

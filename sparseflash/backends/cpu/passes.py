@@ -10,8 +10,8 @@ The backward pass recomputes P = exp2(S - log2(e) * LSE), one batch of block row
     dS = P * (dropout(dO V^T) - delta)        delta = rowsum(dO * O) - dLSE
     dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
 
-where score and softcap multiply dS by their derivatives; dS summed over each distance is dbias,
-and summed over each block the gradient of the blocks.
+Score function and soft cap multiply dS by their derivatives. The sum of dS over each distance is
+the gradient of the bias, and the sum over each block that of the block scores.
 
 Sequences are handled as blocks, (batch * heads * blocks, block, width), in float32 (float64 for
 float64 inputs).
@@ -31,7 +31,7 @@ from sparseflash.dropout import keep_probability
 
 
 def without_autocast(function: Callable) -> Callable:
-    """The dtype of products is chosen here. To enter the context takes time, so only if needed."""
+    """Decorator: disables autocast. Entering the context takes time, so only if it is enabled."""
 
     @wraps(function)
     def run(*arguments):
@@ -48,7 +48,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """(out, lse) of one call; see sparseflash.backends.base."""
     bq, bk = rows_of_block(call.table, call.spec), call.table.block_size[1]
     q, k, v = _blocks(query, bq), _blocks(key, bk), _blocks(value, bk)
-    # The results themselves, where no block reaches past the end: users may not write into views.
+    # Without clipped blocks these are the results themselves: a user must not get views.
     sizes = (*query.shape[:2], -(-query.shape[2] // bq) * bq)
     whole_out, whole_lse = q.new_zeros((*sizes, v.shape[2])), q.new_full(sizes, -math.inf)
     whole_max = None if call.max_logits is None else torch.full_like(whole_lse, -math.inf)
@@ -63,12 +63,12 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
             row_max = problem.max_of_rows(scores)
             if max_chunk is not None:
                 max_chunk[:, part] = row_max / LOG2E
-            # A row of nothing but -inf keeps a finite maximum: its P is 0 and not NaN.
+            # A row of only -inf gets a finite maximum, so that its P is 0 and not NaN.
             row_max.clamp_(min=torch.finfo(row_max.dtype).min)
             p = scores.sub_(problem.to_segments(row_max)).exp2_()
             row_sum = problem.sum_of_segments(p.sum(-1, keepdim=True))
             torch.log(row_sum, out=lse_part).add_(row_max, alpha=1 / LOG2E)
-            # The maximum of any other row adds 1, so the clamp changes rows without a key only.
+            # In any other row the maximum adds 1, so the clamp changes only rows without a key.
             row_sum.clamp_(min=1)
             if call.spec.dropout_p > 0:
                 p = _drop(p, problem.dropout_keep_mask(part))
@@ -165,7 +165,7 @@ def _drop(x: Tensor, keep_mask: Tensor | None) -> Tensor:
 
 
 def _rows(x: Tensor, part: slice) -> Tensor:
-    """x[:, part], which takes time, so only where it is not all of x."""
+    """x[:, part]. Slicing takes time, so it is skipped if `part` is all of x."""
     return x if part.stop - part.start == x.shape[1] else x[:, part]
 
 

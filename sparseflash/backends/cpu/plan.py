@@ -1,9 +1,9 @@
-"""Which block rows one product computes.
+"""Groups block rows for batched matrix products.
 
-A batched matrix product needs problems of one shape, so the block rows of a table are grouped by
-how many full and how many partial blocks they list. Rows that share one list (every row of a
-dense mask, the rows of one document) are merged into one taller problem. At call time a group is
-cut into chunks whose scores fit in the cache.
+A batched product needs problems of one shape. So the block rows of a table are grouped by their
+numbers of full and of partial blocks. Rows that share one list (all rows of a dense mask, the rows
+of one document) are merged into one taller problem. In a call, a group is cut into chunks whose
+scores fit in the cache.
 """
 
 import math
@@ -22,39 +22,33 @@ from masks.mask_batch import CompiledMask, MaskBatch
 from sparseflash.dispatch.call import Plan
 from sparseflash.dispatch.spec import AttentionSpec
 
-# Two sizes in floats, the best of 2^18 ... 2^21 on two cores over full, causal, butterfly and
-# random masks. The scores of one problem: longer rows are cut into parts.
-PROBLEM_FLOATS = 2**20
-# The scores of a chunk together with the keys and values gathered for it.
-CHUNK_FLOATS = 3 * 2**19
-# Blocks of all heads up to which the chunks of a call are cached with its plan.
+# Largest sizes in floats: the best of 2^18 to 2^21 on two cores for full, causal, butterfly and
+# random masks.
+PROBLEM_FLOATS = 2**20  # scores of one problem; longer rows are cut into parts
+CHUNK_FLOATS = 3 * 2**19  # scores of a chunk, with the keys and values that are gathered for it
+# Largest number of blocks of all heads for which the chunks of a call are cached with its plan.
 CACHED_BLOCKS = 2**14
-# Pairs of all heads up to which these chunks hold the element masks of their partial blocks too.
+# Largest number of pairs of all heads for which the element masks of chunks are cached too.
 CACHED_PAIRS = 2**18
-# Queries up to which rows are merged; a taller product is no faster.
-MERGED_QUERIES = 256
-# Queries below which no part is cut; a thinner product is slow.
-PART_QUERIES = 16
-# Pairs of all heads that take as long as it takes to start one more product.
-START_PAIRS = 2**16
+MERGED_QUERIES = 256  # rows are merged up to so many queries; a taller product is not faster
+PART_QUERIES = 16  # a part has at least so many queries; a thinner product is slow
+START_PAIRS = 2**16  # pairs of all heads that take as long as starting one product
 LEAST_SIDE = 16  # of a block
-# Sides of the blocks in which others may be read.
-SIDES = (32, 64, 128, 256)
-# Partial blocks, of all non-zero ones, from which on smaller blocks are considered.
-PARTIAL_SHARE = 0.25
-# Keys in a segment of a long row, at most and at least. Scores in longer rows are written one page
-# apart from one another, which makes the product up to twice as slow.
+SIDES = (32, 64, 128, 256)  # sides of the blocks in which a mask may be read
+PARTIAL_SHARE = 0.25  # smaller blocks are considered if this share of the blocks is partial
+# Range of the number of keys in a segment of a long row. In longer rows of scores, consecutive
+# rows are a page apart, which makes the product up to twice as slow.
 SEGMENT_KEYS = (128, 512)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Lists of equally many full and partial blocks, each read by equally many block rows.
+    """Lists with equal numbers of full blocks, of partial blocks and of block rows.
 
-    head:          int64 (lists,)         mask head, counted over the mask's batch elements
-    full_start:    int64 (lists,)         where the list starts in the table's full_index
-    partial_start: int64 (lists,)         where it starts in partial_index
-    rows:          int64 (lists, merged)  the block rows that read it
+    head:          int64 (lists,)         mask head, counted over the batch elements of the mask
+    full_start:    int64 (lists,)         first entry of the list in full_index of the table
+    partial_start: int64 (lists,)         first entry of the list in partial_index
+    rows:          int64 (lists, merged)  the block rows that read the list
     """
 
     full_count: int
@@ -67,19 +61,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Problems of one shape: `merged` query blocks, of one head or of all heads of a group,
-    against `count` key blocks each.
+    """Problems of one shape: each has `merged` query blocks and `count` key blocks.
 
-    Blocks are numbered through all heads: block i of head h of batch element b is
-    (b * heads + h) * (blocks of a head) + i. Full key blocks come before partial ones.
+    The query blocks are of one head, or of all query heads of a key head. Blocks are numbered over
+    all heads: block i of head h of batch element b is (b * heads + h) * (blocks of a head) + i.
+    Full key blocks come before partial ones.
 
     bh:           int64 (problems,)          batch element * heads + (first) head
     query_blocks: int64 (problems, merged)
     key_blocks:   int64 (problems, count)
     tiles:        int32 (problems, partial)  the bit tile of each of the last key blocks
-    query_run:    the query blocks where they are consecutive, else None
-    key_run:      the key blocks where they are consecutive, else None
-    cache:        what the calls of a plan that is small share
+    query_run:    the query blocks as a slice if they are consecutive, else None
+    key_run:      the key blocks as a slice if they are consecutive, else None
+    cache:        tensors that later calls of a small plan reuse
     """
 
     bh: Tensor
@@ -92,10 +86,10 @@ class Chunk:
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
-    """The block size of the mask, or the one in which the same elements take least time.
+    """The block size in which the mask is computed in the least time.
 
-    Larger blocks have fewer rows, each of which takes time to start; smaller ones have fewer pairs
-    that are computed and masked.
+    With larger blocks fewer products are started. With smaller blocks fewer masked pairs are
+    computed.
     """
     own = spec.block_size
     if spec.positions or isinstance(mask, DynamicMask):
@@ -144,12 +138,12 @@ def _smaller_block_size(spec: AttentionSpec, mask: BlockMask, pairs: float) -> t
 
 
 def rows_of_block(table: LookupTable, spec: AttentionSpec) -> int:
-    """Queries of a block that are computed: few queries do not fill one."""
+    """The number of queries of a block that are computed; few queries do not fill a block."""
     return min(table.block_size[0], spec.q_len)
 
 
 def chunks(plan: Plan) -> Iterable[Chunk]:
-    """Every non-empty block row of every head of a call exactly once."""
+    """Chunks that contain every non-empty block row of every head of a call exactly once."""
     spec, table = plan.spec, plan.table
     blocks = spec.batch * spec.heads * table.by_query.num_rows * table.by_key.num_rows
     if blocks > CACHED_BLOCKS:
@@ -186,15 +180,16 @@ def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
 
 
 def _run_of(blocks: Tensor) -> slice | None:
-    """The blocks as a slice where they are consecutive."""
+    """The blocks as a slice if they are consecutive, else None."""
     begin, count = int(blocks[0, 0]), blocks.numel()
     run = torch.arange(begin, begin + count, device="cpu")
     return slice(begin, begin + count) if torch.equal(blocks.flatten(), run) else None
 
 
 def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:
-    """int64 (copies, mask heads of all mask batch elements): batch element * heads + head of those
-    that read each.
+    """The heads that read each mask head, as batch element * heads + head.
+
+    int64 (copies, mask heads of all mask batch elements)
     """
     mask_batch, mask_heads = table.head_to_mask.shape
     bh = torch.arange(spec.batch * spec.heads, device="cpu")
@@ -203,17 +198,17 @@ def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:
 
 
 def queries_at_once(keys: int) -> int:
-    """How many queries of a problem to compute at once against its `keys`: a power of two.
+    """The number of queries of a problem with `keys` keys that are computed at once.
 
-    So a part of a problem is made of whole blocks, or lies within one.
+    It is a power of two, so a part of a problem has whole blocks, or is inside of one.
     """
     return max(PART_QUERIES, 2 ** int(math.log2(max(1, PROBLEM_FLOATS // keys))))
 
 
 def keys_at_once(count: int, block_k: int) -> int:
-    """Keys in each segment of a row of `count` blocks: the most that cut it into equal segments.
+    """The largest number of keys for which a row of `count` blocks has equal segments.
 
-    Rows of which only narrow segments are equal stay whole.
+    A row is not cut if equal segments would be too narrow.
     """
     least, most = SEGMENT_KEYS
     widths = (block_k * count // n for n in range(1, count + 1) if count % n == 0)
@@ -222,7 +217,7 @@ def keys_at_once(count: int, block_k: int) -> int:
 
 
 def _groups(table: LookupTable) -> list[Group]:
-    """The groups of all rows of a table, which are stored with it."""
+    """The groups of all rows of a table, cached with the table."""
     if "cpu groups" not in table.cache:
         table.cache["cpu groups"] = _group_rows(table)
     return table.cache["cpu groups"]
@@ -239,7 +234,7 @@ def _group_rows(table: LookupTable) -> list[Group]:
 
 
 def _readers(table: LookupTable) -> dict[tuple[int, ...], list[int]]:
-    """(mask head, *bounds) of every non-empty list -> the block rows that read it."""
+    """The block rows that read each non-empty list, by (mask head, *bounds)."""
     readers = defaultdict(list)
     bounds = table.by_query.row_ptr.tolist()
     for head, layer in enumerate(table.head_to_mask.flatten().tolist()):
@@ -257,8 +252,10 @@ def _group(full_count: int, partial_count: int, lists: list[tuple[int, ...]]) ->
 
 
 def _heads_of_problem(group: Group, table: LookupTable, spec: AttentionSpec) -> int:
-    """How many query heads one problem has: those that read the same keys by the same mask, where
-    nothing else differs between heads and their rows fit.
+    """The number of query heads of one problem.
+
+    It is the number of query heads of a key head, if they have the same mask and nothing else
+    depends on the head, and if their rows fit; else 1.
     """
     heads = spec.heads // spec.kv_heads
     queries = heads * group.rows.shape[1] * rows_of_block(table, spec)

@@ -21,7 +21,7 @@ from sparseflash.dropout import GROUP, keep_mask_of_spans
 from sparseflash.score import find_score_function
 
 LOG2E = math.log2(math.e)
-# (256, 8): for each byte of a bit tile what is added to the scores of its eight keys, 0 or -inf.
+# (256, 8): for each byte of a bit tile the mask of its eight keys, 0 or -inf, added to the scores.
 _BYTES, _BITS = (torch.arange(n, device="cpu") for n in (256, 8))
 _BIT_SET = (_BYTES.unsqueeze(1) >> _BITS) % 2 == 1
 _BYTE_MASK = torch.where(_BIT_SET, 0.0, -math.inf)
@@ -288,9 +288,9 @@ class Problem:
 
 
 def problems(call: Call) -> Iterator[Problem]:
-    """All problems of a call. Together they have each non-empty block row of each head once.
+    """Yields all problems of a call, with each non-empty block row of each head once.
 
-    They share memory: a problem is valid until the next one is taken.
+    They share memory: a problem is valid until the next one is yielded.
     """
     try:
         for chunk in chunks(call.plan):

@@ -1,9 +1,9 @@
-"""Both passes where keys or values that a query does not attend hold NaN or infinity.
+"""Both passes if keys or values that a query does not attend contain NaN or infinity.
 
-A masked pair has the weight 0, but 0 times NaN is NaN. Such numbers are rare, and where they come
-through, a result is NaN. So the passes run as they are, and only then are results taken from a
-second run with zeros in those keys and values: of all queries that attend none of them, and in
-the backward pass of all keys that no other query attends.
+P of a masked pair is 0, but 0 times NaN is NaN. Such values are rare, and if they affect a result,
+it is NaN. So the passes first run as usual. If a result is NaN, they run again with zeros in these
+keys and values. The second run gives the results of all queries that attend none of them, and in
+the backward pass of all keys that only these queries attend.
 """
 
 import math
@@ -42,7 +42,7 @@ def backward(
     query, key, value, out, lse = saved
     finite = _finite_keys(key, value)
     reached, touched = _queries_that_attend(call, ~finite)
-    # Queries that attend such a key take no part in the second run: their weights are 0.
+    # Queries that attend such a key do not contribute to the second run: their P is 0.
     zeroed = (torch.where(finite, x, 0) for x in (key, value))
     results = (out.masked_fill(reached, 0), lse.masked_fill(reached.squeeze(-1), torch.inf))
     clean = passes.backward(
@@ -62,15 +62,20 @@ def backward(
 
 
 def _finite_keys(key: Tensor, value: Tensor) -> Tensor:
-    """bool (batch, kv_heads, k_len, 1): keys that are finite, and their values too."""
+    """bool (batch, kv_heads, k_len, 1): whether a key and its value are finite."""
     return key.isfinite().all(-1, keepdim=True) & value.isfinite().all(-1, keepdim=True)
 
 
 def _queries_that_attend(call: Call, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Of bool keys (batch, kv_heads, k_len, 1): the queries that attend one, (batch, heads, q_len,
-    1), and the keys that such a query attends, like `keys`.
+    """The queries that attend any of some keys, and the keys that these queries attend.
 
     Attention with equal scores counts them, forward and backward.
+
+    Args:
+        keys: bool (batch, kv_heads, k_len, 1).
+
+    Returns:
+        bool (batch, heads, q_len, 1), and bool like `keys`.
     """
     plain = replace(call.spec, dropout_p=0.0, softcap=None, score=None, bias=False)
     counting = Call(replace(call.plan, spec=plain), call.key_lengths)

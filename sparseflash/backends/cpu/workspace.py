@@ -1,6 +1,6 @@
-"""Scratch memory that the calls of one thread use again and again.
+"""Scratch memory that calls of one thread reuse.
 
-Fresh memory costs a page fault every 4 KB: in all as much time as the product that fills it.
+New memory causes a page fault every 4 KB, which takes as much time as the product that fills it.
 """
 
 import math
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class Workspace(threading.local):
-    """Named scratch tensors, contents undefined; each thread has its own."""
+    """Named scratch tensors with undefined contents, separate for each thread."""
 
     def __init__(self):
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in the memory of the last one of this name and dtype, which it replaces."""
+        """A tensor in the memory of the last one with this name and dtype, which it replaces."""
         size = math.prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < size:
-            with torch.inference_mode(False):  # or only inference could write it
+            with torch.inference_mode(False):  # a tensor of inference mode cannot be written later
                 memory = torch.empty(size, dtype=dtype, device="cpu")
             self._memory[name, dtype] = memory
         return memory[:size].view(shape)

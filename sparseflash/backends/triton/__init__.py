@@ -1,7 +1,7 @@
-"""The backend "triton": kernels in Triton, on any GPU that Triton compiles for.
+"""The backend "triton": kernels in Triton, for compute capability 8.0 or more.
 
-The module is a sparseflash.backends.base.Backend. Triton is imported by the
-first call that needs it, so this package can be imported where Triton is not installed.
+The module implements sparseflash.backends.base.Backend. The first call that needs Triton imports
+it, so this package can be imported if Triton is not installed.
 """
 
 from functools import lru_cache
@@ -23,16 +23,16 @@ TILE = (128, 128)  # tokens
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)
 ARCHITECTURE = 80  # compute capability times ten
-# Blocks whose shorter side is a key of MIN_COVERAGE are merged into blocks of MIN_MERGED_SIDE
-# tokens or more where they cover at least that share of the TILEs that they touch. On an H200 at
-# 128 dims a band (coverage 0.9) then runs 1.9 to 2.8 times as fast, random blocks of s = 1/4
-# (0.25) and butterflies (0.17 and 0.31) between 0.55 and 1.08 times.
+# Blocks whose shorter side is a key of MIN_COVERAGE are re-blocked to MIN_MERGED_SIDE tokens or
+# more if their coverage of TILEs is at least the value. On an H200 at 128 dims re-blocking makes a
+# band (coverage 0.9) 1.9 to 2.8 times as fast, but random blocks of s = 1/4 (0.25) and butterflies
+# (0.17 and 0.31) only 0.55 to 1.08 times.
 MIN_MERGED_SIDE = 64
 MIN_COVERAGE = {16: 0.5, 32: 0.7}
 
 
 def why_not(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-    """The reasons for which the kernels cannot serve a call; empty when they can."""
+    """The reasons for which the kernels cannot compute a call; empty if they can."""
     if find_spec("triton") is None:
         return ["triton is not installed"]
     return _why_not_call(spec) or _why_not_device(spec)
@@ -83,14 +83,14 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
 
 
 def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
-    """Nothing: no other backend can serve what comes to this one."""
+    """Always empty: this backend is the last one that "auto" considers."""
     return []
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
-    """Larger blocks where small ones cover enough of the tiles that they touch, else their own."""
+    """Larger blocks than those of the mask if their coverage is high enough."""
     least = MIN_COVERAGE.get(min(spec.block_size))
-    own = spec.few_queries or spec.positions  # positions are those of blocks of the mask
+    own = spec.few_queries or spec.positions  # there is a position for each block of the mask
     if least is None or own or spec.device.type != "cuda":
         return spec.block_size
     coverage = mask.coverage(TILE)
@@ -103,8 +103,9 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
 def describe(
     call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
-    """The configuration of each pass, and the tiles into which small blocks are merged; see
-    sparseflash.backends.base.
+    """The configuration of each pass, and the block size of a re-blocked mask.
+
+    See sparseflash.backends.base.
     """
     from sparseflash.backends.triton import decode, launch
 
@@ -141,7 +142,7 @@ def backward(
 
 @lru_cache(maxsize=1)
 def _modules():
-    """What imports Triton, imported once: in every call it would take time."""
+    """The modules that import Triton. Cached, because an import statement takes time."""
     from sparseflash.backends.triton import decode, passes
 
     return decode, passes

@@ -1,7 +1,7 @@
-"""Launch configurations: for each architecture, pass and head dim some tiles, the fastest first.
+"""Launch configurations of each architecture, pass and head dim, the fastest first.
 
-Hopper's were found on an H200 by `python -m experiments.instruments.tune`. Those of Ampere are not
-measured: they are large tiles that compile without notable spills.
+The configurations for Hopper were found on an H200 by `python -m experiments.instruments.tune`.
+Those for Ampere were not measured: they are large tiles that compile without notable spills.
 """
 
 import sys
@@ -19,14 +19,15 @@ from sparseflash.score import find_score_function
 
 @dataclass(frozen=True)
 class Config:
-    """A choice of tiles for one pass.
+    """The launch configuration of one pass.
 
     Args:
-        bm, bn: Queries and keys of a tile.
-        warps: Warps of a program.
-        stages: Stages of the pipeline.
-        tma: Whether the loop loads through TMA.
-        registers: Most registers of a thread, so that more programs share a multiprocessor.
+        bm, bn: Number of queries and of keys of a tile.
+        warps: Number of warps of a program.
+        stages: Number of pipeline stages.
+        tma: Whether the loop loads by TMA.
+        registers: Largest number of registers of a thread; fewer let more programs share a
+            multiprocessor. None for no limit.
     """
 
     bm: int
@@ -38,25 +39,25 @@ class Config:
 
 
 def ptr(bm: int, bn: int, warps: int, stages: int, registers: int | None = None) -> Config:
-    """A configuration whose loop loads through pointers."""
+    """A configuration whose loop loads by pointers."""
     return Config(bm, bn, warps, stages, False, registers)
 
 
 def tma(bm: int, bn: int, warps: int, stages: int, registers: int | None = None) -> Config:
-    """A configuration whose loop loads through TMA."""
+    """A configuration whose loop loads by TMA."""
     return Config(bm, bn, warps, stages, True, registers)
 
 
-PASSES = ("forward", "dq", "dkdv")  # each with a configuration of its own, as has "decode"
+PASSES = ("forward", "dq", "dkdv")  # passes that every call needs; "decode" is another forward
 MAX_ACCUMULATORS_WITH_DROPOUT = 112  # of a thread
 MAX_PACKED_ROWS = 64  # of a tile of "decode", the forward pass of few queries
-WARPS_PER_MULTIPROCESSOR = 16  # at most, by its registers
+WARPS_PER_MULTIPROCESSOR = 16  # at most, because of its registers
 
-# By pass and head dim, the fastest first: queries and keys of a tile, warps, stages, registers.
+# By pass and head dim, the fastest first: (bm, bn, warps, stages, registers).
 SMALL = (ptr(32, 32, 2, 3), ptr(16, 16, 1, 3))
 SMALL_FLOAT32 = (ptr(32, 32, 4, 2), ptr(16, 16, 4, 2))
 SMALL_DECODE = (ptr(16, 32, 1, 4), ptr(16, 16, 1, 3), ptr(64, 32, 4, 3), ptr(64, 16, 4, 3))
-# Of blocks of 32 and 16: a program of one warp waits for no other warp, and many programs share a
+# For blocks of 32 and 16: a program of one warp waits for no other warp, and many programs share a
 # multiprocessor.
 SMALL_HOPPER = {
     ("forward", 32): (tma(32, 32, 1, 3, 128), ptr(32, 32, 1, 2, 168), ptr(16, 16, 1, 3)),
@@ -151,7 +152,7 @@ FLOAT32 = {
 
 
 def padded_dims(head_dim: int) -> int:
-    """The head dim of a tile: tl.dot wants powers of two from 16 on."""
+    """The head dim of a tile: tl.dot needs powers of two from 16 on."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
@@ -175,7 +176,7 @@ def candidates(
 
 
 def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: int) -> int:
-    """Bytes of shared memory that a program takes at most."""
+    """Upper bound of the shared memory of a program, in bytes."""
     row = padded_dims(head_dim) * dtype.itemsize
     resident, streamed = (config.bn, config.bm) if pass_name == "dkdv" else (config.bm, config.bn)
     operands = _products(pass_name) * resident * row + config.stages * 2 * streamed * row
@@ -186,12 +187,12 @@ def shared_memory(config: Config, pass_name: str, dtype: torch.dtype, head_dim: 
 
 
 def _products(pass_name: str) -> int:
-    """How many products (BM, BN) a step computes: S, and dP in the backward pass."""
+    """Number of products (BM, BN) of a step: S, and dP in the backward pass."""
     return 1 if pass_name in ("forward", "decode") else 2
 
 
 def accumulators(config: Config, pass_name: str, head_dim: int) -> float:
-    """Float32 accumulators of a thread: of the result, of S and of dP."""
+    """Number of float32 accumulators of a thread: of the result, S and dP."""
     dims = padded_dims(head_dim)
     resident = 2 * config.bn if pass_name == "dkdv" else config.bm
     products = _products(pass_name) * config.bm * config.bn
@@ -199,9 +200,7 @@ def accumulators(config: Config, pass_name: str, head_dim: int) -> float:
 
 
 def with_more_warps(config: Config, pass_name: str, head_dim: int) -> Config:
-    """Twice the warps for a configuration that would spill with dropout or a score function, which
-    take registers of their own.
-    """
+    """The configuration, with twice the warps if dropout or a score function would spill."""
     warps = config.warps
     if accumulators(config, pass_name, head_dim) > MAX_ACCUMULATORS_WITH_DROPOUT:
         warps *= 2
@@ -220,7 +219,7 @@ def min_shared_memory(
     head_dim: int,
     block_size: tuple[int, int],
 ) -> int:
-    """Bytes of shared memory without which no configuration of a pass can run.
+    """The least shared memory of all configurations of a pass, in bytes.
 
     Args:
         pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
@@ -247,12 +246,12 @@ def choose(
     tma: bool,
     packed_rows: int = 0,
 ) -> Config | None:
-    """The best configuration that divides the block, fits `memory` and uses tma only if it may.
+    """The best configuration whose tiles divide the block and whose shared memory fits.
 
     Args:
-        memory: Bytes of shared memory that a program may take.
-        packed_rows: Rows of several heads that a tile of "decode" should hold. Configurations
-            whose tile holds them all come first.
+        memory: Largest shared memory of a program, in bytes.
+        packed_rows: Number of rows of several heads for a tile of "decode". Configurations whose
+            tile has space for all of them are preferred.
     """
     bm_limit = max(block_size[0], MAX_PACKED_ROWS) if packed_rows else block_size[0]
     found = [
@@ -273,7 +272,7 @@ def interpreted() -> bool:
 
 @lru_cache(maxsize=64)
 def limits(device: torch.device) -> tuple[int, int]:
-    """(compute capability times ten, bytes of shared memory that a program may take)."""
+    """(compute capability times ten, largest shared memory of a program in bytes)."""
     if interpreted():
         return 80, sys.maxsize
     properties = torch.cuda.get_device_properties(device)
@@ -283,7 +282,7 @@ def limits(device: torch.device) -> tuple[int, int]:
 def resident_programs(
     device: torch.device, config: Config, pass_name: str, dtype: torch.dtype, head_dim: int
 ) -> int:
-    """About how many programs of a pass the device runs at a time."""
+    """About the number of programs of a pass that the device runs at a time."""
     _, memory = limits(device)
     num_sms = 1 if interpreted() else launcher.multiprocessors(device)
     return num_sms * programs_per_multiprocessor(memory, config, pass_name, dtype, head_dim)
@@ -292,7 +291,7 @@ def resident_programs(
 def programs_per_multiprocessor(
     memory: int, config: Config, pass_name: str, dtype: torch.dtype, head_dim: int
 ) -> int:
-    """About how many programs share `memory` bytes of shared memory and the registers."""
+    """About the number of programs that share the registers and `memory` bytes."""
     by_memory = memory // shared_memory(config, pass_name, dtype, head_dim)
     by_warps = WARPS_PER_MULTIPROCESSOR // config.warps
     return max(1, min(by_memory, by_warps))
@@ -300,9 +299,9 @@ def programs_per_multiprocessor(
 
 @dataclass(frozen=True, eq=False)
 class KernelVariant:
-    """A configuration, and the constants and options that a kernel is compiled with.
+    """A configuration, and the constants and options with which a kernel is compiled.
 
-    Equal facts get the same object, so it is part of the key of a compiled kernel.
+    It is cached by its arguments, so the object is part of the key of a compiled kernel.
     """
 
     config: Config
@@ -330,16 +329,16 @@ def kernel_variant(
 
     Args:
         pass_name: "forward", "dq", "dkdv", "ds_sums" or "decode".
-        device: On which it runs.
+        device: Device on which it runs.
         dtype: Dtype of query, key and value.
-        head_dim: Dims of a head of query and key.
-        value_dim: Dims of a head of value. The wider of both decides about the configuration.
+        head_dim: Head dim of query and key.
+        value_dim: Head dim of value. The larger of both selects the configuration.
         block_size: (bq, bk) of the table, in tokens.
-        dropout, softcap, bias: Whether the call has them.
-        score: Name of its score function, if it has one.
+        dropout, softcap, bias: Whether the call has dropout, a soft cap, a bias.
+        score: Name of its score function, or None.
         precision: Precision of float32 products.
         tma: Whether TMA can read the tensors that the loop reads.
-        packed_rows: Rows that a tile of "decode" should hold: see choose.
+        packed_rows: As in choose.
         adds_reads: Whether "ds_sums" adds up the gradients of score tensors.
 
     Raises:
@@ -349,7 +348,7 @@ def kernel_variant(
     widest = max(head_dim, value_dim)
     config = choose(pass_name, *limits(device), dtype, widest, block_size, tma, packed_rows)
     if config is None:
-        raise ValueError(f"no configuration of {pass_name} fits {device}: why_not says so before")
+        raise ValueError(f"no configuration of {pass_name} fits {device}; why_not reports it")
     if has_derivative and pass_name == "dkdv":
         # S and its derivative are in registers at the same time: a wider tile spills.
         config = replace(config, bm=min(config.bm, 64), registers=None)
@@ -357,8 +356,8 @@ def kernel_variant(
         config = with_more_warps(config, pass_name, widest)
     reads = bias or (score is not None and bool(find_score_function(score).tensors))
     if reads and (pass_name != "decode" or config.bm > 16):
-        # What is read for every pair of a tile takes registers, and a pipeline would store it in
-        # shared memory for every stage.
+        # Values that are read for every pair of a tile take registers, and a pipeline would store
+        # them in shared memory for every stage.
         bm, warps = min(config.bm, 64), max(8, config.warps)
         config = replace(config, bm=bm, warps=warps, stages=1, registers=None)
     constants = {
@@ -374,7 +373,7 @@ def kernel_variant(
         "BLOCK_K": block_size[1],
         "BM": config.bm,
         "BN": config.bn,
-        # A loop over partial blocks pipelines their masks too, which takes the memory of a stage.
+        # A loop over partial blocks pipelines their masks too, which needs the memory of a stage.
         "MASK_STAGES": min(config.stages, max(2, config.stages - 1)),
         "num_warps": config.warps,
         "num_stages": config.stages,

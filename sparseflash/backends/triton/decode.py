@@ -1,9 +1,9 @@
-"""The forward pass of few queries: the keys are split between programs and the results merged.
+"""The forward pass of few queries (decoding): split-KV.
 
-One row of queries against a long cache would occupy few multiprocessors. So each program takes a
-split of the blocks that the row lists, and stores its sums for a second kernel to merge; a call
-that needs no split does without it. The heads of a group, which read the same keys, are rows of
-one tile where they share their mask.
+One row of queries would occupy few multiprocessors. So the listed blocks of a row are divided into
+splits, one for each program. A program stores its sums, and a second kernel merges them. With one
+split there is no second kernel. The query heads of a key head are rows of one tile if they share
+their mask.
 """
 
 from functools import lru_cache
@@ -22,9 +22,9 @@ from sparseflash.backends.triton.launch import (
 from sparseflash.dispatch.call import Call, Plan, empty_out_and_lse, new_outputs
 
 MAX_SPLITS = 128
-# What a program costs besides its keys, and what merging costs, as the time of so many keys.
+# The fixed time of a program, and the time of merging, each over the time of one key.
 OVERHEAD_KEYS = 128
-SPLITS_PER_STEP = 16  # of the kernel that merges
+SPLITS_PER_STEP = 16  # of the merge kernel
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,13 +45,13 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def describe(plan: Plan, key: Tensor, value: Tensor) -> str:
-    """How a call would be split, and with which configuration."""
+    """The number of splits and the configuration of a call, as text."""
     prepared = prepare_pass(plan, "decode", {"key": key, "value": value})
     return f"decoding in {num_splits(prepared, plan)} splits of the keys, {prepared.config}"
 
 
 def num_splits(prepared: PreparedPass, plan: Plan) -> int:
-    """Between how many programs the keys of a row are split."""
+    """The number of splits of the keys of a row."""
     programs = prepared.tiles_per_row * prepared.heads * plan.spec.batch
     longest = plan.table.by_query.max_blocks
     blocks = plan.table.by_key.num_rows if longest is None else longest
@@ -62,7 +62,7 @@ def num_splits(prepared: PreparedPass, plan: Plan) -> int:
 def fastest_splits(programs: int, blocks: int, block_k: int, resident_programs: int) -> int:
     """The number of splits of rows of `blocks` that takes the least time.
 
-    The programs run in waves of `resident_programs`, each as long as its longest split takes.
+    Programs run in waves of `resident_programs`. A wave takes the time of its longest split.
     """
 
     def keys(splits: int) -> int:

@@ -27,8 +27,7 @@ from sparseflash.dispatch.spec import AttentionSpec
 MAX_TILE = 256
 MAX_GRID_YZ = 65535  # programs along the second and the third axis of a grid
 RANK = 4  # dims of query, key and value, and so the number of strides of each
-# The tensors that the loop of a pass reads by TMA descriptors: the first has the head dim, the
-# second the value dim.
+# Tensors that the loop of a pass may read by TMA: one with the head dim, one with the value dim.
 STREAMED = {
     "forward": ("key", "value"),
     "decode": ("key", "value"),
@@ -40,17 +39,17 @@ STREAMED = {
 
 @dataclass(frozen=True, eq=False)
 class PreparedPass:
-    """What launches of a pass share if their specs and the layouts of their tensors are equal.
+    """The parts of a launch that are equal for equal specs and layouts of tensors.
 
     Args:
         config: Tile shape, warps and pipeline stages.
         streamed: Names of the tensors that the loop reads.
         variant, constants: See triton_common.launcher.
-        strides: Strides of the tensors, as the kernel takes them.
+        strides: Strides of the tensors, in the form that the kernel takes.
         tiles: Shapes of the TMA boxes of streamed tensors; None if the loop reads by pointers.
         scalars: scale * log2(e), soft cap, dropout threshold, 1 / keep probability.
-        by_key: Whether block rows are those of keys.
-        heads, tiles_per_row: Number of programs along the heads, and for each block row.
+        by_key: Whether block rows are block rows of keys.
+        heads, tiles_per_row: Number of heads in the grid, and of programs for each block row.
         resident_programs: About the number of programs that run at a time.
     """
 
@@ -269,7 +268,7 @@ class Layout(NamedTuple):
 def _layout(
     element_size: int, strides: tuple[tuple[int, ...], ...], aligned: tuple[bool, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], Layout]:
-    """The strides as kernels take them, and the layout."""
+    """(strides in the form that kernels take, layout)."""
     unit = tuple(s[-1] == 1 for s in strides)
     align = (
         math.gcd(ALIGNMENT // element_size, *(n for s in strides for n in s[:-1]))
@@ -297,6 +296,6 @@ def _interleaved(tensors: Iterable[Tensor], strides: tuple[tuple[int, ...], ...]
 
 
 def _is_describable(element_size: int, strides: tuple[int, ...]) -> bool:
-    """Whether TMA can read an aligned tensor of these strides."""
+    """Whether TMA can read an aligned tensor with these strides."""
     *outer, inner = strides
     return inner == 1 and all(n > 0 and n * element_size % ALIGNMENT == 0 for n in outer)

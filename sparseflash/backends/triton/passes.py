@@ -4,11 +4,11 @@
     dS = P * (dropout(dO V^T) - delta)
     dQ = scale dS K,    dK = scale dS^T Q,    dV = dropout(P)^T dO
 
-The backward pass has a kernel over block rows of queries (dQ) and one over block rows of keys (dK
-and dV). A third kernel runs if a bias, the blocks of a DynamicMask or score tensors need a
-gradient. Each recomputes P tile by tile. No kernel adds floating-point numbers to memory that
-another program writes, so equal inputs give equal bits. Sums for score tensors are in fixed point,
-unless deterministic is False.
+The backward pass has a kernel for block rows of queries (dQ) and one for block rows of keys (dK
+and dV). A third kernel runs if a bias, block scores or score tensors need a gradient. Each of them
+recomputes P tile by tile. No program adds floating-point numbers to memory that another program
+writes, so equal inputs give equal bits. Sums for score tensors are in fixed point, unless
+deterministic is False.
 """
 
 import torch
@@ -24,9 +24,9 @@ from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out_and_lse, new_outputs
 
-# Most programs of ds_sums if there is a bias: each has sums of its own, as large as a row of it.
+# Largest number of programs of ds_sums for a bias: each has its own sums, as large as a row of it.
 DS_SUMS_PROGRAMS = 512
-LSE_DELTA_ROWS = 64  # most queries of a program of the kernel of LSE and delta
+LSE_DELTA_ROWS = 64  # largest number of queries of a program of the kernel of LSE and delta
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def _ds_sums(
     needs_blocks: bool,
     needs_reads: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of bias, blocks and score tensors, each None where it is not needed."""
+    """The gradients of bias, block scores and score tensors; None for those not needed."""
     spec, table = call.spec, call.table
     prepared = prepare_pass(call.plan, "ds_sums", tensors)
     tiles = {"p": prepared.tiles_per_row, "r": table.block_size[1] // prepared.config.bn}
@@ -134,7 +134,7 @@ def _ds_sums(
         if spec.deterministic:
             largest = torch.zeros_like(any_order, dtype=torch.int32)
             any_order, fixed = None, torch.zeros_like(any_order, dtype=torch.int64)
-            # Units of the largest summand, such that a sum over all pairs fits into 63 bits.
+            # The number of units in the largest summand: a sum over all pairs fits into 63 bits.
             pairs = spec.batch * spec.heads * spec.q_len * spec.k_len
             steps = 2.0 ** (62 - pairs.bit_length())
             launch_sums(None, None, None, largest, None)

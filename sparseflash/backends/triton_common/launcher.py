@@ -62,7 +62,7 @@ def launch(
         The launch; None if the kernel was interpreted, only compiled, or not launched.
 
     Raises:
-        ValueError: A static assertion of the kernel fails; its message says what is wrong.
+        ValueError: A static assertion of the kernel failed. The error has its message.
     """
     key = (kernel.__module__, kernel.__name__, variant)
     if _COMPILES_ONLY.get():
@@ -78,7 +78,7 @@ def launch(
         return Launched(compiled, (*arguments, *constant_arguments), grid)
     with _assertions_as_value_errors():
         compiled = kernel[grid](*arguments, **constants)
-    if not isinstance(kernel, triton.JITFunction):  # but interpreted
+    if not isinstance(kernel, triton.JITFunction):  # in the interpreter
         return None
     names = kernel.arg_names[len(arguments) :]
     constant_arguments = tuple(constants[name] for name in names)
@@ -107,8 +107,8 @@ _COMPILES_ONLY = ContextVar("compiles only", default=False)
 def compile_only(run: Callable[[], object]) -> None:
     """Calls `run`; its launches compile their kernels in parallel and start none.
 
-    Threads suffice: most of the time is that of Triton's passes, LLVM and ptxas, which do not hold
-    the lock of the Python interpreter.
+    Threads suffice: most of the time is spent in compiler passes, LLVM and ptxas, which release
+    the global interpreter lock of Python.
     """
 
     def compile_in_threads() -> None:
@@ -116,15 +116,15 @@ def compile_only(run: Callable[[], object]) -> None:
         with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
             run()
 
-    copy_context().run(compile_in_threads)  # whose variables end with it, also after an error
+    copy_context().run(compile_in_threads)  # a copy, so that _COMPILES_ONLY is reset at the end
 
 
 def launch_and_store(cache: dict, signature: Hashable, kernel: Any, prepared: Launch) -> None:
     """Launches a kernel, and stores the launch for `try_relaunch`.
 
     Args:
-        cache: Where launches are stored: that of a plan.
-        signature: Launches of equal signatures differ in the arguments Launch.changing alone.
+        cache: The cache of a plan, in which the launch is stored.
+        signature: Launches with equal signatures differ only in the arguments Launch.changing.
         kernel: As in `launch`.
         prepared: The launch.
     """

@@ -1,8 +1,8 @@
-"""Sums over pairs for each entry of score tensors, to which many programs add.
+"""Sums over pairs for each entry of score tensors, to which many programs add atomically.
 
-Floats are added in varying order, so the last bits of their sums differ from run to run. Integers
-are added in fixed point, so their sums have the same bits in every run. Each entry has a scale of
-its own: that of its largest summand, which an earlier run of the pass finds.
+Floating-point sums depend on the order of the summands, so their last bits differ from run to run.
+Fixed-point sums of integers have the same bits in every run. The scale of an entry is its largest
+summand, which is found by an earlier run of the pass.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,10 @@ class ReadSums(NamedTuple):
     """Memory for the sums, one for each entry of all floating-point score tensors.
 
     any_order: float32 sums; None if the bits must be the same in every run
-    largest:   int32, the bits of the largest magnitude of the summands. As integers these bits
-        have the order of the magnitudes, and NaN is above all
+    largest:   int32, the bits of the largest magnitude of the summands. As integers, these bits
+        have the order of the magnitudes, with NaN as the largest
     fixed:     int64 sums in units of largest / steps; None in the run that finds `largest`
+    steps:     number of units in the largest summand
     """
 
     any_order: tl.tensor
@@ -30,7 +31,7 @@ class ReadSums(NamedTuple):
 def add_read(sums, entry, values):
     """Adds values (BM, BN) to the sums at `entry`, which broadcasts to them.
 
-    Values of one entry that a whole row, column or tile reads are summed up first.
+    If a whole row, column or tile reads one entry, its values are summed first.
     """
     if len(entry.shape) == 0:
         values = tl.sum(tl.sum(values, 1), 0)

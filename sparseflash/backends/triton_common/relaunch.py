@@ -1,12 +1,13 @@
-"""Repeats a launch on other tensors at the price of one call to the driver.
+"""Repeats a launch with other tensors, by one call of the driver.
 
-Triton inspects all arguments at every launch, asks the driver about every address and encodes
-every tensor map: 12 microseconds, of which a bare launch is 3. Here the parameters of a kernel
-stay packed as the driver takes them, and a launch writes into them what has changed.
+At every launch Triton inspects all arguments, queries the driver about every address and encodes
+every tensor map. This takes 12 microseconds, of which the launch itself takes 3. Here the
+parameters of a kernel are packed once in the form of the driver, and a launch only writes the
+values that have changed.
 
-How Triton passes parameters is not public. So only those versions are served for which tests
-compare the packed parameters with what compiled kernels declare, the driver is asked for the size
-of every parameter, and Triton launches whatever differs.
+The form in which Triton passes parameters is not public. So it is used only with versions for
+which tests compare the packed parameters with the declarations of compiled kernels. The size of
+every parameter is queried from the driver. If anything differs, Triton launches the kernel.
 
 `try_relaunch` and `store` are the interface.
 """
@@ -41,7 +42,7 @@ Values = tuple[int | None, ...]
 
 
 class Launched(NamedTuple):
-    """A compiled kernel and all arguments, constants included, that it was launched with."""
+    """A compiled kernel, and all arguments of its launch, with constants."""
 
     compiled: Any
     arguments: tuple
@@ -52,36 +53,35 @@ def try_relaunch(cache: dict, signature: Hashable, values: Values) -> bool:
     """Repeats the launch that is stored under a signature.
 
     Args:
-        cache: Where `store` stored it.
-        values: Values of the arguments in which launches of equal signatures differ, in the order
-            of `store`: addresses for pointers and descriptors, None for what is missing.
+        cache: The cache that was passed to `store`.
+        values: Values of the arguments in which launches with equal signatures differ, in the
+            order of `store`: addresses for pointers and descriptors, None for missing arguments.
 
     Returns:
-        Whether there was one and the driver took it; else nothing was launched.
+        Whether the kernel was launched.
     """
     packed = cache.get(signature)
     return bool(packed) and packed(values)
 
 
 def store(cache: dict, signature: Hashable, launched: Launched, names: Sequence[str]) -> None:
-    """Stores a launch from its second time on: tables of masks that change see it once.
+    """Stores a launch from the second one on, because the table of a new mask may be used once.
 
     Args:
-        names: Names of the arguments whose values `try_relaunch` is given, in its order.
+        names: Names of the arguments whose values `try_relaunch` gets, in this order.
     """
     if signature not in cache:
         cache[signature] = None
     elif cache[signature] is None:
-        cache[signature] = pack_launch(launched, names) or False  # not to be tried again
+        cache[signature] = pack_launch(launched, names) or False  # False: it cannot be packed
 
 
 class PackedLaunch:
-    """One launch, packed.
+    """A launch with packed parameters.
 
     Args:
-        parameters: In the order of the kernel.
-        slots: For each value that may change the parameter that holds it, None for what the kernel
-            was compiled without.
+        parameters: The parameters, in the order of the kernel.
+        slots: For each value that may change, its parameter; None if the kernel has none for it.
     """
 
     def __init__(self, compiled, grid: tuple[int, int, int], parameters: list, slots: list):
@@ -95,11 +95,11 @@ class PackedLaunch:
         self._context = current_context()
         self._device = _active().get_current_device()
         self._launch = _driver().cuLaunchKernel
-        self._lock = Lock()  # another thread may be about to launch it on tensors of its own
+        self._lock = Lock()  # another thread may launch it at the same time with other tensors
         self._values = tuple([None if slot is None else slot.value for slot in slots])
 
     def __call__(self, values: Values) -> bool:
-        """Whether it was launched: not with launch hooks, or where the driver fails."""
+        """Launches it; returns False if there are launch hooks or the driver fails."""
         hooks = knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return False
@@ -113,35 +113,35 @@ class PackedLaunch:
         return self._launch(self._function, *self._shape, stream, self._parameters, None) == 0
 
     def _write(self, values: Values) -> bool:
-        """Whether the driver took all that has changed."""
+        """Writes the values that have changed; returns False if the driver reports an error."""
         try:
             for slot, before, value in zip(self._slots, self._values, values, strict=True):
                 if value != before and slot is not None and value is not None:
                     slot.value = value
         except DriverError:
-            self._values = (None,) * len(values)  # which of them were written is not known
+            self._values = (None,) * len(values)  # it is unknown which of them were written
             return False
         self._values = values
         return True
 
     def _enter(self) -> bool:
-        """Whether this thread had no context, and has that of the kernel now."""
+        """Enters the context of the kernel if this thread has none; returns whether it did."""
         return not current_context() and _driver().cuCtxSetCurrent(self._context) == 0
 
 
 class DriverError(RuntimeError):
-    """The driver refuses what is not a launch."""
+    """The driver reported an error before the launch."""
 
 
 class TensorMap:
-    """The tensor map of a descriptor, which a kernel gets by value; its tensor may change."""
+    """The tensor map of a descriptor, a parameter passed by value; its tensor may change."""
 
     size = 128  # bytes
 
     def __init__(self, descriptor, metadata: dict):
         self._value = descriptor.base.data_ptr()
         encoded = _encode(descriptor, metadata)
-        # Triton's object ends in the map, and nothing but its own launcher reads it from there.
+        # The map is at the end of Triton's object. Triton has no public function that returns it.
         encoded_map = id(encoded) + type(encoded).__basicsize__ - self.size
         self._buffer = (ctypes.c_char * (self.size + MAP_ALIGNMENT))()
         self.address = -(-ctypes.addressof(self._buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
@@ -160,7 +160,7 @@ class TensorMap:
 
 
 def pack_launch(launched: Launched, names: Sequence[str]) -> PackedLaunch | None:
-    """A launch that can be repeated; None where its parameters cannot be packed with certainty."""
+    """The launch in packed form; None if it is not certain that its parameters can be packed."""
     compiled = launched.compiled
     metadata = compiled.metadata
     if metadata.target.backend != "cuda" or not _is_known_version() or not _has_parameter_info():
@@ -179,7 +179,7 @@ def pack_launch(launched: Launched, names: Sequence[str]) -> PackedLaunch | None
 
 
 def pack_parameters(launched: Launched) -> tuple[list, dict] | None:
-    """(the parameters, those of them that are arguments by their names)"""
+    """(all parameters, the parameter of each argument by name)"""
     parameters, slots = [], {}
     compiled = launched.compiled
     maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -207,7 +207,7 @@ def pack_parameters(launched: Launched) -> tuple[list, dict] | None:
 
 
 def declared_sizes(function: int) -> list[int]:
-    """Bytes of each parameter of a kernel, as its binary declares them."""
+    """The size in bytes of each parameter of a kernel, as its binary declares them."""
     offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), []
     parameter_info = _driver().cuFuncGetParamInfo
     while parameter_info(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
@@ -216,7 +216,7 @@ def declared_sizes(function: int) -> list[int]:
 
 
 def size_of(parameter) -> int:
-    """Bytes of a packed parameter."""
+    """The size of a packed parameter in bytes."""
     return parameter.size if isinstance(parameter, TensorMap) else ctypes.sizeof(parameter)
 
 
@@ -225,7 +225,7 @@ def _address(parameter) -> int:
 
 
 def current_context() -> int | None:
-    """The CUDA context of this thread, None if it has none."""
+    """The CUDA context of this thread; None if there is none."""
     found = ctypes.c_void_p()
     _driver().cuCtxGetCurrent(ctypes.byref(found))
     return found.value
@@ -240,7 +240,7 @@ def _encode(descriptor, metadata: dict):
 
 
 def _active() -> Any:
-    """Triton's driver, whose type has no methods of a GPU."""
+    """The active driver of Triton, as Any: its declared type lacks the methods of a GPU."""
     return driver.active
 
 
@@ -251,7 +251,7 @@ def _is_known_version() -> bool:
 
 @lru_cache(maxsize=1)
 def _has_parameter_info() -> bool:
-    """Whether the driver can be asked for the parameters of a kernel: from CUDA 12.4 on."""
+    """Whether the driver can report the parameters of a kernel, which needs CUDA 12.4."""
     return hasattr(ctypes.CDLL("libcuda.so.1"), "cuFuncGetParamInfo")
 
 

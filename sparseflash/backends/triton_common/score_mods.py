@@ -1,4 +1,4 @@
-"""S of a tile, in Triton and Gluon alike: soft cap, score function and bias.
+"""S of a tile, for Triton and Gluon: soft cap, score function and bias.
 
 Scores are in base 2: S is scaled by log2(e), so that P = exp2(S - row_max).
 """
@@ -16,7 +16,7 @@ class ScorePointers(NamedTuple):
 
     floats:   the entries of all floating-point tensors, one tensor after another
     integers: the entries of all integer tensors, one tensor after another
-    layout:   int64: for each tensor its offset in one of these, then its sizes
+    layout:   int64; for each tensor its offset in `floats` or `integers`, then its sizes
     """
 
     floats: tl.tensor
@@ -25,7 +25,7 @@ class ScorePointers(NamedTuple):
 
 
 class ScoreMods(NamedTuple):
-    """The operations that make S of the products Q K^T.
+    """The operations that change the products Q K^T to S.
 
     The constexpr fields are constexpr only while the tuple is passed as an argument: an assignment
     would make them run-time values.
@@ -33,7 +33,8 @@ class ScoreMods(NamedTuple):
     scale_log2:  scale * log2(e)
     softcap:     c of the soft cap, used if SOFTCAP
     biases:      pointer to the biases of the head, or None
-    batch, head: of the tile; head is one number, or a column with the head of each row
+    batch, head: batch element and head of the tile; head is one number, or a column with the head
+        of each row
     pointers:    ScorePointers
     SCORE:       the score function, or None
     """
@@ -61,7 +62,7 @@ def bias_of_head(bias, bias_head, head):
 
 @triton.jit
 def tanh(x):
-    """(tanh x, its derivative) to a rounding or two: by its series near 0, where it cancels."""
+    """(tanh x, its derivative) within two roundings; by a series near 0 to avoid cancellation."""
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * LOG2E))
     far = (1.0 - e) / (1.0 + e)
@@ -77,12 +78,13 @@ def tanh(x):
 def apply_score_mod(
     products, tokens, keys, mods, TRANSPOSED: tl.constexpr, TANH: tl.constexpr = tanh
 ):
-    """(scores in base 2, derivative of score function and soft cap) of the products Q K^T of the
-    queries `tokens` (BM) with `keys` (BN): (BM, BN), or if TRANSPOSED (BN, BM).
+    """(scores in base 2, derivative of score function and soft cap) of a tile.
 
     scores = log2(e) * (score(softcap(scale * products)) + bias)
 
-    TANH: like `tanh`, of a tile
+    products:     Q K^T, (BM, BN), or if TRANSPOSED (BN, BM)
+    tokens, keys: positions of the queries (BM) and keys (BN)
+    TANH:         a function like `tanh` for a tile
     """
     QUERY_AXIS: tl.constexpr = 1 if TRANSPOSED else 0
     queries = tl.expand_dims(tokens, 1 - QUERY_AXIS)

@@ -1,7 +1,7 @@
-"""Score functions written in torch, as Triton functions of the same operations.
+"""Translates score functions that are written in torch to Triton.
 
-A function is traced, with its derivative, on single numbers: every operation is elementwise, so
-the same ones serve a tile.
+A function is traced with its derivative on scalars. All operations are elementwise, so they also
+apply to tiles.
 """
 
 import linecache
@@ -23,7 +23,7 @@ Declared = tuple[tuple[type, int], ...]
 
 TENSORS = ("floats", "integers", "layout")
 
-# What each operation of torch is in Triton. {0}, {1}, ... are its arguments.
+# The expression in Triton for each operation of torch. {0}, {1}, ... are its arguments.
 EXPRESSIONS = {
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "rsub": "({1} - {0})",
     "neg": "(-{0})", "square": "({0} * {0})", "reciprocal": "(1.0 / {0})",
@@ -44,8 +44,8 @@ EXPRESSIONS = {
     "bitwise_not": "(~{0})", "logical_not": "({0} == 0)",
 }  # fmt: skip
 OF_FLOATS = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "sigmoid", "tanh"}
-READ = "_read"  # of sparseflash.score: an entry of a score tensor
-CONSTANTS = {"full_like": 1, "full": 1, "scalar_tensor": 0}  # where the number is
+READ = "_read"  # the function of sparseflash.score that reads an entry of a score tensor
+CONSTANTS = {"full_like": 1, "full": 1, "scalar_tensor": 0}  # index of the argument with the value
 TYPES = {
     torch.float32: "tl.float32", torch.float64: "tl.float32", torch.int64: "tl.int32",
     torch.int32: "tl.int32", torch.bool: "tl.int1",
@@ -88,12 +88,12 @@ class UntranslatableError(ValueError):
 def triton_function(name: str, traced: fx.GraphModule, tensors: Declared = ()) -> Any:
     """The jit function of a traced function, (score, batch, head, query, key) -> (f, derivative).
 
-    With score tensors its last arguments are the pointers of score_mods.ScorePointers.
+    With score tensors, its last arguments are the fields of score_mods.ScorePointers.
 
     Args:
-        name: Of the score function.
-        traced: Operations of aten on single numbers.
-        tensors: Those of the ScoreFunction.
+        name: Name of the score function.
+        traced: Operations of aten on scalars.
+        tensors: `tensors` of the ScoreFunction.
 
     Raises:
         UntranslatableError: The graph has an operation or a constant that is not translated.
@@ -104,15 +104,15 @@ def triton_function(name: str, traced: fx.GraphModule, tensors: Declared = ()) -
 def triton_adder(
     name: str, traced: fx.GraphModule, numbers: Sequence[int], tensors: Declared
 ) -> Any:
-    """The jit function that adds what a tile has for the gradients of score tensors.
+    """The jit function that adds the summands of a tile to the gradients of score tensors.
 
     (score, batch, head, query, key, *ScorePointers, dS, ReadSums) -> None
 
     Args:
-        name: Of the score function.
-        traced: Of each read df / dentry and its indices: operations of aten on single numbers.
-        numbers: Of which tensor each read is.
-        tensors: Those of the ScoreFunction.
+        name: Name of the score function.
+        traced: df / dentry and the indices of each read, as operations of aten on scalars.
+        numbers: The number of the tensor of each read.
+        tensors: `tensors` of the ScoreFunction.
 
     Raises:
         UntranslatableError: The graph has an operation or a constant that is not translated.
@@ -128,7 +128,7 @@ def triton_adder(
 
 
 def triton_source(traced: fx.GraphModule, tensors: Declared = ()) -> str:
-    """The definition of the function, one line an operation."""
+    """The source of the function, with a line for each operation."""
     lines, names, of_score, (function, derivative) = _translated(traced, tensors)
     tile = "" if function in of_score else " + score * 0.0"
     lines.append(f"return {names[function]}{tile}, {names[derivative]}")
@@ -137,8 +137,12 @@ def triton_source(traced: fx.GraphModule, tensors: Declared = ()) -> str:
 
 
 class _Translated(NamedTuple):
-    """lines: of the function; names: of each node in them; of_score: nodes that depend on the
-    score, so that they are tiles; results: nodes that the function returns
+    """A translated graph.
+
+    lines:    lines of the function
+    names:    name or value of each node in them
+    of_score: nodes that depend on the score, so that they are tiles
+    results:  nodes that the function returns
     """
 
     lines: list[str]
@@ -177,9 +181,9 @@ def _definition(function: str, arguments: Iterable[str], lines: list[str]) -> st
 
 
 def _jit(name: str, function: str, source: str) -> Any:
-    """The jit function that a text defines."""
+    """The jit function that is defined by source text."""
     filename = f"<{function} of {name}>"
-    # Triton reads the source of a function; nothing else keeps that of one made of a text.
+    # Triton reads the source of a function, which for compiled text only linecache can provide.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space = {
         "__name__": f"sparseflash.score.{name}",
@@ -191,7 +195,7 @@ def _jit(name: str, function: str, source: str) -> Any:
 
 
 def _begins(tensors: Declared) -> list[int]:
-    """Where the numbers of each tensor begin in the layout."""
+    """The index in the layout at which the numbers of each tensor begin."""
     return [*accumulate((1 + dims for _, dims in tensors), initial=0)][:-1]
 
 
@@ -204,7 +208,10 @@ def _read(node: fx.Node, names: dict[fx.Node, Any]) -> str:
 
 
 def _offset(begin: int, indices: Iterable[str]) -> str:
-    """The offset of an entry among all of its kind; sizes follow that of the tensor."""
+    """The offset of an entry among all entries of its kind, as an expression.
+
+    In the layout the sizes of a tensor follow its offset.
+    """
     offset = "0"
     for size, index in enumerate(indices, begin + 1):
         entry = f"nearest({index}, layout + {size})"
@@ -276,7 +283,7 @@ def _constant(value: Any, name: str) -> str:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise UntranslatableError(
-            f"a tensor of more than one number is translated only as a score tensor, got {got}"
+            f"a tensor with more than one element must be a score tensor, got {got}"
         )
     return _argument(value.item(), {})
 

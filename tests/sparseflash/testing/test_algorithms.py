@@ -222,7 +222,7 @@ def test_reads_are_copies_and_counted():
 
 def test_bad_input_is_named(inputs):
     query, key, value, _ = inputs
-    with pytest.raises(ValueError, match="at least head_dim, 8 numbers, got 7"):
+    with pytest.raises(ValueError, match="at least head_dim, 8 elements, got 7"):
         tile_sizes(7, 8)
     with pytest.raises(ValueError, match=r"blocks like the tiles, \(16, 8\)"):
         flash_forward(query, key, value, (16, 8), mask=masks.full()(48, block_size=16))

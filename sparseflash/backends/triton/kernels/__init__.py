@@ -1,7 +1,7 @@
-"""Code that Triton compiles. No host code: its tensors have no static types.
+"""Device code for Triton. It has no host code, because its tensors have no static types.
 
-block_lists  which work tile a program computes, and the blocks that its row lists
+block_lists  the work tile of a program, and the blocks that its row lists
 tensors      tiles of queries, keys and values: loads, stores, TMA descriptors
-scores       pairs without weight: element masks, dropout
+scores       element masks and dropout
 forward, decode, dq, dkdv, ds_sums, lse_delta    the kernels
 """

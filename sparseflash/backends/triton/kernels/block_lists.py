@@ -1,7 +1,8 @@
-"""Which work tile a program computes, and the lists of blocks that it reads.
+"""The work tile of a program, and the lists of blocks that it reads.
 
-A work tile is a tile of the rows of one block row of one (batch, head). Its row of the lookup
-table lists partial and full blocks; a loop over a list takes one step for every tile of a block.
+A work tile consists of BM queries (or BN keys) of one block row of one (batch, head). The lookup
+table lists the partial and full blocks of the block row. A loop over a list has one step for every
+tile of a block.
 """
 
 from typing import NamedTuple
@@ -28,10 +29,11 @@ class Sizes(NamedTuple):
     """Run-time integers.
 
     num_rows: block rows of a mask in the direction of the kernel
-    use_schedule: 1 if programs take the rows in the table's order, 0 if all rows are equally long
+    use_schedule: 1 if rows start in the order of the table's schedule, 0 if all are equally long
     longest_first: 1 if the longest rows of all heads start before any shorter row, 0 if the heads
         follow one another
-    mask_batch_stride, mask_head_stride: of the table's head_to_mask, 0 where one entry serves all
+    mask_batch_stride, mask_head_stride: strides of head_to_mask; 0 if all batch elements or heads
+        share an entry
     """
 
     heads: tl.tensor
@@ -46,12 +48,15 @@ class Sizes(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Constants of tiles: BM queries and BN keys of a tile, BLOCK_Q and BLOCK_K of a block of the
-    mask, HEAD_DIM dims of what is read in tiles, padded with zeros to DIMS. Values and their
-    gradients may have other dims than queries and keys: they have a Shape of their own.
+    """Compile-time sizes of a tile.
 
-    They are constants as long as the tuple is passed as an argument: an assignment would make them
-    run-time values.
+    BM, BN:           queries and keys of a tile
+    BLOCK_Q, BLOCK_K: queries and keys of a block of the mask
+    HEAD_DIM, DIMS:   dims of a tensor, and of its tile, which is padded with zeros
+
+    Values and their gradients have another Shape, because the value dim may differ from the head
+    dim. The fields are constexpr only while the tuple is passed as an argument: an assignment
+    would make them run-time values.
     """
 
     BM: tl.constexpr
@@ -63,10 +68,10 @@ class Shape(NamedTuple):
 
 
 class BlockList(NamedTuple):
-    """`count` entries of a list from `start` on, of which the first is `first_block`.
+    """`count` entries of a list from `start` on. The value of the first one is `first_block`.
 
-    The first entry is read before the loop over the list, each next one a step ahead: loaded
-    where it is used, it would halve the pipeline.
+    Each entry is read one step before it is used, the first one before the loop. If an entry were
+    read in the step that uses it, the pipeline would have half as many stages.
     """
 
     start: tl.tensor
@@ -76,7 +81,7 @@ class BlockList(NamedTuple):
 
 @triton.jit
 def work_tile(sizes, TILES_PER_BLOCK: tl.constexpr):
-    """(position of the block row, tile within that row, batch index, head) of this program."""
+    """(position of the block row, tile within the row, batch element, head) of this program."""
     first, second, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tile = tl.where(sizes.longest_first != 0, third, first)
     head = tl.where(sizes.longest_first != 0, first, second)
@@ -112,7 +117,7 @@ def lists_of_row(table, sizes, mask_index, row):
 
 @triton.jit
 def key_length(key_lengths, batch, k_len):
-    """Keys of a batch element, int32."""
+    """The number of keys of a batch element, int32."""
     return k_len if key_lengths is None else tl.load(key_lengths + batch).to(tl.int32)
 
 
@@ -122,7 +127,8 @@ def key_block_lists(
 ):
     """(starts, counts) of the lists of a row of queries.
 
-    0. partial blocks; 1. full blocks that end before `length`; 2. the full block that it clips.
+    0. partial blocks; 1. full blocks that end before `length`; 2. the full block that the length
+    clips.
     """
     full_start, full_count, partial_start, partial_count = lists_of_row(
         table, sizes, mask_index, row
@@ -152,7 +158,7 @@ def with_first_blocks(table, starts, counts):
 
 @triton.jit
 def entry_of_step(start, step, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The entry of a list that a step reads, BLOCK // TILE steps the same."""
+    """The index of the list entry of a step; BLOCK // TILE steps have the same entry."""
     return start + step // (BLOCK // TILE)
 
 
@@ -166,7 +172,7 @@ def tile_start(block, step, BLOCK: tl.constexpr, TILE: tl.constexpr):
 def count_below(index, start, count, limit):
     """How many of the ascending entries index[start : start + count] are below `limit`.
 
-    They are counted, SCAN_WIDTH at a time: a search would wait for memory at each of its steps.
+    It counts SCAN_WIDTH entries at a time: a binary search would wait for memory in every step.
     """
     below = 0
     for first in range(0, count, SCAN_WIDTH):

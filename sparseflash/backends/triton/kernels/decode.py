@@ -1,11 +1,11 @@
-"""The forward pass of few queries: split-KV.
+"""The forward pass of few queries (decoding): split-KV.
 
-decode_kernel: a program takes BM rows of a tile, which are the queries of the HEADS_PER_TILE heads
-that read one key head, and one split of the blocks that their row lists. It computes what the
-forward pass computes and stores, where the keys are split, its accumulator (VALUE_DIMS), row sum
-and row max for each query to split_sums (splits, batch * heads * q_len, VALUE_DIM + 2).
+decode_kernel: the BM rows of a tile are the queries of HEADS_PER_TILE query heads that share a key
+head. A program computes the forward pass of a tile for one split of the blocks of its row. With
+several splits it stores accumulator (VALUE_DIMS), row sum and row max of each query to split_sums
+(splits, batch * heads * q_len, VALUE_DIM + 2).
 
-merge_kernel: a program merges the splits of one query, in their order.
+merge_kernel: a program merges the splits of one query, in the order of the splits.
 
 Reference: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023.
 """
@@ -125,7 +125,7 @@ def decode_kernel(
 
 @triton.jit
 def split_lists(starts, counts, split, splits):
-    """What a split has of the lists of key_block_lists: an equal part of all their entries."""
+    """The entries of the lists of key_block_lists in a split; splits have equal parts of them."""
     partial_start, full_start, clipped_start = starts
     partial_count, full_count, clipped_count = counts
     listed = partial_count + full_count + clipped_count

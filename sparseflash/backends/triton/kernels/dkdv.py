@@ -1,16 +1,17 @@
 """dK and dV.
 
-A program takes BN keys of one key head and loops, for every query head that reads it, over the
-query blocks of their row: partial blocks, then full ones. A step, of one (BN, BM) tile; scores are
-transposed, so that the rows of the accumulators are keys:
+A program has BN keys of one key head. For every query head of this key head it loops over the
+query blocks of its row: partial blocks, then full blocks. The scores are transposed, so that the
+rows of the accumulators are keys. A step computes one tile (BN, BM):
 
     P^T  = exp2(mask(mod(K Q^T)) - log2(e) LSE)  (BN, BM)
     dV   = dV + dropout(P)^T dO                  (BN, VALUE_DIMS), in float32
     dS^T = P^T * (dropout(V dO^T) - delta)       (BN, BM)
     dK   = dK + dS^T Q                           (BN, DIMS), in float32; scaled at the end
 
-Keys past their length load as zero and their gradients are zeroed at the end: the rows of a tile
-do not mix, so the loops need no mask for them. No program adds to memory that another one writes.
+Keys past the key length are loaded as zero, and their gradients are set to zero at the end. Rows
+of a tile do not affect one another, so the loops need no mask for these keys. No program adds to
+memory that another program writes.
 """
 
 import triton
@@ -127,7 +128,7 @@ def add_key_value_gradients(
 ):  # fmt: skip
     """(dk + dS^T Q, dv + dropout(P)^T dO) over the blocks of a list.
 
-    Only PARTIAL blocks may reach past the queries, of which there are `limit`.
+    Only PARTIAL blocks may extend past the end of the queries, which is `limit`.
     """
     index = table.partial_index if PARTIAL else table.full_index
     start, count, block = block_list

@@ -1,7 +1,7 @@
 """dQ, and LSE and delta for the kernel of dK and dV.
 
-A program takes BM queries of one bh and loops over the key blocks of their row as the forward
-pass does. A step, of one (BM, BN) tile:
+A program has BM queries of one bh, and loops over the key blocks of its row as the forward pass
+does. A step computes one tile (BM, BN):
 
     P  = exp2(mask(mod(Q K^T)) - log2(e) LSE)    (BM, BN)
     dS = P * (dropout(dO V^T) - delta)           (BM, BN)
@@ -144,8 +144,8 @@ def score_gradients(
 ):  # fmt: skip
     """(dS before soft cap and score function, their derivative, K, Q K^T) of one tile.
 
-    The queries are those at the positions `tokens`; the keys begin at key_start in `keys`, which
-    is key_position in the whole sequence.
+    The queries have the positions `tokens`. The first key is at key_start in `keys`, and at
+    key_position in the whole sequence.
     """
     MASKED: tl.constexpr = PARTIAL or CLIPPED
     k = tensors.stream_rows(keys, key_start, limit, shape, shape.BN, MASKED, CLIPPED)  # (BN, DIMS)

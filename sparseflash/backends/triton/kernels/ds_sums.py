@@ -1,16 +1,18 @@
-"""Sums of dS: over each distance, the gradient of a bias; over each tile, that of the blocks; and
-over the pairs that read each entry of a score tensor, the gradient of the tensor.
+"""Sums of dS: the gradients of a bias, of block scores and of score tensors.
 
-A program takes every n-th tile of BM query rows of a head, one after another, and loops over the
-key blocks of their row. A step computes dS (BM, BN) as the kernel of dQ does and adds
+The gradient of a bias is the sum of dS over each distance, that of block scores the sum over each
+block, and that of score tensors the sum over the pairs that read each entry.
 
-    its sum to by_tile (batch, heads, query tiles, key tiles), if blocks want a gradient;
-    its diagonals to by_distance (heads, programs, q_len + k_len - 1), if a bias wants one;
-    dS times the derivative of the score function by what it reads to sums of each entry, if score
-        tensors want one.
+A program computes every n-th tile of BM queries of a head, one after another, and loops over the
+key blocks of their row. A step computes dS (BM, BN) as the kernel of dQ does, and adds
 
-The sums over distances of a program are its own, so their order is always the same; the host adds
-up those of all programs of a head. Those of entries of score tensors are shared by all programs:
+    the sum of dS to by_tile (batch, heads, query tiles, key tiles), for block scores;
+    the diagonals of dS to by_distance (heads, programs, q_len + k_len - 1), for a bias;
+    dS times the derivative of the score function by an entry to the sum of this entry, for score
+        tensors.
+
+Each program has its own sums over distances, so their order is always the same. The host adds the
+sums of all programs of a head. The sums of entries of score tensors are shared by all programs;
 see triton_common.read_sums.
 """
 
@@ -163,7 +165,7 @@ def add_ds_sums(
 
 @triton.jit
 def add_by_distance(distances, ds, query_position, key_position, mods, shape):
-    """Adds the diagonals of dS (BM, BN) to `distances`, which this program alone uses."""
+    """Adds the diagonals of dS (BM, BN) to `distances`, which only this program uses."""
     SIDE: tl.constexpr = 2 * shape.BM if shape.BM > shape.BN else 2 * shape.BN
     distance = tl.arange(0, SIDE) - (shape.BM - 1)  # key - query, from the corner of the tile
     column = distance[None, :] + tl.arange(0, shape.BM)[:, None]  # (BM, SIDE)
@@ -172,7 +174,7 @@ def add_by_distance(distances, ds, query_position, key_position, mods, shape):
     sums = tl.sum(tl.where(inside, diagonals, 0.0), 0)  # (SIDE)
     index = key_position - query_position + mods.q_len - 1 + distance
     valid = (index >= 0) & (index < mods.q_len + mods.k_len - 1)
-    # Other threads wrote some of these sums for the tile before.
+    # Other threads of the program wrote some of these sums for the previous tile.
     tl.debug_barrier()
     sums = tl.load(distances + index, mask=valid, other=0.0) + sums
     tl.debug_barrier()

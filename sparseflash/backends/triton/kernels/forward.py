@@ -1,7 +1,7 @@
-"""The forward pass: O, LSE and, if asked for, the maximum logits.
+"""The forward pass: O, LSE and, on request, the maximum logits.
 
-A program takes BM queries of one bh and loops over the key blocks of their row: partial blocks,
-then full ones, then the one that the length of the keys clips. A step, of one (BM, BN) tile:
+A program has BM queries of one bh, and loops over the key blocks of its row: partial blocks, full
+blocks, and the full block that the key length clips. A step computes one tile (BM, BN):
 
     S       = mask(mod(Q K^T))                   (BM, BN)
     row_max = max(row_max, max of each row of S) (BM)
@@ -117,8 +117,8 @@ def attend(
 ):  # fmt: skip
     """Adds the blocks of a list to the online softmax of the queries at the positions `tokens`.
 
-    PARTIAL applies the element mask of each block, CLIPPED masks the keys from `limit` on; without
-    both there is no mask code.
+    PARTIAL applies the element mask of each block. CLIPPED masks the keys from `limit` on. Without
+    both, no mask code is compiled.
     """
     MASKED: tl.constexpr = PARTIAL or CLIPPED
     MODIFIED: tl.constexpr = mods.SOFTCAP or mods.SCORE is not None or mods.biases is not None
@@ -150,7 +150,7 @@ def attend(
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # no NaN before the first key
             p = tl.exp2(s - shift[:, None])
         else:
-            # One fused multiply-add a pair: the scale is not applied to S by itself.
+            # One fused multiply-add for each pair: S is not scaled separately.
             new_max = tl.maximum(row_max, tl.max(s, 1) * mods.scale_log2)
             shift = new_max
             p = tl.exp2(s * mods.scale_log2 - shift[:, None])
@@ -176,7 +176,7 @@ def attend(
 
 @triton.jit
 def finalize_softmax(row_sum, row_max, keep_scale, DROPOUT: tl.constexpr):
-    """(LSE, what to multiply the accumulator by) of some rows; (-inf, finite) without a key."""
+    """(LSE, factor of the accumulator) of each row; (-inf, a finite factor) without a key."""
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)

@@ -1,13 +1,13 @@
-"""The two numbers of each query row that the backward pass reads: log2(e) * LSE and delta.
+"""Two numbers for each query that the backward pass reads: log2(e) * LSE and delta.
 
     delta = rowsum(dO * O) - dLSE
 
-The first is inf for a row without keys, so that exp2(S - inf) is 0. They lie in one float32 tensor
-(batch * heads, 2, q_len rounded up to whole blocks): its rows are aligned and read without bounds,
-whatever the length of the sequence.
+The first is inf for a query without keys, so that exp2(S - inf) is 0. They are stored in one
+float32 tensor (batch * heads, 2, q_len rounded up to whole blocks), whose rows are aligned and are
+read without bounds checks.
 
-The kernel of dQ computes them for the rows of its tile; the kernel here serves calls that do not
-want dQ. A program takes BM queries of one bh.
+The kernel of dQ computes them for its queries. The kernel in this file is for calls without dQ. A
+program has BM queries of one bh.
 """
 
 import triton
@@ -45,8 +45,9 @@ def lse_delta_kernel(
 def compute_lse_delta(
     do, outs, grad_lse, grad_lse_strides, lse, lse_delta, batch, head, heads, start, q_len, shape
 ):
-    """(log2(e) * LSE, delta) (BM) of the rows from `start` on, stored and returned; rows past the
-    sequence have no keys.
+    """Computes, stores and returns (log2(e) * LSE, delta), (BM) each, of the rows from `start` on.
+
+    Rows past the end of the sequence have no keys.
     """
     tokens = start + tl.arange(0, shape.BM)
     in_sequence = tokens < q_len

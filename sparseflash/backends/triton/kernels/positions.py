@@ -1,11 +1,11 @@
-"""Where the tokens of a call stand in the sequence of which it attends some blocks.
+"""Positions of tokens in a sequence of which a call has only some blocks.
 
-`positions` is int32 (1 + blocks of queries + blocks of keys): the tokens of the whole sequence,
-then the position of the first token of each block. It is None where a call is of whole sequences.
-Then a kernel has no code for positions.
+`positions` is int32 (1 + blocks of queries + blocks of keys): the number of tokens of the whole
+sequence, then the position of the first token of each block. It is None if a call has whole
+sequences; then a kernel is compiled without code for positions.
 
-A loop reads the positions of a block one step ahead, as it reads the block: a load that waits for
-another load could not be pipelined.
+A loop reads the position of a block one step ahead, like the index of the block: a load that waits
+for another load could not be pipelined.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def whole_length(positions, length):
-    """Tokens of the whole sequence, of which `length` are those of the call."""
+    """The number of tokens of the whole sequence; `length` is that of the call."""
     return length if positions is None else tl.load(positions)
 
 
@@ -38,7 +38,7 @@ def of_key_blocks(positions, q_len, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def offset_of(of_blocks, block, BLOCK: tl.constexpr):
-    """How much further the tokens of a block stand in the whole sequence than in the call."""
+    """The position of a block in the whole sequence minus its position in the call, in tokens."""
     offset = 0
     if of_blocks is not None:
         offset = tl.load(of_blocks + block) - block * BLOCK

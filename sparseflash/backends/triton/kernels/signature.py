@@ -1,4 +1,4 @@
-"""What Triton may not specialise the kernels on."""
+"""Arguments on which Triton does not specialise the kernels."""
 
 from sparseflash.backends.triton.kernels.block_lists import Sizes, Table
 from sparseflash.backends.triton_common.arguments import OF_SCORES, unspecialized_arguments
@@ -9,8 +9,8 @@ OF_ROWS = ("lse", "max_logits", "grad_lse")
 def unspecialized(*tensors: str) -> dict[str, list[str]]:
     """Arguments of triton.jit for a kernel with these strided tensors, a table and sizes.
 
-    Only a dim stride keeps its specialisation on 1: wide loads need it. Tuples would lose these
-    settings, so kernels take flat parameters.
+    Only the strides of dims are specialised on 1, because wide loads need this. Kernels have flat
+    parameters, because these settings do not apply to fields of tuples.
     """
     strides = [f"{tensor}_{axis}" for tensor in tensors for axis in ("batch", "head", "token")]
     dim_strides = [f"{tensor}_dim" for tensor in tensors]

@@ -17,8 +17,8 @@ class Head(NamedTuple):
 class Stream(NamedTuple):
     """One head of a tensor that a loop reads tile by tile.
 
-    descriptor: the tensor map of the whole tensor, None where the loop loads through pointers
-    batch, head_index: where the head lies in it
+    descriptor: the tensor map of the whole tensor; None if the loop loads by pointers
+    batch, head_index: indices of the head in the tensor
     """
 
     head: Head
@@ -29,7 +29,7 @@ class Stream(NamedTuple):
 
 @triton.jit
 def one_head(tensor, strides, batch, head, ALIGN: tl.constexpr, INDEX: tl.constexpr):
-    """One head of a tensor whose strides, but for the last, come in units of ALIGN elements."""
+    """One head of a tensor; all strides but the last are in units of ALIGN elements."""
     batch_stride, head_stride, token_stride, dim_stride = strides
     offset = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
     return Head(tensor + offset * ALIGN, token_stride.to(INDEX) * ALIGN, dim_stride)
@@ -64,10 +64,10 @@ def load_rows(head, token, limit, shape, ROWS: tl.constexpr, BOUNDED: tl.constex
 def stream_rows(
     stream, token, limit, shape, ROWS: tl.constexpr, BOUNDED: tl.constexpr, CLIPPED: tl.constexpr
 ):
-    """load_rows for a loop: by TMA if there is a descriptor.
+    """load_rows in a loop: by TMA if there is a descriptor.
 
-    TMA zero-fills past the sequence and past HEAD_DIM. CLIPPED says that `limit` may come before
-    the end of the sequence.
+    TMA fills a tile with zeros past the sequence and past HEAD_DIM. With CLIPPED, `limit` may be
+    before the end of the sequence.
     """
     if stream.descriptor is None or CLIPPED:
         tile = load_rows(stream.head, token, limit, shape, ROWS, BOUNDED)
