@@ -378,5 +378,5 @@ def _checked_mask(
             )
         mask, blocks = mask.to_dense(), mask.to_blocks()
     if mask.shape != lengths:
-        raise ValueError(f"mask must have {lengths} tokens, got {tuple(mask.shape)}")
+        raise ValueError(f"mask must be {lengths}, got {tuple(mask.shape)}")
     return mask, blocks

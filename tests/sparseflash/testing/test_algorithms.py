@@ -226,7 +226,7 @@ def test_bad_input_is_named(inputs):
         tile_sizes(7, 8)
     with pytest.raises(ValueError, match=r"blocks like the tiles, \(16, 8\)"):
         flash_forward(query, key, value, (16, 8), mask=masks.full()(48, block_size=16))
-    with pytest.raises(ValueError, match=r"of \(48, 48\) tokens, got \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"mask must be \(48, 48\), got \(3, 3\)"):
         flash_forward(query, key, value, (4, 4), mask=torch.ones(3, 3).bool())
     with pytest.raises(ValueError, match=r"key and value \(k_len, head_dim\), got"):
         flash_forward(query, key[:8], value, (4, 4))
