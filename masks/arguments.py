@@ -28,6 +28,21 @@ def check_integer(name: str, value: Any, least: int = -INT64_MAX, most: int = IN
     return number
 
 
+def check_index(name: str, value: Any, count: int, of: str) -> int:
+    """An index of one of `count` objects, called `of`; negative ones count from the last.
+
+    Raises:
+        TypeError: It is not an integer.
+        IndexError: There is no such object.
+    """
+    index = check_integer(name, value)
+    if not -count <= index < count:
+        raise IndexError(
+            f"{name} must be from {-count} to {count - 1} for {count} {of}, got {index}"
+        )
+    return index % count
+
+
 def check_integers(name: str, values: Any, least: int = -INT64_MAX) -> list[int]:
     """A sequence, tensor or array of integers as a list; see check_integer for what it raises."""
     values = to_python(values)

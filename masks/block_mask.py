@@ -20,7 +20,7 @@ from masks._core import block_set, convert, reblock, slicing
 from masks._core.block_set import EMPTY, BlockSet
 from masks._core.grid import Grid, OnGrid, canonical_device, checked_block_size
 from masks._core.transpose import transpose
-from masks.arguments import check_dtype, check_floating, check_integer
+from masks.arguments import check_dtype, check_floating, check_index, check_integer
 from masks.lookup_table import LookupTable, compile_selected, compile_table
 from masks.registry import Caching, Handled
 
@@ -203,10 +203,7 @@ class BlockMask(OnGrid, Caching, Handled):
             TypeError: `index` is not an integer.
             IndexError: There is no such head.
         """
-        index = check_integer("index", index)
-        if not -self.num_heads <= index < self.num_heads:
-            n = self.num_heads
-            raise IndexError(f"index must be from {-n} to {n - 1} for {n} heads, got {index}")
+        index = check_index("index", index, self.num_heads, "heads")
         return BlockMask(self.block_set.select_masks([self.head_to_mask[index]]))
 
     def to(self, device: torch.device | str) -> "BlockMask":
@@ -238,9 +235,10 @@ class BlockMask(OnGrid, Caching, Handled):
         """
         device = self.device if device is None else canonical_device(device)
         key = (device, self.block_size if block_size is None else checked_block_size(block_size))
-        if key not in self._tables:
-            self._tables[key] = compile_table(reblock.reblock(self.block_set, key[1])).to(device)
-        return self._tables[key]
+        if ("table", *key) not in self.cache:
+            table = compile_table(reblock.reblock(self.block_set, key[1]))
+            self.cache["table", *key] = table.to(device)
+        return self.cache["table", *key]
 
     def coverage(self, block_size: Size) -> float:
         """The share of larger blocks that the blocks of this mask cover.
@@ -258,17 +256,9 @@ class BlockMask(OnGrid, Caching, Handled):
         block_size = checked_block_size(block_size)
         if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
             return 1.0
-        if block_size not in self._coverages:
-            self._coverages[block_size] = reblock.coverage(self.block_set, block_size)
-        return self._coverages[block_size]
-
-    @cached_property
-    def _tables(self) -> dict[tuple[torch.device, tuple[int, int]], LookupTable]:
-        return {}
-
-    @cached_property
-    def _coverages(self) -> dict[tuple[int, int], float]:
-        return {}
+        if ("coverage", block_size) not in self.cache:
+            self.cache["coverage", block_size] = reblock.coverage(self.block_set, block_size)
+        return self.cache["coverage", block_size]
 
     @property
     def T(self) -> "BlockMask":
@@ -696,13 +686,7 @@ class DynamicMask(OnGrid, Caching):
             TypeError: `batch_index` is not an integer.
             IndexError: There is no such batch element.
         """
-        batch_index = check_integer("batch_index", batch_index)
-        if not -self.num_batches <= batch_index < self.num_batches:
-            n = self.num_batches
-            raise IndexError(
-                f"batch_index must be from {-n} to {n - 1} for {n} batch elements, got "
-                f"{batch_index}"
-            )
+        batch_index = check_index("batch_index", batch_index, self.num_batches, "batch elements")
         return BlockMask(convert.from_blocks(self.grid, self.blocks[batch_index])) & self.support
 
     def __repr__(self) -> str:

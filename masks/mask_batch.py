@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from masks._core.grid import Grid, OnGrid, canonical_device
-from masks.arguments import check_dtype, check_integer
+from masks.arguments import check_dtype, check_index, check_integer
 from masks.block_mask import BlockMask, DynamicMask, Size, stack
 from masks.builders import from_cross
 from masks.lookup_table import LookupTable
@@ -136,13 +135,8 @@ class MaskBatch(OnGrid, Caching, Handled):
             TypeError: `batch_index` is not an integer.
             IndexError: There is no such batch element.
         """
-        batch_index = check_integer("batch_index", batch_index)
-        if not -self.num_batches <= batch_index < self.num_batches:
-            n = self.num_batches
-            raise IndexError(
-                f"index must be from {-n} to {n - 1} for {n} masks, got {batch_index}"
-            )
-        first = batch_index % self.num_batches * self.num_heads
+        batch_index = check_index("batch_index", batch_index, self.num_batches, "masks")
+        first = batch_index * self.num_heads
         return stack([self.stacked.head(first + h) for h in range(self.num_heads)])
 
     def to_blocks(self) -> Tensor:
@@ -178,11 +172,11 @@ class MaskBatch(OnGrid, Caching, Handled):
             The table.
         """
         table = self.stacked.table(device, block_size)
-        key = (table.device, table.block_size)
-        if key not in self._tables:
+        key = ("table", table.device, table.block_size)
+        if key not in self.cache:
             heads = table.head_to_mask.view(self.num_batches, self.num_heads)
-            self._tables[key] = replace(table, head_to_mask=heads)
-        return self._tables[key]
+            self.cache[key] = replace(table, head_to_mask=heads)
+        return self.cache[key]
 
     def coverage(self, block_size: Size) -> float:
         """The share of larger blocks that the blocks of these masks cover; see BlockMask.coverage.
@@ -194,10 +188,6 @@ class MaskBatch(OnGrid, Caching, Handled):
             A number from 0 to 1.
         """
         return self.stacked.coverage(block_size)
-
-    @cached_property
-    def _tables(self) -> dict[tuple[torch.device, tuple[int, int]], LookupTable]:
-        return {}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskBatch):

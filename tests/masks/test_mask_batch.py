@@ -21,7 +21,7 @@ def test_each_element_has_its_mask():
     assert torch.equal(batch.to_dense(), dense.unsqueeze(1))
     assert batch.to_blocks().shape == (3, 1, 4, 3)
     assert batch.density == pytest.approx((2 * LOCAL.density + 1) / 3)
-    with pytest.raises(IndexError, match="index must be from -3 to 2 for 3 masks, got 3"):
+    with pytest.raises(IndexError, match="batch_index must be from -3 to 2 for 3 masks, got 3"):
         batch[3]
 
 
