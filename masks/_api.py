@@ -6,19 +6,5 @@ from masks._pattern import Pattern, block_pattern, pattern, stack
 from masks.block_mask import BlockMask, DynamicMask
 from masks.lookup_table import BlockLists, LookupTable
 from masks.mask_batch import MaskBatch
-from masks.patterns import (
-    bigbird,
-    butterfly,
-    causal,
-    dilated,
-    documents,
-    full,
-    global_tokens,
-    local,
-    longformer,
-    neighborhood2d,
-    random,
-    strided,
-    tree,
-)
+from masks.patterns import *
 from masks.serialize import from_json, load, save, to_json

@@ -5,17 +5,7 @@ from sparseflash.backends.cpu.unattended import backward, forward
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 
-__all__ = [
-    "auto_skip",
-    "backward",
-    "block_size_for",
-    "compiles",
-    "describe",
-    "extras",
-    "forward",
-    "name",
-    "why_not",
-]
+__all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "why_not"]
 
 name = "cpu"
 extras = EVERY_EXTRA
