@@ -1,6 +1,7 @@
 """The cost of FlashAttention under a mask, in the tiles that the backends choose."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,12 @@ from masks.mask_batch import check_block_mask
 from sparseflash.backends import hopper, triton
 from sparseflash.backends.hopper import configs as hopper_configs
 from sparseflash.backends.hopper import select as hopper_select
+from sparseflash.dispatch.plan import compiled_mask
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.io_model import l2_reuse
 from sparseflash.io_model.cost import Cost, KernelCost, check_case
 from sparseflash.io_model.device import Device, device_named
+from sparseflash.options import AttentionOptions
 
 BACKENDS = {"hopper": hopper, "triton": triton}
 WARPGROUP_ROWS = 64  # rows of one wgmma, which reads its right operand from shared memory once
@@ -138,27 +141,12 @@ def attention(
     check_block_mask(mask)
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-    if mask.num_heads not in (1, heads, kv_heads):
-        raise ValueError(
-            f"mask must have 1, heads ({heads}) or kv_heads ({kv_heads}) heads, got {mask}"
-        )
-    chosen = device_named(device)
-    q_len, k_len = mask.seq_len
-    spec = AttentionSpec(
-        scale=1.0,
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        k_len=k_len,
-        head_dim=head_dim,
-        value_dim=head_dim,
-        dtype=dtype,
-        device=torch.device("cuda"),
-        block_size=mask.block_size,
-        mask_heads=1 if mask.num_heads == 1 else heads,
-        mask_group=1 if mask.num_heads == 1 else heads // mask.num_heads,
-    )
+    chosen, (q_len, k_len) = device_named(device), mask.seq_len
+    shapes = (batch, heads, q_len, head_dim), (batch, kv_heads, k_len, head_dim)
+    query, key = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    mask_of_call = compiled_mask(mask, query, key)
+    spec = AttentionSpec.from_call(query, key, key, mask_of_call, AttentionOptions())
+    spec = replace(spec, device=torch.device("cuda"))
     if spec.few_queries:
         raise ValueError(
             f"mask must have more than {q_len} queries: so few use the decoding kernel, which "
