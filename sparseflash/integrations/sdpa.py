@@ -12,7 +12,19 @@ from masks._parse import as_pattern
 from sparseflash._attention import attention
 
 
-class replace_sdpa(TorchFunctionMode):
+class SdpaMode(TorchFunctionMode):
+    """A context in which `attend` replaces torch's scaled_dot_product_attention."""
+
+    def __torch_function__(self, func, types, args=(), kwargs: dict[str, Any] | None = None):
+        attend = self.attend if func is scaled_dot_product_attention else func
+        return attend(*args, **(kwargs or {}))
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """scaled_dot_product_attention; its arguments are torch's."""
+        raise NotImplementedError
+
+
+class replace_sdpa(SdpaMode):
     """A context in which torch's scaled_dot_product_attention attends by a mask.
 
     A BlockMask replaces the attention of calls with its lengths. A Pattern replaces that of calls
@@ -42,11 +54,7 @@ class replace_sdpa(TorchFunctionMode):
         self.mask = mask if isinstance(mask, BlockMask) else as_pattern(mask)
         self.backend = backend
 
-    def __torch_function__(self, func, types, args=(), kwargs: dict[str, Any] | None = None):
-        attend = self._attend if func is scaled_dot_product_attention else func
-        return attend(*args, **(kwargs or {}))
-
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 import masks
 from masks import Pattern
 from masks._parse import as_pattern
 from sparseflash._attention import attention
+from sparseflash.integrations.sdpa import SdpaMode
 from sparseflash.nn import SparseAttention
 
 
@@ -53,33 +53,29 @@ def captured(model: nn.Module, handle: Handler) -> Iterator[None]:
         ValueError: A module named after attention ran without such a call, or with a mask, lengths
             or sizes that are not supported. The message names the module.
     """
-    running: list[str] = []
-    silent: set[str] = set()
-    handles = []
+    capture = _Capture(handle)
+    hooks = []
     for name, module in model.named_modules():
-        if not _is_attention(module):
-            continue
-        enter, leave = _hooks(name, running, silent)
-        handles += [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
-        ]
+        if _is_attention(module):
+            enter, leave = partial(capture.enter, name), partial(capture.leave)
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave, always_call=True))
     sparse_modules = [m for m in model.modules() if isinstance(m, SparseAttention)]
     try:
         for module in sparse_modules:
-            module.__dict__["_attend"] = _capture_module(module, running, silent, handle)
-        with _CaptureSdpa(running, silent, handle):
+            module.__dict__["_attend"] = partial(capture.attend_module, module)
+        with capture:
             yield
     finally:
         for module in sparse_modules:
             del module.__dict__["_attend"]
-        for hook in handles:
+        for hook in hooks:
             hook.remove()
-    if silent:
+    if capture.silent:
         raise ValueError(
-            f"attention of {', '.join(sorted(silent))} cannot be hooked: it calls neither torch's "
-            "scaled_dot_product_attention nor sparseflash's. A transformers model does after "
-            'set_attn_implementation("sdpa")'
+            f"attention of {', '.join(sorted(capture.silent))} cannot be hooked: it calls neither "
+            "torch's scaled_dot_product_attention nor sparseflash's. A transformers model does "
+            'after set_attn_implementation("sdpa")'
         )
 
 
@@ -144,72 +140,66 @@ def within(pattern: Pattern, base: Pattern) -> Pattern:
     return pattern & base.with_block_size(pattern.block_size)
 
 
-class _CaptureSdpa(TorchFunctionMode):
-    """Replaces scaled_dot_product_attention."""
+class _Capture(SdpaMode):
+    """Lets `handle` compute the calls of scaled_dot_product_attention and of SparseAttention.
 
-    def __init__(self, running: list[str], silent: set[str], handle: Handler):
+    Attributes:
+        running: Names of the modules that run and are named after attention, the innermost last.
+        silent: Names of those that have made no call.
+    """
+
+    def __init__(self, handle: Handler):
         super().__init__()
-        self.running, self.silent, self.handle = running, silent, handle
+        self.handle = handle
+        self.running: list[str] = []
+        self.silent: set[str] = set()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is not scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self.handle(_call_of_sdpa(self._caller(), *args, **kwargs))
+    def enter(self, name: str, *_) -> None:
+        """Called before a module runs."""
+        self.running.append(name)
+        self.silent.add(name)
 
-    def _caller(self) -> str:
-        name = self.running[-1] if self.running else "the model"
-        self.silent.discard(name)
-        return name
+    def leave(self, *_) -> None:
+        """Called after a module has run."""
+        self.running.pop()
 
+    def attend(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_
+    ) -> Tensor:
+        """scaled_dot_product_attention; its arguments are torch's."""
+        if attn_mask is not None:
+            raise ValueError(
+                f"{self._caller()} has an attn_mask, and only full and causal attention are "
+                "supported: inputs must have one length, without padding or a cache"
+            )
+        base = masks.causal() if is_causal else masks.full()
+        return self._handled(query, key, value, base, scale)
 
-def _call_of_sdpa(
-    module: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> AttentionCall:
-    if attn_mask is not None:
-        raise ValueError(
-            f"{module} has an attn_mask, and only full and causal attention are supported: "
-            "inputs must have one length, without padding or a cache"
-        )
-    return _check_call(
-        AttentionCall(
-            module, query, key, value, masks.causal() if is_causal else masks.full(), scale
-        )
-    )
-
-
-def _capture_module(
-    module: SparseAttention, running: list[str], silent: set[str], handle: Handler
-) -> Callable[..., Tensor]:
-    def attend(query, key, value, mask, key_lengths, score_tensors) -> Tensor:
-        silent.discard(running[-1])
+    def attend_module(
+        self, module: SparseAttention, query, key, value, mask, key_lengths, score_tensors
+    ) -> Tensor:
+        """SparseAttention._attend."""
         if score_tensors:
-            raise ValueError(f"{running[-1]} has score_tensors, which are not supported")
+            raise ValueError(f"{self._caller()} has score_tensors, which are not supported")
         if key_lengths is not None or not (mask is None or isinstance(mask, Pattern)):
-            raise ValueError(f"{running[-1]} has key_lengths or a cache, which are not supported")
+            raise ValueError(
+                f"{self._caller()} has key_lengths or a cache, which are not supported"
+            )
         base = masks.full() if mask is None else mask
-        scale = module.options.get("scale")
-        out = handle(_check_call(AttentionCall(running[-1], query, key, value, base, scale)))
+        out = self._handled(query, key, value, base, module.options.get("scale"))
         return module.out_proj(out.transpose(1, 2).flatten(2))
 
-    return attend
+    def _caller(self) -> str:
+        return self.running[-1] if self.running else "the model"
 
-
-def _check_call(call: AttentionCall) -> AttentionCall:
-    if call.query.shape[2] != call.key.shape[2]:
-        raise ValueError(
-            f"{call.module} has {call.query.shape[2]} queries and {call.key.shape[2]} keys: "
-            "only self-attention of whole sequences is supported"
-        )
-    return call
+    def _handled(self, query: Tensor, key: Tensor, value: Tensor, base: Pattern, scale) -> Tensor:
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"{self._caller()} has {query.shape[2]} queries and {key.shape[2]} keys: only "
+                "self-attention of whole sequences is supported"
+            )
+        self.silent.discard(self._caller())
+        return self.handle(AttentionCall(self._caller(), query, key, value, base, scale))
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -221,14 +211,3 @@ def _is_attention(module: nn.Module) -> bool:
 def _has_attention_name(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     return "attention" in name or "attn" in name
-
-
-def _hooks(name: str, running: list[str], silent: set[str]):
-    def enter(*_) -> None:
-        running.append(name)
-        silent.add(name)
-
-    def leave(*_) -> None:
-        running.pop()
-
-    return enter, leave
