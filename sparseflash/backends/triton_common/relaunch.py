@@ -61,7 +61,7 @@ def try_relaunch(cache: dict, signature: Hashable, values: Values) -> bool:
         Whether the kernel was launched.
     """
     packed = cache.get(signature)
-    return bool(packed) and packed(values)
+    return packed.repeat(values) if packed else False
 
 
 def store(cache: dict, signature: Hashable, launched: Launched, names: Sequence[str]) -> None:
@@ -76,6 +76,18 @@ def store(cache: dict, signature: Hashable, launched: Launched, names: Sequence[
         cache[signature] = pack_launch(launched, names) or False  # False: it cannot be packed
 
 
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver: grid and block, shared memory in bytes, stream, attributes."""
+
+    _fields_ = [
+        *[(f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"],
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
 class PackedLaunch:
     """A launch with packed parameters.
 
@@ -86,31 +98,33 @@ class PackedLaunch:
 
     def __init__(self, compiled, grid: tuple[int, int, int], parameters: list, slots: list):
         warps, _, shared_memory = compiled.packed_metadata[:3]
-        self._function = compiled.function
-        self._shape = (*grid, WARP_SIZE * warps, 1, 1, shared_memory)
+        self._config = LaunchConfig(*grid, WARP_SIZE * warps, 1, 1, shared_memory)
         self._slots = slots
         self._storage = parameters
         addresses = [_address(parameter) for parameter in parameters]
-        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._context = current_context()
-        self._device = _active().get_current_device()
-        self._launch = _driver().cuLaunchKernel
-        self._lock = Lock()  # another thread may launch it at the same time with other tensors
+        packed = (ctypes.c_void_p * len(addresses))(*addresses)
+        function = ctypes.c_void_p(compiled.function)
+        self._arguments = ctypes.byref(self._config), function, packed, None  # nothing to convert
+        self._context, active = current_context(), _active()
+        self._device, self._stream_of = active.get_current_device(), active.get_current_stream
+        self._launch = _driver().cuLaunchKernelEx
+        self._lock = Lock()  # another thread may be about to launch it on tensors of its own
         self._values = tuple([None if slot is None else slot.value for slot in slots])
 
-    def __call__(self, values: Values) -> bool:
+    def repeat(self, values: Values) -> bool:
         """Launches it; returns False if there are launch hooks or the driver fails."""
         hooks = knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return False
-        stream = _active().get_current_stream(self._device)
+        stream = self._stream_of(self._device)
         with self._lock:
             return self._start(values, stream) or (self._enter() and self._start(values, stream))
 
     def _start(self, values: Values, stream: int) -> bool:
         if values != self._values and not self._write(values):
             return False
-        return self._launch(self._function, *self._shape, stream, self._parameters, None) == 0
+        self._config.stream = stream
+        return self._launch(*self._arguments) == 0
 
     def _write(self, values: Values) -> bool:
         """Writes the values that have changed; returns False if the driver reports an error."""
@@ -258,8 +272,7 @@ def _has_parameter_info() -> bool:
 @lru_cache(maxsize=1)
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    driver.cuLaunchKernel.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
+    pointer = ctypes.c_void_p
     driver.cuFuncGetParamInfo.argtypes = (pointer, ctypes.c_size_t, pointer, pointer)
     driver.cuTensorMapReplaceAddress.argtypes = (pointer, pointer)
     driver.cuCtxGetCurrent.argtypes = driver.cuCtxSetCurrent.argtypes = (pointer,)

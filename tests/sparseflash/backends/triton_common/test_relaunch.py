@@ -54,12 +54,12 @@ class Driver:
         size._obj.value = self.sizes[index]
         return 0
 
-    def cuLaunchKernel(self, function, *rest):
+    def cuLaunchKernelEx(self, config, function, parameters, _):
         if self.context != 3:
             return 201
-        *shape, stream, parameters, _ = rest
         values = [ctypes.string_at(parameters[i], size) for i, size in enumerate(self.sizes)]
-        self.launched.append((function, shape, stream, values))
+        fields = [getattr(config._obj, name) for name, _ in config._obj._fields_]
+        self.launched.append((function.value, fields, values))
         return 0
 
     def cuCtxGetCurrent(self, found):
@@ -124,8 +124,8 @@ def repeat(table, *tensors):
 def test_a_launch_is_repeated_from_the_third_time_on_with_what_has_changed(driver, table):
     tensors = torch.zeros(5, 8).unbind()
     assert repeat(table, *tensors) == [False, False, True, True, True]
-    shape = [3, 2, 1, 4 * 32, 1, 1, 1024]
-    wanted = [(5, shape, 9, packed(tensors[seed], seed)) for seed in (2, 3, 4)]
+    config = [3, 2, 1, 4 * 32, 1, 1, 1024, 9, None, 0]  # grid, block, bytes, stream, no attributes
+    wanted = [(5, config, packed(tensors[seed], seed)) for seed in (2, 3, 4)]
     assert driver.launched == wanted
 
 
@@ -222,9 +222,9 @@ def test_all_values_are_written_after_one_was_refused(driver):
     compiled = launched(torch.zeros(8), 0).compiled
     packed = relaunch.PackedLaunch(compiled, (1, 1, 1), [first], [first, second])
     driver.sizes = [8]
-    assert not packed((2, 2))
+    assert not packed.repeat((2, 2))
     second.refuses = False
-    assert packed((1, 1))
+    assert packed.repeat((1, 1))
     assert first.value == 1
 
 

@@ -92,8 +92,9 @@ class Launches:
         size._obj.value = sizes[index]
         return 0
 
-    def cuLaunchKernel(self, function, *shape_and_parameters):
-        self._started.append((function, shape_and_parameters[:3]))
+    def cuLaunchKernelEx(self, config, function, *_):
+        grid = (config._obj.grid_x, config._obj.grid_y, config._obj.grid_z)
+        self._started.append((function.value or 0, grid))
         return 0
 
     def cuCtxGetCurrent(self, found):
@@ -105,7 +106,7 @@ class Launches:
         packed = cache.get(signature)
         self._started.clear()
         if packed:
-            assert packed(values)
+            assert packed.repeat(values)
             ((function, grid),) = self._started
             self._started = [(function, grid, contents(packed._storage))]
         return False
