@@ -137,9 +137,11 @@ def attention(
         plan, resolved = None, AttentionOptions(**options)
         check_tensors(query, key, value)
     else:
-        given = (key_lengths is not None, bias is not None)
-        gradients = (wants_gradient(bias), wants_gradient(block_scores))
-        facts = (*given, *gradients, False, return_max_logits, any_requires_grad(score_tensors))
+        facts = (
+            *(key_lengths is not None, bias is not None),
+            *(wants_gradient(bias), wants_gradient(block_scores)),
+            *(False, return_max_logits, any_requires_grad(score_tensors)),
+        )
         plan = find_plan(query, key, value, mask, options, facts)
         resolved = plan.spec
     lengths = None

@@ -59,11 +59,9 @@ def _check_of_heads(name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of autocast, as torch's own attention casts them."""
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"query, key and value must be tensors, got {type(tensor).__name__}")
     if not torch._C._is_any_autocast_enabled():
         return tensors
+    _check_types(tensors)
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -73,13 +71,23 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether kernels may read the memory of a tensor: of no subclass, and no negated view."""
-    return (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter) and not tensor.is_neg()
+def _check_types(tensors: tuple[Tensor, ...]) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"query, key and value must be tensors, got {type(tensor).__name__}")
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether kernels may read the memory of tensors: of no subclass, and no negated views."""
+    for x in tensors:  # quicker than all()
+        if not (type(x) is Tensor or type(x) is torch.nn.Parameter) or x.is_neg():
+            return False
+    return True
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices match."""
+    _check_types((query, key, value))
     if query.is_meta:
         raise ValueError("query, key and value must have data, got tensors on meta")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -166,7 +174,7 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
 
 def wants_gradient(tensor: Tensor | None) -> bool:
     """Whether a tensor requires a gradient. Objects of other types are refused elsewhere."""
-    return torch.is_grad_enabled() and getattr(tensor, "requires_grad", False)
+    return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
 
 
 def checked_seed(seed: int | None, dropout_p: float) -> Tensor | None:

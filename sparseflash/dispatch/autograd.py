@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sparseflash.arguments import is_plain
+from sparseflash.arguments import are_plain
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.compile import compile_before_first_call
 from sparseflash.score import ScoreTensors
@@ -86,10 +86,10 @@ def plain(name: str, grad: Tensor | None) -> Tensor | None:
     It is a copy if the gradient is of a subclass, such as the result of a collective, or a negated
     view, such as the gradient of the imaginary part of a conjugate.
     """
-    if grad is None or is_plain(grad):
+    if grad is None or are_plain(grad):
         return grad
     copy = grad.clone()
-    if not is_plain(copy):
+    if not are_plain(copy):
         raise TypeError(f"the gradient of {name} must be a plain tensor, got {type(grad)}")
     return copy
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from masks import DynamicMask, MaskBatch
 from masks.registry import find
-from sparseflash.arguments import AnyMask, is_plain
+from sparseflash.arguments import AnyMask, are_plain
 from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import plan_call
@@ -55,20 +55,19 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "block_scores")
 _masks_of_graphs: dict[str, AnyMask] = {}
 
 
-def is_traced(*tensors: Tensor) -> bool:
+def is_traced(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call with these tensors must use the operators.
 
     That is the case if anything besides autograd traces it, or if a tensor is of a subclass. Such
     a tensor may have no memory, for example while a collective is still sending it. Its class then
     dispatches the operator.
     """
-    if (
+    return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
-    ):
-        return True
-    return not all(map(is_plain, tensors))
+        or not are_plain(query, key, value)
+    )
 
 
 def traced_attention(

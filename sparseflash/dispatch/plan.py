@@ -1,6 +1,7 @@
 """Finds the plan of a call in the cache of its mask, or builds and stores it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,21 @@ from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions
 
-_checked = Cache()  # shapes, dtypes and devices of tensors that check_tensors accepted
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Checked:
+    """Lengths and device of tensors that check_tensors accepted.
+
+    Calls with equal shapes, dtypes and devices share one object. Signatures compare its identity,
+    because comparing these properties takes longer.
+    """
+
+    q_len: int
+    k_len: int
+    device: torch.device
+
+
+_checked = Cache()
 
 
 def plan_call(
@@ -78,14 +93,16 @@ def find_plan(
         query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
     )  # fmt: skip
+    checked = _checked.get(tensor_properties)
+    if checked is None:
+        check_tensors(query, key, value)
+        checked = _Checked(query.shape[2], key.shape[2], query.device)
+        _checked[tensor_properties] = checked
     if isinstance(mask, Pattern):
-        if tensor_properties not in _checked:  # the check takes as long as the rest of find_plan
-            check_tensors(query, key, value)
-            _checked[tensor_properties] = True
-        mask = _compiled(mask, query.shape[2], key.shape[2], query.device)
+        mask = _compiled(mask, checked.q_len, checked.k_len, checked.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = type(options.get("deterministic"))  # 1 equals True but is refused
-    signature = (tensor_properties, facts, deterministic, kind, *options.items())
+    signature = (checked, facts, deterministic, kind, *options.items())
     try:
         plan = mask.cache.get(signature)
     except TypeError:  # an option cannot be hashed; its check names it
@@ -96,7 +113,6 @@ def find_plan(
     selections = mask.support.cache if isinstance(mask, DynamicMask) else {}
     shared = (*signature, mask.num_batches, mask.num_heads)
     if shared not in selections:
-        check_tensors(query, key, value)
         compiled = compiled_mask(mask, query, key)
         spec = AttentionSpec.from_call(
             query, key, value, compiled, AttentionOptions(**options), CallFacts(*facts)

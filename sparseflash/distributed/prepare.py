@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 
 from masks import BlockMask, DynamicMask
 from sparseflash.arguments import (
+    are_plain,
     check_key_lengths,
     check_sinks,
     checked_bias,
     checked_block_scores,
     checked_seed,
     checked_tensors,
-    is_plain,
     lengths_in_range,
     wants_gradient,
 )
@@ -160,7 +160,7 @@ def prepare(
         BackendError: No backend can compute the call.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if isinstance(tensor, Tensor) and not is_plain(tensor):
+        if isinstance(tensor, Tensor) and not are_plain(tensor):
             kind = "negated view" if tensor.is_neg() else type(tensor).__name__
             raise TypeError(f"{name} must be an ordinary tensor, got a {kind}")
     query, key, value = checked_tensors(query, key, value, key_lengths)

@@ -157,6 +157,7 @@ def prepared_kernel(
 ) -> PreparedKernel:
     """prepare(spec, block size, *inputs, *missing), cached for inputs of equal strides.
 
+    All contiguous inputs count as equal: nothing depends on the strides of their dims of size 1.
     A launch of a prepared kernel repeats the previous one of the same plan. So all arguments of
     the kernel, except addresses, the stride of the bias and seeds, must follow from the plan, the
     strides of `inputs` and `missing`.
@@ -167,13 +168,13 @@ def prepared_kernel(
         inputs: Addressable tensors.
         missing: Whether other tensors of the kernel are None.
     """
-    plan, strides = call.plan, tuple([x.stride() for x in inputs])
-    prepared = plan.cache.get((prepare, missing, strides))
+    plan, layouts = call.plan, tuple([x.is_contiguous() or x.stride() for x in inputs])
+    prepared = plan.cache.get((prepare, missing, layouts))
     if prepared is None:
-        shapes = tuple([x.shape for x in inputs])
+        shapes, strides = tuple([x.shape for x in inputs]), tuple([x.stride() for x in inputs])
         block_size = plan.table.block_size[0]
         prepared = _prepared_kernel(prepare, plan.spec, block_size, missing, shapes, strides)
-        plan.cache[prepare, missing, strides] = prepared
+        plan.cache[prepare, missing, layouts] = prepared
     return prepared
 
 

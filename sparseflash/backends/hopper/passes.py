@@ -55,7 +55,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     query, (key, value) = launch.addressable(query), _keys_and_values(call, key, value)
     inputs = (query, key, value)
     prepared = launch.prepared_kernel(_prepare_forward, call, inputs, call.max_logits is None)
-    out, lse = empty_tensors(prepared.outputs, call.spec.device)
+    out, lse = empty_tensors(prepared.outputs, call.plan.spec.device)
     prepared.launch(call, *inputs, out, lse, call.max_logits)
     return out, lse
 

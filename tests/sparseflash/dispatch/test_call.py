@@ -47,38 +47,43 @@ def test_a_backend_gets_the_table_that_it_reads(only_backend):
 
 
 @pytest.fixture
-def times_checked(monkeypatch):
-    """How often tensors are checked."""
-    checks = []
+def counts(monkeypatch):
+    """How often tensors are checked, and backends selected."""
+    counts = {"check_tensors": 0, "select_passes": 0}
     module = sys.modules["sparseflash.dispatch.plan"]
-    check = module.check_tensors
+    monkeypatch.setattr(module, "_checked", {})
 
-    def counted(*tensors):
-        checks.append(tensors)
-        check(*tensors)
+    def counted(name, function):
+        def call(*arguments):
+            counts[name] += 1
+            return function(*arguments)
 
-    monkeypatch.setattr(module, "check_tensors", counted)
-    return checks
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    return counts
 
 
-def test_calls_of_one_signature_are_checked_once(times_checked):
+def test_equal_tensors_are_checked_once_and_signatures_planned_once(counts):
     mask = masks.local(8)(40, block_size=16)
     query, key, value = torch.randn(3, 2, 4, 40, 16)
     for _ in range(3):
         first = sparseflash.attention(query, key, value, mask)
-    assert len(times_checked) == 1
+    assert counts == {"check_tensors": 1, "select_passes": 1}
     for change in ({"scale": 0.5}, {"return_lse": True, "softcap": 5.0}, {"backend": "cpu"}):
         sparseflash.attention(query, key, value, mask, **change)
-    assert len(times_checked) == 4
+    assert counts == {"check_tensors": 1, "select_passes": 4}
     torch.use_deterministic_algorithms(True)
     try:
         sparseflash.attention(query, key, value, mask)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(times_checked) == 5
     other = sparseflash.attention(2 * query, key, value, mask)
-    assert len(times_checked) == 5
     assert not torch.equal(first, other)
+    assert counts == {"check_tensors": 1, "select_passes": 5}
+    sparseflash.attention(*(x[:1] for x in (query, key, value)), mask)
+    assert counts == {"check_tensors": 2, "select_passes": 6}
 
 
 BAD = {
