@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import reduce
@@ -58,16 +58,13 @@ def empty_out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return empty_out(query, value), lse
 
 
-class OutputLayout(NamedTuple):
-    """Shape, strides and dtype of an output, which is allocated in each call."""
+# Shape, strides and dtype of an output: a plain tuple, which is unpacked in each call.
+OutputLayout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, example: Tensor) -> Self:
-        return cls(tuple(example.shape), example.stride(), example.dtype)
+def layouts_of(examples: Iterable[Tensor | None]) -> tuple[OutputLayout | None, ...]:
+    """The layouts of outputs like these examples; None for None."""
+    return tuple([None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in examples])
 
 
 def empty_tensors(layouts: Iterable[OutputLayout | None], device: torch.device) -> list[Any]:
@@ -111,9 +108,8 @@ def _layouts(
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
-) -> list[OutputLayout | None]:
-    outputs = examples(*without_data(shapes, strides, dtype), *properties)
-    return [None if x is None else OutputLayout.of(x) for x in outputs]
+) -> tuple[OutputLayout | None, ...]:
+    return layouts_of(examples(*without_data(shapes, strides, dtype), *properties))
 
 
 def without_data(

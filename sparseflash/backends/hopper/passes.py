@@ -39,10 +39,10 @@ from sparseflash.dispatch.call import (
     Call,
     Gradients,
     Needs,
-    OutputLayout,
     Saved,
     empty_out_and_lse,
     empty_tensors,
+    layouts_of,
 )
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -65,7 +65,7 @@ def _prepare_forward(
 ) -> PreparedKernel:
     kv_tile = launch.kv_tile(block, spec.widest_dim)
     access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
-    outputs = tuple([OutputLayout.of(x) for x in empty_out_and_lse(query, value)])
+    outputs = layouts_of(empty_out_and_lse(query, value))
     config = FORWARD_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(forward_kernel, access, config, outputs)
 
@@ -148,7 +148,7 @@ def _prepare_fused(
 ) -> PreparedKernel:
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
-    outputs = tuple([OutputLayout.of(torch.empty_like(x)) for x in (query, key, value)])
+    outputs = layouts_of([torch.empty_like(x) for x in (query, key, value)])
     config = FUSED_CONFIGS[tile_width(spec.head_dim)]
     return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
 
@@ -203,8 +203,7 @@ def _prepare_dq(
 ) -> PreparedKernel:
     tile, kv_tile = WARPGROUP_TILE, launch.kv_tile(block, spec.widest_dim)
     access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
-    written = (torch.empty_like(query), empty_lse_delta(query, block))
-    outputs = tuple([OutputLayout.of(x) for x in written])
+    outputs = layouts_of((torch.empty_like(query), empty_lse_delta(query, block)))
     config = DQ_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dq_kernel, access, config, outputs)
 
@@ -238,9 +237,7 @@ def _prepare_dkdv(
 ) -> PreparedKernel:
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
-    outputs = (
-        OutputLayout.of(torch.empty_like(key)) if with_key else None,
-        OutputLayout.of(torch.empty_like(value)) if with_value else None,
-    )
+    wanted = ((key, with_key), (value, with_value))
+    outputs = layouts_of([torch.empty_like(x) if needed else None for x, needed in wanted])
     config = DKDV_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)

@@ -11,7 +11,7 @@ from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs, launch
 from sparseflash.backends.hopper.configs import KernelConfig
 from sparseflash.backends.triton_common import launcher
-from sparseflash.dispatch.call import Call, OutputLayout, Plan, empty_tensors
+from sparseflash.dispatch.call import Call, Plan, empty_tensors, layouts_of
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers.calls import spec_of
 
@@ -174,10 +174,7 @@ def test_padded_keys_become_zero():
 
 def test_a_kernel_is_prepared_once_for_inputs_of_equal_strides():
     def prepare(spec, block_size, query, key, may_be_none):
-        layouts = (
-            OutputLayout.of(torch.empty_like(query)),
-            None if may_be_none else OutputLayout.of(key),
-        )
+        layouts = layouts_of([torch.empty_like(query), None if may_be_none else key])
         return launch.PreparedKernel(None, (), KernelConfig(1, {}), layouts)
 
     def prepared(call, query, key, may_be_none=False):
